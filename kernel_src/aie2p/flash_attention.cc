@@ -1,0 +1,211 @@
+// Causal attention of QR query rows over a stream of KR-row KV tiles, online softmax in the log2 domain, head size HD.
+//
+// q bf16 blocks [QR/8][HD/8][8][8]; kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
+// [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = running maximum, running sum; work f32 [QR][KR], scratch.
+//
+// Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors
+// and not across lanes; fa_init transposes the blocks of q in place for this.
+//
+// The core's exponential gives bf16, which is what the product with V takes anyway; the sum is taken over those same
+// rounded weights, so their error does not scale the result. The running maximum is rounded up to a whole number:
+// the correction of what was accumulated is then a power of two, exact, however often the maximum moves.
+#include "tile.h"
+
+namespace {
+
+constexpr unsigned BLOCK = 64, HALF = 32;
+constexpr unsigned QUERY_BLOCKS = QR / 8, KEY_BLOCKS = KR / 8, DIM_BLOCKS = HD / 8;
+// Query blocks that share each gathered block of K or V.
+constexpr unsigned GROUP = QUERY_BLOCKS % 4 == 0 ? 4 : QUERY_BLOCKS % 2 == 0 ? 2 : 1;
+// Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.
+constexpr float MASKED = -1048576.0f;
+constexpr float LOG2E = 1.44269504088896341f;
+
+using Block = aie::mmul<8, 8, 8, bfloat16, bfloat16>;
+using Half = aie::vector<float, HALF>;
+
+constexpr float root(float x) {
+    float r = x;
+    for (unsigned i = 0; i < 32; ++i) r = 0.5f * (r + x / r);
+    return r;
+}
+
+// Query minus key inside half a score block: lane = key * 8 + query.
+alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,  2,  3, 4, 5, 6,
+                                          -2, -1, 0,  1,  2, 3, 4, 5, -3, -2, -1, 0,  1, 2, 3, 4};
+
+// An 8x8 block whose rows lie 2*HD apart.
+aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
+    aie::vector<bfloat16, BLOCK> out;
+    for (unsigned r = 0; r < 8; ++r) out.insert(r, aie::load_v<8>(rows + r * 2 * HD));
+    return out;
+}
+
+aie::accum<accfloat, BLOCK> load_block(const float *from) {
+    aie::accum<accfloat, BLOCK> out;
+    for (unsigned h = 0; h < 2; ++h) out.insert(h, aie::accum<accfloat, HALF>(aie::load_v<HALF>(from + h * HALF)));
+    return out;
+}
+
+void store_block(float *to, const aie::accum<accfloat, BLOCK> &value) {
+    for (unsigned h = 0; h < 2; ++h)
+        aie::store_v(to + h * HALF, value.template extract<HALF>(h).template to_vector<float>());
+}
+
+template <unsigned Elems, typename T>
+aie::vector<T, Elems> repeat(const aie::vector<T, 8> &v) {
+    aie::vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems / 8; ++i) out.insert(i, v);
+    return out;
+}
+
+// Over the four keys of half a block, per query.
+aie::vector<float, 8> maximum_of_keys(const Half &v) {
+    const aie::vector<float, 16> two = aie::max(v.template extract<16>(0), v.template extract<16>(1));
+    return aie::max(two.template extract<8>(0), two.template extract<8>(1));
+}
+
+aie::vector<float, 8> sum_of_keys(const Half &v) {
+    const aie::vector<float, 16> two = aie::add(v.template extract<16>(0), v.template extract<16>(1));
+    return aie::add(two.template extract<8>(0), two.template extract<8>(1));
+}
+
+// work[query block][key block] = K Q^T, f32 blocks [8 keys][8 queries].
+void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
+    for (unsigned first = 0; first < QUERY_BLOCKS; first += GROUP)
+        for (unsigned key = 0; key < KEY_BLOCKS; ++key) {
+            Block sum[GROUP];
+            for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
+                const aie::vector<bfloat16, BLOCK> k = gather(kv + key * 8 * 2 * HD + d * 8);
+                for (unsigned g = 0; g < GROUP; ++g)
+                    sum[g].mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
+            }
+            for (unsigned g = 0; g < GROUP; ++g)
+                store_block(work + ((first + g) * KEY_BLOCKS + key) * BLOCK, sum[g].to_accum());
+        }
+}
+
+// Scales the scores of one query block to the log2 domain and masks; returns their maximum, per query.
+// Key j of this tile is visible to query i of this block iff i - j >= first_visible.
+aie::vector<float, 8> scale_and_mask(float *work, int32 first_visible) {
+    const Pair<HALF> scale = split<HALF>(LOG2E / root(HD));
+    Half top = aie::broadcast<float, HALF>(MASKED);
+    for (unsigned half = 0; half < 2 * KEY_BLOCKS; ++half, work += HALF) {
+        Half y = product(split(aie::load_v<HALF>(work)), scale).template to_vector<float>();
+        const int32 bound = first_visible + static_cast<int32>(half * 4);
+        if (bound > -3)
+            y = aie::select(y, aie::broadcast<float, HALF>(MASKED),
+                            aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
+        top = aie::max(top, y);
+        aie::store_v(work, y);
+    }
+    return maximum_of_keys(top);
+}
+
+// Replaces the scores of one query block by bf16 weights 2^(y - top), blocks [8 queries][8 keys] at the scores' places.
+// Returns the sums of the rounded weights, per query.
+aie::vector<float, 8> weights(float *work, const aie::vector<float, 8> &top) {
+    const Half subtrahend = repeat<HALF>(top);
+    aie::accum<accfloat, HALF> sum = aie::zeros<accfloat, HALF>();
+    for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += BLOCK) {
+        aie::vector<bfloat16, BLOCK> block;
+        for (unsigned h = 0; h < 2; ++h) {
+            const auto p = aie::exp2<bfloat16>(aie::sub(aie::load_v<HALF>(work + h * HALF), subtrahend));
+            sum = aie::add(sum, p);
+            block.insert(h, p);
+        }
+        aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, 8, 8));
+    }
+    return sum_of_keys(sum.template to_vector<float>());
+}
+
+// Multiplies the rows of one query block of acc: factor hi + lo per query.
+template <typename Multiply>
+void for_rows(float *acc, const aie::vector<bfloat16, 8> &factor, Multiply multiply) {
+    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), 8, 8);
+    for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i) multiply(acc + i * HALF, per_row.template extract<HALF>(i % 2));
+}
+
+void rescale(float *acc, const aie::vector<bfloat16, 8> &factor) {
+    for_rows(acc, factor, [](float *half, const aie::vector<bfloat16, HALF> &by) {
+        aie::store_v(half, exact_product(aie::load_v<HALF>(half), by).template to_vector<float>());
+    });
+}
+
+// Softmax step of one query block.
+void advance(float *work, float *acc, float *maximum, float *sum, int32 first_visible) {
+    const aie::vector<float, 8> highest = scale_and_mask(work, first_visible), before = aie::load_v<8>(maximum);
+    const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(aie::add(highest, aie::broadcast<float, 8>(0.5f))));
+    const aie::vector<float, 8> top = aie::max(before, rounded_up);
+    const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, 8>(-127.0f));
+    const aie::vector<float, 8> added = weights(work, top);
+    // Eight lanes are fewer than an accumulator has: the factor is applied to copies.
+    const auto factor = aie::accum<accfloat, HALF>(power_of_two(repeat<HALF>(change))).template to_vector<bfloat16>();
+    const auto kept = exact_product(repeat<HALF>(aie::load_v<8>(sum)), factor).template to_vector<float>();
+    aie::store_v(sum, aie::add(kept.template extract<8>(0), added));
+    aie::store_v(maximum, top);
+    if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<8>(0));
+}
+
+// acc += P V
+void accumulate(const float *work, const bfloat16 *kv, float *acc) {
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
+        aie::vector<bfloat16, BLOCK> v[KEY_BLOCKS];
+        for (unsigned key = 0; key < KEY_BLOCKS; ++key) v[key] = gather(kv + key * 8 * 2 * HD + HD + d * 8);
+        for (unsigned query = 0; query < QUERY_BLOCKS; ++query) {
+            float *block = acc + (query * DIM_BLOCKS + d) * BLOCK;
+            Block sum(load_block(block));
+            for (unsigned key = 0; key < KEY_BLOCKS; ++key)
+                sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(work + (query * KEY_BLOCKS + key) * BLOCK)),
+                        v[key]);
+            store_block(block, sum.to_accum());
+        }
+    }
+}
+
+// 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
+Pair<16> reciprocals(const float *x) {
+    alignas(64) float out[16] = {};
+    for (unsigned i = 0; i < 8; ++i) {
+        const float estimate = aie::inv(x[i]);
+        out[i] = estimate * (2.0f - x[i] * estimate);
+    }
+    return split(aie::load_v<16>(out));
+}
+
+}  // namespace
+
+extern "C" void AIE_FN(fa_init)(bfloat16 *q, float *acc, float *stats) {
+    for (unsigned i = 0; i < QR * HD; i += BLOCK) aie::store_v(q + i, aie::transpose(aie::load_v<BLOCK>(q + i), 8, 8));
+    for (unsigned i = 0; i < QR * HD; i += HALF) aie::store_v(acc + i, aie::zeros<float, HALF>());
+    for (unsigned i = 0; i < QR; i += 8) {
+        aie::store_v(stats + i, aie::broadcast<float, 8>(MASKED));
+        aie::store_v(stats + QR + i, aie::zeros<float, 8>());
+    }
+}
+
+// q_row, k_row: absolute positions of the first query and the first key. Query i sees key j iff k_row + j <= q_row + i.
+extern "C" void AIE_FN(fa_step)(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, float *acc,
+                                float *stats, float *work) {
+    if (k_row > q_row + static_cast<int32>(QR) - 1) return;
+    use_nearest_even();
+    scores(q, kv, work);
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query)
+        advance(work + query * KEY_BLOCKS * BLOCK, acc + query * DIM_BLOCKS * BLOCK, stats + query * 8,
+                stats + QR + query * 8, k_row - q_row - static_cast<int32>(query * 8));
+    accumulate(work, kv, acc);
+}
+
+extern "C" void AIE_FN(fa_out)(float *acc, const float *stats, bfloat16 *q) {
+    use_nearest_even();
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query, acc += DIM_BLOCKS * BLOCK, q += DIM_BLOCKS * BLOCK) {
+        const Pair<16> inverse = reciprocals(stats + QR + query * 8);
+        const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<8>(0)), 8, 8);
+        const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<8>(0)), 8, 8);
+        for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i) {
+            const Pair<HALF> by{hi.template extract<HALF>(i % 2), lo.template extract<HALF>(i % 2)};
+            const auto value = product(split(aie::load_v<HALF>(acc + i * HALF)), by);
+            aie::store_v(q + i * HALF, value.template to_vector<bfloat16>());
+        }
+    }
+}

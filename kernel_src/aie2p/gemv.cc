@@ -1,0 +1,53 @@
+// ROWS rows of a matrix times a vector, in chunks of KC columns.
+// a [ROWS][KC] (row-major), x [COLS], acc f32 [ROWS], out bf16 [ROWS].
+#include "tile.h"
+
+namespace {
+
+constexpr unsigned L = lanes_for(KC, 64);
+// Rows that share each load of x.
+constexpr unsigned SHARING = ROWS % 4 == 0 ? 4 : ROWS % 2 == 0 ? 2 : 1;
+
+template <unsigned Lanes>
+float total(const aie::accum<accfloat, Lanes> &sum) {
+    if constexpr (Lanes == 64) {
+        const auto high = sum.template extract<32>(1).template to_vector<float>();
+        return aie::reduce_add(aie::add(sum.template extract<32>(0), high).template to_vector<float>());
+    } else {
+        return aie::reduce_add(sum.template to_vector<float>());
+    }
+}
+
+void add_dots(const bfloat16 *a, const bfloat16 *x, float *acc) {
+    aie::accum<accfloat, L> sum[SHARING];
+    for (auto &s : sum) s = aie::zeros<accfloat, L>();
+    for (unsigned k = 0; k < KC; k += L) {
+        const aie::vector<bfloat16, L> chunk = aie::load_v<L>(x + k);
+        for (unsigned r = 0; r < SHARING; ++r) sum[r] = aie::mac(sum[r], aie::load_v<L>(a + r * KC + k), chunk);
+    }
+    for (unsigned r = 0; r < SHARING; ++r) acc[r] += total(sum[r]);
+}
+
+}  // namespace
+
+extern "C" void AIE_FN(gemv_zero)(float *acc) {
+    for (unsigned m = 0; m < ROWS; ++m) acc[m] = 0.0f;
+}
+
+// acc += a @ x[k0 : k0 + KC]
+extern "C" void AIE_FN(gemv_step)(const bfloat16 *a, const bfloat16 *x, int32 k0, float *acc) {
+    for (unsigned m = 0; m < ROWS; m += SHARING) add_dots(a + m * KC, x + k0, acc + m);
+}
+
+extern "C" void AIE_FN(gemv_out)(const float *acc, bfloat16 *out) {
+    use_nearest_even();
+    // A tile may have fewer rows than the narrowest vector: round through one padded vector.
+    for (unsigned m = 0; m < ROWS; m += 16) {
+        const unsigned rows = ROWS - m < 16 ? ROWS - m : 16;
+        alignas(64) float wide[16] = {};
+        alignas(32) bfloat16 narrow[16];
+        for (unsigned r = 0; r < rows; ++r) wide[r] = acc[m + r];
+        aie::store_v(narrow, aie::accum<accfloat, 16>(aie::load_v<16>(wide)).template to_vector<bfloat16>());
+        for (unsigned r = 0; r < rows; ++r) out[m + r] = narrow[r];
+    }
+}

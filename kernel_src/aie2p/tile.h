@@ -1,0 +1,75 @@
+// What every tile function shares: symbol names per variant, and f32 arithmetic built from bf16 products.
+//
+// AIE2P multiplies bf16 x bf16 exactly into f32 accumulators and has no f32 x f32 product. An f32 value is therefore
+// carried as the sum of two bf16 (relative error 2^-18) or three (exact) where a product needs it.
+#pragma once
+
+#include <aie_api/aie.hpp>
+
+// A function's symbol ends in its variant, so that two shapes of one kernel can live in one module.
+#define AIE_JOIN(name, variant) name##_##variant
+#define AIE_EXPAND(name, variant) AIE_JOIN(name, variant)
+#define AIE_FN(name) AIE_EXPAND(name, VARIANT)
+
+// Widest of 64, 32 or 16 lanes that divides a length.
+constexpr unsigned lanes_for(unsigned length, unsigned widest) {
+    return length % widest == 0 || widest == 16 ? widest : lanes_for(length, widest / 2);
+}
+
+inline void use_nearest_even() {
+    aie::tile::current().set_rounding(aie::rounding_mode::conv_even);
+}
+
+// hi + lo, each bf16.
+template <unsigned L>
+struct Pair {
+    aie::vector<bfloat16, L> hi, lo;
+};
+
+template <unsigned L>
+inline Pair<L> split(const aie::accum<accfloat, L> &value) {
+    Pair<L> out;
+    out.hi = value.template to_vector<bfloat16>();
+    out.lo = aie::sub(value, out.hi).template to_vector<bfloat16>();
+    return out;
+}
+
+template <unsigned L>
+inline Pair<L> split(const aie::vector<float, L> &value) {
+    return split(aie::accum<accfloat, L>(value));
+}
+
+template <unsigned L>
+inline Pair<L> split(float value) {
+    return split(aie::broadcast<float, L>(value));
+}
+
+// bf16 x f32, relative error 2^-17.
+template <unsigned L>
+inline aie::accum<accfloat, L> product(const aie::vector<bfloat16, L> &a, const Pair<L> &b) {
+    return aie::mac(aie::mul(a, b.hi), a, b.lo);
+}
+
+// f32 x f32, relative error 2^-16: the product of the two low parts is left out.
+template <unsigned L>
+inline aie::accum<accfloat, L> product(const Pair<L> &a, const Pair<L> &b) {
+    return aie::mac(product(a.hi, b), a.lo, b.hi);
+}
+
+// f32 x bf16 with all 24 bits of `a`: exact when `b` is a power of two.
+template <unsigned L>
+inline aie::accum<accfloat, L> exact_product(const aie::vector<float, L> &a, const aie::vector<bfloat16, L> &b) {
+    const aie::accum<accfloat, L> wide(a);
+    const aie::vector<bfloat16, L> hi = wide.template to_vector<bfloat16>();
+    const aie::accum<accfloat, L> rest = aie::sub(wide, hi);
+    const aie::vector<bfloat16, L> mid = rest.template to_vector<bfloat16>();
+    const aie::vector<bfloat16, L> lo = aie::sub(rest, mid).template to_vector<bfloat16>();
+    return aie::mac(aie::mac(aie::mul(lo, b), mid, b), hi, b);
+}
+
+// 2^n of whole numbers n >= -127, from the exponent bits (-127 gives 0).
+template <unsigned L>
+inline aie::vector<float, L> power_of_two(const aie::vector<float, L> &n) {
+    const aie::vector<int32, L> biased = aie::add(aie::to_fixed<int32>(n), aie::broadcast<int32, L>(127));
+    return aie::upshift(biased, 23).template cast_to<float>();
+}

@@ -1,0 +1,442 @@
+// Host stand-in for the part of AMD's AIE API that kernel_src/aie2p uses: same names, same signatures, same rounding.
+//
+// Arithmetic is that of AIE2P: products of bf16 are exact in f32, accumulators are f32, and a bf16 value appears only
+// where an accumulator is converted, in the rounding mode of the tile (`floor` until a kernel sets another).
+// What AIE2P lacks is missing here too: f32 x f32 products, vectors above 1024 bits, scalar bf16 arithmetic.
+// Everything in `aie::sim` and below `detail` is the stand-in's own; tests/test_aie_api.py compares the rest with the
+// declarations of the real headers.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+using int32 = std::int32_t;
+
+// Storage only, as on the core: values go through accumulators.
+struct bfloat16 {
+    std::uint16_t bits;
+};
+
+struct accfloat {};
+struct accauto {};
+
+namespace aie {
+
+enum class rounding_mode : unsigned { floor, conv_even };
+
+namespace sim {
+
+struct Counters {
+    std::uint64_t macs;
+};
+inline thread_local Counters counters{};
+inline thread_local rounding_mode mode = rounding_mode::floor;
+
+inline float widen(bfloat16 value) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
+}
+
+// f32 -> bf16. `floor` drops the low half of the sign-magnitude pattern, `conv_even` rounds to nearest, ties to even.
+// A NaN keeps its upper half, so that the pattern of never-written memory survives a kernel.
+inline bfloat16 narrow(float value, rounding_mode rounding) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t half = rounding == rounding_mode::conv_even ? 0x7fffu + ((bits >> 16) & 1u) : 0u;
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+    return {static_cast<std::uint16_t>((finite ? bits + half : bits) >> 16)};
+}
+
+inline float round_integer(float value) {
+    return mode == rounding_mode::conv_even ? std::nearbyintf(value) : std::floor(value);
+}
+
+template <typename T>
+struct lanes;
+template <>
+struct lanes<bfloat16> {
+    static constexpr unsigned bits = 16;
+};
+template <>
+struct lanes<float> {
+    static constexpr unsigned bits = 32;
+};
+template <>
+struct lanes<int32> {
+    static constexpr unsigned bits = 32;
+};
+
+inline void require_aligned(const void *pointer, unsigned bytes) {
+    if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 32 ? bytes : 32) != 0) {
+        std::fprintf(stderr, "AIE kernel: unaligned %u-byte vector access\n", bytes);
+        std::abort();
+    }
+}
+
+// Block floating point: eight values along K share the exponent of the largest and keep 8-bit signed mantissas.
+inline void share_exponent(float (&row)[8]) {
+    float largest = 0.0f;
+    for (float value : row) largest = std::fmax(largest, std::fabs(value));
+    if (largest == 0.0f || !std::isfinite(largest)) return;
+    float quantum = std::ldexp(1.0f, std::ilogb(largest) - 6);
+    if (std::nearbyintf(largest / quantum) > 127.0f) quantum *= 2.0f;
+    for (float &value : row) value = round_integer(value / quantum) * quantum;
+}
+
+}  // namespace sim
+
+class tile {
+public:
+    static tile current() { return {}; }
+    void set_rounding(rounding_mode mode) { sim::mode = mode; }
+    rounding_mode get_rounding() const { return sim::mode; }
+};
+
+template <unsigned Elems>
+class mask {
+public:
+    bool test(unsigned idx) const { return data[idx]; }
+    bool data[Elems];
+};
+
+template <typename T, unsigned Elems>
+class alignas(Elems * sizeof(T) < 64 ? Elems * sizeof(T) : 64) vector {
+public:
+    static_assert(Elems * sim::lanes<T>::bits == 128 || Elems * sim::lanes<T>::bits == 256 ||
+                      Elems * sim::lanes<T>::bits == 512 || Elems * sim::lanes<T>::bits == 1024,
+                  "AIE2P vectors have 128, 256, 512 or 1024 bits");
+    using value_type = T;
+    static constexpr unsigned size() { return Elems; }
+
+    T get(unsigned idx) const { return data[idx]; }
+
+    template <unsigned ElemsOut>
+    vector<T, ElemsOut> extract(unsigned idx) const {
+        vector<T, ElemsOut> out;
+        std::memcpy(out.data, data + idx * ElemsOut, sizeof out.data);
+        return out;
+    }
+
+    template <unsigned ElemsIn>
+    vector &insert(unsigned idx, const vector<T, ElemsIn> &v) {
+        std::memcpy(data + idx * ElemsIn, v.data, sizeof v.data);
+        return *this;
+    }
+
+    template <typename DstT>
+    auto cast_to() const {
+        vector<DstT, Elems * sizeof(T) / sizeof(DstT)> out;
+        std::memcpy(out.data, data, sizeof data);
+        return out;
+    }
+
+    T data[Elems];
+};
+
+template <typename Tag, unsigned Elems>
+class alignas(64) accum {
+public:
+    static_assert(std::is_same_v<Tag, accfloat> && (Elems == 16 || Elems == 32 || Elems == 64),
+                  "the stand-in has f32 accumulators of 16, 32 and 64 lanes");
+    using value_type = Tag;
+    static constexpr unsigned size() { return Elems; }
+
+    accum() = default;
+
+    template <typename T>
+    explicit accum(const vector<T, Elems> &v, int shift = 0) {
+        from_vector(v, shift);
+    }
+
+    template <typename T>
+    void from_vector(const vector<T, Elems> &v, int = 0) {
+        if constexpr (std::is_same_v<T, bfloat16>)
+            for (unsigned i = 0; i < Elems; ++i) data[i] = sim::widen(v.data[i]);
+        else
+            std::memcpy(data, v.data, sizeof data);
+    }
+
+    template <typename T>
+    vector<T, Elems> to_vector(int = 0) const {
+        vector<T, Elems> out;
+        if constexpr (std::is_same_v<T, bfloat16>) {
+            const rounding_mode rounding = sim::mode;
+            for (unsigned i = 0; i < Elems; ++i) out.data[i] = sim::narrow(data[i], rounding);
+        } else {
+            static_assert(std::is_same_v<T, float>);
+            std::memcpy(out.data, data, sizeof data);
+        }
+        return out;
+    }
+
+    template <unsigned ElemsOut>
+    accum<Tag, ElemsOut> extract(unsigned idx) const {
+        accum<Tag, ElemsOut> out;
+        std::memcpy(out.data, data + idx * ElemsOut, sizeof out.data);
+        return out;
+    }
+
+    template <unsigned ElemsIn>
+    accum &insert(unsigned idx, const accum<Tag, ElemsIn> &acc) {
+        std::memcpy(data + idx * ElemsIn, acc.data, sizeof acc.data);
+        return *this;
+    }
+
+    float data[Elems];
+};
+
+template <unsigned Elems, typename T>
+vector<T, Elems> load_v(const T *ptr) {
+    sim::require_aligned(ptr, Elems * sizeof(T));
+    vector<T, Elems> out;
+    std::memcpy(out.data, ptr, sizeof out.data);
+    return out;
+}
+
+template <typename T, unsigned Elems>
+T *store_v(T *ptr, const vector<T, Elems> &v) {
+    sim::require_aligned(ptr, Elems * sizeof(T));
+    std::memcpy(ptr, v.data, sizeof v.data);
+    return ptr + Elems;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> broadcast(T a) {
+    vector<T, Elems> out;
+    for (T &lane : out.data) lane = a;
+    return out;
+}
+
+namespace detail {
+
+template <typename T, unsigned Elems>
+struct zero {
+    using type = vector<T, Elems>;
+};
+template <unsigned Elems>
+struct zero<accfloat, Elems> {
+    using type = accum<accfloat, Elems>;
+};
+
+template <typename T, unsigned Elems, typename Op>
+vector<T, Elems> lanewise(const vector<T, Elems> &v1, const vector<T, Elems> &v2, Op op) {
+    static_assert(!std::is_same_v<T, bfloat16>, "bf16 is added in accumulators");
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = op(v1.data[i], v2.data[i]);
+    return out;
+}
+
+}  // namespace detail
+
+template <typename T, unsigned Elems>
+typename detail::zero<T, Elems>::type zeros() {
+    typename detail::zero<T, Elems>::type out;
+    std::memset(out.data, 0, sizeof out.data);
+    return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> add(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a + b); });
+}
+
+template <typename T, unsigned Elems>
+accum<accfloat, Elems> add(const accum<accfloat, Elems> &acc, const vector<T, Elems> &v) {
+    const accum<accfloat, Elems> wide(v);
+    accum<accfloat, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = acc.data[i] + wide.data[i];
+    return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> sub(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a - b); });
+}
+
+template <typename T, unsigned Elems>
+accum<accfloat, Elems> sub(const accum<accfloat, Elems> &acc, const vector<T, Elems> &v) {
+    const accum<accfloat, Elems> wide(v);
+    accum<accfloat, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = acc.data[i] - wide.data[i];
+    return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return a < b ? b : a; });
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> min(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return b < a ? b : a; });
+}
+
+// Sum of the lanes, by halves: the order in which the core adds them.
+template <typename T, unsigned Elems>
+T reduce_add(const vector<T, Elems> &v) {
+    static_assert(!std::is_same_v<T, bfloat16>);
+    T lanes[Elems];
+    std::memcpy(lanes, v.data, sizeof lanes);
+    for (unsigned width = Elems / 2; width > 0; width /= 2)
+        for (unsigned i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+template <unsigned Elems>
+accum<accfloat, Elems> mac(const accum<accfloat, Elems> &acc, const vector<bfloat16, Elems> &v1,
+                           const vector<bfloat16, Elems> &v2) {
+    accum<accfloat, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = acc.data[i] + sim::widen(v1.data[i]) * sim::widen(v2.data[i]);
+    sim::counters.macs += Elems;
+    return out;
+}
+
+template <unsigned Elems>
+accum<accfloat, Elems> msc(const accum<accfloat, Elems> &acc, const vector<bfloat16, Elems> &v1,
+                           const vector<bfloat16, Elems> &v2) {
+    accum<accfloat, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = acc.data[i] - sim::widen(v1.data[i]) * sim::widen(v2.data[i]);
+    sim::counters.macs += Elems;
+    return out;
+}
+
+template <unsigned Elems>
+accum<accfloat, Elems> mul(const vector<bfloat16, Elems> &v1, const vector<bfloat16, Elems> &v2) {
+    return mac(zeros<accfloat, Elems>(), v1, v2);
+}
+
+template <unsigned Elems>
+mask<Elems> lt(const vector<int32, Elems> &v1, const vector<int32, Elems> &v2) {
+    mask<Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i];
+    return out;
+}
+
+template <unsigned Elems>
+mask<Elems> lt(const vector<float, Elems> &v1, const vector<float, Elems> &v2) {
+    mask<Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i];
+    return out;
+}
+
+// Lanes of `v2` where the mask is set, of `v1` elsewhere.
+template <typename T, unsigned Elems>
+vector<T, Elems> select(const vector<T, Elems> &v1, const vector<T, Elems> &v2, const mask<Elems> &m) {
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = m.data[i] ? v2.data[i] : v1.data[i];
+    return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> transpose(const vector<T, Elems> &v, unsigned Row, unsigned Col) {
+    vector<T, Elems> out;
+    for (unsigned r = 0; r < Row; ++r)
+        for (unsigned c = 0; c < Col; ++c) out.data[c * Row + r] = v.data[r * Col + c];
+    return out;
+}
+
+template <unsigned Elems>
+vector<int32, Elems> upshift(const vector<int32, Elems> &v, unsigned shift) {
+    vector<int32, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i)
+        out.data[i] = static_cast<int32>(static_cast<std::uint32_t>(v.data[i]) << shift);
+    return out;
+}
+
+template <typename TR, unsigned Elems>
+vector<TR, Elems> to_fixed(const vector<float, Elems> &v, int shift = 0) {
+    static_assert(std::is_same_v<TR, int32>);
+    vector<int32, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i)
+        out.data[i] = static_cast<int32>(sim::round_integer(shift == 0 ? v.data[i] : std::ldexp(v.data[i], shift)));
+    return out;
+}
+
+template <typename TR, unsigned Elems>
+vector<TR, Elems> to_float(const vector<int32, Elems> &v, int shift = 0) {
+    static_assert(std::is_same_v<TR, float>);
+    vector<float, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i)
+        out.data[i] = shift == 0 ? static_cast<float>(v.data[i]) : std::ldexp(static_cast<float>(v.data[i]), -shift);
+    return out;
+}
+
+// The core's bf16 exponential. Its error is not published; kernels are tested with the result moved by one unit in the
+// last place as well (AIE_SIM_EXP2_ULP), so that no bound rests on correct rounding.
+template <typename TR, unsigned Elems>
+vector<TR, Elems> exp2(const vector<float, Elems> &v) {
+    static_assert(std::is_same_v<TR, bfloat16>);
+    vector<bfloat16, Elems> out;
+    const rounding_mode rounding = sim::mode;
+    for (unsigned i = 0; i < Elems; ++i) {
+        out.data[i] = sim::narrow(std::exp2(v.data[i]), rounding);
+#ifdef AIE_SIM_EXP2_ULP
+        if (out.data[i].bits != 0) out.data[i].bits += (i & 1) != 0 ? 1 : -1;
+#endif
+    }
+    return out;
+}
+
+inline float inv(float a) { return 1.0f / a; }
+inline float invsqrt(float a) { return 1.0f / std::sqrt(a); }
+
+template <unsigned M_Elems, unsigned K_Elems, unsigned N_Elems, typename TypeA, typename TypeB = TypeA,
+          typename AccumTag = accauto>
+struct mmul {
+    static_assert(std::is_same_v<TypeA, bfloat16> && std::is_same_v<TypeB, bfloat16>);
+    static_assert((M_Elems == 8 || M_Elems == 4) && K_Elems == 8 && (N_Elems == 4 || N_Elems == 8));
+    static constexpr unsigned M = M_Elems;
+    static constexpr unsigned K = K_Elems;
+    static constexpr unsigned N = N_Elems;
+    static constexpr unsigned size_A = M * K;
+    static constexpr unsigned size_B = K * N;
+    static constexpr unsigned size_C = M * N;
+    using accum_type = accum<accfloat, size_C>;
+
+    mmul() : acc(zeros<accfloat, size_C>()) {}
+    mmul(const accum_type &acc) : acc(acc) {}
+
+    accum_type to_accum() const { return acc; }
+
+    template <typename T>
+    vector<T, size_C> to_vector(int shift = 0) const {
+        return acc.template to_vector<T>(shift);
+    }
+
+    mmul &mul(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b) {
+        acc = zeros<accfloat, size_C>();
+        return mac(a, b);
+    }
+
+    mmul &mac(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b) {
+        float wide_a[M][K], wide_b[K][N];
+        for (unsigned i = 0; i < size_A; ++i) wide_a[i / K][i % K] = sim::widen(a.data[i]);
+        for (unsigned i = 0; i < size_B; ++i) wide_b[i / N][i % N] = sim::widen(b.data[i]);
+#if AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16
+        if constexpr (N == 8) share_exponents(wide_a, wide_b);
+#endif
+        for (unsigned m = 0; m < M; ++m)
+            for (unsigned k = 0; k < K; ++k)
+                for (unsigned n = 0; n < N; ++n) acc.data[m * N + n] += wide_a[m][k] * wide_b[k][n];
+        sim::counters.macs += M * K * N;
+        return *this;
+    }
+
+private:
+    static void share_exponents(float (&a)[M][K], float (&b)[K][N]) {
+        for (unsigned m = 0; m < M; ++m) sim::share_exponent(a[m]);
+        for (unsigned n = 0; n < N; ++n) {
+            float column[K];
+            for (unsigned k = 0; k < K; ++k) column[k] = b[k][n];
+            sim::share_exponent(column);
+            for (unsigned k = 0; k < K; ++k) b[k][n] = column[k];
+        }
+    }
+
+    accum_type acc;
+};
+
+}  // namespace aie
