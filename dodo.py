@@ -1,0 +1,81 @@
+"""The build graph of llama-npu2: from a checkpoint to an artifact directory, and what can be done with one.
+
+doit compile [model=...] [target=...]     build what is stale
+doit run prompt="..."                     build what is stale, then generate
+doit list                                 every task with a sentence
+doit why                                  what is stale, and why
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stages.command_line import DOIT_CONFIG, graph  # noqa: F401 - doit reads DOIT_CONFIG
+
+
+def task_checkpoint():
+    """Resolve model=..., check every tensor's name, shape and type, record what was found."""
+    return graph.task("checkpoint")
+
+
+def task_tokenizer():
+    """Copy the tokenizer, its chat template and the generation settings."""
+    return graph.task("tokenizer")
+
+
+def task_plan():
+    """Derive which buffers there are and which program runs on which, phase by phase."""
+    return graph.task("plan")
+
+
+def task_weights():
+    """Pack the weights into blobs, in the layout that the kernels read."""
+    return graph.task("weights")
+
+
+def task_object():
+    """Compile each kernel source to an object."""
+    yield from graph.tasks("object")
+
+
+def task_module():
+    """Derive each program's source from its ELF description."""
+    yield from graph.tasks("module")
+
+
+def task_elf():
+    """Link each program."""
+    yield from graph.tasks("elf")
+
+
+def task_manifest():
+    """Describe the artifact directory: slots, plans, weights, digests."""
+    return graph.task("manifest")
+
+
+def task_compile():
+    """Build the artifact directory: everything that is stale, nothing else."""
+    return graph.compile()
+
+
+def task_generate():
+    """Generate text from prompt=... (what `doit run prompt=...` does)."""
+    return graph.generate()
+
+
+def task_chat():
+    """Hold a conversation with the model in the terminal."""
+    return graph.chat()
+
+
+def task_verify():
+    """Compare greedy decoding with transformers in bf16, token by token."""
+    return graph.verify()
+
+
+def task_why():
+    """Say for each step whether it is current, and if not, why."""
+    return graph.why()

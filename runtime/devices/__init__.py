@@ -1,0 +1,54 @@
+"""What a device offers the runtime: memory and the execution of a prepared list of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A buffer in a call's slot. `view`: "" whole, "pos" from the row of the first position on, "last" the last row."""
+
+    buffer: Any
+    view: str
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One program and what is bound to its slots, in slot order."""
+
+    program: Any
+    bindings: Sequence[Binding]
+
+
+class Submission(Protocol):
+    """Calls that the device runs in order."""
+
+    def run(self, seq: int, pos: int) -> None:
+        """Process `seq` rows, the first of which is at absolute position `pos`."""
+
+
+class Device(Protocol):
+    def alloc(self, nbytes: int) -> Any:
+        """A zeroed buffer of the device."""
+
+    def load_weights(self, path: Path, offset: int, nbytes: int) -> Any:
+        """A read-only buffer with part of a file's content."""
+
+    def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """The host's view of a buffer."""
+
+    def load_program(self, path: Path, name: str, host: bool) -> Any:
+        """Load one entry point."""
+
+    def prepare(self, calls: Sequence[Call]) -> Submission:
+        """Fix a list of calls for repeated submission."""
+
+    def close(self) -> None:
+        """Release everything. The device is unusable afterwards."""

@@ -1,0 +1,210 @@
+"""The model at run time: prefill, decode, the position in the KV cache, and text generation on top of them.
+
+Knows phases by name and buffers by name; what they compute and where is the manifest's and the device's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from runtime.chat import ChatTemplate
+from runtime.errors import UserError
+from runtime.manifest import Manifest
+from runtime.plan import Memory, load_phases
+from runtime.sampling import Sampler, sampler
+from runtime.text import TextStream, Tokenizer
+
+
+@dataclass
+class Stats:
+    """Counts and times of the last generation. Times in seconds."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    ttft: float = 0.0
+    """Time to first token: from the call to the first sampled token."""
+    decode_time: float = 0.0
+    """Time of all tokens after the first."""
+    finish_reason: str = ""
+    """`stop` (end token or stop string) or `length`."""
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first."""
+        return self.decode_time / (self.generated_tokens - 1) if self.generated_tokens > 1 else 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.prompt_tokens / self.ttft if self.ttft else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        return 1 / self.tpot if self.tpot else 0.0
+
+
+def load(artifact_dir: str | Path, threads: int = 0) -> Llama:
+    """Open an artifact directory. `threads=0`: all CPUs of this process. Raises UserError."""
+    return Llama(Manifest.open(artifact_dir), threads)
+
+
+class Llama:
+    """One loaded model with one KV cache. Not thread-safe."""
+
+    def __init__(self, manifest: Manifest, threads: int = 0) -> None:
+        self.manifest = manifest
+        self.device = _open_device(manifest, threads)
+        self._memory = Memory(manifest, self.device)
+        self._phases = load_phases(manifest, self.device, self._memory)
+        self._tokens = self._memory.array("tokens")
+        self._logits = self._memory.array("logits")
+        self.context_length: int = manifest.model["max_seq"]
+        self.eos = frozenset(manifest.model["eos"])
+        self.stats = Stats()
+        self._history: list[int] = []
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the KV cache."""
+        return len(self._history)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._history.clear()
+
+    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError.
+
+        Prompts longer than the prefill rows of the device run in chunks against the KV cache.
+        """
+        ids = self._checked(token_ids)
+        rows = len(self._tokens)
+        for start in range(0, len(ids), rows):
+            chunk = ids[start : start + rows]
+            self._run("prefill" if start + rows >= len(ids) else "prefill_chunk", chunk)
+        return self._logits.copy()
+
+    def decode(self, token_id: int) -> np.ndarray:
+        """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
+        self._run("decode", self._checked([token_id]))
+        return self._logits.copy()
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(i) for i in token_ids]
+        vocab = self.manifest.model["vocab"]
+        if not ids:
+            raise UserError("the prompt has no tokens: give at least one")
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        if self.position + len(ids) > self.context_length:
+            raise UserError(
+                f"{self.position + len(ids)} tokens exceed the model's context of {self.context_length}: "
+                "shorten the prompt"
+            )
+        return ids
+
+    def _run(self, phase: str, ids: list[int]) -> None:
+        self._tokens[: len(ids)] = ids
+        self._phases[phase].run(len(ids), self.position)
+        self._history += ids
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.open(self.manifest.directory / "tokenizer", self.manifest.model["vocab"])
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's chat template; None for base models."""
+        return ChatTemplate.open(self.manifest.directory / "tokenizer")
+
+    def encode(self, prompt: str | Sequence[dict[str, str]], raw: bool = False) -> list[int]:
+        """Token ids of a prompt. A string goes through the chat template if there is one and `raw` is false;
+        a list of `{"role", "content"}` messages always does. Raises UserError."""
+        if not prompt:
+            raise UserError("the prompt is empty: give some text")
+        if isinstance(prompt, str) and (raw or self.chat_template is None):
+            return self.tokenizer.encode(prompt, special_tokens=True)
+        if self.chat_template is None:
+            raise UserError("this model has no chat template: give a plain text prompt")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(self.chat_template.render(messages), special_tokens=False)
+
+    def generate(
+        self,
+        prompt: str | Sequence[dict[str, str]],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        keep_context: bool = False,
+    ) -> Iterator[str]:
+        """Yield the reply in pieces of whole UTF-8 characters; `stats` is complete once the iterator is.
+
+        `temperature=0` is greedy. `stop`: strings that end the reply and are not part of it. `keep_context`: keep the
+        part of the KV cache that the new prompt begins with (chat) instead of starting afresh.
+        """
+        started = time.perf_counter()
+        choose = sampler(temperature, top_k, top_p, seed)
+        ids = self.encode(prompt, raw)
+        if len(ids) >= self.context_length:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, the model's context is {self.context_length}: shorten the prompt"
+            )
+        shared = _common_prefix(self._history, ids[:-1]) if keep_context else 0
+        del self._history[shared:]
+        self.stats = Stats(prompt_tokens=len(ids) - shared)
+        yield from self._reply(ids[shared:], choose, max_tokens, stop, started)
+
+    def _reply(
+        self, ids: list[int], choose: Sampler, max_tokens: int, stop: Sequence[str], started: float
+    ) -> Iterator[str]:
+        stats, stream = self.stats, TextStream(self.tokenizer, stop)
+        token = choose(self.prefill(ids))
+        stats.ttft = time.perf_counter() - started
+        first = time.perf_counter()
+        while True:
+            stats.generated_tokens += 1
+            if token in self.eos:
+                stats.finish_reason = "stop"
+                break
+            if piece := stream.push(token):
+                yield piece
+            if stream.stopped:
+                stats.finish_reason = "stop"
+                return
+            if stats.generated_tokens >= max_tokens or self.position >= self.context_length:
+                stats.finish_reason = "length"
+                break
+            token = choose(self.decode(token))
+            stats.decode_time = time.perf_counter() - first
+        if piece := stream.flush():
+            yield piece
+
+    def close(self) -> None:
+        """Release the device."""
+        self.device.close()
+
+
+def _open_device(manifest: Manifest, threads: int):
+    from runtime.devices.cpu import CpuDevice
+
+    hosts = {spec["file"] for spec in manifest.programs.values() if spec["host"]}
+    return CpuDevice(manifest.directory / min(hosts), threads)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

@@ -1,0 +1,60 @@
+"""From a manifest to memory and submissions: allocates every buffer once and binds the calls of each phase."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from runtime.devices import Binding, Call, Device, Submission
+from runtime.errors import UserError
+from runtime.manifest import Manifest
+
+DTYPES: dict[str, Any] = {"bf16": bfloat16, "f32": np.float32, "i32": np.int32}
+
+
+class Memory:
+    """The buffers of a manifest, by name, on one device."""
+
+    def __init__(self, manifest: Manifest, device: Device) -> None:
+        self._device = device
+        self._specs = manifest.buffers
+        self._buffers = {name: self._create(manifest, name) for name in manifest.buffers}
+
+    def _create(self, manifest: Manifest, name: str) -> Any:
+        spec = self._specs[name]
+        if "file" not in spec:
+            return self._device.alloc(self._nbytes(name))
+        end = spec["offset"] + self._nbytes(name)
+        if spec["offset"] < 0 or end > manifest.files[spec["file"]]["size"]:
+            raise UserError(f"{manifest.directory}: buffer {name} lies outside {spec['file']}: run doit compile")
+        return self._device.load_weights(manifest.directory / spec["file"], spec["offset"], self._nbytes(name))
+
+    def _nbytes(self, name: str) -> int:
+        spec = self._specs[name]
+        return math.prod(spec["shape"]) * np.dtype(DTYPES[spec["dtype"]]).itemsize
+
+    def array(self, name: str) -> np.ndarray:
+        """The host's view of a buffer, in its dtype and shape."""
+        spec = self._specs[name]
+        return self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
+
+    def bind(self, reference: str) -> Binding:
+        """Resolve `name`, `name@pos` or `name@last`."""
+        name, _, view = reference.partition("@")
+        rows = self._specs[name]["shape"][0]
+        return Binding(self._buffers[name], view, self._nbytes(name) // max(rows, 1))
+
+
+def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str, Submission]:
+    """One prepared submission per phase of the manifest's plans."""
+    programs = {
+        name: device.load_program(manifest.directory / spec["file"], name, spec["host"])
+        for name, spec in manifest.programs.items()
+    }
+    return {
+        phase: device.prepare([Call(programs[c["program"]], [memory.bind(r) for r in c["buffers"]]) for c in calls])
+        for phase, calls in manifest.plans.items()
+    }

@@ -1,0 +1,56 @@
+"""Writes `manifest.json`, the whole interface between build time and run time."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runtime.manifest import FORMAT
+from stages.config import LlamaConfig, read_config, read_json, token_ids
+from stages.elfs import all_elfs
+from stages.files import file_digests, write_json
+
+
+def write_manifest(directory: Path, model: str, target: str, programs: dict[str, str], work: Path) -> None:
+    """Step action: collect what is in the artifact `directory`. `programs`: ELF name -> file."""
+    config = read_config(directory / "build/config.json")
+    plan = read_json(directory / "build/plan.json")
+    weights = read_json(directory / "build/weights.json")
+    tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
+    files = dict(weights["files"])
+    for name in [*sorted(set(programs.values())), *tokenizer]:
+        files[name] = file_digests(directory / name)
+    elfs = all_elfs()
+    manifest = {
+        "format": FORMAT,
+        "model": {"name": model, **asdict(config), "eos": end_tokens(directory, config)},
+        "target": {"name": target, "system": sys.platform, "machine": platform.machine()},
+        "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
+        "programs": {
+            name: {"file": file, "host": elfs[name].host, "slots": [asdict(slot) for slot in elfs[name].slots]}
+            for name, file in programs.items()
+        },
+        "plans": {
+            phase: [{"program": program, "buffers": bound} for program, bound in calls]
+            for phase, calls in plan["calls"].items()
+        },
+        "files": files,
+    }
+    write_json(work / "manifest.json", manifest)
+
+
+def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    if name in packed:
+        return {"kind": spec["kind"], "layout": spec["layout"], **packed[name]}
+    return {"kind": spec["kind"], "dtype": spec["dtype"], "shape": spec["shape"]}
+
+
+def end_tokens(directory: Path, config: LlamaConfig) -> tuple[int, ...]:
+    """Ids that end a reply: `generation_config.json` decides where it says something, as in transformers."""
+    path = directory / "tokenizer/generation_config.json"
+    if path.is_file() and (ids := read_json(path).get("eos_token_id")) is not None:
+        return token_ids(ids, config.vocab, f"{path}: eos_token_id")
+    return config.eos

@@ -1,0 +1,88 @@
+"""The `name=value` variables of the doit command line, with their types and defaults. A misspelt one is refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from runtime.errors import UserError
+
+TARGETS = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Values of the command-line variables."""
+
+    model: str = "demo"
+    target: str = ""
+    revision: str = "main"
+    artifacts: str = "artifacts"
+    prompt: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | None = None
+    raw: bool = False
+    threads: int = 0
+    full: bool = False
+
+
+def parse_options(given: Mapping[str, str]) -> Options:
+    """Check names and values. Raises UserError naming the nearest right variable or the allowed values."""
+    known = {f.name: str(f.type) for f in fields(Options)}
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean {close[0]}=?" if close else f"known ones: {', '.join(known)}"
+            raise UserError(f"{name}= is not a variable: {hint}")
+        values[name] = _PARSERS[known[name].split(" ")[0]](name, text)
+    options = Options(**values)
+    if options.target and options.target not in TARGETS:
+        close = difflib.get_close_matches(options.target, TARGETS, 1, 0.3)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(TARGETS)}"
+        raise UserError(f"target={options.target} is unknown: {hint}")
+    _check_range("max_tokens", options.max_tokens, 1)
+    _check_range("temperature", options.temperature, 0)
+    _check_range("top_k", options.top_k, 0)
+    _check_range("threads", options.threads, 0)
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"top_p={options.top_p}: must be above 0 and at most 1")
+    return options
+
+
+def _check_range(name: str, value: float, low: float) -> None:
+    if not low <= value < float("inf"):
+        raise UserError(f"{name}={value}: must be at least {low}")
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text}: must be a whole number") from None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{name}={text}: must be a number") from None
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("0", "1", "true", "false", "yes", "no"):
+        raise UserError(f"{name}={text}: must be 0 or 1")
+    return text in ("1", "true", "yes")
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {"str": _text, "int": _integer, "float": _number, "bool": _switch}

@@ -1,0 +1,49 @@
+"""Finds the external tools of a build and names their versions, so that a changed tool rebuilds what it made."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+
+from runtime.errors import UserError
+
+
+@functools.cache
+def host_compiler() -> tuple[str, ...] | None:
+    """Command of the host C++ compiler: `CXX`, then the system's, then the `ziglang` wheel; None if there is none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen and shutil.which(chosen[0]):
+        return tuple(chosen)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    return None
+
+
+def need_host_compiler() -> tuple[str, ...]:
+    """The host compiler, or UserError that says how to get one."""
+    chosen = os.environ.get("CXX")
+    if chosen and not shutil.which(shlex.split(chosen)[0]):
+        raise UserError(f"CXX={chosen}: no such program on PATH: set CXX to a C++ compiler or unset it")
+    command = host_compiler()
+    if command is None:
+        raise UserError("no C++ compiler found: install one (apt install g++), set CXX, or `pip install ziglang`")
+    return command
+
+
+@functools.cache
+def host_compiler_fingerprint() -> str | None:
+    """Version line of the host compiler and the machine it compiles for; None without a compiler."""
+    command = host_compiler()
+    if command is None:
+        return None
+    run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return f"{(run.stdout or run.stderr).partition(chr(10))[0].strip()} for {platform.machine()}"
