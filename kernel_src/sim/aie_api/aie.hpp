@@ -10,9 +10,9 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 using int32 = std::int32_t;
@@ -70,10 +70,8 @@ struct lanes<int32> {
 };
 
 inline void require_aligned(const void *pointer, unsigned bytes) {
-    if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 32 ? bytes : 32) != 0) {
-        std::fprintf(stderr, "AIE kernel: unaligned %u-byte vector access\n", bytes);
-        std::abort();
-    }
+    if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 32 ? bytes : 32) != 0)
+        throw std::runtime_error("unaligned vector access of " + std::to_string(bytes) + " bytes");
 }
 
 // Block floating point: eight values along K share the exponent of the largest and keep 8-bit signed mantissas.

@@ -1,0 +1,343 @@
+"""What the hardware would refuse in an AIR module, found without running it.
+
+Knows the IR and the limits, not the builders: everything is counted from the operations. The counts are necessary
+conditions; placement by the real compiler may need more, never less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xdsl.dialects import func, memref, scf
+from xdsl.dialects.builtin import BFloat16Type, MemRefType, ModuleOp
+from xdsl.ir import BlockArgument, Operation, SSAValue
+
+from runtime.errors import UserError
+from stages.air import limits
+from stages.air.dialect import (
+    L1,
+    L2,
+    L3,
+    DmaMemcpyNdOp,
+    HerdOp,
+    LaunchOp,
+    SegmentOp,
+    constant_of,
+    memory_space,
+)
+
+SHIM_DIMENSIONS = 4
+MEMTILE_DIMENSIONS = 4
+TILE_DIMENSIONS = 3
+PING_PONG_TASKS = 2
+"""Tasks that wait in an L2 ping-pong on top of a shim channel's queue."""
+
+
+def element_bytes(kind: MemRefType) -> int:
+    return 2 if isinstance(kind.element_type, BFloat16Type) else 4
+
+
+def buffer_bytes(value: SSAValue) -> int:
+    kind = value.type
+    assert isinstance(kind, MemRefType)
+    return math.prod(kind.get_shape()) * element_bytes(kind)
+
+
+def root(value: SSAValue) -> SSAValue:
+    """The allocation or function argument behind a buffer that was handed into launches, segments and herds."""
+    while isinstance(value, BlockArgument):
+        parent = value.block.parent_op()
+        if not isinstance(parent, LaunchOp | SegmentOp | HerdOp):
+            return value
+        value = parent.args[parent.body_args.index(value)]
+    return value
+
+
+def tile_axes(value: SSAValue) -> frozenset[int]:
+    """Which tile coordinates (0 column, 1 row) of the enclosing herd a value depends on."""
+    if isinstance(value, BlockArgument):
+        parent = value.block.parent_op()
+        if isinstance(parent, HerdOp):
+            return frozenset(axis for axis, tile in enumerate(parent.ids) if tile is value)
+        return frozenset()
+    assert isinstance(value.owner, Operation)
+    return frozenset().union(*(tile_axes(operand) for operand in value.owner.operands))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a DMA: `dims` are (size, stride) in elements after folding, outermost first, ones dropped."""
+
+    value: SSAValue
+    offsets: tuple[SSAValue, ...]
+    all_strides: tuple[int, ...]
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def kind(self) -> MemRefType:
+        assert isinstance(self.value.type, MemRefType)
+        return self.value.type
+
+    @property
+    def space(self) -> int:
+        return memory_space(self.kind)
+
+    @property
+    def run(self) -> int:
+        """Bytes that lie together."""
+        size, stride = self.dims[-1] if self.dims else (1, 1)
+        return element_bytes(self.kind) * (size if stride == 1 else 1)
+
+    def axes(self) -> frozenset[int]:
+        return frozenset().union(*(tile_axes(offset) for offset in self.offsets))
+
+    @staticmethod
+    def of(where: str, value: SSAValue, offsets: object, sizes: object, strides: object) -> Side:
+        lists = [[constant_of(v) for v in part] for part in (sizes, strides)]  # type: ignore[attr-defined]
+        if None in lists[0] or None in lists[1]:
+            raise UserError(f"{where}: DMA sizes and strides must be constants")
+        kind = value.type
+        assert isinstance(kind, MemRefType)
+        if not lists[0]:
+            return Side(value, (), (), ((math.prod(kind.get_shape()), 1),))
+        dims = tuple(zip(lists[0], lists[1], strict=True))
+        return Side(value, tuple(offsets), tuple(lists[1]), _fold(dims))  # type: ignore[arg-type]
+
+
+def _fold(dims: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Drop dimensions of one element and join those that continue each other."""
+    folded: list[tuple[int, int]] = []
+    for size, stride in (d for d in dims if d[0] != 1):
+        if folded and folded[-1][1] == size * stride:
+            folded[-1] = (folded[-1][0] * size, stride)
+        else:
+            folded.append((size, stride))
+    return tuple(folded) or ((1, 1),)
+
+
+def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
+    """Destination and source."""
+    return (
+        Side.of(where, op.dst, op.dst_offsets, op.dst_sizes, op.dst_strides),
+        Side.of(where, op.src, op.src_offsets, op.src_sizes, op.src_strides),
+    )
+
+
+def check_words(side: Side, where: str) -> None:
+    """DMA moves 32-bit words: a bf16 has no address of its own."""
+    size = element_bytes(side.kind)
+    if size % limits.GRANULARITY_BYTES == 0:
+        return
+    if side.dims[-1][1] != 1:
+        raise UserError(f"{where}: innermost stride {side.dims[-1][1]} of bf16; DMA cannot take single bf16 apart")
+    strides = [stride for _, stride in side.dims[:-1]]
+    for what, number in (("run", side.dims[-1][0]), *(("stride", stride) for stride in strides)):
+        if number * size % limits.GRANULARITY_BYTES:
+            raise UserError(f"{where}: {what} of {number * size} bytes is not a multiple of 4 bytes")
+
+
+def name_of(op: Operation, fallback: str) -> str:
+    name = getattr(op, "sym_name", None)
+    return fallback if name is None else name.data
+
+
+def public_function(module: ModuleOp) -> func.FuncOp:
+    found = [op for op in module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration]
+    if len(found) != 1:
+        raise UserError(f"the module has {len(found)} functions with a body; one ELF has one")
+    return found[0]
+
+
+def launches(module: ModuleOp) -> list[LaunchOp]:
+    return [op for op in public_function(module).body.block.ops if isinstance(op, LaunchOp)]
+
+
+def walk_ops(op: Operation, kind: type) -> Iterator[Operation]:
+    return (inner for inner in op.walk() if isinstance(inner, kind))
+
+
+def check(module: ModuleOp, ping_pong: bool = True) -> None:
+    """Refuse what breaks a limit, in one line that names launch, limit and count.
+
+    `ping_pong`: whether the compiler may double the L1 buffers that live in a loop.
+    """
+    name = public_function(module).sym_name.data
+    for position, launch in enumerate(launches(module)):
+        segments = [op for op in launch.body.block.ops if isinstance(op, SegmentOp)]
+        where = f"{name} launch {position}"
+        if len(segments) != 1:
+            raise UserError(f"{where}: has {len(segments)} segments; a launch of several needs exactly one")
+        _Segment(segments[0], f"{where} ({name_of(segments[0], 'segment')})", ping_pong).check()
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    op: DmaMemcpyNdOp
+    herd: HerdOp | None
+    dst: Side
+    src: Side
+
+    def side(self, space: int) -> tuple[Side, str] | None:
+        """The side in a memory space and whether it goes `in` to that memory or `out` of it."""
+        if self.dst.space == space:
+            return self.dst, "in"
+        return (self.src, "out") if self.src.space == space else None
+
+    def far(self, space: int) -> Side:
+        return self.src if self.dst.space == space else self.dst
+
+    def stream(self) -> tuple[SSAValue, SSAValue]:
+        """Transfers between the same two buffers take turns on one stream."""
+        return root(self.dst.value), root(self.src.value)
+
+
+class _Segment:
+    """Counts of one segment. Herds of one segment share the array."""
+
+    def __init__(self, op: SegmentOp, where: str, ping_pong: bool) -> None:
+        self.op, self.where, self.ping_pong = op, where, ping_pong
+        self.herds = [h for h in walk_ops(op, HerdOp) if isinstance(h, HerdOp)]
+        self.columns = max((h.shape()[0] for h in self.herds), default=1)
+        self.transfers: list[_Transfer] = []
+        for dma in walk_ops(op, DmaMemcpyNdOp):
+            assert isinstance(dma, DmaMemcpyNdOp)
+            herd = next((h for h in self.herds if h.is_ancestor(dma)), None)
+            self.transfers.append(_Transfer(dma, herd, *sides(dma, where)))
+
+    def check(self) -> None:
+        for transfer in self.transfers:
+            for side in (transfer.dst, transfer.src):
+                check_words(side, self.where)
+                self._check_dimensions(side, transfer)
+            self._check_race(transfer)
+        for herd in self.herds:
+            self._check_herd(herd)
+        self._check_l2()
+        self._check_shim()
+
+    def _require(self, limit: str, used: int, available: int) -> None:
+        limits.require(self.where, limit, used, available)
+
+    def _check_dimensions(self, side: Side, transfer: _Transfer) -> None:
+        most = {L1: TILE_DIMENSIONS, L2: MEMTILE_DIMENSIONS, L3: SHIM_DIMENSIONS}[side.space]
+        rank = len(side.dims)
+        if transfer.herd is None and rank > 1 and side.dims[0][0] == self.columns:
+            rank -= 1  # spread over the columns, one descriptor each
+        memory = {L1: "L1", L2: "L2", L3: "DDR"}[side.space]
+        self._require(f"DMA dimensions on the {memory} side", rank, most)
+
+    def _check_race(self, transfer: _Transfer) -> None:
+        if transfer.herd is None or transfer.dst.space == L1:
+            return
+        missing = {axis for axis, size in enumerate(transfer.herd.shape()) if size > 1} - transfer.dst.axes()
+        if missing:
+            axis = "column" if 0 in missing else "row"
+            raise UserError(f"{self.where}: tiles that differ only in their {axis} write the same bytes")
+
+    def _check_herd(self, herd: HerdOp) -> None:
+        columns, rows = herd.shape()
+        self._require("herd columns", columns, limits.COLUMNS)
+        self._require("herd rows", rows, limits.ROWS)
+        self._require("L1 bytes (with stack)", self._l1_bytes(herd) + limits.STACK_BYTES, limits.L1_BYTES)
+        descriptors, streams = 0, defaultdict(set)
+        for transfer in self.transfers:
+            found = transfer.side(L1) if transfer.herd is herd else None
+            if found is not None:
+                descriptors += self._copies(root(found[0].value))
+                streams[found[1]].add(root(transfer.far(L1).value))
+        self._require("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
+        for way in ("in", "out"):
+            self._require(f"compute tile DMA channels {way}", len(streams[way]), limits.TILE_CHANNELS)
+
+    def _copies(self, buffer: SSAValue) -> int:
+        """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it."""
+        owner = buffer.owner
+        in_loop = isinstance(owner, Operation) and isinstance(owner.parent_op(), scf.ForOp)
+        return 2 if self.ping_pong and in_loop else 1
+
+    def _l1_bytes(self, herd: HerdOp) -> int:
+        """Every allocation has its own place for as long as the herd runs."""
+        allocs = [a.results[0] for a in walk_ops(herd, memref.AllocOp)]
+        return sum(buffer_bytes(a) * self._copies(a) for a in allocs if memory_space(a.type) == L1)
+
+    def _check_l2(self) -> None:
+        allocs = [a.results[0] for a in walk_ops(self.op, memref.AllocOp) if memory_space(a.results[0].type) == L2]
+        self._require("L2 bytes", sum(map(buffer_bytes, allocs)), limits.L2_BYTES * self.columns)
+        streams: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
+        descriptors = 0
+        for transfer in self.transfers:
+            found = transfer.side(L2)
+            if found is not None:
+                count = self._streams(transfer, found[0])
+                streams[found[1]][transfer.stream()] = count
+                descriptors += count
+        for way, found_streams in streams.items():
+            available = limits.MEMTILE_CHANNELS * self.columns
+            self._require(f"memory tile DMA channels {way}", sum(found_streams.values()), available)
+        self._require("memory tile descriptors", descriptors, limits.MEMTILE_DESCRIPTORS * self.columns)
+
+    def _streams(self, transfer: _Transfer, side: Side) -> int:
+        """Streams of a transfer: one per tile group that sees other data; L2 <-> DDR, one per part of the buffer."""
+        if transfer.herd is not None:
+            shape = transfer.herd.shape()
+            return math.prod(shape[axis] for axis in transfer.far(L1).axes())
+        axes = {axis: herd for herd in self.herds for axis in self._herd_axes(herd, root(side.value))}
+        return axes[min(axes)].shape()[min(axes)] if axes else 1
+
+    def _herd_axes(self, herd: HerdOp, buffer: SSAValue) -> frozenset[int]:
+        """Tile axes by which a herd cuts an L2 buffer into parts."""
+        cuts: frozenset[int] = frozenset()
+        for transfer in self.transfers:
+            found = transfer.side(L2) if transfer.herd is herd else None
+            if found is not None and root(found[0].value) is buffer:
+                cuts |= found[0].axes()
+        return cuts
+
+    def _check_shim(self) -> None:
+        streams: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
+        tasks: dict[tuple[SSAValue, SSAValue], int] = defaultdict(int)
+        descriptors, staged = 0, set()
+        for transfer in self.transfers:
+            found = transfer.side(L3)
+            if found is None:
+                continue
+            far = transfer.far(L3)
+            count = self._streams(transfer, far if far.space == L2 else found[0])
+            streams["in" if found[1] == "out" else "out"][transfer.stream()] = count
+            tasks[transfer.stream()] += self._tasks(transfer, found[0])
+            descriptors += count
+            if far.space == L2:
+                staged.add(transfer.stream())
+        for way, found_streams in streams.items():
+            available = limits.SHIM_CHANNELS * limits.COLUMNS
+            self._require(f"shim DMA channels {way}", sum(found_streams.values()), available)
+        self._require("shim descriptors", descriptors, limits.SHIM_DESCRIPTORS * limits.COLUMNS)
+        for stream, count in tasks.items():
+            queue = limits.QUEUE_DEPTH + (PING_PONG_TASKS if stream in staged else 0)
+            self._require("queue entries of a shim channel per launch step", count, queue)
+
+    def _tasks(self, transfer: _Transfer, side: Side) -> int:
+        """Descriptors pushed per launch step: a loop folds into one as long as the descriptor has dimensions left."""
+        rank = len(side.dims)
+        if transfer.herd is None and rank > 1 and side.dims[0][0] == self.columns:
+            rank -= 1
+        free, pushed = SHIM_DIMENSIONS - rank, 1
+        parent = transfer.op.parent_op()
+        while isinstance(parent, scf.ForOp):
+            if free > 0:
+                free -= 1
+            else:
+                pushed *= trip_count(parent, self.where)
+            parent = parent.parent_op()
+        return pushed
+
+
+def trip_count(loop: scf.ForOp, where: str) -> int:
+    bounds = [constant_of(v) for v in (loop.lb, loop.ub, loop.step)]
+    if None in bounds:
+        raise UserError(f"{where}: loop bounds must be constants")
+    low, high, step = (b for b in bounds if b is not None)
+    return max(0, -(-(high - low) // step))

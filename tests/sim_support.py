@@ -1,0 +1,49 @@
+"""Builds an AIR module for the simulator and runs it on numpy arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp
+
+from runtime.devices.sim import SimProgram, Traffic, open_library
+from stages import air_to_host
+from stages.air_checks import public_function
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+_WORK = Path(tempfile.mkdtemp(prefix="sim-tests-"))
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that starts on a cache line, as device buffers do."""
+    raw = np.empty(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    out[...] = array
+    return out
+
+
+def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = True) -> SimProgram:
+    assert COMPILER is not None, "the simulator needs a C++ compiler"
+    key = hashlib.sha256(f"{module}{flags}{checks}".encode()).hexdigest()[:16]
+    target = _WORK / f"{key}.so"
+    if not target.exists():
+        air_to_host.build(module, target, _WORK / key, [COMPILER], checks, ["-O1", *flags])
+    return SimProgram(open_library(target), public_function(module).sym_name.data)
+
+
+def run(
+    module: ModuleOp, arrays: Sequence[np.ndarray], flags: Sequence[str] = (), reverse: bool = False
+) -> tuple[list[np.ndarray], Traffic]:
+    """Execute a module on copies of `arrays` (one per slot, in order); what the slots hold afterwards, and the counts."""
+    program = compile_module(module, flags)
+    slots = [aligned(a) for a in arrays]
+    for slot, nbytes, name in zip(slots, program.slot_bytes, program.slots, strict=True):
+        assert slot.nbytes == nbytes, f"slot {name}: array of {slot.nbytes} bytes for {nbytes}"
+    program.run([s.ctypes.data for s in slots], reverse)
+    return slots, program.traffic()
