@@ -1,0 +1,284 @@
+"""Writing AIR programs the way they are read: nested `with` blocks, Python numbers, values captured where they are used.
+
+Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a kernel never lists
+its operands; constants are made once per isolated block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from xdsl.dialects import arith, func, memref, scf
+from xdsl.dialects.builtin import (
+    FloatAttr,
+    FunctionType,
+    IndexType,
+    IntegerAttr,
+    MemRefType,
+    ModuleOp,
+    StringAttr,
+    UnitAttr,
+    bf16,
+    f32,
+    i32,
+)
+from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
+
+from stages.air import dialect
+from stages.air.dialect import L1, L2, L3
+from stages.air.externs import Variant
+
+DTYPES: dict[str, Attribute] = {"bf16": bf16, "f32": f32, "i32": i32}
+
+Shape = Sequence[int]
+
+
+def memref_type(shape: Shape, dtype: str = "bf16", space: int = L3) -> MemRefType:
+    """Memref of `shape`; spaces other than DDR are written as 32-bit integers, as AIR expects."""
+    if space == L3:
+        return MemRefType(DTYPES[dtype], shape)
+    return MemRefType(DTYPES[dtype], shape, memory_space=IntegerAttr(space, 32))
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index value that supports `+`, `*`, `//`, `%` with Python numbers and other indices."""
+
+    builder: Builder
+    value: SSAValue
+
+    def __add__(self, other: Index | int) -> Index:
+        return self if other == 0 else self._apply(arith.AddiOp, other)
+
+    def __mul__(self, other: Index | int) -> Index:
+        return self if other == 1 else self._apply(arith.MuliOp, other)
+
+    def __floordiv__(self, other: int) -> Index:
+        return self if other == 1 else self._apply(arith.DivUIOp, other)
+
+    def __mod__(self, other: int) -> Index:
+        return self._apply(arith.RemUIOp, other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def _apply(self, op: type, other: Index | int) -> Index:
+        left, right = self.builder.resolve(self.value), self.builder.index(other)
+        return Index(self.builder, self.builder.emit(op(left, right)).results[0])
+
+
+Number = Index | int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A memref and, optionally, the access pattern with which a DMA walks it."""
+
+    value: SSAValue
+    offsets: tuple[Number, ...] = ()
+    sizes: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    def at(self, *dims: tuple[Number, int, int]) -> Buffer:
+        """The same buffer walked by `(offset, size, stride)` per dimension, outermost first."""
+        offsets, sizes, strides = zip(*dims, strict=True)
+        return Buffer(self.value, offsets, sizes, strides)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A verified module with one public function, and the object variants its calls link."""
+
+    module: ModuleOp
+    variants: frozenset[Variant]
+
+    @property
+    def function(self) -> func.FuncOp:
+        return next(op for op in self.module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration)
+
+    @property
+    def launches(self) -> list[dialect.LaunchOp]:
+        return [op for op in self.function.body.block.ops if isinstance(op, dialect.LaunchOp)]
+
+
+@dataclass
+class _Scope:
+    """An isolated block under construction: its constants, and which outer value became which block argument."""
+
+    block: Block
+    insert: list[Block]
+    constants: dict[tuple[Attribute, int | float], SSAValue] = field(default_factory=dict)
+    captured: dict[SSAValue, SSAValue] = field(default_factory=dict)
+    owned: set[SSAValue] = field(default_factory=set)
+    links: set[str] = field(default_factory=set)
+
+
+class Builder:
+    """Builds a module with one public function `name` whose arguments are `args` (name -> DDR memref type)."""
+
+    def __init__(self, name: str, args: dict[str, MemRefType]) -> None:
+        self.module = ModuleOp([])
+        self.variants: set[Variant] = set()
+        self._declared: dict[str, FunctionType] = {}
+        types = list(args.values())
+        block = Block(arg_types=types)
+        for value, hint in zip(block.args, args, strict=True):
+            value.name_hint = hint
+        self.function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
+        self._scopes = [_Scope(block, [block], owned=set(block.args))]
+        self.args = {hint: Buffer(value) for hint, value in zip(args, block.args, strict=True)}
+
+    def finish(self) -> Program:
+        self._scopes[0].block.add_op(func.ReturnOp())
+        self.module.body.block.add_op(self.function)
+        self.module.verify()
+        return Program(self.module, frozenset(self.variants))
+
+    # values
+
+    def emit(self, op: Operation) -> Operation:
+        scope = self._scopes[-1]
+        scope.insert[-1].add_op(op)
+        scope.owned.update(op.results)
+        return op
+
+    def resolve(self, value: SSAValue, depth: int = -1) -> SSAValue:
+        """`value` as seen in the current isolated block: itself, or the block argument it is handed in as."""
+        scope = self._scopes[depth]
+        if value in scope.owned:
+            return value
+        if value not in scope.captured:
+            self.resolve(value, depth - 1)
+            inner = scope.block.insert_arg(value.type, len(scope.block.args))
+            inner.name_hint = value.name_hint
+            scope.captured[value] = inner
+        return scope.captured[value]
+
+    def constant(self, value: int | float, kind: Attribute) -> SSAValue:
+        scope = self._scopes[-1]
+        key = (kind, value)
+        if key not in scope.constants:
+            attribute = FloatAttr(value, kind) if kind == f32 else IntegerAttr(int(value), kind)  # type: ignore[arg-type]
+            op = arith.ConstantOp(attribute)
+            self._insert_constant(scope, op)
+            scope.constants[key] = op.result
+            scope.owned.add(op.result)
+        return scope.constants[key]
+
+    @staticmethod
+    def _insert_constant(scope: _Scope, op: Operation) -> None:
+        if scope.constants:
+            last = next(reversed(scope.constants.values())).owner
+            assert isinstance(last, Operation)
+            scope.block.insert_ops_after([op], last)
+        elif scope.block.first_op is not None:
+            scope.block.insert_ops_before([op], scope.block.first_op)
+        else:
+            scope.block.add_op(op)
+
+    def index(self, value: Number) -> SSAValue:
+        return self.resolve(value.value) if isinstance(value, Index) else self.constant(value, IndexType())
+
+    # hierarchy
+
+    @contextmanager
+    def launch(self, columns: int = 1, rows: int = 1) -> Iterator[tuple[Index, Index]]:
+        with self._level(dialect.LaunchOp, (columns, rows)) as (x, y):
+            yield x, y
+
+    @contextmanager
+    def segment(self, name: str) -> Iterator[None]:
+        with self._level(dialect.SegmentOp, (), name):
+            yield
+
+    @contextmanager
+    def herd(self, name: str, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
+        with self._level(dialect.HerdOp, (columns, rows), name) as (x, y):
+            yield x, y
+
+    @contextmanager
+    def _level(self, kind: type[dialect._Hierarchy], grid: Shape, name: str | None = None) -> Iterator[list[Index]]:
+        sizes = [self.index(size) for size in grid]
+        block = Block(arg_types=[IndexType()] * (2 * kind.RANK))
+        scope = _Scope(block, [block], owned=set(block.args))
+        self._scopes.append(scope)
+        yield [Index(self, value) for value in block.args[: kind.RANK]]
+        terminator = {dialect.LaunchOp: dialect.LaunchTerminatorOp, dialect.SegmentOp: dialect.SegmentTerminatorOp}
+        block.add_op(terminator.get(kind, dialect.HerdTerminatorOp)())
+        self._scopes.pop()
+        attributes: dict[str, Attribute] = {} if name is None else {"sym_name": StringAttr(name)}
+        if scope.links:
+            (link,) = scope.links
+            attributes["link_with"] = StringAttr(link)
+        self.emit(kind(sizes, [self.resolve(value) for value in scope.captured], block, attributes))
+
+    @contextmanager
+    def loop(self, count: int) -> Iterator[Number]:
+        """Loop of `count` steps; a single step is not worth a loop."""
+        if count == 1:
+            yield 0
+            return
+        bounds = [self.index(value) for value in (0, count, 1)]
+        block = Block(arg_types=[IndexType()])
+        scope = self._scopes[-1]
+        scope.owned.update(block.args)
+        scope.insert.append(block)
+        yield Index(self, block.args[0])
+        block.add_op(scf.YieldOp())
+        scope.insert.pop()
+        self.emit(scf.ForOp(*bounds, [], block))
+
+    # memory and calls
+
+    @contextmanager
+    def alloc(self, space: int, *shapes: Shape | tuple[Shape, str]) -> Iterator[list[Buffer]]:
+        """Buffers in L1 or L2 that live for the block; a shape alone is bf16, `(shape, dtype)` says otherwise."""
+        buffers = []
+        for entry in shapes:
+            shape, dtype = entry if isinstance(entry[-1], str) else (entry, "bf16")
+            kind = memref_type(shape, dtype, space)  # type: ignore[arg-type]
+            buffers.append(Buffer(self.emit(memref.AllocOp([], [], kind)).results[0]))
+        yield buffers
+        for buffer in buffers:
+            self.emit(memref.DeallocOp.get(buffer.value))
+
+    def dma(self, dst: Buffer, src: Buffer) -> None:
+        sides = []
+        for side in (dst, src):
+            lists = [[self.index(n) for n in part] for part in (side.offsets, side.sizes, side.strides)]
+            sides.append((self.resolve(side.value), (lists[0], lists[1], lists[2])))
+        (to, to_lists), (source, source_lists) = sides
+        self.emit(dialect.DmaMemcpyNdOp(to, to_lists, source, source_lists))
+
+    def call(self, variant: Variant, function: str, *args: Buffer | Number | float) -> None:
+        """Call a tile function: buffers as memrefs, indices and ints as i32, floats as f32."""
+        values = [self._argument(arg) for arg in args]
+        symbol = variant.symbol(function)
+        signature = FunctionType.from_lists([v.type for v in values], [])
+        if self._declared.setdefault(symbol, signature) != signature:
+            raise TypeError(f"{symbol} is called with two signatures")
+        if symbol not in (op.sym_name.data for op in self.module.body.block.ops if isinstance(op, func.FuncOp)):
+            self.module.body.block.add_op(declaration(symbol, signature, variant.object))
+        self.variants.add(variant)
+        self._scopes[-1].links.add(variant.object)
+        self.emit(func.CallOp(symbol, values, []))
+
+    def _argument(self, arg: Buffer | Number | float) -> SSAValue:
+        if isinstance(arg, Buffer):
+            return self.resolve(arg.value)
+        if isinstance(arg, Index):
+            return self.emit(arith.IndexCastOp(self.resolve(arg.value), i32)).results[0]
+        return self.constant(arg, f32 if isinstance(arg, float) else i32)
+
+
+def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.FuncOp:
+    """External function found in object `link_with`."""
+    op = func.FuncOp.external(symbol, list(signature.inputs), list(signature.outputs))
+    op.attributes["link_with"] = StringAttr(link_with)
+    op.attributes["llvm.emit_c_interface"] = UnitAttr()
+    return op
+
+
+__all__ = ["L1", "L2", "L3", "Buffer", "Builder", "Index", "Number", "Program", "declaration", "memref_type"]

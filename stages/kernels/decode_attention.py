@@ -1,0 +1,18 @@
+"""Attention of the one newest position over the KV cache. Runs on the host on every target."""
+
+import numpy as np
+
+from stages.kernels import Arg, Kernel, flash_attention
+
+KERNELS = (
+    Kernel(
+        "decode_attention",
+        (Arg("q"), Arg("k"), Arg("v"), Arg("out", written=True)),
+        ("pos", "heads", "kv_heads", "head_dim"),
+    ),
+)
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """`q` bf16 `[heads * head_dim]`, `k`, `v` bf16 `[pos + 1, kv_heads * head_dim]` -> like `q`."""
+    return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]

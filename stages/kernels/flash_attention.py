@@ -1,0 +1,165 @@
+"""Causal grouped-query attention for prefill, online softmax (Dao et al. 2022), scale `1/sqrt(head_dim)`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.air import limits
+from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
+from stages.air.externs import Variant
+from stages.kernels import Arg, Kernel
+
+KERNELS = (
+    Kernel(
+        "flash_attention",
+        (Arg("q"), Arg("k"), Arg("v"), Arg("out", written=True)),
+        ("seq", "pos", "heads", "kv_heads", "head_dim"),
+    ),
+)
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
+    """`q` bf16 `[seq, heads * head_dim]`, `k`, `v` bf16 `[pos + seq, kv_heads * head_dim]` -> like `q`.
+
+    Row `r` sits at position `pos + r` and sees positions `0 .. pos + r`.
+    """
+    seq, length = len(q), len(k)
+    wide_q = q.astype(np.float32).reshape(seq, heads, -1)
+    wide_k, wide_v = (
+        np.repeat(t.astype(np.float32).reshape(length, kv_heads, -1), heads // kv_heads, axis=1) for t in (k, v)
+    )
+    scores = np.einsum("qhd,khd->hqk", wide_q, wide_k) / np.sqrt(wide_q.shape[-1])
+    scores[:, np.arange(length) > pos + np.arange(seq)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, wide_v).reshape(seq, -1).astype(bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A herd column per KV head; down a column, `group_rows` query heads of its group times `query_tiles` row tiles.
+
+    K and V lie interleaved, so that one stream per column feeds its tiles. `bands` cuts the queries into launches that
+    each stop reading keys where their causal mask ends; within a band, masked tiles cost a call that returns at once.
+    """
+
+    seq: int
+    pos: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    group_rows: int
+    query_tiles: int
+    tile_q: int
+    tile_k: int
+    bands: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def step_rows(self) -> int:
+        """Query rows of one launch step; `bands` counts such steps."""
+        return self.query_tiles * self.tile_q
+
+    @property
+    def herd_rows(self) -> int:
+        return self.group_rows * self.query_tiles
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """How often the herd moves on: over KV heads, and over the query heads of a group."""
+        return self.kv_heads // self.columns, self.group // self.group_rows
+
+    def keys(self, band: int) -> int:
+        """Keys that the last query of a band sees, in whole tiles."""
+        visible = self.pos + sum(self.bands[: band + 1]) * self.step_rows
+        return -(-visible // self.tile_k) * self.tile_k
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.of("flash_attention", HD=self.head_dim, KR=self.tile_k, QR=self.tile_q)
+
+    def __str__(self) -> str:
+        return (
+            f"flash_attention {self.seq} rows at {self.pos}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
+            f"{self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
+            f"{self.tile_q} queries x {self.tile_k} keys, bands {'+'.join(map(str, self.bands))}"
+        )
+
+
+def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands: int = 4) -> Plan:
+    """Largest query tile that fits L1 beside double-buffered keys; the rows left over by a small group take row tiles."""
+    what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
+    limits.require_multiple(what, "heads", heads, kv_heads)
+    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
+    limits.require_multiple(what, "seq", seq, 2 * limits.BLOCK)
+    columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
+    group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
+    fitting = [
+        (q, k)
+        for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
+        for k in limits.divisors(pos + seq, 2 * limits.BLOCK, 64)
+        if limits.fits_l1(6 * q * head_dim, 2 * 4 * k * head_dim, 8 * q, 4 * q * k)
+    ]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
+    tile_q, tile_k = max(fitting)
+    query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
+    staged = 2 * 2 * group_rows * query_tiles * tile_q * head_dim
+    limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
+    steps = seq // (query_tiles * tile_q)
+    cuts = [steps * i // min(bands, steps) for i in range(min(bands, steps) + 1)]
+    each = tuple(end - start for start, end in zip(cuts, cuts[1:], strict=False))
+    return Plan(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k, each)
+
+
+def build(tile_plan: Plan) -> Program:
+    """Arguments `q`, `out`: bf16 `[seq][heads * head_dim]`; `kv`: bf16 `[pos + seq][kv_heads * 2 * head_dim]`."""
+    p = tile_plan
+    queries = memref_type((p.seq, p.heads * p.head_dim))
+    keys = memref_type((p.pos + p.seq, p.kv_heads * 2 * p.head_dim))
+    b = Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
+    over_kv, over_group = p.passes
+    first = 0
+    for band, steps in enumerate(p.bands):
+        with b.launch(steps, over_kv * over_group) as (x, y), b.segment("flash_attention"):
+            kv_head = y // over_group * p.columns if over_kv > 1 else 0
+            member = y % over_group * p.group_rows if over_group > 1 else 0
+            _step(b, p, x + first, kv_head, member, p.keys(band))
+        first += steps
+    return b.finish()
+
+
+def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number, keys: int) -> None:
+    """`step_rows` queries of `columns * group_rows` heads against `keys` keys."""
+    d, rows, tile = p.head_dim, p.step_rows, p.tile_q * p.head_dim
+    width = p.heads * d
+    heads = ((kv_head, p.columns, p.group * d), (member, p.group_rows, d))
+    place = (*heads, (step * rows, rows, width), (0, d, 1))
+    shape = (p.columns, p.group_rows, rows, d)
+    with b.alloc(L2, shape, shape) as (q_staged, out_staged):
+        b.dma(q_staged, b.args["q"].at(*place))
+        with b.herd("flash_attention", p.columns, p.herd_rows) as (tx, ty):
+            e = limits.BLOCK
+            blocks = ((0, p.tile_q // e, e * d), (0, d // e, e), (0, e, d), (0, e, 1))
+            mine = ((tx, 1, p.herd_rows * tile), (ty, 1, tile), *blocks)
+            row = (step * p.query_tiles + (ty % p.query_tiles if p.query_tiles > 1 else 0)) * p.tile_q + p.pos
+            with b.alloc(L1, (p.tile_q // e, d // e, e, e)) as (q,):
+                b.dma(q, q_staged.at(*mine))
+                _attend(b, p, q, row, kv_head + tx if isinstance(kv_head, Index) else tx, keys)
+                b.dma(out_staged.at(*mine), q)
+        b.dma(b.args["out"].at(*place), out_staged)
+
+
+def _attend(b: Builder, p: Plan, q: Buffer, row: Index, kv_head: Index, keys: int) -> None:
+    """Online softmax of one query tile over all key tiles; the result replaces the queries."""
+    d, k = p.head_dim, p.tile_k
+    with b.alloc(L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
+        b.call(p.variant, "fa_init", q, acc, stats)
+        with b.loop(keys // k) as j, b.alloc(L1, (k, 2 * d)) as (kv,):
+            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
+            b.call(p.variant, "fa_step", row, j * k, q, kv, acc, stats, work)
+        b.call(p.variant, "fa_out", acc, stats, q)

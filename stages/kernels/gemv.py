@@ -1,0 +1,149 @@
+"""Matrix times vector for decode and for the LM head: `out = weight @ x`, f32 accumulation, one rounding."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.air import limits
+from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
+from stages.air.externs import Variant
+from stages.kernels import Arg, Kernel
+from stages.layouts_npu import padded_shape
+
+_WEIGHT = Arg("weight", layouts=(("cpu", "panels"),))
+
+KERNELS = (
+    Kernel("gemv", (_WEIGHT, Arg("x"), Arg("out", written=True)), ("out_cols", "cols")),
+    Kernel("gemv_f32", (_WEIGHT, Arg("x"), Arg("out", "f32", written=True)), ("out_cols", "cols"), source="gemv"),
+)
+
+
+def reference(weight: np.ndarray, x: np.ndarray, dtype: type = bfloat16) -> np.ndarray:
+    """`weight` bf16 `[out_cols, cols]`, `x` bf16 `[cols]` -> `dtype` `[out_cols]`."""
+    return (weight.astype(np.float32) @ x.astype(np.float32)).astype(dtype)
+
+
+TILE_BYTES = 16384
+ROWS_PER_LAUNCH = 16384
+"""Most output rows of one launch; longer outputs (a vocabulary) are cut into partitions."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
+
+    A launch step covers `8 * herd_rows * repeats * tile_m` outputs: each tile takes `repeats` tiles of `tile_m` outputs,
+    in chunks of `chunk` inputs. `steps` counts the launch steps of every partition. `blocked`: the weight is in 8x8
+    blocks (the bytes that `gemm` reads), else row-major with `padded` rows.
+    """
+
+    out_cols: int
+    cols: int
+    dtype: str
+    blocked: bool
+    herd_rows: int
+    tile_m: int
+    repeats: int
+    chunk: int
+    steps: tuple[int, ...]
+
+    @property
+    def per_tile(self) -> int:
+        return self.repeats * self.tile_m
+
+    @property
+    def per_step(self) -> int:
+        return limits.COLUMNS * self.herd_rows * self.per_tile
+
+    @property
+    def padded(self) -> int:
+        """Rows of the weight and of the output in DDR: `out_cols` and the rows nobody reads."""
+        return sum(self.steps) * self.per_step
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.of("gemv", BLOCKED=int(self.blocked), COLS=self.cols, KC=self.chunk, ROWS=self.tile_m)
+
+    def __str__(self) -> str:
+        return (
+            f"gemv {self.out_cols}x{self.cols} {self.dtype}: herd {limits.COLUMNS}x{self.herd_rows}, {self.repeats} tiles "
+            f"of {self.tile_m}x{self.chunk} a step, steps {'+'.join(map(str, self.steps))}, {self.padded} rows in DDR"
+        )
+
+
+def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Plan:
+    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step."""
+    what = f"gemv {out_cols}x{cols}"
+    grain = limits.BLOCK if blocked else 2
+    limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
+    if blocked:
+        limits.require_multiple(what, "out_cols", out_cols, limits.COLUMNS * grain)
+    column = padded_shape((out_cols,))[0] // limits.COLUMNS
+    half = limits.L2_BYTES // 2
+    shapes = [
+        (r, m, k)
+        for r in range(limits.ROWS, 0, -1)
+        for m in limits.divisors(column, grain, grain if blocked else 16)
+        for k in limits.divisors(cols, 2 * limits.BLOCK, TILE_BYTES // 2 // m)
+        if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
+    ]
+    shapes = [(r, m, k) for r, m, k in shapes if limits.fits_l1(2 * m * k * 2, cols * 2, m * 4, m * 2)]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
+    shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * 2 <= half]
+    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
+    herd_rows, tile_m, chunk = max(shapes, key=lambda shape: (shape[0], shape[1] * shape[2], shape[2]))
+    tiles = column // (herd_rows * tile_m)
+    repeats = limits.divisors(tiles, 1, half // (herd_rows * tile_m * cols * 2))[0]
+    partitions = -(-column * limits.COLUMNS // ROWS_PER_LAUNCH)
+    cuts = [tiles // repeats * i // partitions for i in range(partitions + 1)]
+    steps = tuple(end - start for start, end in zip(cuts, cuts[1:], strict=False) if end > start)
+    return Plan(out_cols, cols, dtype, blocked, herd_rows, tile_m, repeats, chunk, steps)
+
+
+def build(tile_plan: Plan) -> Program:
+    """Arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`: `[padded]`."""
+    p = tile_plan
+    shapes = {"weight": memref_type((p.padded, p.cols)), "x": memref_type((p.cols,))}
+    b = Builder("gemv", shapes | {"out": memref_type((p.padded,), p.dtype)})
+    start = 0
+    for steps in p.steps:
+        with b.launch(steps) as (step, _), b.segment("gemv"):
+            _step(b, p, step * p.per_step + start)
+        start += steps * p.per_step
+    return b.finish()
+
+
+def _step(b: Builder, p: Plan, first: Index) -> None:
+    """Outputs `first` to `first + per_step`, `per_tile` of them on every tile."""
+    n, k, r = p.per_tile, p.cols, p.herd_rows
+    with b.alloc(L2, (limits.COLUMNS, r, n, k), ((limits.COLUMNS, r, n), p.dtype)) as (weight, out):
+        b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (0, r, n * k), (first, n, k), (0, k, 1)))
+        with b.herd("gemv", limits.COLUMNS, r) as (tx, ty), b.alloc(L1, (k,)) as (x,):
+            b.dma(x, b.args["x"].at((0, k, 1)))
+            with b.loop(p.repeats) as i:
+                _tile(b, p, x, weight, (tx, ty, i), out.at((tx, 1, r * n), (ty, 1, n), (i * p.tile_m, p.tile_m, 1)))
+        b.dma(b.args["out"].at((first, p.per_step, 1)), out)
+
+
+def _tile(b: Builder, p: Plan, x: Buffer, weight: Buffer, at: tuple[Index, Index, Number], out: Buffer) -> None:
+    """`tile_m` dot products: accumulate over chunks in f32, round once."""
+    (tx, ty, i), m, e = at, p.tile_m, limits.BLOCK
+    share = p.per_tile * p.cols
+    tile = (m // e, p.chunk // e, e, e) if p.blocked else (m, p.chunk)
+    with b.alloc(L1, ((m,), "f32")) as (acc,):
+        b.call(p.variant, "gemv_zero", acc)
+        with b.loop(p.cols // p.chunk) as j, b.alloc(L1, tile) as (a,):
+            rows = ((tx, 1, p.herd_rows * share), (ty, 1, share))
+            if p.blocked:
+                chunk = ((i * (m // e), m // e, e * p.cols), (j * (p.chunk * e), p.chunk * e, 1))
+            else:
+                chunk = ((i * m, m, p.cols), (j * p.chunk, p.chunk, 1))
+            b.dma(a, weight.at(*rows, *chunk))
+            b.call(p.variant, "gemv_step", a, x, j * p.chunk, acc)
+        if p.dtype == "f32":
+            b.dma(out, acc)
+        else:
+            with b.alloc(L1, (m,)) as (rounded,):
+                b.call(p.variant, "gemv_out", acc, rounded)
+                b.dma(out, rounded)

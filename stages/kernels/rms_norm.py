@@ -1,0 +1,65 @@
+"""RMS norm over the last axis (Zhang & Sennrich 2019), rounded where Hugging Face's LlamaRMSNorm rounds."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.air import limits
+from stages.air.builder import L1, Builder, Program, memref_type
+from stages.air.elementwise import divisors_of_herd
+from stages.air.externs import Variant
+from stages.kernels import Arg, Kernel
+
+KERNELS = (Kernel("rms_norm", (Arg("x"), Arg("weight"), Arg("out", written=True)), ("rows", "cols", "eps")),)
+
+
+def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """`x` bf16 `[rows, cols]`, `weight` bf16 `[cols]` -> bf16 `[rows, cols]`."""
+    wide = x.astype(np.float32)
+    scale = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
+    normed = (wide * scale).astype(bfloat16).astype(np.float32)
+    return (normed * weight.astype(np.float32)).astype(bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Each of `columns` tiles norms its share of rows, `tile_rows` at a time; the weight stays in L1."""
+
+    rows: int
+    cols: int
+    eps: float
+    columns: int
+    tile_rows: int
+
+    def __str__(self) -> str:
+        return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
+
+
+def plan(rows: int, cols: int, eps: float) -> Plan:
+    """Most rows at a time of which input and output fit L1 twice, beside the weight."""
+    what = f"rms_norm {rows}x{cols}"
+    limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
+    columns = divisors_of_herd(rows)[0]
+    row = 2 * cols
+    fitting = (r for r in limits.divisors(rows // columns, 1, 4) if limits.fits_l1(4 * r * row, row))
+    return Plan(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
+
+
+def build(tile_plan: Plan) -> Program:
+    """Arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`."""
+    p = tile_plan
+    wide = memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
+    b = Builder("rms_norm", {"x": wide, "weight": memref_type((p.cols,)), "out": wide})
+    variant = Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
+    share = p.rows // p.columns
+    with b.launch(), b.segment("rms_norm"), b.herd("rms_norm", p.columns, 1) as (tx, _):
+        with b.alloc(L1, (p.cols,)) as (weight,):
+            b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
+            with b.loop(share // p.tile_rows) as i, b.alloc(L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):
+                rows = [(tx * share + i * p.tile_rows, p.tile_rows, p.cols)] if p.rows > 1 else []
+                place = (*rows, (0, p.cols, 1))
+                b.dma(x, b.args["x"].at(*place))
+                b.call(variant, "rms_norm", x, weight, out, p.eps)
+                b.dma(b.args["out"].at(*place), out)
+    return b.finish()

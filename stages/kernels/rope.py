@@ -1,0 +1,94 @@
+"""Rotary position embedding (Su et al. 2021), half-split pairs `(d, d + head_dim/2)` as in Hugging Face's Llama."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.air import limits
+from stages.air.builder import L1, Builder, Program, memref_type
+from stages.air.elementwise import divisors_of_herd
+from stages.air.externs import Variant
+from stages.kernels import Arg, Kernel
+
+KERNELS = (
+    Kernel(
+        "rope",
+        (Arg("x"), Arg("table", "f32"), Arg("out", written=True)),
+        ("rows", "pos", "heads", "head_dim"),
+    ),
+)
+
+
+def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
+    """`x` bf16 `[rows, heads * head_dim]`; `table` f32 `[positions, head_dim]`, row = `[cos..., sin...]` -> like `x`."""
+    rows, width = x.shape
+    first, second = np.split(x.astype(np.float32).reshape(rows, width // head_dim, head_dim), 2, axis=-1)
+    cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows], 2, axis=-1))
+    rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.reshape(rows, width).astype(bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time.
+
+    `interleaved`: the output is the K halves of a `[rows][heads][K | V]` buffer.
+    """
+
+    rows: int
+    heads: int
+    head_dim: int
+    interleaved: bool
+    columns: int
+    tile_rows: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def __str__(self) -> str:
+        out = "K halves of KV" if self.interleaved else "rows"
+        return (
+            f"rope {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
+            f"out {out}"
+        )
+
+
+def plan(rows: int, heads: int, head_dim: int, interleaved: bool = False) -> Plan:
+    """Most rows at a time of which input, output and table fit L1 twice."""
+    what = f"rope {rows}x{heads}x{head_dim}"
+    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
+    columns = divisors_of_herd(rows)[0]
+    row = 2 * heads * head_dim
+    fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + 4 * head_dim)))
+    tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
+    return Plan(rows, heads, head_dim, interleaved, columns, tile_rows)
+
+
+def build(tile_plan: Plan) -> Program:
+    """Arguments `x`: bf16 `[rows][heads * head_dim]`; `table`: f32 `[rows][head_dim]`, the rows of these positions;
+    `out`: like `x`, or bf16 `[rows][2 * heads * head_dim]` when interleaved. One row: without the first dimension."""
+    p = tile_plan
+    one = p.rows == 1
+    spread = 2 if p.interleaved else 1
+    shapes = {"x": p.width, "table": p.head_dim, "out": spread * p.width}
+    types = {
+        name: memref_type((width,) if one else (p.rows, width), "f32" if name == "table" else "bf16")
+        for name, width in shapes.items()
+    }
+    b = Builder("rope", types)
+    variant = Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
+    share = p.rows // p.columns
+    with b.launch(), b.segment("rope"), b.herd("rope", p.columns, 1) as (tx, _):
+        with b.loop(share // p.tile_rows) as i:
+            wide = (p.tile_rows, p.width)
+            with b.alloc(L1, wide, ((p.tile_rows, p.head_dim), "f32"), wide) as (x, table, out):
+                row = tx * share + i * p.tile_rows
+                rows = {name: [] if one else [(row, p.tile_rows, width)] for name, width in shapes.items()}
+                b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
+                b.dma(table, b.args["table"].at(*rows["table"], (0, p.head_dim, 1)))
+                b.call(variant, "rope", x, table, out)
+                heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.interleaved else [(0, p.width, 1)]
+                b.dma(b.args["out"].at(*rows["out"], *heads), out)
+    return b.finish()
