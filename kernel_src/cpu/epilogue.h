@@ -1,0 +1,59 @@
+// What becomes of the f32 sums of a projection (see gemm_core.h). Included inside each instruction set.
+// Each rounds where the unfused kernels round, so that fusing changes no bit.
+namespace ISA {
+namespace {
+
+// f32 sums of a group of columns, rounded to bf16 as if they had been stored.
+INLINE f32v rounded(const float *sums) { return to_float(to_bf16(load<f32v>(sums))); }
+
+struct StoreBf16 {
+    static constexpr int64_t weights = 1;
+    bf16 *out;
+    int64_t out_cols;
+
+    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+        bf16 *o = out + r * out_cols + column;
+        for (int64_t i = 0; i < count; i += lanes) store_bf16(o + i, load<f32v>(sums + i), count - i);
+    }
+};
+
+struct StoreF32 {
+    static constexpr int64_t weights = 1;
+    float *out;
+    int64_t out_cols;
+
+    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+        float *o = out + r * out_cols + column;
+        for (int64_t i = 0; i < count; i++) o[i] = sums[i];
+    }
+};
+
+struct AddResidual {
+    static constexpr int64_t weights = 1;
+    const bf16 *residual;
+    bf16 *out;
+    int64_t out_cols;
+
+    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+        const int64_t first = r * out_cols + column;
+        for (int64_t i = 0; i < count; i += lanes)
+            store_bf16(out + first + i, rounded(sums + i) + load_bf16(residual + first + i, count - i),
+                       count - i);
+    }
+};
+
+template <int64_t group_columns>
+struct SiluAndMul {
+    static constexpr int64_t weights = 2;
+    bf16 *out;
+    int64_t out_cols;
+
+    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+        bf16 *o = out + r * out_cols + column;
+        for (int64_t i = 0; i < count; i += lanes)
+            store_bf16(o + i, silu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
+    }
+};
+
+}  // namespace
+}  // namespace ISA

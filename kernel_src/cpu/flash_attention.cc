@@ -1,0 +1,52 @@
+// flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache.
+// q, out bf16 [seq][heads * head_dim]; k, v bf16 [>= pos + seq][kv_heads * head_dim].
+// Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are rounded to
+// bf16 before they meet V, relative to the largest score so far.
+#ifndef ISA
+#define KERNEL_FILE "flash_attention.cc"
+#include "each_isa.h"
+
+extern "C" void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
+                                int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                Worker &worker) {
+    ISA_CALL(flash_attention, q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker)
+}
+#else
+#include "vec.h"
+#include "tile.h"
+#include "attention_core.h"
+
+namespace ISA {
+
+static void store_rows(const AttentionTile &tile, const AttentionShape &shape, bf16 *out) {
+    for (int64_t r = 0; r < tile.rows(); r++) {
+        const int64_t position = r / shape.group(), head = r % shape.group();
+        bf16 *o = out + (position * shape.heads + head) * shape.head_dim;
+        const float scale = 1.0f / tile.state(r).sum;
+        for (int64_t d = 0; d < shape.head_dim; d += lanes)
+            store_bf16(o + d, load<f32v>(tile.sums(r) + d) * scale, shape.head_dim - d);
+    }
+}
+
+static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
+                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                            Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    const int64_t wanted = 192 / shape.group() + 1;  // rows enough to pay for packing K and V
+    const int64_t positions = wanted < seq ? wanted : seq;
+    const int64_t tiles = (seq + positions - 1) / positions;
+    AttentionTile tile(shape, positions * shape.group(), worker);
+    Chunks chunks(worker, tiles * kv_heads, 1);
+    for (int64_t task, end; chunks.next(task, end);) {
+        // The last rows attend the most: they go first, so that the team finishes together.
+        const int64_t first = (tiles - 1 - task / kv_heads) * positions, kv_head = task % kv_heads;
+        const int64_t count = first + positions < seq ? positions : seq - first;
+        const int64_t start = first * heads * head_dim + kv_head * shape.group() * head_dim;
+        tile.start(q + start, k + kv_head * head_dim, v + kv_head * head_dim, pos + first, count);
+        tile.attend(0, pos + first + count);
+        store_rows(tile, shape, out + start);
+    }
+}
+
+}  // namespace ISA
+#endif

@@ -1,0 +1,50 @@
+// gemm, gemm_add, gemm_silu: x @ weight^T with an epilogue.
+// x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], out bf16 [rows][out_cols].
+// f32 accumulation in the order of columns, whatever the number of rows and threads.
+#ifndef ISA
+#define KERNEL_FILE "gemm.cc"
+#include "each_isa.h"
+
+extern "C" void gemm(const bf16 *x, const bf16 *weight_panels, bf16 *out, int64_t rows, int64_t cols,
+                     int64_t out_cols, Worker &worker) {
+    ISA_CALL(gemm, x, weight_panels, out, rows, cols, out_cols, worker)
+}
+
+extern "C" void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *residual, bf16 *out,
+                         int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA_CALL(gemm_add, x, weight_panels, residual, out, rows, cols, out_cols, worker)
+}
+
+extern "C" void gemm_silu(const bf16 *x, const bf16 *gate_panels, const bf16 *up_panels, bf16 *out,
+                          int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA_CALL(gemm_silu, x, gate_panels, up_panels, out, rows, cols, out_cols, worker)
+}
+#else
+#include "vec.h"
+#include "epilogue.h"
+#include "tile.h"
+#include "gemm_core.h"
+
+namespace ISA {
+
+static void gemm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t cols,
+                 int64_t out_cols, Worker &worker) {
+    const bf16 *weights[] = {weight};
+    Gemm<StoreBf16>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+}
+
+static void gemm_add(const bf16 *x, const bf16 *weight, const bf16 *residual, bf16 *out, int64_t rows,
+                     int64_t cols, int64_t out_cols, Worker &worker) {
+    const bf16 *weights[] = {weight};
+    Gemm<AddResidual>(x, weights, rows, cols, out_cols, {residual, out, out_cols}).run(worker);
+}
+
+static void gemm_silu(const bf16 *x, const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows,
+                      int64_t cols, int64_t out_cols, Worker &worker) {
+    using Epilogue = SiluAndMul<tile_panels / 2 * panel_rows>;
+    const bf16 *weights[] = {gate, up};
+    Gemm<Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+}
+
+}  // namespace ISA
+#endif

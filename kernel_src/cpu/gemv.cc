@@ -1,0 +1,59 @@
+// gemv, gemv_f32, gemv_add, gemv_silu: weight @ x for a single row x, with an epilogue.
+// weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], out bf16 or f32 [out_cols].
+// Bound by memory: each panel is read once, front to back, by one thread.
+#ifndef ISA
+#define KERNEL_FILE "gemv.cc"
+#include "each_isa.h"
+
+extern "C" void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                     Worker &worker) {
+    ISA_CALL(gemv, weight_panels, x, out, out_cols, cols, worker)
+}
+
+extern "C" void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
+                         int64_t cols, Worker &worker) {
+    ISA_CALL(gemv_f32, weight_panels, x, out, out_cols, cols, worker)
+}
+
+extern "C" void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf16 *out,
+                         int64_t out_cols, int64_t cols, Worker &worker) {
+    ISA_CALL(gemv_add, weight_panels, x, residual, out, out_cols, cols, worker)
+}
+
+extern "C" void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
+                          int64_t out_cols, int64_t cols, Worker &worker) {
+    ISA_CALL(gemv_silu, gate_panels, up_panels, x, out, out_cols, cols, worker)
+}
+#else
+#include "vec.h"
+#include "epilogue.h"
+#include "gemv_core.h"
+
+namespace ISA {
+
+static void gemv(const bf16 *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                 Worker &worker) {
+    const bf16 *weights[] = {weight};
+    gemv_panels(weights, x, out_cols, cols, StoreBf16{out, out_cols}, worker);
+}
+
+static void gemv_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                     Worker &worker) {
+    const bf16 *weights[] = {weight};
+    gemv_panels(weights, x, out_cols, cols, StoreF32{out, out_cols}, worker);
+}
+
+static void gemv_add(const bf16 *weight, const bf16 *x, const bf16 *residual, bf16 *out,
+                     int64_t out_cols, int64_t cols, Worker &worker) {
+    const bf16 *weights[] = {weight};
+    gemv_panels(weights, x, out_cols, cols, AddResidual{residual, out, out_cols}, worker);
+}
+
+static void gemv_silu(const bf16 *gate, const bf16 *up, const bf16 *x, bf16 *out, int64_t out_cols,
+                      int64_t cols, Worker &worker) {
+    const bf16 *weights[] = {gate, up};
+    gemv_panels(weights, x, out_cols, cols, SiluAndMul<panel_rows>{out, out_cols}, worker);
+}
+
+}  // namespace ISA
+#endif

@@ -1,0 +1,43 @@
+// Which instruction set the kernels use: the best this machine has, found once, when the shared object
+// is loaded. LLAMA_NPU2_ISA names a lower one.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+enum class Isa { portable, avx2, avx512bf16 };
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports would do, but not every compiler's run time library has what it needs.
+inline Isa supported_isa() {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::portable;
+    const unsigned fma_osxsave_avx = 1u << 12 | 1u << 27 | 1u << 28;
+    if ((ecx & fma_osxsave_avx) != fma_osxsave_avx) return Isa::portable;
+    unsigned enabled, high;
+    asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+    if ((enabled & 0x6) != 0x6) return Isa::portable;  // the system saves ymm registers
+
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(ebx & 1u << 5)) return Isa::portable;
+    const unsigned f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    if ((ebx & f_dq_bw_vl) != f_dq_bw_vl || (enabled & 0xe6) != 0xe6) return Isa::avx2;
+    if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & 1u << 5)) return Isa::avx2;
+    return Isa::avx512bf16;
+}
+#else
+inline Isa supported_isa() { return Isa::portable; }
+#endif
+
+inline Isa chosen_isa() {
+    const Isa best = supported_isa();
+    const char *name = getenv("LLAMA_NPU2_ISA");
+    if (name == nullptr) return best;
+    Isa wanted = best;
+    if (strcmp(name, "portable") == 0) wanted = Isa::portable;
+    if (strcmp(name, "avx2") == 0) wanted = Isa::avx2;
+    return wanted < best ? wanted : best;
+}

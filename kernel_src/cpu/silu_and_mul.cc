@@ -1,0 +1,23 @@
+// silu_and_mul: out = gate * sigmoid(gate) * up, bf16 [rows][cols], f32 inside.
+#ifndef ISA
+#define KERNEL_FILE "silu_and_mul.cc"
+#include "each_isa.h"
+
+extern "C" void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int64_t cols,
+                             Worker &worker) {
+    ISA_CALL(silu_and_mul, gate, up, out, rows * cols, worker)
+}
+#else
+#include "vec.h"
+
+namespace ISA {
+
+static void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t count, Worker &worker) {
+    Chunks chunks(worker, count, 8192);
+    for (int64_t begin, end; chunks.next(begin, end);)
+        for (int64_t i = begin; i < end; i += lanes)
+            store_bf16(out + i, silu(load_bf16(gate + i, end - i)) * load_bf16(up + i, end - i), end - i);
+}
+
+}  // namespace ISA
+#endif

@@ -1,0 +1,186 @@
+// A team of threads that run the same program on different parts of the data.
+//
+// Worker is what a kernel sees of it. Everything a kernel needs is inline here, because the kernels
+// live in other shared objects than team.cc and must not depend on its symbols.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+
+struct Dims {
+    int64_t seq;  // rows in this call
+    int64_t pos;  // absolute position of the first of them
+};
+
+// A counter that threads wait on: they spin for a while, because the wait is usually shorter than a
+// system call, and then sleep, because their core may be what the awaited thread needs.
+struct Gate {
+    std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> sleepers{0};
+
+    void open() {
+        value.fetch_add(1);
+        if (sleepers.load() != 0)
+            syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+    void wait(uint32_t seen, int64_t spin_ns) {
+        if (spin(seen, spin_ns)) return;
+        sleepers.fetch_add(1);
+        while (value.load() == seen)
+            syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        sleepers.fetch_sub(1);
+    }
+
+private:
+    static int64_t now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    }
+
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
+#endif
+    }
+
+    bool spin(uint32_t seen, int64_t spin_ns) {
+        for (int64_t deadline = 0;;) {
+            for (int i = 0; i < 64; i++) {
+                if (value.load(std::memory_order_acquire) != seen) return true;
+                pause();
+            }
+            const int64_t now = now_ns();
+            if (deadline == 0) deadline = now + spin_ns;
+            if (now >= deadline) return false;
+        }
+    }
+};
+
+// Memory that grows and is never initialised.
+struct Scratch {
+    void *data = nullptr;
+    size_t size = 0;
+
+    void *at_least(size_t bytes) {
+        if (bytes <= size) return data;
+        free(data);
+        size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+        data = aligned_alloc(4096, size);
+        if (data == nullptr) abort();
+        return data;
+    }
+};
+
+// What the workers of a team share. Lines that different threads write are kept apart.
+struct TeamState {
+    int64_t spin_ns = 0;
+    alignas(64) std::atomic<uint32_t> arrived{0};
+    alignas(64) Gate phase;
+    // Dynamic distribution: number of the loop (24 bits), next index to hand out (40 bits).
+    alignas(64) std::atomic<uint64_t> handed_out{0};
+    alignas(64) std::atomic<uint32_t> scratch_lock{0};
+    Scratch shared[2];
+};
+
+struct alignas(64) Worker {
+    int thread = 0;
+    int threads = 1;
+    TeamState *state = nullptr;
+    uint32_t loop = 0;    // loops entered so far; all workers enter the same ones in the same order
+    uint32_t shared = 0;  // uses of shared scratch so far
+    Scratch own;
+
+    // Returns when every worker of the team has called it.
+    void barrier() {
+        if (threads == 1) return;
+        const uint32_t seen = state->phase.value.load();
+        if (state->arrived.fetch_add(1) + 1 == static_cast<uint32_t>(threads)) {
+            state->arrived.store(0);
+            state->phase.open();
+        } else {
+            state->phase.wait(seen, state->spin_ns);
+        }
+    }
+
+    // Memory of this worker alone, valid until the next call.
+    template <class T>
+    T *scratch(int64_t count) {
+        return static_cast<T *>(own.at_least(static_cast<size_t>(count) * sizeof(T)));
+    }
+
+    // Memory that the team shares, the same for all workers that ask for the same size at the same
+    // place of the program. The user must pass a barrier between writing and finishing: then nobody
+    // is left in the use before the last one, and two areas are enough.
+    template <class T>
+    T *shared_scratch(int64_t count) {
+        Scratch &area = state->shared[shared++ % 2];
+        while (state->scratch_lock.exchange(1, std::memory_order_acquire) != 0) {
+        }
+        void *data = area.at_least(static_cast<size_t>(count) * sizeof(T));
+        state->scratch_lock.store(0, std::memory_order_release);
+        return static_cast<T *>(data);
+    }
+};
+
+// Hands the indices 0 .. count-1 to the workers in chunks, in order, to whoever comes first.
+//
+// A worker leaves a loop only when all of it is handed out. So the shared counter needs no reset:
+// whoever first enters the next loop restarts it, and a latecomer that finds a later loop's number
+// knows that nothing is left of its own.
+class Chunks {
+public:
+    Chunks(Worker &worker, int64_t count, int64_t chunk)
+        : counter_(worker.threads == 1 ? &alone_ : &worker.state->handed_out),
+          loop_(static_cast<uint64_t>(++worker.loop) << index_bits),
+          count_(count),
+          chunk_(chunk < 1 ? 1 : chunk),
+          alone_(0) {}
+    Chunks(const Chunks &) = delete;
+
+    // The next chunk is [begin, end); false when nothing is left.
+    bool next(int64_t &begin, int64_t &end) {
+        uint64_t seen = counter_->load(std::memory_order_relaxed);
+        for (;;) {
+            const int64_t ahead = static_cast<int64_t>(seen - loop_) >> index_bits;
+            begin = ahead < 0 ? 0 : static_cast<int64_t>(seen - loop_);
+            if (ahead > 0 || begin >= count_) return false;
+            end = begin + chunk_ < count_ ? begin + chunk_ : count_;
+            const uint64_t taken = loop_ | static_cast<uint64_t>(end);
+            if (counter_->compare_exchange_weak(seen, taken, std::memory_order_relaxed)) return true;
+        }
+    }
+
+private:
+    static constexpr int index_bits = 40;
+
+    std::atomic<uint64_t> *counter_;
+    uint64_t loop_;
+    int64_t count_, chunk_;
+    std::atomic<uint64_t> alone_;
+};
+
+struct Call {
+    void (*entry)(void *const *slots, const Dims *dims, Worker *worker);
+    void *const *slots;
+};
+
+struct Team;
+
+extern "C" {
+Team *team_create(int threads);  // 0: as many as there are CPUs to run on; null when it cannot be made
+void team_run(Team *team, const Call *calls, int64_t count, const Dims *dims);  // caller is worker 0
+void team_destroy(Team *team);
+int team_threads(Team *team);
+const char *isa_name();  // "avx512bf16" | "avx2" | "portable" | "neon"
+}

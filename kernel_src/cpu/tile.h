@@ -1,0 +1,139 @@
+// The inner product kernel: a block of rows times a few panels. Included inside each instruction set.
+namespace ISA {
+namespace {
+
+constexpr int64_t tile_rows = 6;
+constexpr int64_t tile_panels = 4;
+
+// out[r][16 p + i] (+)= sum over `pairs` pairs of x[r] * panel p's row i, for r < R, p < P.
+// x bf16, rows `x_stride` elements apart; panels bf16, lines of 16 x 2; out f32.
+struct TileArgs {
+    const bf16 *x;
+    int64_t x_stride;
+    const bf16 *panels[tile_panels];
+    int64_t pairs;
+    float *out;
+    int64_t out_stride;
+    bool accumulate;
+};
+
+#if ISA_LANES == 16
+
+INLINE __m512i load_pair(const bf16 *x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, 4);
+    return _mm512_set1_epi32(pair);
+}
+
+// R * P accumulators hide the latency of vdpbf16ps; each line of a panel serves R rows, each pair of
+// x P panels, so that loads stay well below one per vdpbf16ps.
+template <int R, int P>
+void tile(const TileArgs &args) {
+    __m512 sum[R][P];
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            sum[r][p] = args.accumulate ? _mm512_loadu_ps(args.out + r * args.out_stride + p * panel_rows)
+                                        : _mm512_setzero_ps();
+    const bf16 *x = args.x;
+    const int64_t stride = args.x_stride;
+    for (int64_t k = 0; k < args.pairs; k++) {
+        __m512bh line[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++)
+            line[p] = (__m512bh)_mm512_loadu_si512(args.panels[p] + k * line_elements);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const __m512bh pair = (__m512bh)load_pair(x + r * stride + 2 * k);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], line[p], pair);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++)
+            _mm512_storeu_ps(args.out + r * args.out_stride + p * panel_rows, sum[r][p]);
+}
+
+#else
+
+constexpr int panel_vectors = panel_rows / lanes;
+constexpr int64_t strip_pairs = 256;
+
+// Rows that one panel is multiplied with at a time: as many as leave the accumulators in registers.
+#if ISA_LANES == 8 || defined(__aarch64__)
+constexpr int strip_rows = 6;
+#else
+constexpr int strip_rows = 2;
+#endif
+
+// x: f32 strips [R][2 * strip_pairs].
+template <int R>
+INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, float *out,
+                              int64_t out_stride) {
+    f32v sum[R][panel_vectors];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < panel_vectors; v++) sum[r][v] = load<f32v>(out + r * out_stride + v * lanes);
+    for (int64_t k = 0; k < pairs; k++) {
+        f32v even[panel_vectors], odd[panel_vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < panel_vectors; v++) {
+            const u32v both = load<u32v>(panel + k * line_elements + 2 * v * lanes);
+            even[v] = (f32v)(both << 16);
+            odd[v] = (f32v)(both & 0xffff0000u);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const float *pair = x + r * 2 * strip_pairs + 2 * k;
+            const f32v first = splat(pair[0]), second = splat(pair[1]);
+#pragma GCC unroll 4
+            for (int v = 0; v < panel_vectors; v++) {
+                sum[r][v] += even[v] * first;
+                sum[r][v] += odd[v] * second;
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < panel_vectors; v++) store(out + r * out_stride + v * lanes, sum[r][v]);
+}
+
+// Widens a strip of x once for all panels, which then cost one widening per line for all rows.
+template <int R, int P>
+void tile(const TileArgs &args) {
+    if (!args.accumulate)
+        for (int r = 0; r < R; r++)
+            for (int64_t i = 0; i < P * panel_rows; i++) args.out[r * args.out_stride + i] = 0;
+    for (int64_t done = 0; done < args.pairs; done += strip_pairs) {
+        const int64_t pairs = args.pairs - done < strip_pairs ? args.pairs - done : strip_pairs;
+        float x[R][2 * strip_pairs];
+        for (int r = 0; r < R; r++)
+            for (int64_t i = 0; i < 2 * pairs; i += lanes)
+                store(x[r] + i, load_bf16(args.x + r * args.x_stride + 2 * done + i, 2 * pairs - i));
+        for (int p = 0; p < P; p++) {
+            const bf16 *panel = args.panels[p] + done * line_elements;
+            float *out = args.out + p * panel_rows;
+            constexpr int whole = R / strip_rows * strip_rows;
+            for (int r = 0; r < whole; r += strip_rows)
+                strip_times_panel<strip_rows>(x[r], panel, pairs, out + r * args.out_stride, args.out_stride);
+            if (R > whole)
+                strip_times_panel<(R > whole ? R - whole : 1)>(x[whole % R], panel, pairs,
+                                                               out + whole * args.out_stride, args.out_stride);
+        }
+    }
+}
+
+#endif
+
+template <int P>
+void tile_of_rows(int64_t rows, const TileArgs &args) {
+    static_assert(tile_rows == 6, "one case per number of rows");
+    switch (rows) {
+    case 1: return tile<1, P>(args);
+    case 2: return tile<2, P>(args);
+    case 3: return tile<3, P>(args);
+    case 4: return tile<4, P>(args);
+    case 5: return tile<5, P>(args);
+    default: return tile<6, P>(args);
+    }
+}
+
+}  // namespace
+}  // namespace ISA

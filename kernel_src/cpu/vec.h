@@ -1,0 +1,138 @@
+// Vectors of ISA_LANES floats and their conversion from and to bf16. Included by kernels inside each
+// instruction set (each_isa.h), so without an include guard.
+namespace ISA {
+namespace {
+
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int64_t lanes = ISA_LANES;
+
+typedef float f32v __attribute__((vector_size(lanes * 4)));
+typedef uint32_t u32v __attribute__((vector_size(lanes * 4)));
+typedef int32_t i32v __attribute__((vector_size(lanes * 4)));
+typedef uint16_t u16v __attribute__((vector_size(lanes * 2)));
+
+template <class V, class T>
+INLINE V load(const T *p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+INLINE void store(T *p, V v) {
+    __builtin_memcpy(p, &v, sizeof v);
+}
+
+INLINE f32v splat(float x) { return x - f32v{}; }
+
+INLINE f32v select(i32v mask, f32v yes, f32v no) {
+    return (f32v)((mask & (i32v)yes) | (~mask & (i32v)no));
+}
+
+INLINE float to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float f;
+    __builtin_memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE f32v to_float(u16v x) { return (f32v)(__builtin_convertvector(x, u32v) << 16); }
+
+// To nearest even; NaN stays NaN; subnormals become zero, as vcvtneps2bf16 has it.
+INLINE u16v to_bf16(f32v x) {
+#if ISA_LANES == 16
+    return (u16v)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const u32v bits = (u32v)x;
+    const u32v sign = bits & 0x80000000u, magnitude = bits & 0x7fffffffu;
+    u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    const u32v nan = (u32v)(magnitude > 0x7f800000u), tiny = (u32v)(magnitude < 0x00800000u);
+    rounded = (nan & (bits >> 16 | 0x40u)) | (~nan & rounded);
+    rounded = (tiny & (sign >> 16)) | (~tiny & rounded);
+    return __builtin_convertvector(rounded, u16v);
+#endif
+}
+
+INLINE f32v load_bf16(const bf16 *p) { return to_float(load<u16v>(p)); }
+INLINE void store_bf16(bf16 *p, f32v v) { store(p, to_bf16(v)); }
+
+// The same for the last `count` < lanes elements of a row: nothing past them is touched.
+INLINE f32v load_bf16(const bf16 *p, int64_t count) {
+    if (count >= lanes) return load_bf16(p);
+    bf16 padded[lanes] = {};
+    for (int64_t i = 0; i < count; i++) padded[i] = p[i];
+    return load_bf16(padded);
+}
+
+INLINE void store_bf16(bf16 *p, f32v v, int64_t count) {
+    if (count >= lanes) return store_bf16(p, v);
+    bf16 padded[lanes];
+    store_bf16(padded, v);
+    for (int64_t i = 0; i < count; i++) p[i] = padded[i];
+}
+
+INLINE f32v load_f32(const float *p, int64_t count) {
+    if (count >= lanes) return load<f32v>(p);
+    float padded[lanes] = {};
+    for (int64_t i = 0; i < count; i++) padded[i] = p[i];
+    return load<f32v>(padded);
+}
+
+INLINE f32v max(f32v a, f32v b) {
+#if ISA_LANES == 16
+    return (f32v)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif ISA_LANES == 8
+    return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
+
+INLINE float sum_of(f32v v) {
+    float sum[lanes];
+    store(sum, v);
+    for (int64_t width = lanes / 2; width > 0; width /= 2)
+        for (int64_t i = 0; i < width; i++) sum[i] += sum[i + width];
+    return sum[0];
+}
+
+INLINE float max_of(f32v v) {
+    float top[lanes];
+    store(top, v);
+    for (int64_t width = lanes / 2; width > 0; width /= 2)
+        for (int64_t i = 0; i < width; i++) top[i] = top[i] > top[i + width] ? top[i] : top[i + width];
+    return top[0];
+}
+
+// 2^x to about 2 ulp of f32; 0 below the normal range, infinity above it.
+INLINE f32v exp2(f32v x) {
+#if ISA_LANES == 16
+    const f32v whole = (f32v)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const f32v clamped = max(splat(-127.0f), select(x > 128.0f, splat(128.0f), x));
+    const f32v shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const f32v whole = (clamped + shift) - shift;
+#endif
+    const f32v part = x - whole;
+    f32v p = splat(1.5403530e-4f);
+    p = p * part + 1.3333558e-3f;
+    p = p * part + 9.6181291e-3f;
+    p = p * part + 5.5504109e-2f;
+    p = p * part + 2.4022651e-1f;
+    p = p * part + 6.9314718e-1f;
+    p = p * part + 1.0f;
+#if ISA_LANES == 16
+    return (f32v)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)whole);
+#else
+    const i32v exponent = (__builtin_convertvector(whole, i32v) + 127) << 23;
+    const f32v result = select(x > 127.5f, splat(INFINITY), p * (f32v)exponent);
+    return select(x < -126.0f, f32v{}, result);
+#endif
+}
+
+// x * sigmoid(x).
+INLINE f32v silu(f32v x) { return x / (1.0f + exp2(x * -1.44269504f)); }
+
+}  // namespace
+}  // namespace ISA

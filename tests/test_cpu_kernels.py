@@ -1,0 +1,401 @@
+"""The host kernels against numpy, in every instruction set this machine has and for odd shapes.
+
+Every tensor ends right before a page that must not be touched. Bounds are those of the arithmetic: a
+result is rounded once to bf16 (relative error U), a sum of n products in f32 errs by n * U32 of the
+sum of their magnitudes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+import pytest
+from tests.cpu_kernels_util import BF16, SOURCES, U32, Kernels, U, build, guarded, output, panels
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ISAS = ["avx512bf16", "avx2", "portable"]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("cpu_kernels"))
+
+
+@pytest.fixture(scope="session", params=ISAS)
+def kernels(request, library):
+    kernels = Kernels(library, request.param)
+    if kernels.isa not in (request.param, "neon"):
+        pytest.skip(f"this machine has no {request.param}")
+    yield kernels
+    kernels.close()
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def any_team(request, library, kernels):
+    team = Kernels(library, kernels.isa, request.param)
+    yield team
+    team.close()
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def normal(rng, *shape):
+    return guarded(rng.standard_normal(shape, np.float32).astype(BF16))
+
+
+def wide(array):
+    return np.asarray(array, np.float64)
+
+
+def assert_within(out, expected, bound):
+    """`bound` is on top of the one rounding of the result."""
+    error = np.abs(wide(out) - expected)
+    limit = U * np.abs(expected) + bound + 1e-30
+    assert np.all(error <= limit), f"error {np.nanmax(error / limit)} of the bound, {np.isnan(error).sum()} NaN"
+
+
+# -- elementwise ---------------------------------------------------------------------------------
+
+ROWS_COLS = [(1, 1), (1, 2048), (3, 5), (7, 33), (2, 63), (130, 257)]
+
+
+@pytest.mark.parametrize("shape", ROWS_COLS)
+def test_add_is_the_rounded_sum(any_team, rng, shape):
+    a, b, out = normal(rng, *shape), normal(rng, *shape), output(shape)
+    any_team("add", a, b, out, *shape)
+    expected = (a.astype(np.float32) + b.astype(np.float32)).astype(BF16)
+    np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("shape", ROWS_COLS)
+def test_silu_and_mul(any_team, rng, shape):
+    gate, up, out = normal(rng, *shape), normal(rng, *shape), output(shape)
+    gate[...] = (wide(gate) * 10).astype(BF16)
+    any_team("silu_and_mul", gate, up, out, *shape)
+    expected = wide(gate) / (1 + np.exp(-wide(gate))) * wide(up)
+    assert_within(out, expected, 1e-5 * np.abs(expected))  # exp2's argument errs by |x| * U32
+
+
+@pytest.mark.parametrize("shape", ROWS_COLS)
+def test_rms_norm(any_team, rng, shape):
+    x, weight, out = normal(rng, *shape), normal(rng, shape[1]), output(shape)
+    any_team("rms_norm", x, weight, out, *shape, 1e-5)
+    x64 = wide(x)
+    scaled = x64 / np.sqrt((x64**2).mean(axis=1, keepdims=True) + 1e-5)
+    # rounded twice: before and after the weight
+    assert_within(out, scaled * wide(weight), 1.01 * U * np.abs(scaled * wide(weight)))
+    once = scaled.astype(np.float32).astype(BF16).astype(np.float32) * weight.astype(np.float32)
+    assert (out == once.astype(BF16)).mean() > 0.98  # all but those that f32 puts on the other side of a tie
+
+
+def special_values():
+    """Every bf16 pattern's sum with a value that forces rounding, NaN and infinity included."""
+    bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    return bits.view(BF16)
+
+
+def test_rounding_is_the_same_everywhere(library, kernels):
+    a, out = guarded(special_values()), output(65536)
+    shifted = np.roll(special_values(), 12345)
+    b = guarded((wide(np.nan_to_num(shifted, posinf=0, neginf=0)) * 2.0**-9).astype(BF16))
+    kernels("add", a, b, out, 256, 256)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = a.astype(np.float32) + b.astype(np.float32)
+        expected = total.astype(BF16).astype(np.float32)
+    tiny = np.abs(total) < 2.0**-126
+    expected[tiny] = np.copysign(np.float32(0), total[tiny])  # subnormals are flushed
+    nan = np.isnan(total)
+    assert np.isnan(out[nan].astype(np.float32)).all()
+    flushed = tiny | (np.abs(a.astype(np.float32)) < 2.0**-126) | (np.abs(b.astype(np.float32)) < 2.0**-126)
+    same = ~nan & ~flushed
+    np.testing.assert_array_equal(out[same].astype(np.float32), expected[same])
+    assert (np.abs(out[flushed & ~nan].astype(np.float32) - expected[flushed & ~nan]) <= 2.0**-126).all()
+
+
+def test_nan_and_infinity_survive(kernels):
+    x = guarded(np.array([np.nan, np.inf, -np.inf, 1] * 5, BF16))
+    one, out = guarded(np.ones(20, BF16)), output(20)
+    kernels("silu_and_mul", x, one, out, 1, 20)
+    row = np.asarray(out[:4], np.float32)
+    assert np.isnan(row[0]) and row[1] == np.inf and (np.isnan(row[2]) or row[2] == 0)
+    weight = guarded(panels(np.ones((16, 20), BF16)))
+    for name, result in (("gemm", output(16)), ("gemv", output(16))):
+        tensors = (x, weight, result, 1, 20, 16) if name == "gemm" else (weight, x, result, 16, 20)
+        kernels(name, *tensors)
+        assert np.isnan(np.asarray(result, np.float32)).all()
+
+
+# -- projections ---------------------------------------------------------------------------------
+
+PROJECTIONS = [  # rows, cols, out_cols
+    (1, 1, 1),
+    (1, 64, 48),
+    (2, 33, 17),
+    (5, 130, 100),
+    (6, 2, 16),
+    (7, 31, 64),
+    (13, 2049, 65),
+    (64, 80, 128),
+    (259, 63, 130),
+    (600, 48, 40),
+    (3, 4100, 33),
+]
+
+
+def product(x, weight):
+    """The exact product and the bound on the error of its f32 sum."""
+    bound = (x.shape[-1] + 2) * U32 * (np.abs(wide(x)) @ np.abs(wide(weight)).T)
+    return wide(x) @ wide(weight).T, bound
+
+
+@pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS)
+def test_gemm(any_team, rng, rows, cols, out_cols):
+    x, weight, out = normal(rng, rows, cols), normal(rng, out_cols, cols), output((rows, out_cols))
+    any_team("gemm", x, guarded(panels(weight)), out, rows, cols, out_cols)
+    assert_within(out, *product(x, weight))
+
+
+@pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS)
+def test_gemv(any_team, rng, rows, cols, out_cols):
+    x, weight = normal(rng, cols), normal(rng, out_cols, cols)
+    packed, out, logits = guarded(panels(weight)), output(out_cols), output(out_cols, np.float32)
+    any_team("gemv", packed, x, out, out_cols, cols)
+    any_team("gemv_f32", packed, x, logits, out_cols, cols)
+    expected, bound = product(x, weight)
+    assert_within(out, expected, bound)
+    assert np.all(np.abs(logits - expected) <= bound + 1e-30)
+    np.testing.assert_array_equal(out.view(np.uint16), logits.astype(BF16).view(np.uint16))
+
+
+@pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS[2:9])
+def test_fused_epilogues_equal_the_separate_kernels(kernels, rng, rows, cols, out_cols):
+    x, residual = normal(rng, rows, cols), normal(rng, rows, out_cols)
+    gate, up = (guarded(panels(normal(rng, out_cols, cols))) for _ in range(2))
+    shape, size = (rows, out_cols), (rows, cols, out_cols)
+    gates, ups, expected, out = output(shape), output(shape), output(shape), output(shape)
+
+    kernels.run(kernels.call("gemm", x, gate, gates, *size), kernels.call("gemm", x, up, ups, *size))
+    kernels("add", gates, residual, expected, *shape)
+    kernels("gemm_add", x, gate, residual, out, *size)
+    np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+    kernels("silu_and_mul", gates, ups, expected, *shape)
+    kernels("gemm_silu", x, gate, up, out, *size)
+    np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+
+    size = (out_cols, cols)
+    kernels("gemv", gate, x, gates, *size)
+    kernels("gemv", up, x, ups, *size)
+    kernels("add", gates, residual, expected, 1, out_cols)
+    out[0] = residual[0]
+    kernels("gemv_add", gate, x, out, out, *size)  # in place
+    np.testing.assert_array_equal(out[0].view(np.uint16), expected[0].view(np.uint16))
+    kernels("silu_and_mul", gates, ups, expected, 1, out_cols)
+    kernels("gemv_silu", gate, up, x, out, *size)
+    np.testing.assert_array_equal(out[0].view(np.uint16), expected[0].view(np.uint16))
+
+
+def test_a_row_of_gemm_does_not_depend_on_the_other_rows_or_the_threads(library, kernels, rng):
+    x, weight = normal(rng, 300, 70), guarded(panels(normal(rng, 90, 70)))
+    out = output((300, 90))
+    kernels("gemm", x, weight, out, 300, 70, 90)
+    for threads, first, count in [(1, 0, 300), (3, 17, 5), (5, 299, 1), (2, 100, 101)]:
+        team, part = Kernels(library, kernels.isa, threads), output((count, 90))
+        team("gemm", guarded(x[first : first + count]), weight, part, count, 70, 90)
+        team.close()
+        np.testing.assert_array_equal(part.view(np.uint16), out[first : first + count].view(np.uint16))
+
+
+@pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 17), (100, 64), (64, 2051)])
+def test_embed_takes_rows_out_of_panels(any_team, rng, vocab, cols):
+    table = normal(rng, vocab, cols)
+    tokens = guarded(np.array([vocab - 1, 0, vocab // 2, 0, vocab, -1, vocab - 1], np.int32))
+    out = output((len(tokens), cols))
+    any_team("embed", tokens, guarded(panels(table)), out, len(tokens), cols, vocab)
+    inside = (tokens >= 0) & (tokens < vocab)
+    np.testing.assert_array_equal(out[inside].view(np.uint16), table[tokens[inside]].view(np.uint16))
+    assert not out[~inside].astype(np.float32).any()
+
+
+# -- positions and attention ---------------------------------------------------------------------
+
+
+def rope_table(positions, head_dim):
+    angles = np.outer(np.arange(positions), 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim))
+    return np.hstack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows, pos, heads, head_dim", [(1, 9, 3, 2), (5, 0, 2, 16), (9, 3, 4, 64), (2, 1, 1, 90)])
+def test_rope(any_team, rng, rows, pos, heads, head_dim):
+    table = guarded(rope_table(pos + rows, head_dim))
+    x = normal(rng, rows, heads * head_dim)
+    out = output(x.shape)
+    any_team("rope", x, table, out, rows, pos, heads, head_dim)
+    half = head_dim // 2
+    cosine, sine = (wide(part)[pos:, None] for part in (table[:, :half], table[:, half:]))
+    a, b = np.split(wide(x).reshape(rows, heads, head_dim), 2, axis=2)
+    expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=2).reshape(x.shape)
+    assert_within(out, expected, 4 * U32 * np.abs(wide(x)).max())
+    any_team("rope", x, table, x, rows, pos, heads, head_dim)
+    np.testing.assert_array_equal(x.view(np.uint16), out.view(np.uint16))
+
+
+def attention(q, k, v, pos, heads, kv_heads, head_dim):
+    """The exact attention and the error bound: weights are rounded to bf16 before they meet V."""
+    seq, total = len(q), pos + len(q)
+    q = wide(q).reshape(seq, kv_heads, heads // kv_heads, head_dim)
+    k, v = (wide(t)[:total].reshape(total, kv_heads, head_dim) for t in (k, v))
+    scores = np.einsum("sgqd,pgd->gqsp", q, k) / np.sqrt(head_dim)
+    magnitude = np.einsum("sgqd,pgd->gqsp", np.abs(q), np.abs(k)).max() / np.sqrt(head_dim)
+    scores[..., np.arange(total)[None, :] > pos + np.arange(seq)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out, sizes = (np.einsum("gqsp,pgd->sgqd", weights, t).reshape(seq, -1) for t in (v, np.abs(v)))
+    # a score errs by its f32 sum, a weight by as much relatively
+    return out, (U + 2 * (head_dim + 8) * U32 * magnitude + total * U32) * sizes
+
+
+ATTENTION = [  # seq, pos, heads, kv_heads, head_dim
+    (1, 0, 1, 1, 16),
+    (5, 0, 4, 2, 16),
+    (7, 3, 3, 1, 2),
+    (33, 0, 4, 4, 64),
+    (130, 0, 8, 2, 64),
+    (19, 300, 6, 3, 80),
+    (257, 130, 2, 1, 128),
+    (3, 127, 10, 2, 46),
+    (40, 5, 40, 1, 34),
+    (300, 0, 1, 1, 64),
+]
+
+
+@pytest.mark.parametrize("seq, pos, heads, kv_heads, head_dim", ATTENTION)
+def test_flash_attention(any_team, rng, seq, pos, heads, kv_heads, head_dim):
+    shape = (heads, kv_heads, head_dim)
+    q, out = normal(rng, seq, heads * head_dim), output((seq, heads * head_dim))
+    k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
+    any_team("flash_attention", q, k, v, out, seq, pos, *shape)
+    assert_within(out, *attention(q, k, v, pos, *shape))
+
+
+@pytest.mark.parametrize("pos", [0, 1, 15, 127, 128, 255, 256, 700])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (7, 1, 80), (6, 3, 34)])
+def test_decode_attention(kernels, library, rng, pos, heads, kv_heads, head_dim):
+    shape = (heads, kv_heads, head_dim)
+    q = normal(rng, 1, heads * head_dim)
+    k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
+    results = []
+    for threads in (1, 3):
+        team = Kernels(library, kernels.isa, threads)
+        out = output(q.shape)
+        team("decode_attention", q, k, v, out, pos, *shape)
+        team.close()
+        assert_within(out, *attention(q, k, v, pos, *shape))
+        results.append(out.view(np.uint16))
+    np.testing.assert_array_equal(*results)  # whoever did which part
+
+
+def test_large_scores_do_not_overflow(kernels, rng):
+    seq, shape = 200, (2, 1, 64)
+    q, out = normal(rng, seq, 128), output((seq, 128))
+    q[...] = (wide(q) * 100).astype(BF16)
+    k, v = normal(rng, seq, 64), normal(rng, seq, 64)
+    kernels("flash_attention", q, k, v, out, seq, 0, *shape)
+    assert_within(out, *attention(q, k, v, 0, *shape))
+
+
+def test_chunked_prefill_equals_one_shot_and_decode(kernels, rng):
+    seq, shape = 300, (8, 2, 64)
+    q, out = normal(rng, seq, 512), output((seq, 512))
+    k, v = normal(rng, seq, 128), normal(rng, seq, 128)
+    kernels("flash_attention", q, k, v, out, seq, 0, *shape)
+    expected, bound = attention(q, k, v, 0, *shape)
+    for first, last in [(0, 100), (100, 101), (101, 260), (260, 300)]:
+        part = output((last - first, 512))
+        # the cache ends where the chunk does
+        cache = guarded(k[:last]), guarded(v[:last])
+        kernels("flash_attention", guarded(q[first:last]), *cache, part, last - first, first, *shape)
+        np.testing.assert_array_equal(part.view(np.uint16), out[first:last].view(np.uint16))
+    for row in (0, 1, 99, 127, 128, 255, 256, 299):
+        single = output((1, 512))
+        cache = guarded(k[: row + 1]), guarded(v[: row + 1])
+        kernels("decode_attention", guarded(q[row]), *cache, single, row, *shape)
+        assert_within(single[0], wide(out[row]), 2 * bound[row])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_shape(kernels, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    rows, cols, out_cols = (data.draw(st.integers(1, most)) for most in (20, 150, 150))
+    x, weight, out = normal(rng, rows, cols), normal(rng, out_cols, cols), output((rows, out_cols))
+    kernels("gemm", x, guarded(panels(weight)), out, rows, cols, out_cols)
+    assert_within(out, *product(x, weight))
+
+    seq, pos, kv_heads, group, half = (data.draw(st.integers(*r)) for r in [(1, 60), (0, 200), (1, 3), (1, 5), (1, 40)])
+    shape = (kv_heads * group, kv_heads, 2 * half)
+    q = normal(rng, seq, shape[0] * shape[2])
+    k, v = (normal(rng, pos + seq, kv_heads * shape[2]) for _ in range(2))
+    out = output(q.shape)
+    kernels("flash_attention", q, k, v, out, seq, pos, *shape)
+    assert_within(out, *attention(q, k, v, pos, *shape))
+
+
+# -- the team ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_index_is_handed_out_once(library, threads):
+    team = Kernels(library, "portable", threads)
+    counts = guarded(np.zeros(1000, np.int32))
+    sizes = [(1000, 1), (1, 7), (0, 1), (999, 10), (3, 1000), (500, 3)] * 20
+    # no barriers between the loops inside of a call list would need several entries; calls are separate
+    team.run(*(team.call("count", counts, size, chunk) for size, chunk in sizes))
+    expected = sum((np.arange(1000) < size).astype(np.int32) for size, _ in sizes)
+    np.testing.assert_array_equal(counts, expected)
+    team.close()
+
+
+def test_team_size_and_repeated_submissions(library):
+    team = Kernels(library, "portable", 0)
+    assert team.threads() == len(os.sched_getaffinity(0))
+    for _ in range(200):
+        team.run(*[team.call("nothing")] * 5)
+    team.run()  # nothing to do
+    team.close()
+
+
+def test_team_works_in_a_forked_child(library, rng):
+    team = Kernels(library, "portable", 3)
+    a, b, out = normal(rng, 50, 50), normal(rng, 50, 50), output((50, 50))
+    team("add", a, b, out, 50, 50)
+    child = os.fork()
+    if child == 0:
+        try:
+            again = output((50, 50))
+            team("add", a, b, again, 50, 50)
+            team.close()
+            os._exit(0 if (again == out).all() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    team("add", a, b, out, 50, 50)
+    team.close()
+
+
+def test_an_unknown_or_higher_instruction_set_is_not_forced(library):
+    best = Kernels(library, "best", 1)
+    assert best.isa in {"avx512bf16", "avx2", "portable", "neon"}
+    best.close()
+
+
+def test_every_exported_kernel_is_tested():
+    from tests.cpu_kernels_util import SIGNATURES
+
+    declared = set(re.findall(r"^void (\w+)\(", (SOURCES / "kernels.h").read_text(), re.MULTILINE))
+    assert declared == set(SIGNATURES)
