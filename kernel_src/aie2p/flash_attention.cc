@@ -52,22 +52,10 @@ void store_block(float *to, const aie::accum<accfloat, BLOCK> &value) {
         aie::store_v(to + h * HALF, value.template extract<HALF>(h).template to_vector<float>());
 }
 
-template <unsigned Elems, typename T>
-aie::vector<T, Elems> repeat(const aie::vector<T, 8> &v) {
-    aie::vector<T, Elems> out;
-    for (unsigned i = 0; i < Elems / 8; ++i) out.insert(i, v);
-    return out;
-}
-
 // Over the four keys of half a block, per query.
 aie::vector<float, 8> maximum_of_keys(const Half &v) {
     const aie::vector<float, 16> two = aie::max(v.template extract<16>(0), v.template extract<16>(1));
     return aie::max(two.template extract<8>(0), two.template extract<8>(1));
-}
-
-aie::vector<float, 8> sum_of_keys(const Half &v) {
-    const aie::vector<float, 16> two = aie::add(v.template extract<16>(0), v.template extract<16>(1));
-    return aie::add(two.template extract<8>(0), two.template extract<8>(1));
 }
 
 // work[query block][key block] = K Q^T, f32 blocks [8 keys][8 queries].
@@ -116,7 +104,7 @@ aie::vector<float, 8> weights(float *work, const aie::vector<float, 8> &top) {
         }
         aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, 8, 8));
     }
-    return sum_of_keys(sum.template to_vector<float>());
+    return sum_of_rows(sum.template to_vector<float>());
 }
 
 // Multiplies the rows of one query block of acc: factor hi + lo per query.

@@ -1,8 +1,29 @@
-// ROWS rows of a matrix times a vector, in chunks of KC columns.
-// a [ROWS][KC] (row-major), x [COLS], acc f32 [ROWS], out bf16 [ROWS].
+// ROWS outputs of a matrix times a vector, in chunks of KC inputs. x [COLS], acc f32 [ROWS], out bf16 [ROWS].
+// BLOCKED=0: a [ROWS][KC], row-major. BLOCKED=1: a [ROWS/8][KC/8][8 inputs][8 outputs], the blocks that gemm.cc reads.
 #include "tile.h"
 
 namespace {
+
+#if BLOCKED
+
+constexpr unsigned BLOCK = 64;
+
+// Lane 8 * k + n of the result holds x[k].
+aie::vector<bfloat16, BLOCK> spread(const bfloat16 *x) {
+    return aie::transpose(repeat<BLOCK>(aie::load_v<8>(x)), 8, 8);
+}
+
+void add_product(const bfloat16 *a, const bfloat16 *x, float *acc) {
+    aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
+    for (unsigned k = 0; k < KC; k += 8, a += BLOCK) sum = aie::mac(sum, aie::load_v<BLOCK>(a), spread(x + k));
+    const auto high = sum.template extract<32>(1).template to_vector<float>();
+    const auto four = aie::add(sum.template extract<32>(0), high).template to_vector<float>();
+    aie::store_v(acc, aie::add(aie::load_v<8>(acc), sum_of_rows(four)));
+}
+
+constexpr unsigned SHARING = 8;
+
+#else
 
 constexpr unsigned L = lanes_for(KC, 64);
 // Rows that share each load of x.
@@ -18,7 +39,7 @@ float total(const aie::accum<accfloat, Lanes> &sum) {
     }
 }
 
-void add_dots(const bfloat16 *a, const bfloat16 *x, float *acc) {
+void add_product(const bfloat16 *a, const bfloat16 *x, float *acc) {
     aie::accum<accfloat, L> sum[SHARING];
     for (auto &s : sum) s = aie::zeros<accfloat, L>();
     for (unsigned k = 0; k < KC; k += L) {
@@ -28,6 +49,8 @@ void add_dots(const bfloat16 *a, const bfloat16 *x, float *acc) {
     for (unsigned r = 0; r < SHARING; ++r) acc[r] += total(sum[r]);
 }
 
+#endif
+
 }  // namespace
 
 extern "C" void AIE_FN(gemv_zero)(float *acc) {
@@ -36,7 +59,7 @@ extern "C" void AIE_FN(gemv_zero)(float *acc) {
 
 // acc += a @ x[k0 : k0 + KC]
 extern "C" void AIE_FN(gemv_step)(const bfloat16 *a, const bfloat16 *x, int32 k0, float *acc) {
-    for (unsigned m = 0; m < ROWS; m += SHARING) add_dots(a + m * KC, x + k0, acc + m);
+    for (unsigned m = 0; m < ROWS; m += SHARING) add_product(a + m * KC, x + k0, acc + m);
 }
 
 extern "C" void AIE_FN(gemv_out)(const float *acc, bfloat16 *out) {

@@ -73,3 +73,17 @@ inline aie::vector<float, L> power_of_two(const aie::vector<float, L> &n) {
     const aie::vector<int32, L> biased = aie::add(aie::to_fixed<int32>(n), aie::broadcast<int32, L>(127));
     return aie::upshift(biased, 23).template cast_to<float>();
 }
+
+// Eight lanes over and over.
+template <unsigned L, typename T>
+inline aie::vector<T, L> repeat(const aie::vector<T, 8> &v) {
+    aie::vector<T, L> out;
+    for (unsigned i = 0; i < L / 8; ++i) out.insert(i, v);
+    return out;
+}
+
+// The sum of four rows of eight lanes.
+inline aie::vector<float, 8> sum_of_rows(const aie::vector<float, 32> &v) {
+    const aie::vector<float, 16> two = aie::add(v.extract<16>(0), v.extract<16>(1));
+    return aie::add(two.extract<8>(0), two.extract<8>(1));
+}

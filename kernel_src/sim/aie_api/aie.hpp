@@ -96,7 +96,6 @@ public:
 template <unsigned Elems>
 class mask {
 public:
-    bool test(unsigned idx) const { return data[idx]; }
     bool data[Elems];
 };
 
@@ -267,11 +266,6 @@ vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
     return detail::lanewise(v1, v2, [](T a, T b) { return a < b ? b : a; });
 }
 
-template <typename T, unsigned Elems>
-vector<T, Elems> min(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
-    return detail::lanewise(v1, v2, [](T a, T b) { return b < a ? b : a; });
-}
-
 // Sum of the lanes, by halves: the order in which the core adds them.
 template <typename T, unsigned Elems>
 T reduce_add(const vector<T, Elems> &v) {
@@ -394,8 +388,8 @@ struct mmul {
     static constexpr unsigned size_C = M * N;
     using accum_type = accum<accfloat, size_C>;
 
-    mmul() : acc(zeros<accfloat, size_C>()) {}
-    mmul(const accum_type &acc) : acc(acc) {}
+    mmul() { acc = zeros<accfloat, size_C>(); }
+    mmul(const accum_type &acc) { this->acc = acc; }
 
     accum_type to_accum() const { return acc; }
 
