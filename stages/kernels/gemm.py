@@ -24,6 +24,9 @@ def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32) @ weight.astype(np.float32).T).astype(bfloat16)
 
 
+TILE = 64
+"""Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
+
 Dims = tuple[tuple[Number, int, int], ...]
 
 
@@ -34,7 +37,7 @@ class Plan:
     `x_tile` None: `x` is row-major and a block of `8 * tile_m` rows stays in L2 while all weights pass by, so it is
     read from DDR once. Otherwise `x` (too wide to stay) is stored as tiles of `tile_m` x `x_tile`, as another product
     with `out` = `tiles` left them, and streams beside the weights.
-    `out`: `rows` is row-major, `tiles` is one tile after the other as computed, `kv` the V halves of `[K | V]` heads.
+    `out`: `rows` is row-major, `tiles` is one tile after the other as computed, `kv` the V halves of `[K | V]` heads, from `first_row` on.
     """
 
     rows: int
@@ -47,6 +50,7 @@ class Plan:
     x_tile: int | None
     out: str
     head_dim: int
+    first_row: int = 0
 
     @property
     def block_m(self) -> int:
@@ -68,7 +72,15 @@ class Plan:
         )
 
 
-def plan(rows: int, cols: int, out_cols: int, x_tile: int | None = None, out: str = "rows", head_dim: int = 1) -> Plan:
+def plan(
+    rows: int,
+    cols: int,
+    out_cols: int,
+    x_tile: int | None = None,
+    out: str = "rows",
+    head_dim: int = 1,
+    first_row: int = 0,
+) -> Plan:
     """Largest output tile that fits L1 beside double-buffered inputs: DDR traffic falls with its edges."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
@@ -77,10 +89,10 @@ def plan(rows: int, cols: int, out_cols: int, x_tile: int | None = None, out: st
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     grain = head_dim if out == "kv" else 1
     candidates = [
-        Plan(rows, cols, out_cols, herd_rows, m, n, k, x_tile, out, head_dim)
-        for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, 64)
-        for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 128)
-        for k in limits.divisors(x_tile or cols, 2 * limits.BLOCK, 64)
+        Plan(rows, cols, out_cols, herd_rows, m, n, k, x_tile, out, head_dim, first_row)
+        for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
+        for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
+        for k in limits.divisors(x_tile or cols, 2 * limits.BLOCK, TILE)
         if herd_rows * n % grain == 0
     ]
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
@@ -90,14 +102,20 @@ def plan(rows: int, cols: int, out_cols: int, x_tile: int | None = None, out: st
     return min(candidates, key=lambda c: (traffic(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
 
 
+def stays(rows: int, cols: int) -> bool:
+    """Whether a block of rows, as high as accumulators allow, can stay in L2 beside a double-buffered output block."""
+    tile_m = limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)[0]
+    return 2 * tile_m * cols + 2 * 2 * limits.ROWS * tile_m * 2 * TILE <= limits.L2_BYTES
+
+
 def _l1(p: Plan) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
     return 4 * p.tile_m * p.tile_n, 2 * 2 * p.tile_m * p.tile_k, 2 * 2 * p.tile_k * p.tile_n
 
 
 def _l2(p: Plan) -> tuple[int, int]:
-    """Bytes of resident `x` and of finished output in one memory tile."""
-    return 2 * p.tile_m * p.cols if p.x_tile is None else 0, 2 * p.herd_rows * p.tile_m * p.tile_n
+    """Bytes of resident `x` and of finished output, double-buffered, in one memory tile."""
+    return 2 * p.tile_m * p.cols if p.x_tile is None else 0, 2 * 2 * p.herd_rows * p.tile_m * p.tile_n
 
 
 def traffic(p: Plan) -> int:
@@ -111,7 +129,7 @@ def build(tile_plan: Plan) -> Program:
     bf16 `[rows][out_cols]`, twice as wide for `kv`. Tiled arrays keep their shape, only the order differs."""
     p = tile_plan
     width = 2 * p.out_cols if p.out == "kv" else p.out_cols
-    shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.rows, width)}
+    shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
     b = Builder("gemm", {name: memref_type(shape) for name, shape in shapes.items()})
     steps = p.out_cols // p.block_n
     if p.x_tile is None:
@@ -184,4 +202,4 @@ def _drain(p: Plan, i: Number, j: Number) -> tuple[Dims, Dims]:
         return ((i * limits.COLUMNS, limits.COLUMNS, m * p.out_cols), (0, m, p.out_cols), *cols), by_row
     heads, wide, hd = r * n // p.head_dim, 2 * p.out_cols, p.head_dim
     cols = ((j * heads, heads, 2 * hd), (hd, hd, 1))
-    return ((i * limits.COLUMNS, limits.COLUMNS, m * wide), (0, m, wide), *cols), by_row
+    return ((i * limits.COLUMNS, limits.COLUMNS, m * wide), (p.first_row, m, wide), *cols), by_row

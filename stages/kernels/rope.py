@@ -33,7 +33,7 @@ def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.n
 class Plan:
     """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time.
 
-    `interleaved`: the output is the K halves of a `[rows][heads][K | V]` buffer.
+    `interleaved`: the output is the K halves of a `[first_row + rows][heads][K | V]` buffer, from `first_row` on.
     """
 
     rows: int
@@ -42,6 +42,7 @@ class Plan:
     interleaved: bool
     columns: int
     tile_rows: int
+    first_row: int = 0
 
     @property
     def width(self) -> int:
@@ -55,7 +56,7 @@ class Plan:
         )
 
 
-def plan(rows: int, heads: int, head_dim: int, interleaved: bool = False) -> Plan:
+def plan(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_row: int = 0) -> Plan:
     """Most rows at a time of which input, output and table fit L1 twice."""
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
@@ -63,7 +64,7 @@ def plan(rows: int, heads: int, head_dim: int, interleaved: bool = False) -> Pla
     row = 2 * heads * head_dim
     fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + 4 * head_dim)))
     tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
-    return Plan(rows, heads, head_dim, interleaved, columns, tile_rows)
+    return Plan(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
 
 
 def build(tile_plan: Plan) -> Program:
@@ -73,8 +74,9 @@ def build(tile_plan: Plan) -> Program:
     one = p.rows == 1
     spread = 2 if p.interleaved else 1
     shapes = {"x": p.width, "table": p.head_dim, "out": spread * p.width}
+    firsts = {"x": 0, "table": 0, "out": p.first_row}
     types = {
-        name: memref_type((width,) if one else (p.rows, width), "f32" if name == "table" else "bf16")
+        name: memref_type((width,) if one else (firsts[name] + p.rows, width), "f32" if name == "table" else "bf16")
         for name, width in shapes.items()
     }
     b = Builder("rope", types)
@@ -84,8 +86,10 @@ def build(tile_plan: Plan) -> Program:
         with b.loop(share // p.tile_rows) as i:
             wide = (p.tile_rows, p.width)
             with b.alloc(L1, wide, ((p.tile_rows, p.head_dim), "f32"), wide) as (x, table, out):
-                row = tx * share + i * p.tile_rows
-                rows = {name: [] if one else [(row, p.tile_rows, width)] for name, width in shapes.items()}
+                rows = {
+                    name: [] if one else [(tx * share + i * p.tile_rows + firsts[name], p.tile_rows, width)]
+                    for name, width in shapes.items()
+                }
                 b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
                 b.dma(table, b.args["table"].at(*rows["table"], (0, p.head_dim, 1)))
                 b.call(variant, "rope", x, table, out)
