@@ -1,6 +1,6 @@
 """Lowers an AIR module to host C++ that executes it: the launch grid, segments, herd tiles and every DMA as written.
 
-Reads only the IR. Tile functions are the C++ that the NPU runs, compiled against `kernel_src/sim`. The result is one
+Reads only the MLIR. Tile functions are the C++ that the NPU runs, compiled against `kernel_src/sim`. The result is one
 shared object whose entry `NAME` has the signature of `ENTRY` below and whose string `NAME_info` (JSON) says what the
 slots and launches are. A program the hardware would refuse is refused here, or by the entry in one line.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from stages.air.dialect import (
     memory_space,
 )
 from stages.air_checks import Side, buffer_bytes, element_bytes, name_of, public_function
+from stages.air_text import parse_mlir
+from stages.objects import run_compiler
 
 SOURCES = Path(__file__).resolve().parent.parent / "kernel_src"
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
@@ -93,33 +96,25 @@ def lower(module: ModuleOp, ping_pong: bool = True) -> str:
 
 
 def build(
-    module: ModuleOp,
-    target: Path,
-    work: Path,
-    compiler: Sequence[str],
-    checks: bool = True,
-    flags: Sequence[str] = (),
-    ping_pong: bool = True,
+    mlir: str, target: Path, work: Path, checks: bool = True, flags: Sequence[str] = (), ping_pong: bool = True
 ) -> Path:
-    """Lower, compile and link to the shared object `target`. `checks`: fences and never-written bytes at run time."""
+    """Lower, compile and link MLIR text, as given to `aircc`, to the shared object `target`.
+
+    `checks`: fences and never-written bytes at run time; `flags`: more compiler options. Raises UserError.
+    """
+    module = parse_mlir(mlir)
     work.mkdir(parents=True, exist_ok=True)
-    options = [*FLAGS, f"-DSIM_CHECKS={int(checks)}", f"-I{SOURCES / 'sim'}", *flags]
-    name = public_function(module).sym_name.data
-    source = work / f"{name}.cc"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = work / f"{public_function(module).sym_name.data}.cc"
     source.write_text(lower(module, ping_pong))
-    objects = [work / f"{name}.host.o"]
-    _run([*compiler, *options, "-c", str(source), "-o", str(objects[0])])
-    for tile in tile_objects(module):
-        objects.append(work / tile.name)
-        _run([*compiler, *options, *tile.defines, "-c", str(tile.source), "-o", str(objects[-1])])
-    _run([*compiler, "-shared", "-o", str(target), *map(str, objects)])
+    options = [*FLAGS, f"-DSIM_CHECKS={int(checks)}", f"-I{SOURCES / 'sim'}", *flags]
+    units: list[tuple[Path, Path, tuple[str, ...]]] = [(source, work / f"{source.stem}.host.o", ())]
+    units += [(tile.source, work / tile.name, tile.defines) for tile in tile_objects(module)]
+    commands = [[*options, *defines, "-c", str(unit), "-o", str(output)] for unit, output, defines in units]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run_compiler, commands, (str(unit) for unit, _, _ in units)))
+    run_compiler(["-shared", "-o", str(target), *(str(output) for _, output, _ in units)], target.name)
     return target
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{command[0]} failed on {command[-3]}: {done.stderr.strip().splitlines()[:1]}")
 
 
 def _c_type(kind: object) -> str:
@@ -316,10 +311,13 @@ class _Lowering:
         run = math.gcd(dst.run, src.run)
         total = op.elements() * element_bytes(dst.kind)
         names = [self._pattern(side, run) for side in (dst, src)]
-        starts = [self._start(side) for side in (dst, src)]
+        to, source = (
+            f"{self._name(side.value)}, {self._start(side)}, {name}"
+            for side, name in zip((dst, src), names, strict=True)
+        )
         self._emit(
-            f"sim::dma({json.dumps(self.where)}, launch, {self._name(op.dst)}, {starts[0]}, {names[0]},",
-            f"         {self._name(op.src)}, {starts[1]}, {names[1]}, {total // run}, {run}, {self._counted(dst, src)});",
+            f"sim::dma({json.dumps(self.where)}, launch, {to},",
+            f"         {source}, {total // run}, {run}, {self._counted(dst, src)});",
         )
 
     def _pattern(self, side: Side, run: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ from xdsl.dialects.builtin import ModuleOp
 
 from runtime.devices.sim import SimProgram, Traffic, open_library
 from stages import air_to_host
+from stages.air.printer import to_mlir
 from stages.air_checks import public_function
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 _WORK = Path(tempfile.mkdtemp(prefix="sim-tests-"))
 
 
@@ -29,18 +28,18 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = True) -> SimProgram:
-    assert COMPILER is not None, "the simulator needs a C++ compiler"
-    key = hashlib.sha256(f"{module}{flags}{checks}".encode()).hexdigest()[:16]
+    mlir = to_mlir(module)
+    key = hashlib.sha256(f"{mlir}{flags}{checks}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():
-        air_to_host.build(module, target, _WORK / key, [COMPILER], checks, ["-O1", *flags])
+        air_to_host.build(mlir, target, _WORK / key, checks, ["-O1", *flags])
     return SimProgram(open_library(target), public_function(module).sym_name.data)
 
 
 def run(
     module: ModuleOp, arrays: Sequence[np.ndarray], flags: Sequence[str] = (), reverse: bool = False
 ) -> tuple[list[np.ndarray], Traffic]:
-    """Execute a module on copies of `arrays` (one per slot, in order); what the slots hold afterwards, and the counts."""
+    """Execute a module on copies of `arrays`, one per slot in order; what the slots hold afterwards, and the counts."""
     program = compile_module(module, flags)
     slots = [aligned(a) for a in arrays]
     for slot, nbytes, name in zip(slots, program.slot_bytes, program.slots, strict=True):
