@@ -224,8 +224,11 @@ class _Lowering:
             )
         self._emit(
             "    return 0;",
-            "} catch (const std::exception &refusal) {",
-            "    std::strncpy(error, refusal.what(), static_cast<size_t>(error_bytes) - 1);",
+            "} catch (const sim::Refused &refused) {",
+            "    sim::report(refused.what.c_str(), error, error_bytes);",
+            "    return 1;",
+            "} catch (const aie::sim::Fault &fault) {",
+            "    sim::report(fault.what, error, error_bytes);",
             "    return 1;",
             "}",
         )
@@ -316,7 +319,8 @@ class _Lowering:
             for side, name in zip((dst, src), names, strict=True)
         )
         self._emit(
-            f"sim::dma({json.dumps(self.where)}, launch, {to},",
+            f"sim::where = {json.dumps(self.where)};",
+            f"sim::dma(launch, {to},",
             f"         {source}, {total // run}, {run}, {self._counted(dst, src)});",
         )
 
@@ -351,9 +355,11 @@ class _Lowering:
         self._check_link(callee)
         buffers = [self._name(a) for a in op.arguments if isinstance(a.type, MemRefType)]
         values = [f"{self._name(a)}.data" if isinstance(a.type, MemRefType) else self._name(a) for a in op.arguments]
-        label = json.dumps(f"{self.where} {callee}")
-        call = f"[&] {{ {callee}({', '.join(values)}); }}"
-        self._emit(f"sim::call({label}, launch, {call}, {{{', '.join(buffers)}}});")
+        self._emit(
+            f"sim::where = {json.dumps(f'{self.where} {callee}')};",
+            f"{callee}({', '.join(values)});",
+            f"sim::called(launch, {{{', '.join(buffers)}}});",
+        )
 
     def _check_link(self, callee: str) -> None:
         """A core runs one object: the herd must link the one that the function is declared in."""

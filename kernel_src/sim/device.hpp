@@ -8,7 +8,6 @@
 #include <aie_api/aie.hpp>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -21,9 +20,12 @@ namespace sim {
 constexpr std::int64_t FENCE = 64;
 constexpr std::uint32_t NEVER_WRITTEN = 0xffffffffu;
 
-struct Refused : std::runtime_error {
-    using std::runtime_error::runtime_error;
+struct Refused {
+    std::string what;
 };
+
+// Where the program is, for the one line of a refusal.
+inline thread_local const char *where = "";
 
 // A buffer: `slot` is the DDR argument it is, or -1.
 struct Buffer {
@@ -49,7 +51,7 @@ class Memory {
 public:
     explicit Memory(std::int64_t bytes) : storage_(static_cast<std::size_t>(bytes) + 2 * FENCE) {}
 
-    Buffer claim(std::int64_t offset, std::int64_t bytes) {
+    [[gnu::noinline]] Buffer claim(std::int64_t offset, std::int64_t bytes) {
         auto *aligned = reinterpret_cast<std::uint8_t *>((reinterpret_cast<std::uintptr_t>(storage_.data()) + 63) & ~std::uintptr_t{63});
 #if SIM_CHECKS
         std::memset(aligned + offset, 0xff, static_cast<std::size_t>(bytes + FENCE));
@@ -61,8 +63,11 @@ private:
     std::vector<std::uint8_t> storage_;
 };
 
-[[noreturn]] inline void refuse(const char *where, const std::string &what) {
-    throw Refused(std::string(where) + ": " + what);
+[[noreturn]] inline void refuse(const std::string &what) { throw Refused{what}; }
+
+inline void report(const char *what, char *error, std::int64_t bytes) {
+    const std::string line = std::string(where) + ": " + what;
+    std::strncpy(error, line.c_str(), static_cast<std::size_t>(bytes) - 1);
 }
 
 inline std::int64_t span(const Pattern &p) {
@@ -72,19 +77,19 @@ inline std::int64_t span(const Pattern &p) {
 }
 
 // `start` and strides are bytes; a run is `run` bytes.
-inline void check_address(const char *where, const char *side, const Buffer &b, std::int64_t start, const Pattern &p, std::int64_t run) {
+inline void check_address(const char *side, const Buffer &b, std::int64_t start, const Pattern &p, std::int64_t run) {
     const std::int64_t end = start + span(p) + run;
     if (start < 0 || end > b.bytes)
-        refuse(where, std::string(side) + " bytes " + std::to_string(start) + " .. " + std::to_string(end) +
+        refuse(std::string(side) + " bytes " + std::to_string(start) + " .. " + std::to_string(end) +
                           " are outside the buffer of " + std::to_string(b.bytes));
-    if (start % 4 != 0) refuse(where, std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
+    if (start % 4 != 0) refuse(std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
 }
 
-inline void check_written(const char *where, const std::uint8_t *from, std::int64_t run) {
+inline void check_written(const std::uint8_t *from, std::int64_t run) {
     for (std::int64_t i = 0; i + 4 <= run; i += 4) {
         std::uint32_t word;
         std::memcpy(&word, from + i, 4);
-        if (word == NEVER_WRITTEN) refuse(where, "reads bytes that were never written");
+        if (word == NEVER_WRITTEN) refuse("reads bytes that were never written");
     }
 }
 
@@ -111,15 +116,15 @@ private:
 };
 
 // `count`: whether the DDR side is counted (a broadcast is one stream).
-inline void dma(const char *where, Launch &launch, const Buffer &dst, std::int64_t dst_start, const Pattern &to,
+[[gnu::noinline]] inline void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Pattern &to,
                 const Buffer &src, std::int64_t src_start, const Pattern &from, std::int64_t runs, std::int64_t run, bool count) {
-    check_address(where, "destination", dst, dst_start, to, run);
-    check_address(where, "source", src, src_start, from, run);
+    check_address("destination", dst, dst_start, to, run);
+    check_address("source", src, src_start, from, run);
     Walk write(to, dst_start), read(from, src_start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
 #if SIM_CHECKS
-        if (src.slot < 0) check_written(where, source, run);
+        if (src.slot < 0) check_written(source, run);
 #endif
         std::memcpy(dst.data + write.next(), source, static_cast<std::size_t>(run));
     }
@@ -128,21 +133,15 @@ inline void dma(const char *where, Launch &launch, const Buffer &dst, std::int64
     if (dst.slot >= 0) launch.traffic[2 * dst.slot + 1] += runs * run;
 }
 
-// Calls a tile function and looks at the fences of its buffers.
-template <typename Call>
-void call(const char *where, Launch &launch, Call function, std::initializer_list<Buffer> buffers) {
-    const std::uint64_t before = aie::sim::counters.macs;
-    try {
-        function();
-    } catch (const std::runtime_error &error) {
-        refuse(where, error.what());
-    }
-    *launch.macs += static_cast<std::int64_t>(aie::sim::counters.macs - before);
+// After a tile function: counts it and looks at the fences of its buffers.
+[[gnu::noinline]] inline void called(Launch &launch, std::initializer_list<Buffer> buffers) {
     ++*launch.calls;
+    *launch.macs += static_cast<std::int64_t>(aie::sim::counters.macs);
+    aie::sim::counters.macs = 0;
 #if SIM_CHECKS
     for (const Buffer &b : buffers)
         for (std::int64_t i = 0; i < FENCE; ++i)
-            if (b.data[b.bytes + i] != 0xff) refuse(where, "wrote past the end of a buffer of " + std::to_string(b.bytes) + " bytes");
+            if (b.data[b.bytes + i] != 0xff) refuse("wrote past the end of a buffer of " + std::to_string(b.bytes) + " bytes");
 #else
     (void)buffers;
 #endif

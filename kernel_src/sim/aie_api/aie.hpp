@@ -8,11 +8,8 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 using int32 = std::int32_t;
@@ -51,7 +48,7 @@ inline bfloat16 narrow(float value, rounding_mode rounding) {
 }
 
 inline float round_integer(float value) {
-    return mode == rounding_mode::conv_even ? std::nearbyintf(value) : std::floor(value);
+    return mode == rounding_mode::conv_even ? __builtin_nearbyintf(value) : __builtin_floorf(value);
 }
 
 template <typename T>
@@ -69,18 +66,23 @@ struct lanes<int32> {
     static constexpr unsigned bits = 32;
 };
 
+// What a core would not survive.
+struct Fault {
+    const char *what;
+};
+
 inline void require_aligned(const void *pointer, unsigned bytes) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 32 ? bytes : 32) != 0)
-        throw std::runtime_error("unaligned vector access of " + std::to_string(bytes) + " bytes");
+        throw Fault{"unaligned vector access"};
 }
 
 // Block floating point: eight values along K share the exponent of the largest and keep 8-bit signed mantissas.
 inline void share_exponent(float (&row)[8]) {
     float largest = 0.0f;
-    for (float value : row) largest = std::fmax(largest, std::fabs(value));
-    if (largest == 0.0f || !std::isfinite(largest)) return;
-    float quantum = std::ldexp(1.0f, std::ilogb(largest) - 6);
-    if (std::nearbyintf(largest / quantum) > 127.0f) quantum *= 2.0f;
+    for (float value : row) largest = __builtin_fmaxf(largest, __builtin_fabsf(value));
+    if (largest == 0.0f || !__builtin_isfinite(largest)) return;
+    float quantum = __builtin_ldexpf(1.0f, __builtin_ilogbf(largest) - 6);
+    if (__builtin_nearbyintf(largest / quantum) > 127.0f) quantum *= 2.0f;
     for (float &value : row) value = round_integer(value / quantum) * quantum;
 }
 
@@ -343,7 +345,7 @@ vector<TR, Elems> to_fixed(const vector<float, Elems> &v, int shift = 0) {
     static_assert(std::is_same_v<TR, int32>);
     vector<int32, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = static_cast<int32>(sim::round_integer(shift == 0 ? v.data[i] : std::ldexp(v.data[i], shift)));
+        out.data[i] = static_cast<int32>(sim::round_integer(shift == 0 ? v.data[i] : __builtin_ldexpf(v.data[i], shift)));
     return out;
 }
 
@@ -352,7 +354,7 @@ vector<TR, Elems> to_float(const vector<int32, Elems> &v, int shift = 0) {
     static_assert(std::is_same_v<TR, float>);
     vector<float, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = shift == 0 ? static_cast<float>(v.data[i]) : std::ldexp(static_cast<float>(v.data[i]), -shift);
+        out.data[i] = shift == 0 ? static_cast<float>(v.data[i]) : __builtin_ldexpf(static_cast<float>(v.data[i]), -shift);
     return out;
 }
 
@@ -364,7 +366,7 @@ vector<TR, Elems> exp2(const vector<float, Elems> &v) {
     vector<bfloat16, Elems> out;
     const rounding_mode rounding = sim::mode;
     for (unsigned i = 0; i < Elems; ++i) {
-        out.data[i] = sim::narrow(std::exp2(v.data[i]), rounding);
+        out.data[i] = sim::narrow(__builtin_exp2f(v.data[i]), rounding);
 #ifdef AIE_SIM_EXP2_ULP
         if (out.data[i].bits != 0) out.data[i].bits += (i & 1) != 0 ? 1 : -1;
 #endif
@@ -373,7 +375,7 @@ vector<TR, Elems> exp2(const vector<float, Elems> &v) {
 }
 
 inline float inv(float a) { return 1.0f / a; }
-inline float invsqrt(float a) { return 1.0f / std::sqrt(a); }
+inline float invsqrt(float a) { return 1.0f / __builtin_sqrtf(a); }
 
 template <unsigned M_Elems, unsigned K_Elems, unsigned N_Elems, typename TypeA, typename TypeB = TypeA,
           typename AccumTag = accauto>
