@@ -1,0 +1,215 @@
+"""Every NPU kernel, executed from its MLIR on the simulator, against its numpy reference.
+
+Bounds follow from bf16, not from what was seen. Both sides round to bf16 at the same places, so where f32 arithmetic
+inside differs by less than half a unit, a result differs by at most one unit in the last place: 2^-7 of its value.
+What is added to that is the f32 arithmetic's own error, bounded per kernel below.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from stages.air.builder import Program
+from stages.kernels import add, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul
+from stages.layouts_npu import from_tiles, pad_rows, to_blocks, to_tiles
+from tests.sim_support import run
+
+ULP = 2.0**-7
+F32 = 2.0**-23
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng([seed, *shape]).normal(size=shape) * scale).astype(bfloat16)
+
+
+def empty(*shape: int, dtype: type = bfloat16) -> np.ndarray:
+    return np.full(shape, np.nan, dtype)
+
+
+def execute(program: Program, *arrays: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
+    """The last slot after a run; the run backwards must give the same bytes."""
+    forward, _ = run(program.module, arrays, flags)
+    backward, _ = run(program.module, arrays, flags, reverse=True)
+    assert forward[-1].tobytes() == backward[-1].tobytes(), "the result depends on the order of tiles"
+    return forward[-1]
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, bound: np.ndarray | float) -> None:
+    """`bound` is absolute, per element. Nothing may be missing."""
+    error = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    assert np.isfinite(error).all(), "not every element was written"
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert (error <= bound).all(), f"at {worst}: {got[worst]} for {want[worst]}"
+
+
+def magnitude(x: np.ndarray) -> np.ndarray:
+    return np.abs(x.astype(np.float64))
+
+
+SHAPES = [(128, 256), (1, 2048), (128, 576), (1, 960), (24, 48)]
+
+
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_add(rows: int, cols: int) -> None:
+    a, b = random(rows, cols, seed=1), random(rows, cols, seed=2)
+    got = execute(add.build(add.plan(rows, cols)), a, b, empty(rows, cols))
+    assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
+
+
+@pytest.mark.parametrize("rows, cols", [(64, 768), (1, 1536), (8, 48)])
+def test_silu_and_mul(rows: int, cols: int) -> None:
+    gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
+    gate[0, :40] = np.linspace(-100, 100, 40)
+    got = execute(silu_and_mul.build(silu_and_mul.plan(rows, cols)), gate, up, empty(rows, cols))
+    want = silu_and_mul.reference(gate, up)
+    # The core has no e^x below 2^-126: the activation of gate < -87 is zero to within that.
+    assert_close(got, want, ULP * magnitude(want) + 2.0**-110)
+
+
+@pytest.mark.parametrize("rows, cols", [(128, 256), (1, 576), (16, 3072), (8, 48)])
+def test_rms_norm(rows: int, cols: int) -> None:
+    x, weight = random(rows, cols, seed=5, scale=3), random(cols, seed=6)
+    got = execute(rms_norm.build(rms_norm.plan(rows, cols, 1e-5)), x, weight, empty(rows, cols))[...]
+    want = rms_norm.reference(x, weight, 1e-5)
+    # Two roundings in a row: a unit of the first becomes at most two of the second.
+    assert_close(got, want, 2 * ULP * magnitude(want))
+
+
+@pytest.mark.parametrize(
+    "rows, heads, head_dim, interleaved",
+    [(128, 4, 64, False), (128, 2, 64, True), (1, 9, 64, False), (16, 8, 128, True), (16, 3, 32, False)],
+)
+def test_rope(rows: int, heads: int, head_dim: int, interleaved: bool) -> None:
+    x, angles = random(rows, heads * head_dim, seed=7), np.random.default_rng(8).normal(size=(rows, head_dim // 2)) * 50
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    out = empty(rows, (2 if interleaved else 1) * heads * head_dim)
+    got = execute(rope.build(rope.plan(rows, heads, head_dim, interleaved)), x, table, out)
+    if interleaved:
+        pairs = got.reshape(rows, heads, 2, head_dim)
+        assert np.isnan(pairs[:, :, 1].astype(np.float32)).all(), "rope wrote where V goes"
+        got = pairs[:, :, 0].reshape(rows, -1)
+    want = rope.reference(x, table, 0, head_dim)
+    # Cosine and sine in two bf16: 2^-17 of each product; a pair's products are at most |x1| + |x2|.
+    halves = magnitude(x).reshape(rows, heads, 2, -1).sum(axis=2, keepdims=True).repeat(2, axis=2).reshape(rows, -1)
+    assert_close(got, want, ULP * magnitude(want) + 2.0**-16 * halves)
+
+
+def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """f32 sums of n products in any order differ by at most n * 2^-23 of the sum of magnitudes."""
+    return ULP * magnitude(want) + weight.shape[1] * F32 * (magnitude(x) @ magnitude(weight).T)
+
+
+def run_gemm(plan: gemm.Plan, x: np.ndarray, weight: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
+    width = 2 * plan.out_cols if plan.out == "kv" else plan.out_cols
+    x_bytes = x if plan.x_tile is None else to_tiles(x, plan.tile_m, plan.x_tile)
+    got = execute(gemm.build(plan), x_bytes, to_blocks(weight), empty(plan.rows, width), flags=flags)
+    if plan.out == "tiles":
+        return from_tiles(got, plan.tile_m, plan.tile_n)
+    if plan.out == "kv":
+        return got.reshape(plan.rows, -1, 2, plan.head_dim)[:, :, 1].reshape(plan.rows, -1)
+    return got
+
+
+@pytest.mark.parametrize(
+    "rows, cols, out_cols, options",
+    [
+        (128, 256, 256, {}),
+        (64, 64, 32, {}),
+        (128, 576, 192, {}),
+        (128, 240, 176, {}),
+        (128, 256, 128, {"out": "kv", "head_dim": 64}),
+        (128, 256, 768, {"out": "tiles"}),
+        (128, 768, 256, {"x_tile": 96}),
+    ],
+    ids=str,
+)
+def test_gemm(rows: int, cols: int, out_cols: int, options: dict) -> None:
+    x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)
+    got, want = run_gemm(gemm.plan(rows, cols, out_cols, **options), x, weight), gemm.reference(x, weight)
+    assert_close(got, want, product_bound(x, weight, want))
+
+
+def test_gemm_in_block_floating_point() -> None:
+    """Eight values share the exponent of the largest: each is off by at most 2^-7 of it, on both sides."""
+    x, weight = random(64, 64, seed=11), random(32, 64, seed=12)
+    got = run_gemm(gemm.plan(64, 64, 32), x, weight, flags=("-DAIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16=1",))
+    want = gemm.reference(x, weight)
+    largest = [magnitude(m).reshape(len(m), -1, 8).max(axis=2).repeat(8, axis=1) for m in (x, weight)]
+    error = 2.0**-7 * (
+        largest[0] @ magnitude(weight).T + magnitude(x) @ largest[1].T + 2.0**-7 * largest[0] @ largest[1].T
+    )
+    assert_close(got, want, error + product_bound(x, weight, want))
+    assert (got != want).mean() > 0.3, "the emulation is not there"
+
+
+@pytest.mark.parametrize(
+    "out_cols, cols, dtype, blocked",
+    [
+        (256, 256, "bf16", True),
+        (256, 768, "bf16", True),
+        (192, 576, "bf16", True),
+        (2000, 256, "f32", False),
+        (500, 96, "bf16", False),
+    ],
+)
+def test_gemv(out_cols: int, cols: int, dtype: str, blocked: bool) -> None:
+    plan = gemv.plan(out_cols, cols, dtype, blocked)
+    weight, x = random(out_cols, cols, seed=13), random(cols, seed=14)
+    kind = bfloat16 if dtype == "bf16" else np.float32
+    packed = to_blocks(weight) if blocked else pad_rows(weight)
+    got = execute(gemv.build(plan), packed, x, empty(plan.padded, dtype=kind))
+    assert (got[out_cols:] == 0).all(), "padded rows have logits"
+    want = gemv.reference(weight, x, kind)
+    bound = product_bound(x[None], weight, want[None])[0]
+    assert_close(got[:out_cols], want, bound if dtype == "bf16" else bound - ULP * magnitude(want))
+
+
+def attention_case(seq: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> tuple[np.ndarray, ...]:
+    q, k = random(seq, heads * dim, seed=15, scale=scale), random(pos + seq, kv_heads * dim, seed=16, scale=scale)
+    v = random(pos + seq, kv_heads * dim, seed=17)
+    kv = np.stack([t.reshape(pos + seq, kv_heads, dim) for t in (k, v)], axis=2).reshape(pos + seq, -1)
+    return q, k, v, kv
+
+
+ATTENTION = [
+    (128, 4, 2, 64, 0, 1.0),
+    (96, 9, 3, 64, 0, 2.0),
+    (32, 32, 8, 64, 96, 1.0),
+    (64, 6, 2, 128, 0, 1.0),
+    (16, 2, 2, 32, 48, 5.0),
+]
+
+
+@pytest.mark.parametrize("exp2_ulp", [False, True])
+@pytest.mark.parametrize("seq, heads, kv_heads, dim, pos, scale", ATTENTION)
+def test_flash_attention(seq: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, exp2_ulp: bool) -> None:
+    """Also with the core's exponential off by one unit in every lane: its error is not published."""
+    q, k, v, kv = attention_case(seq, heads, kv_heads, dim, pos, scale)
+    plan = flash_attention.plan(seq, heads, kv_heads, dim, pos)
+    flags = ("-DAIE_SIM_EXP2_ULP",) if exp2_ulp else ()
+    got = execute(flash_attention.build(plan), q, kv, empty(seq, heads * dim), flags=flags)
+    want = flash_attention.reference(q, k, v, pos, heads, kv_heads)
+    # Weights carry an error of half a unit (2^-8), with a bad exponential one and a half, in numerator and sum alike;
+    # scores up to 2^9 carry 2^-16 of themselves into the exponent (times ln 2).
+    weight_error = (3 if exp2_ulp else 1) * 2.0**-8 + score_bound(q, k, dim) * 2.0**-16
+    spread = flash_attention.reference(q, k, np.abs(v), pos, heads, kv_heads)
+    assert_close(got, want, ULP * magnitude(want) + 2 * weight_error * magnitude(spread))
+
+
+def score_bound(q: np.ndarray, k: np.ndarray, dim: int) -> float:
+    """No scaled score is larger (Cauchy-Schwarz)."""
+    longest = [np.linalg.norm(t.astype(np.float64).reshape(-1, dim), axis=1).max() for t in (q, k)]
+    return float(longest[0] * longest[1] / np.sqrt(dim))
+
+
+def test_attention_reads_nothing_past_a_position() -> None:
+    """Changing later keys and values leaves earlier rows alone, to the byte."""
+    plan = flash_attention.plan(128, 4, 2, 64)
+    q, _, _, kv = attention_case(128, 4, 2, 64, 0, 1.0)
+    changed = kv.copy()
+    changed[77:] = random(51, kv.shape[1], seed=99, scale=100)
+    out = [execute(flash_attention.build(plan), q, t, empty(128, 256)) for t in (kv, changed)]
+    assert out[0][:77].tobytes() == out[1][:77].tobytes()
+    assert out[0][77:].tobytes() != out[1][77:].tobytes()
