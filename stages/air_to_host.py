@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
 from xdsl.ir import Block, BlockArgument, Operation, SSAValue
@@ -38,8 +40,10 @@ from stages.air.dialect import (
 from stages.air_checks import Side, buffer_bytes, element_bytes, name_of, public_function
 from stages.air_text import parse_mlir
 from stages.objects import run_compiler
+from stages.toolchain import host_compiler_fingerprint
 
 SOURCES = Path(__file__).resolve().parent.parent / "kernel_src"
+HEADERS = (SOURCES / "aie2p/tile.h", SOURCES / "sim/device.hpp", SOURCES / "sim/aie_api/aie.hpp")
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
 """`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
 filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
@@ -96,11 +100,18 @@ def lower(module: ModuleOp, ping_pong: bool = True) -> str:
 
 
 def build(
-    mlir: str, target: Path, work: Path, checks: bool = True, flags: Sequence[str] = (), ping_pong: bool = True
+    mlir: str,
+    target: Path,
+    work: Path,
+    cache: Path,
+    checks: bool = True,
+    flags: Sequence[str] = (),
+    ping_pong: bool = True,
 ) -> Path:
     """Lower, compile and link MLIR text, as given to `aircc`, to the shared object `target`.
 
-    `checks`: fences and never-written bytes at run time; `flags`: more compiler options. Raises UserError.
+    `cache`: objects of tile functions, shared between programs, named by content. `checks`: fences and never-written
+    bytes at run time. `flags`: more compiler options. Raises UserError.
     """
     module = parse_mlir(mlir)
     work.mkdir(parents=True, exist_ok=True)
@@ -108,13 +119,27 @@ def build(
     source = work / f"{public_function(module).sym_name.data}.cc"
     source.write_text(lower(module, ping_pong))
     options = [*FLAGS, f"-DSIM_CHECKS={int(checks)}", f"-I{SOURCES / 'sim'}", *flags]
-    units: list[tuple[Path, Path, tuple[str, ...]]] = [(source, work / f"{source.stem}.host.o", ())]
-    units += [(tile.source, work / tile.name, tile.defines) for tile in tile_objects(module)]
-    commands = [[*options, *defines, "-c", str(unit), "-o", str(output)] for unit, output, defines in units]
+    program = source.with_suffix(".o")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(run_compiler, commands, (str(unit) for unit, _, _ in units)))
-    run_compiler(["-shared", "-o", str(target), *(str(output) for _, output, _ in units)], target.name)
+        host = pool.submit(run_compiler, [*options, "-c", str(source), "-o", str(program)], str(source))
+        tiles = list(pool.map(lambda tile: compile_tile(tile, options, cache), tile_objects(module)))
+        host.result()
+    run_compiler(["-shared", "-o", str(target), str(program), *map(str, tiles)], target.name)
     return target
+
+
+def compile_tile(tile: TileObject, options: Sequence[str], cache: Path) -> Path:
+    """The object of a tile function for the simulator, from `cache` when its content and options are known there."""
+    state = xxhash.xxh3_128(repr((host_compiler_fingerprint(), options, tile.defines)).encode())
+    for path in (tile.source, *HEADERS):
+        state.update(path.read_bytes())
+    output = cache / f"{Path(tile.name).stem}-{state.hexdigest()}.o"
+    if not output.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        run_compiler([*options, *tile.defines, "-c", str(tile.source), "-o", str(partial)], str(tile.source))
+        partial.replace(output)
+    return output
 
 
 def _c_type(kind: object) -> str:

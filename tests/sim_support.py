@@ -32,7 +32,7 @@ def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = T
     key = hashlib.sha256(f"{mlir}{flags}{checks}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():
-        air_to_host.build(mlir, target, _WORK / key, checks, ["-O1", *flags])
+        air_to_host.build(mlir, target, _WORK / key, _WORK / "objects", checks, ["-O1", *flags])
     return SimProgram(open_library(target), public_function(module).sym_name.data)
 
 

@@ -3,6 +3,7 @@
 
 extern "C" void AIE_FN(add)(const bfloat16 *a, const bfloat16 *b, bfloat16 *out) {
     constexpr unsigned L = lanes_for(COUNT, 32);
+    static_assert(COUNT % L == 0);
     use_nearest_even();
     for (unsigned i = 0; i < COUNT; i += L) {
         const aie::accum<accfloat, L> wide(aie::load_v<L>(a + i));

@@ -15,6 +15,7 @@ namespace {
 
 constexpr unsigned BLOCK = 64, HALF = 32;
 constexpr unsigned QUERY_BLOCKS = QR / 8, KEY_BLOCKS = KR / 8, DIM_BLOCKS = HD / 8;
+static_assert(QR % 8 == 0 && KR % 8 == 0 && HD % 8 == 0);
 // Query blocks that share each gathered block of K or V.
 constexpr unsigned GROUP = QUERY_BLOCKS % 4 == 0 ? 4 : QUERY_BLOCKS % 2 == 0 ? 2 : 1;
 // Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.

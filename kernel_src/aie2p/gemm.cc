@@ -6,6 +6,7 @@
 namespace {
 
 constexpr unsigned BLOCK = 64, ROWS = TM / 8, COLS = TN / 8, DEPTH = TK / 8;
+static_assert(TM % 8 == 0 && TN % 8 == 0 && TK % 8 == 0);
 // Blocks of c held in accumulator registers at once.
 constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
 

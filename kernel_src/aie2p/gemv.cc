@@ -7,6 +7,7 @@ namespace {
 #if BLOCKED
 
 constexpr unsigned BLOCK = 64;
+static_assert(ROWS % 8 == 0 && KC % 8 == 0);
 
 // Lane 8 * k + n of the result holds x[k].
 aie::vector<bfloat16, BLOCK> spread(const bfloat16 *x) {
@@ -26,6 +27,7 @@ constexpr unsigned SHARING = 8;
 #else
 
 constexpr unsigned L = lanes_for(KC, 64);
+static_assert(KC % L == 0);
 // Rows that share each load of x.
 constexpr unsigned SHARING = ROWS % 4 == 0 ? 4 : ROWS % 2 == 0 ? 2 : 1;
 

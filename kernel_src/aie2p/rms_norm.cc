@@ -5,6 +5,7 @@
 namespace {
 
 constexpr unsigned L = lanes_for(COLS, 32);
+static_assert(COLS % L == 0);
 
 // One Newton step on the core's estimate, whose accuracy is not published.
 float inverse_root(float x) {

@@ -6,6 +6,7 @@ namespace {
 
 constexpr unsigned HALF = HEAD_DIM / 2;
 constexpr unsigned L = lanes_for(HALF, 32);
+static_assert(HALF % L == 0);
 
 // Lanes d .. d+L of every head of one row.
 void rotate(const bfloat16 *x, const Pair<L> &cos, const Pair<L> &sin, bfloat16 *out) {

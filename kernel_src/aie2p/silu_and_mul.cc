@@ -8,6 +8,7 @@
 namespace {
 
 constexpr unsigned L = lanes_for(COUNT, 32);
+static_assert(COUNT % L == 0);
 
 // log2(e) in three bf16: |gate| may be 100, where two would leave 2^-10.
 constexpr float LOG2E[3] = {1.4453125f, -0.00262451171875f, 7.063150405883789e-06f};

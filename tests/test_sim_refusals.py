@@ -1,0 +1,378 @@
+"""The simulator refuses what the hardware would, each limit by name, and a wrong address shows in the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from xdsl.dialects import arith, func, memref
+from xdsl.dialects.builtin import IndexType, ModuleOp, StringAttr
+
+from runtime.errors import UserError
+from stages import air_checks, air_to_host
+from stages.air.builder import L1, L2, Buffer, Builder, memref_type
+from stages.air.dialect import DmaMemcpyNdOp, HerdOp
+from stages.air.externs import Variant
+from stages.air.printer import to_mlir
+from stages.air_text import parse_mlir
+from stages.kernels import add, flash_attention, gemm, gemv, rope
+from stages.layouts_npu import to_blocks
+from tests.sim_support import compile_module, run
+
+N = 1024
+
+
+class Case:
+    """A one-launch program over DDR slots `a`, `b` and `out`, each `n` elements."""
+
+    def __init__(self, n: int = N, dtype: str = "bf16") -> None:
+        self.builder = Builder("program", {name: memref_type((n,), dtype) for name in ("a", "b", "out")})
+        self.a, self.b, self.out = (self.builder.args[name] for name in ("a", "b", "out"))
+
+    @contextmanager
+    def herd(self, columns: int = 1, rows: int = 1) -> Iterator[Any]:
+        with self.builder.launch(), self.builder.segment(), self.builder.herd(columns, rows) as tile:
+            yield tile
+
+    def add(self, x: Buffer, y: Buffer, z: Buffer, count: int = 64) -> None:
+        self.builder.call(Variant.of("add", COUNT=count), "add", x, y, z)
+
+    def module(self) -> ModuleOp:
+        return self.builder.finish().module
+
+
+def refusal(module: ModuleOp) -> str:
+    """What the lowering says."""
+    with pytest.raises(UserError) as refused:
+        air_to_host.lower(module)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def refusal_when_run(module: ModuleOp, n: int = N) -> str:
+    with pytest.raises(UserError) as refused:
+        run(module, [np.ones(n, bfloat16)] * 3)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_l1_overflow() -> None:
+    case = Case(65536)
+    with case.herd(), case.builder.alloc(L1, (32768 - 512,)) as (x,):
+        case.builder.dma(x, case.a.at((0, 32768 - 512, 1)))
+    assert air_to_host.lower(case.module()), "64 KiB less the stack fit"
+    case = Case(65536)
+    with case.herd(), case.builder.alloc(L1, (32768 - 510,)) as (x,):
+        case.builder.dma(x, case.a.at((0, 32768 - 510, 1)))
+    assert "L1 bytes" in refusal(case.module())
+
+
+def test_l1_overflow_by_ping_pong() -> None:
+    def module() -> ModuleOp:
+        case = Case(65536)
+        with case.herd(), case.builder.loop(2) as i, case.builder.alloc(L1, (16384,)) as (x,):
+            case.builder.dma(x, case.a.at((i * 16384, 16384, 1)))
+        return case.module()
+
+    assert "L1 bytes" in refusal(module())
+    assert air_to_host.lower(module(), ping_pong=False)
+
+
+@pytest.mark.parametrize("columns, fits", [(2, True), (1, False)])
+def test_l2_overflow(columns: int, fits: bool) -> None:
+    case, share = Case(2**20), 2**18 // columns + 64
+    b = case.builder
+    with b.launch(), b.segment(), b.alloc(L2, (columns, share)) as (m,):  # noqa: SIM117
+        with b.herd(columns, 1) as (tx, _), b.alloc(L1, (64,)) as (x,):
+            b.dma(x, m.at((tx, 1, share), (0, 64, 1)))
+    if fits:
+        assert air_to_host.lower(case.module())
+    else:
+        assert "L2 bytes" in refusal(case.module())
+
+
+def test_compute_tile_channels() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,), (64,), (64,)) as buffers:
+        for buffer, slot in zip(buffers, (case.a, case.b, case.out), strict=True):
+            case.builder.dma(buffer, slot.at((0, 64, 1)))
+    assert "compute tile DMA channels in: " not in (text := refusal(case.module()))
+    assert "needs 3 of compute tile DMA channels in, the NPU has 2" in text
+
+
+def test_compute_tile_descriptors() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,)) as (x,):
+        for i in range(17):
+            case.builder.dma(x, case.a.at((i * 2, 64, 1)))
+    assert "compute tile descriptors" in refusal(case.module())
+
+
+def test_shim_channels() -> None:
+    case = Case(4096)
+    with case.herd(8, 4) as (tx, ty), case.builder.alloc(L1, (64,)) as (x,):
+        case.builder.dma(x, case.a.at(((tx * 4 + ty) * 64, 64, 1)))
+    assert "needs 32 of shim DMA channels in, the NPU has 16" in refusal(case.module())
+
+
+def test_a_broadcast_is_one_stream_and_counted_once() -> None:
+    case = Case(64)
+    with case.herd(8, 4) as _, case.builder.alloc(L1, (64,), (64,)) as (x, y):
+        case.builder.dma(x, case.a.at((0, 64, 1)))
+        case.builder.dma(y, case.b.at((0, 64, 1)))
+    _, traffic = run(case.module(), [np.ones(64, bfloat16)] * 3)
+    assert traffic.slots == [{"a": (128, 0), "b": (128, 0)}]
+
+
+def test_memory_tile_channels() -> None:
+    case = Case(4096)
+    b = case.builder
+    with b.launch(), b.segment(), b.alloc(L2, (4, 64), (4, 64)) as staged:  # noqa: SIM117
+        with b.herd(1, 4) as (_, ty), b.alloc(L1, (64,)) as (x,):
+            for source in staged:
+                b.dma(x, source.at((ty, 1, 64), (0, 64, 1)))
+    assert "needs 8 of memory tile DMA channels out, the NPU has 6" in refusal(case.module())
+
+
+def test_queue_depth() -> None:
+    def module(unrolled: int) -> ModuleOp:
+        case = Case()
+        with case.herd(), case.builder.alloc(L1, (64,)) as (x,):
+            for i in range(unrolled):
+                case.builder.dma(x, case.a.at((i * 64, 64, 1)))
+        return case.module()
+
+    assert air_to_host.lower(module(4))
+    assert "queue entries of a shim channel" in refusal(module(5))
+
+
+def test_loops_fold_into_a_descriptor_while_it_has_dimensions() -> None:
+    def module(outer: int) -> ModuleOp:
+        case = Case(16384, "f32")
+        b = case.builder
+        with case.herd(), b.alloc(L1, ((4, 4, 4), "f32")) as (x,), b.loop(outer) as i, b.loop(4) as j:
+            b.dma(x, case.a.at((i, 4, 1024), (j, 4, 64), (0, 4, 8)))
+        return case.module()
+
+    assert air_to_host.lower(module(4)), "three dimensions and the inner loop, four tasks"
+    assert "needs 8 of queue entries" in refusal(module(8))
+
+
+@pytest.mark.parametrize(
+    "dims, reason",
+    [
+        (((0, 32, 2),), "innermost stride 2 of bf16"),
+        (((0, 16, 33), (0, 2, 1)), "stride of 66 bytes is not a multiple of 4"),
+        (((0, 16, 32), (0, 3, 1)), "run of 6 bytes is not a multiple of 4"),
+    ],
+)
+def test_dma_moves_words(dims: tuple[tuple[int, int, int], ...], reason: str) -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (int(np.prod([d[1] for d in dims])),)) as (x,):
+        case.builder.dma(x, case.a.at(*dims))
+    assert reason in refusal(case.module())
+
+
+def test_dma_dimensions() -> None:
+    case = Case(4096)
+    with case.herd(), case.builder.alloc(L1, (2, 2, 2, 2, 2)) as (x,):
+        case.builder.dma(x, case.a.at(*((0, 2, 4**p) for p in (5, 4, 3, 2)), (0, 2, 1)))
+    assert "DMA dimensions on the DDR side" in refusal(case.module())
+
+
+def test_tiles_that_write_the_same_bytes() -> None:
+    case = Case()
+    with case.herd(2, 1), case.builder.alloc(L1, (64,)) as (x,):
+        case.builder.dma(x, case.a.at((0, 64, 1)))
+        case.builder.dma(case.out.at((0, 64, 1)), x)
+    assert "tiles that differ only in their column write the same bytes" in refusal(case.module())
+
+
+def test_unaligned_offset() -> None:
+    case = Case()
+    with case.herd(2, 1) as (tx, _), case.builder.alloc(L1, (64,)) as (x,):
+        case.builder.dma(x, case.a.at((tx, 64, 1)))
+    assert "source offset 2 is not a multiple of 4 bytes" in refusal_when_run(case.module())
+
+
+def test_address_out_of_bounds() -> None:
+    case = Case()
+    with case.herd(8, 1) as (tx, _), case.builder.alloc(L1, (256,)) as (x,):
+        case.builder.dma(x, case.a.at((tx * 128, 256, 1)))
+    text = refusal_when_run(case.module())
+    assert "source bytes 1792 .. 2304 are outside the buffer of 2048" in text
+    assert "program launch 0" in text
+
+
+def test_never_written_bytes() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,)) as (x,):
+        case.builder.dma(x.at((0, 60, 1)), case.a.at((0, 60, 1)))
+        case.builder.dma(case.out.at((0, 64, 1)), x)
+    assert "reads bytes that were never written" in refusal_when_run(case.module())
+
+
+def test_never_written_bytes_through_a_tile_function() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,), (64,), (64,)) as (x, y, z):
+        case.builder.dma(x, case.a.at((0, 64, 1)))
+        case.add(x, y, z)
+        case.builder.dma(case.out.at((0, 64, 1)), z)
+    assert "reads bytes that were never written" in refusal_when_run(case.module())
+
+
+def test_buffers_do_not_outlive_a_tile() -> None:
+    """What one tile wrote is not there for the next."""
+    case = Case()
+    with case.herd(2, 1) as (tx, _), case.builder.loop(2) as i, case.builder.alloc(L1, (64,)) as (x,):
+        case.builder.dma(x.at((i * 32, 32, 1)), case.a.at((0, 32, 1)))
+        case.builder.dma(case.out.at((tx * 32, 32, 1)), x.at((0, 32, 1)))
+    assert "never written" in refusal_when_run(case.module())
+
+
+def test_tile_function_that_leaves_its_buffer() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,), (64,), (32,)) as (x, y, z):
+        for buffer, slot in ((x, case.a), (y, case.b)):
+            case.builder.dma(buffer, slot.at((0, 64, 1)))
+        case.add(x, y, z)
+    assert "add_count64: wrote past the end of a buffer of 64 bytes" in refusal_when_run(case.module())
+
+
+def test_unaligned_vector_in_a_tile_function() -> None:
+    case = Case()
+    with case.herd(), case.builder.alloc(L1, (64,), (128,), ((1,), "f32")) as (a, x, acc):
+        case.builder.dma(a, case.a.at((0, 64, 1)))
+        case.builder.dma(x, case.b.at((0, 128, 1)))
+        variant = Variant.of("gemv", BLOCKED=0, COLS=128, KC=64, ROWS=1)
+        case.builder.call(variant, "gemv_step", a, x, 4, acc)
+    assert "unaligned vector access" in refusal_when_run(case.module())
+
+
+def test_a_launch_needs_one_segment() -> None:
+    module = add.build(add.plan(1, 64)).module
+    segment = next(op for op in module.walk() if op.name == "air.segment")
+    for op in list(segment.walk()):
+        if isinstance(op, HerdOp):
+            op.detach()
+    segment.detach()
+    assert "has 0 segments" in refusal(module)
+
+
+def test_a_herd_links_the_object_it_calls() -> None:
+    module = add.build(add.plan(1, 64)).module
+    herd = next(op for op in module.walk() if isinstance(op, HerdOp))
+    herd.link_with = StringAttr("other.o")
+    assert "is not in the herd's object" in refusal(module)
+
+
+def test_an_external_function_needs_its_interface() -> None:
+    module = add.build(add.plan(1, 64)).module
+    for op in module.walk():
+        if isinstance(op, func.FuncOp):
+            op.attributes.pop("llvm.emit_c_interface", None)
+    assert "needs llvm.emit_c_interface" in refusal(module)
+
+
+def test_an_unknown_operation_is_named() -> None:
+    module = add.build(add.plan(1, 64)).module
+    herd = next(op for op in module.walk() if isinstance(op, HerdOp))
+    herd.body.block.insert_op_before(arith.XOrIOp(herd.ids[0], herd.ids[0]), herd.body.block.last_op)
+    assert "does not know arith.xori" in refusal(module)
+
+
+def test_an_object_without_source_is_named() -> None:
+    with pytest.raises(UserError, match=r"object fft_n8\.o: no source"):
+        air_to_host.TileObject.parse("fft_n8.o")
+    tile = air_to_host.TileObject.parse("flash_attention_hd64_kr32_qr64.o")
+    assert tile.source.name == "flash_attention.cc"
+    assert tile.defines == ("-DHD=64", "-DKR=32", "-DQR=64", "-DVARIANT=hd64_kr32_qr64")
+
+
+def test_text_and_ir_are_the_same_program() -> None:
+    """What aircc is given means what was built, down to the byte."""
+    for program in (
+        gemm.build(gemm.plan(64, 64, 32)),
+        flash_attention.build(flash_attention.plan(64, 6, 2, 64)),
+        rope.build(rope.plan(16, 2, 64, True)),
+    ):
+        text = to_mlir(program.module)
+        parsed = parse_mlir(text)
+        assert to_mlir(parsed) == text
+        assert air_to_host.lower(parsed) == air_to_host.lower(program.module)
+    with pytest.raises(UserError, match="MLIR text, line 3: "):
+        parse_mlir("builtin.module {\n  air.launch (%x) in (%y=%z)\n}\n")
+
+
+def random(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(bfloat16)
+
+
+def _add() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
+    a, b = random(64, 64, seed=1), random(64, 64, seed=2)
+    return add.build(add.plan(64, 64)).module, [a, b, np.zeros_like(a)], add.reference(a, b)
+
+
+def _gemm() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
+    x, weight = random(64, 64, seed=3), random(64, 64, seed=4)
+    module = gemm.build(gemm.plan(64, 64, 64)).module
+    return module, [x, to_blocks(weight), np.zeros((64, 64), bfloat16)], gemm.reference(x, weight)
+
+
+def _gemv() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
+    weight, x = random(64, 64, seed=5), random(64, seed=6)
+    module = gemv.build(gemv.plan(64, 64)).module
+    return module, [to_blocks(weight), x, np.zeros(64, bfloat16)], gemv.reference(weight, x)
+
+
+def _attention() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
+    q, kv = random(32, 128, seed=7), random(32, 128, seed=8)
+    module = flash_attention.build(flash_attention.plan(32, 2, 1, 64)).module
+    return module, [q, kv, np.zeros_like(q)], flash_attention.reference(q, kv[:, :64], kv[:, 64:], 0, 2, 1)
+
+
+@pytest.mark.parametrize("case", [_add, _gemm, _gemv, _attention], ids=lambda c: c.__name__[1:])
+def test_a_wrong_tile_offset_fails(case: Callable[[], tuple[ModuleOp, list[np.ndarray], np.ndarray]]) -> None:
+    """Every DMA of a kernel in turn, moved by one 8-element block: refused, or the numbers are far off."""
+    module, arrays, want = case()
+    assert far_off(module, arrays, want) < 0.01, "the kernel itself"
+    transfers = [op for op in module.walk() if isinstance(op, DmaMemcpyNdOp)]
+    for position, transfer in enumerate(transfers):
+        broken = module.clone()
+        shift([op for op in broken.walk() if isinstance(op, DmaMemcpyNdOp)][position])
+        try:
+            assert far_off(broken, arrays, want) > 0.1, f"DMA {position} of {len(transfers)}: {transfer}"
+        except UserError as refused:
+            assert "outside the buffer" in str(refused) or "never written" in str(refused)
+
+
+def far_off(module: ModuleOp, arrays: list[np.ndarray], want: np.ndarray) -> float:
+    """Error of the last slot relative to the result."""
+    got = run(module, arrays)[0][-1].astype(np.float64).reshape(want.shape)
+    return float(np.linalg.norm(got - want.astype(np.float64)) / np.linalg.norm(want.astype(np.float64)))
+
+
+def shift(transfer: DmaMemcpyNdOp) -> None:
+    """Add 8 to the innermost offset of the side that has offsets (of DDR where both have)."""
+    side = "src_offsets" if transfer.src_offsets else "dst_offsets"
+    operands = list(getattr(transfer, side))
+    eight = arith.ConstantOp.from_int_and_width(8, IndexType())
+    moved = arith.AddiOp(operands[-1], eight)
+    block = transfer.parent_block()
+    assert block is not None
+    block.insert_ops_before([eight, moved], transfer)
+    index = list(transfer.operands).index(operands[-1], 1 + (0 if side == "dst_offsets" else len(transfer.dst_offsets)))
+    transfer.operands[index] = moved.result
+
+
+def test_checks_see_every_allocation() -> None:
+    """The places of buffers come from the IR: as many as it allocates."""
+    module = gemm.build(gemm.plan(64, 64, 64)).module
+    allocations = sum(isinstance(op, memref.AllocOp) for op in module.walk())
+    assert air_to_host.lower(module).count("->claim(") == allocations
+    assert len(air_checks.launches(module)) == 1
+    assert compile_module(module).slot_bytes == [8192, 8192, 8192]
