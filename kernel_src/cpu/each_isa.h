@@ -77,7 +77,7 @@ static const Isa isa = chosen_isa();
         return avx512bf16::function(__VA_ARGS__);          \
     case Isa::avx2:                                        \
         return avx2::function(__VA_ARGS__);                \
-    case Isa::portable:                                    \
+    default:                                               \
         return portable::function(__VA_ARGS__);            \
     }
 #else
