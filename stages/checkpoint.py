@@ -21,7 +21,7 @@ from ml_dtypes import bfloat16
 
 from runtime.errors import UserError
 from stages.config import LlamaConfig, parse_config, read_config, read_json
-from stages.files import atomic_directory, directory_lock, write_json
+from stages.files import atomic_directory, exclusive, write_json
 from stages.presets import PRESETS
 
 DEMO = Path("models/demo")
@@ -139,7 +139,10 @@ class RandomSource:
         stamp = self.directory / "generated-from"
         if stamp.is_file() and stamp.read_text() == wanted:
             return self.directory
-        with directory_lock(self.directory), atomic_directory(self.directory) as temporary:
+        with (
+            exclusive(self.directory.parents[1] / f".locks/{self.name}.lock"),
+            atomic_directory(self.directory) as temporary,
+        ):
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
             write_random_weights(config, temporary / SINGLE)
             write_byte_tokenizer(config, temporary)

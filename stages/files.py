@@ -72,14 +72,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def directory_lock(directory: Path) -> Iterator[None]:
-    """One process at a time works on `directory`; a second one says that it waits, and waits."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(directory.parent / f".{directory.name}.lock")
+def exclusive(path: Path) -> Iterator[None]:
+    """One process at a time holds the lock file `path`; a second one says that it waits, and waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        print(f"waiting for another process that is building {directory}", file=sys.stderr, flush=True)
+        print(f"waiting for another process that builds {path.stem}", file=sys.stderr, flush=True)
         lock.acquire()
     try:
         yield
@@ -91,7 +91,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
 def atomic_directory(directory: Path) -> Iterator[Path]:
     """A temporary directory that becomes `directory` (replacing an old one) when the block succeeds.
 
-    Leftovers of killed predecessors are removed first, so the caller holds `directory_lock`.
+    Leftovers of killed predecessors are removed first, so the caller holds a lock.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     for leftover in directory.parent.glob(f".{directory.name}.tmp-*"):

@@ -28,7 +28,7 @@ CONFIG = Path("build/config.json")
 CHECKPOINT = Path("build/checkpoint.json")
 PLAN = Path("build/plan.json")
 WEIGHTS = Path("build/weights.json")
-HOST_SUPPORT = ("team",)
+HOST_SUPPORT = ("limits", "team")
 """Sources of `host.so` that are not kernels: the thread team and the machine's speed limits."""
 
 Task = dict[str, Any]
@@ -40,10 +40,11 @@ class Graph:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.target = options.target or "cpu"
-        artifacts = Path(options.artifacts)
+        self.artifacts = artifacts = Path(options.artifacts)
         self.source = resolve(options.model, artifacts, options.revision)
         self.directory = artifacts / self.source.name / self.target
-        self.project = Project(self.directory, Digests(artifacts / ".digests.json"))
+        locks = artifacts / ".locks" / self.source.name / self.target
+        self.project = Project(self.directory, Digests(artifacts / ".digests.json"), locks)
         self.steps = {step.name: step for step in self._steps()}
 
     def _steps(self) -> Iterator[Step]:
@@ -107,7 +108,7 @@ class Graph:
         return self._step(
             f"object:{source}",
             f"Compile {path}.",
-            partial(host_object, path),
+            partial(host_object, path, self.artifacts / ".cache/objects"),
             [_object_file(source)],
             [path],
             tool=host_compiler_fingerprint,

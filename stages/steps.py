@@ -22,7 +22,7 @@ import xxhash
 from doit.exceptions import TaskFailed
 
 from runtime.errors import UserError
-from stages.files import content_digest, directory_lock, fsync_path, write_atomic
+from stages.files import content_digest, exclusive, fsync_path, write_atomic
 
 RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
@@ -126,6 +126,7 @@ class Project:
 
     directory: Path
     digests: Digests
+    locks: Path
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory if inside it, so that it can be copied."""
@@ -224,7 +225,7 @@ class Step:
 
     def _build(self) -> None:
         work = self.project.directory / WORK / self.name.replace(":", "-")
-        with directory_lock(work):
+        with exclusive(self.project.locks / f"{self.name.replace(':', '-')}.lock"):
             if self.is_current():
                 return
             old = self.receipt() or {"outputs": {}}

@@ -18,8 +18,8 @@ from runtime.errors import UserError
 def host_compiler() -> tuple[str, ...] | None:
     """Command of the host C++ compiler: `CXX`, then the system's, then the `ziglang` wheel; None if there is none."""
     chosen = shlex.split(os.environ.get("CXX", ""))
-    if chosen and shutil.which(chosen[0]):
-        return tuple(chosen)
+    if chosen:
+        return tuple(chosen) if shutil.which(chosen[0]) else None
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return (name,)

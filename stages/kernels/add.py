@@ -5,9 +5,6 @@ from ml_dtypes import bfloat16
 
 from stages.air import elementwise
 from stages.air.builder import Program
-from stages.kernels import Arg, Kernel
-
-KERNELS = (Kernel("add", (Arg("a"), Arg("b"), Arg("out", written=True)), ("rows", "cols")),)
 
 
 def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:

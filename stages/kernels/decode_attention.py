@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from stages.kernels import Arg, Kernel, flash_attention
-
-KERNELS = (
-    Kernel(
-        "decode_attention",
-        (Arg("q"), Arg("k"), Arg("v"), Arg("out", written=True)),
-        ("pos", "heads", "kv_heads", "head_dim"),
-    ),
-)
+from stages.kernels import flash_attention
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:

@@ -8,15 +8,6 @@ from ml_dtypes import bfloat16
 from stages.air import limits
 from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
 from stages.air.externs import Variant
-from stages.kernels import Arg, Kernel
-
-KERNELS = (
-    Kernel(
-        "flash_attention",
-        (Arg("q"), Arg("k"), Arg("v"), Arg("out", written=True)),
-        ("seq", "pos", "heads", "kv_heads", "head_dim"),
-    ),
-)
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
@@ -91,7 +82,7 @@ class Plan:
         )
 
 
-def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands: int = 4) -> Plan:
+def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands: int = 1) -> Plan:
     """Largest query tile that fits L1 beside double-buffered keys; the rows left over by a small group take row tiles."""
     what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
     limits.require_multiple(what, "heads", heads, kv_heads)
@@ -125,7 +116,7 @@ def build(tile_plan: Plan) -> Program:
     over_kv, over_group = p.passes
     first = 0
     for band, steps in enumerate(p.bands):
-        with b.launch(steps, over_kv * over_group) as (x, y), b.segment("flash_attention"):
+        with b.launch(steps, over_kv * over_group) as (x, y), b.segment():
             kv_head = y // over_group * p.columns if over_kv > 1 else 0
             member = y % over_group * p.group_rows if over_group > 1 else 0
             _step(b, p, x + first, kv_head, member, p.keys(band))
@@ -142,7 +133,7 @@ def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number, key
     shape = (p.columns, p.group_rows, rows, d)
     with b.alloc(L2, shape, shape) as (q_staged, out_staged):
         b.dma(q_staged, b.args["q"].at(*place))
-        with b.herd("flash_attention", p.columns, p.herd_rows) as (tx, ty):
+        with b.herd(p.columns, p.herd_rows) as (tx, ty):
             e = limits.BLOCK
             blocks = ((0, p.tile_q // e, e * d), (0, d // e, e), (0, e, d), (0, e, 1))
             mine = ((tx, 1, p.herd_rows * tile), (ty, 1, tile), *blocks)

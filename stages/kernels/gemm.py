@@ -8,15 +8,6 @@ from ml_dtypes import bfloat16
 from stages.air import limits
 from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
 from stages.air.externs import Variant
-from stages.kernels import Arg, Kernel
-
-KERNELS = (
-    Kernel(
-        "gemm",
-        (Arg("x"), Arg("weight", layouts=(("cpu", "panels"),)), Arg("out", written=True)),
-        ("rows", "cols", "out_cols"),
-    ),
-)
 
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -133,15 +124,24 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("gemm", {name: memref_type(shape) for name, shape in shapes.items()})
     steps = p.out_cols // p.block_n
     if p.x_tile is None:
-        with b.launch(p.rows // p.block_m) as (i, _), b.segment("gemm"):
-            with b.alloc(L2, (limits.COLUMNS, p.tile_m, p.cols)) as (x,):
-                share = p.tile_m * p.cols
-                rows = ((i * limits.COLUMNS, limits.COLUMNS, share), (0, p.tile_m, p.cols), (0, p.cols, 1))
-                b.dma(x, b.args["x"].at(*rows))
+        with b.launch(p.rows // p.block_m) as (i, _), b.segment():
+            e, share = limits.BLOCK, p.tile_m * p.cols
+            with b.alloc(L2, (limits.COLUMNS, p.tile_m // e, p.cols // e, e, e)) as (x,):
+                columns = (i * limits.COLUMNS, limits.COLUMNS, share)
+                b.dma(
+                    x.at(
+                        (0, limits.COLUMNS, share),
+                        (0, p.tile_m // e, e * p.cols),
+                        (0, e, e),
+                        (0, p.cols // e, e * e),
+                        (0, e, 1),
+                    ),
+                    b.args["x"].at(columns, (0, p.tile_m, p.cols), (0, p.cols, 1)),
+                )
                 with b.loop(steps) as j:
                     _block(b, p, i, j, x)
     else:
-        with b.launch(p.rows // p.block_m, steps) as (i, j), b.segment("gemm"):
+        with b.launch(p.rows // p.block_m, steps) as (i, j), b.segment():
             _block(b, p, i, j, b.args["x"])
     return b.finish()
 
@@ -149,7 +149,7 @@ def build(tile_plan: Plan) -> Program:
 def _block(b: Builder, p: Plan, i: Index, j: Number, x: Buffer) -> None:
     """Block `(i, j)` of the output: one herd over all of `cols`, then L2 to DDR."""
     with b.alloc(L2, (limits.COLUMNS, p.herd_rows, p.tile_m, p.tile_n)) as (staged,):
-        with b.herd("gemm", limits.COLUMNS, p.herd_rows) as (tx, ty):
+        with b.herd(limits.COLUMNS, p.herd_rows) as (tx, ty):
             with b.alloc(L1, (2, p.tile_m, p.tile_n)) as (acc,):
                 b.call(p.variant, "gemm_zero", acc)
                 _accumulate(b, p, x, acc, i * limits.COLUMNS + tx if p.x_tile else tx, j * p.herd_rows + ty)
@@ -174,12 +174,16 @@ def _accumulate(b: Builder, p: Plan, x: Buffer, acc: Buffer, row: Index, col: In
 
 
 def _x_tile(p: Plan, row: Index, outer: Number, step: Number) -> Dims:
-    """Where a `tile_m` x `tile_k` tile of `x` lies, walked in 8x8 blocks."""
+    """Where a `tile_m` x `tile_k` tile of `x` lies: in both homes `x` is in 8x8 blocks."""
     m, k, e = p.tile_m, p.tile_k, limits.BLOCK
     if p.x_tile is None:
-        blocks = ((0, m // e, e * p.cols), (step * (k // e), k // e, e), (0, e, p.cols), (0, e, 1))
-        return ((row, 1, m * p.cols), *blocks)
-    return ((row, 1, m * p.cols), (outer, 1, m * p.x_tile), (0, m // e, e * p.x_tile), (step * (k * e), k * e, 1))
+        return ((row, 1, m * p.cols), (0, m // e, e * p.cols), (step * (k * e), k * e, 1))
+    return (
+        (row, 1, m * p.cols),
+        (outer, 1, m * p.x_tile),
+        (0, m // e, e * p.x_tile),
+        (step * (k * e), k * e, 1),
+    )
 
 
 def _staged(p: Plan, tx: Index, ty: Index) -> Dims:

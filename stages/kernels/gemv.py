@@ -8,21 +8,15 @@ from ml_dtypes import bfloat16
 from stages.air import limits
 from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
 from stages.air.externs import Variant
-from stages.kernels import Arg, Kernel
 from stages.layouts_npu import padded_shape
-
-_WEIGHT = Arg("weight", layouts=(("cpu", "panels"),))
-
-KERNELS = (
-    Kernel("gemv", (_WEIGHT, Arg("x"), Arg("out", written=True)), ("out_cols", "cols")),
-    Kernel("gemv_f32", (_WEIGHT, Arg("x"), Arg("out", "f32", written=True)), ("out_cols", "cols"), source="gemv"),
-)
 
 
 def reference(weight: np.ndarray, x: np.ndarray, dtype: type = bfloat16) -> np.ndarray:
     """`weight` bf16 `[out_cols, cols]`, `x` bf16 `[cols]` -> `dtype` `[out_cols]`."""
     return (weight.astype(np.float32) @ x.astype(np.float32)).astype(dtype)
 
+
+Dim = tuple[Number, int, int]
 
 TILE_BYTES = 16384
 ROWS_PER_LAUNCH = 16384
@@ -33,9 +27,9 @@ ROWS_PER_LAUNCH = 16384
 class Plan:
     """The whole array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
 
-    A launch step covers `8 * herd_rows * repeats * tile_m` outputs: each tile takes `repeats` tiles of `tile_m` outputs,
-    in chunks of `chunk` inputs. `steps` counts the launch steps of every partition. `blocked`: the weight is in 8x8
-    blocks (the bytes that `gemm` reads), else row-major with `padded` rows.
+    A launch step covers `8 * herd_rows * tile_m` outputs, each tile's in chunks of `chunk` inputs. `steps` counts the
+    launch steps of every partition. `blocked`: the weight is in 8x8 blocks (the bytes that `gemm` reads), else row-major
+    with `padded` rows.
     """
 
     out_cols: int
@@ -44,17 +38,12 @@ class Plan:
     blocked: bool
     herd_rows: int
     tile_m: int
-    repeats: int
     chunk: int
     steps: tuple[int, ...]
 
     @property
-    def per_tile(self) -> int:
-        return self.repeats * self.tile_m
-
-    @property
     def per_step(self) -> int:
-        return limits.COLUMNS * self.herd_rows * self.per_tile
+        return limits.COLUMNS * self.herd_rows * self.tile_m
 
     @property
     def padded(self) -> int:
@@ -67,8 +56,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"gemv {self.out_cols}x{self.cols} {self.dtype}: herd {limits.COLUMNS}x{self.herd_rows}, {self.repeats} tiles "
-            f"of {self.tile_m}x{self.chunk} a step, steps {'+'.join(map(str, self.steps))}, {self.padded} rows in DDR"
+            f"gemv {self.out_cols}x{self.cols} {self.dtype}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
+            f"{self.tile_m}x{self.chunk}, steps {'+'.join(map(str, self.steps))}, {self.padded} rows in DDR"
         )
 
 
@@ -84,21 +73,19 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
     shapes = [
         (r, m, k)
         for r in range(limits.ROWS, 0, -1)
-        for m in limits.divisors(column, grain, grain if blocked else 16)
-        for k in limits.divisors(cols, 2 * limits.BLOCK, TILE_BYTES // 2 // m)
+        for m in limits.divisors(column, grain, 16)
+        for k in limits.divisors(cols, 2 * limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
     shapes = [(r, m, k) for r, m, k in shapes if limits.fits_l1(2 * m * k * 2, cols * 2, m * 4, m * 2)]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
     shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * 2 <= half]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
-    herd_rows, tile_m, chunk = max(shapes, key=lambda shape: (shape[0], shape[1] * shape[2], shape[2]))
+    herd_rows, tile_m, chunk = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0], shape[1] * shape[2]))
     tiles = column // (herd_rows * tile_m)
-    repeats = limits.divisors(tiles, 1, half // (herd_rows * tile_m * cols * 2))[0]
-    partitions = -(-column * limits.COLUMNS // ROWS_PER_LAUNCH)
-    cuts = [tiles // repeats * i // partitions for i in range(partitions + 1)]
-    steps = tuple(end - start for start, end in zip(cuts, cuts[1:], strict=False) if end > start)
-    return Plan(out_cols, cols, dtype, blocked, herd_rows, tile_m, repeats, chunk, steps)
+    most = max(1, ROWS_PER_LAUNCH // (limits.COLUMNS * herd_rows * tile_m))
+    steps = tuple(min(most, tiles - start) for start in range(0, tiles, most))
+    return Plan(out_cols, cols, dtype, blocked, herd_rows, tile_m, chunk, steps)
 
 
 def build(tile_plan: Plan) -> Program:
@@ -108,42 +95,41 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("gemv", shapes | {"out": memref_type((p.padded,), p.dtype)})
     start = 0
     for steps in p.steps:
-        with b.launch(steps) as (step, _), b.segment("gemv"):
+        with b.launch(steps) as (step, _), b.segment():
             _step(b, p, step * p.per_step + start)
         start += steps * p.per_step
     return b.finish()
 
 
 def _step(b: Builder, p: Plan, first: Index) -> None:
-    """Outputs `first` to `first + per_step`, `per_tile` of them on every tile."""
-    n, k, r = p.per_tile, p.cols, p.herd_rows
+    """Outputs `first` to `first + per_step`, `tile_m` of them on every tile."""
+    n, k, r = p.tile_m, p.cols, p.herd_rows
     with b.alloc(L2, (limits.COLUMNS, r, n, k), ((limits.COLUMNS, r, n), p.dtype)) as (weight, out):
         b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (0, r, n * k), (first, n, k), (0, k, 1)))
-        with b.herd("gemv", limits.COLUMNS, r) as (tx, ty), b.alloc(L1, (k,)) as (x,):
+        with b.herd(limits.COLUMNS, r) as (tx, ty), b.alloc(L1, (k,), ((n,), "f32")) as (x, acc):
             b.dma(x, b.args["x"].at((0, k, 1)))
-            with b.loop(p.repeats) as i:
-                _tile(b, p, x, weight, (tx, ty, i), out.at((tx, 1, r * n), (ty, 1, n), (i * p.tile_m, p.tile_m, 1)))
+            _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
+            mine = out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1))
+            if p.dtype == "f32":
+                b.dma(mine, acc)
+            else:
+                with b.alloc(L1, (n,)) as (rounded,):
+                    b.call(p.variant, "gemv_out", acc, rounded)
+                    b.dma(mine, rounded)
         b.dma(b.args["out"].at((first, p.per_step, 1)), out)
 
 
-def _tile(b: Builder, p: Plan, x: Buffer, weight: Buffer, at: tuple[Index, Index, Number], out: Buffer) -> None:
-    """`tile_m` dot products: accumulate over chunks in f32, round once."""
-    (tx, ty, i), m, e = at, p.tile_m, limits.BLOCK
-    share = p.per_tile * p.cols
-    tile = (m // e, p.chunk // e, e, e) if p.blocked else (m, p.chunk)
-    with b.alloc(L1, ((m,), "f32")) as (acc,):
-        b.call(p.variant, "gemv_zero", acc)
-        with b.loop(p.cols // p.chunk) as j, b.alloc(L1, tile) as (a,):
-            rows = ((tx, 1, p.herd_rows * share), (ty, 1, share))
-            if p.blocked:
-                chunk = ((i * (m // e), m // e, e * p.cols), (j * (p.chunk * e), p.chunk * e, 1))
-            else:
-                chunk = ((i * m, m, p.cols), (j * p.chunk, p.chunk, 1))
-            b.dma(a, weight.at(*rows, *chunk))
-            b.call(p.variant, "gemv_step", a, x, j * p.chunk, acc)
-        if p.dtype == "f32":
-            b.dma(out, acc)
+def _accumulate(b: Builder, p: Plan, x: Buffer, weight: Buffer, tile: tuple[Dim, Dim], acc: Buffer) -> None:
+    """`tile_m` dot products in f32, over chunks of the inputs."""
+    m, e = p.tile_m, limits.BLOCK
+    b.call(p.variant, "gemv_zero", acc)
+    with (
+        b.loop(p.cols // p.chunk) as j,
+        b.alloc(L1, (m // e, p.chunk // e, e, e) if p.blocked else (m, p.chunk)) as (a,),
+    ):
+        if p.blocked:
+            chunk = ((0, m // e, e * p.cols), (j * (p.chunk * e), p.chunk * e, 1))
         else:
-            with b.alloc(L1, (m,)) as (rounded,):
-                b.call(p.variant, "gemv_out", acc, rounded)
-                b.dma(out, rounded)
+            chunk = ((0, m, p.cols), (j * p.chunk, p.chunk, 1))
+        b.dma(a, weight.at(*tile, *chunk))
+        b.call(p.variant, "gemv_step", a, x, j * p.chunk, acc)

@@ -9,9 +9,6 @@ from stages.air import limits
 from stages.air.builder import L1, Builder, Program, memref_type
 from stages.air.elementwise import divisors_of_herd
 from stages.air.externs import Variant
-from stages.kernels import Arg, Kernel
-
-KERNELS = (Kernel("rms_norm", (Arg("x"), Arg("weight"), Arg("out", written=True)), ("rows", "cols", "eps")),)
 
 
 def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -53,7 +50,7 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("rms_norm", {"x": wide, "weight": memref_type((p.cols,)), "out": wide})
     variant = Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
     share = p.rows // p.columns
-    with b.launch(), b.segment("rms_norm"), b.herd("rms_norm", p.columns, 1) as (tx, _):
+    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
         with b.alloc(L1, (p.cols,)) as (weight,):
             b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
             with b.loop(share // p.tile_rows) as i, b.alloc(L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):

@@ -9,15 +9,6 @@ from stages.air import limits
 from stages.air.builder import L1, Builder, Program, memref_type
 from stages.air.elementwise import divisors_of_herd
 from stages.air.externs import Variant
-from stages.kernels import Arg, Kernel
-
-KERNELS = (
-    Kernel(
-        "rope",
-        (Arg("x"), Arg("table", "f32"), Arg("out", written=True)),
-        ("rows", "pos", "heads", "head_dim"),
-    ),
-)
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
@@ -82,7 +73,7 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("rope", types)
     variant = Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
     share = p.rows // p.columns
-    with b.launch(), b.segment("rope"), b.herd("rope", p.columns, 1) as (tx, _):
+    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
         with b.loop(share // p.tile_rows) as i:
             wide = (p.tile_rows, p.width)
             with b.alloc(L1, wide, ((p.tile_rows, p.head_dim), "f32"), wide) as (x, table, out):

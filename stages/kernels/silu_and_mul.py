@@ -5,9 +5,6 @@ from ml_dtypes import bfloat16
 
 from stages.air import elementwise
 from stages.air.builder import Program
-from stages.kernels import Arg, Kernel
-
-KERNELS = (Kernel("silu_and_mul", (Arg("gate"), Arg("up"), Arg("out", written=True)), ("rows", "cols")),)
 
 
 def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:

@@ -1,0 +1,141 @@
+"""Shared fixtures: checkpoints made on the spot and artifact directories built from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+
+from stages.checkpoint import write_byte_tokenizer
+from stages.config import LlamaConfig, parse_config
+
+ROOT = Path(__file__).parents[1]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights in float32 that leave no part of the model without effect on the logits."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in config.tensor_shapes().items():
+        scale = 1.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.2
+        tensor = generator.standard_normal(shape, np.float32) * scale
+        tensors[name] = (tensor if len(shape) == 2 else tensor + 1).astype(np.float32)
+    return tensors
+
+
+def write_checkpoint(
+    directory: Path, shards: int = 1, dtype: Any = bfloat16, seed: int = 0, **changes: Any
+) -> LlamaConfig:
+    """A small random checkpoint in Hugging Face format; `changes` override fields of `CONFIG` (None removes one)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = parse_config(raw, "test")
+    tensors = {name: tensor.astype(dtype) for name, tensor in random_tensors(config, seed).items()}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    else:
+        names = list(tensors)
+        weight_map = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            part = {name: tensors[name] for name in names[shard::shards]}
+            save_file(part, directory / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_byte_tokenizer(config, directory)
+    return config
+
+
+def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a doit command line as a user would."""
+    command = [sys.executable, "-m", "doit", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True, timeout=600)
+
+
+def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
+    """`doit compile` into `artifacts`; returns the artifact directory."""
+    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", *(f"{k}={v}" for k, v in variables.items()))
+    assert run.returncode == 0, run.stdout + run.stderr
+    name = checkpoint if isinstance(checkpoint, str) else checkpoint.name
+    return artifacts / name / str(variables.get("target", "cpu"))
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One artifacts root for the whole session, parallel workers included, so that kernels are compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "artifacts"
+    root.mkdir(exist_ok=True)
+    return root
+
+
+@pytest.fixture(scope="session")
+def demo(artifacts: Path) -> Path:
+    """Artifact directory of the shipped model, built once per test session. Not to be changed by a test."""
+    return build("demo", artifacts)
+
+
+SOURCES = ("dodo.py", "stages", "runtime", "kernel_src", "models/demo")
+
+
+@pytest.fixture(scope="session")
+def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project beside a small checkpoint `model`, compiled with the kernels of the session."""
+    del demo  # it filled the object cache
+    root = tmp_path_factory.mktemp("project")
+    for name in SOURCES:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, root / name)
+    shutil.copytree(artifacts / ".cache", root / "artifacts/.cache")
+    write_checkpoint(root / "model")
+    assert "manifest" in ran(doit("compile", "model=model", cwd=root))
+    return root
+
+
+@pytest.fixture
+def built(project: Path, tmp_path: Path) -> Path:
+    """A compiled project to edit."""
+    return shutil.copytree(project, tmp_path / "checkout")
+
+
+def ran(run: subprocess.CompletedProcess[str]) -> set[str]:
+    """Names of the steps that a doit run executed."""
+    assert run.returncode == 0, run.stdout + run.stderr
+    return {line for line in run.stdout.splitlines() if re.fullmatch(r"[a-z]+(:\w+)?", line)}
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """Every file of an artifact directory, by relative path."""
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}

@@ -1,0 +1,350 @@
+"""What a user can get wrong: each gives one line that names the thing, a non-zero exit, and leaves nothing broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.conftest import ROOT, doit, snapshot, write_checkpoint
+
+Damage = Callable[[Path], Any]
+
+
+def one_line(run: subprocess.CompletedProcess[str], fragment: str) -> None:
+    """The run failed, with a single line on standard error that says why."""
+    assert run.returncode != 0, run.stdout
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1, run.stderr
+    assert lines[0].lower().startswith("error: ")
+    assert fragment in lines[0]
+
+
+def set_config(**changes: Any) -> Damage:
+    def damage(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damage
+
+
+def edit_tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Damage:
+    def damage(model: Path) -> None:
+        path = model / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return damage
+
+
+def truncate(name: str, keep: float) -> Damage:
+    def damage(model: Path) -> None:
+        path = model / name
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+
+    return damage
+
+
+def write(name: str, text: str) -> Damage:
+    return lambda model: (model / name).write_text(text)
+
+
+def remove(name: str) -> Damage:
+    return lambda model: (model / name).unlink()
+
+
+def only_pickle(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def shard_index(**entries: str) -> Damage:
+    def damage(model: Path) -> None:
+        names = load_file(model / "model.safetensors")
+        weight_map = dict.fromkeys(names, "model.safetensors") | entries
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+NORM = "model.norm.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+CHECKPOINTS: dict[str, tuple[Damage, str]] = {
+    "no_config": (remove("config.json"), "config.json"),
+    "config_not_json": (write("config.json", "{"), "not valid JSON"),
+    "config_not_object": (write("config.json", "[]"), "must hold a JSON object"),
+    "config_not_utf8": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{}"), "not valid JSON"),
+    "other_architecture": (set_config(architectures=["MistralForCausalLM"]), 'architectures = ["MistralForCausalLM"]'),
+    "other_model_type": (set_config(model_type="qwen2"), 'model_type = "qwen2"'),
+    "attention_bias": (set_config(attention_bias=True), "attention_bias = true"),
+    "mlp_bias": (set_config(mlp_bias=True), "mlp_bias = true"),
+    "other_activation": (set_config(hidden_act="gelu"), 'hidden_act = "gelu"'),
+    "quantised": (set_config(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    "other_rope": (set_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), '"yarn"'),
+    "rope_not_object": (set_config(rope_scaling=4), "rope_scaling = 4"),
+    "rope_without_factor": (set_config(rope_scaling={"rope_type": "linear"}), "factor = null"),
+    "zero_layers": (set_config(num_hidden_layers=0), "num_hidden_layers = 0"),
+    "negative_size": (set_config(hidden_size=-64), "hidden_size = -64"),
+    "size_is_text": (set_config(hidden_size="64"), 'hidden_size = "64"'),
+    "heads_do_not_divide": (set_config(num_key_value_heads=3), "num_key_value_heads = 3"),
+    "odd_head_dim": (set_config(head_dim=15), "head_dim = 15"),
+    "end_token_outside": (set_config(eos_token_id=[1, 3000]), "eos_token_id = [1, 3000]"),
+    "tied_is_text": (set_config(tie_word_embeddings="yes"), "tie_word_embeddings"),
+    "no_tokenizer": (remove("tokenizer.json"), "no tokenizer.json"),
+    "tokenizer_not_json": (truncate("tokenizer.json", 0.5), "tokenizer.json is not valid JSON"),
+    "no_weights": (remove("model.safetensors"), "neither model.safetensors nor"),
+    "only_pickle": (only_pickle, "pickle"),
+    "empty_weights": (truncate("model.safetensors", 0), "is damaged"),
+    "truncated_weights": (truncate("model.safetensors", 0.6), "is damaged"),
+    "truncated_header": (truncate("model.safetensors", 0.001), "is damaged"),
+    "corrupt_header": (lambda m: flip(m / "model.safetensors", 8), "is damaged"),
+    "missing_tensor": (edit_tensors(lambda t: t.pop(NORM)), NORM),
+    "unexpected_tensor": (edit_tensors(lambda t: t.update(bias=t[NORM])), "unexpected tensor bias"),
+    "wrong_shape": (edit_tensors(lambda t: t.update({Q: t[Q][:-1].copy()})), Q),
+    "wrong_dtype": (edit_tensors(lambda t: t.update({Q: t[Q].astype(np.float64)})), "F64"),
+    "integer_dtype": (edit_tensors(lambda t: t.update({Q: t[Q].astype(np.int8)})), "I8"),
+    "missing_shard": (
+        shard_index(**{Q: "model-00002-of-00002.safetensors"}),
+        "model-00002-of-00002.safetensors is miss",
+    ),
+    "shard_outside": (shard_index(**{Q: "../model.safetensors"}), "../model.safetensors"),
+    "absolute_shard": (shard_index(**{Q: "/etc/passwd"}), "/etc/passwd"),
+    "shard_index_not_json": (write("model.safetensors.index.json", "nope"), "not valid JSON"),
+    "shard_index_empty": (write("model.safetensors.index.json", "{}"), "weight_map"),
+    "shard_is_number": (shard_index(**{Q: 7}), "weight_map names 7"),  # type: ignore[arg-type]
+}
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_bad_checkpoint(name: str, tmp_path: Path) -> None:
+    damage, fragment = CHECKPOINTS[name]
+    write_checkpoint(tmp_path / "model")
+    damage(tmp_path / "model")
+    one_line(doit("compile", f"model={tmp_path / 'model'}", f"artifacts={tmp_path / 'artifacts'}"), fragment)
+    left = {
+        p.relative_to(tmp_path / "artifacts/model/cpu").as_posix() for p in tmp_path.glob("artifacts/model/cpu/**/*")
+    }
+    assert not {name for name in left if name.startswith(("elf", "weights", "tokenizer", "manifest"))}
+    assert not [p for p in (tmp_path / "artifacts").rglob("*") if ".tmp-" in p.name]
+
+
+COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
+    "misspelt_variable": (("run", "prmpt=hi"), "did you mean prompt="),
+    "unknown_variable": (("run", "zzz=1"), "zzz= is not a variable"),
+    "unknown_target": (("compile", "target=cpuu"), "did you mean cpu"),
+    "number_is_text": (("run", "prompt=hi", "max_tokens=many"), "max_tokens=many"),
+    "negative_tokens": (("run", "prompt=hi", "max_tokens=-1"), "max_tokens=-1"),
+    "negative_temperature": (("run", "prompt=hi", "temperature=-0.1"), "temperature=-0.1"),
+    "nan_temperature": (("run", "prompt=hi", "temperature=nan"), "temperature=nan"),
+    "top_p_zero": (("run", "prompt=hi", "top_p=0"), "top_p=0"),
+    "top_k_negative": (("run", "prompt=hi", "top_k=-2"), "top_k=-2"),
+    "raw_is_text": (("run", "prompt=hi", "raw=maybe"), "raw=maybe"),
+    "no_such_model": (("compile", "model=/no/such/directory"), "/no/such/directory"),
+    "unknown_random": (("compile", "model=random:llama-9"), "random:llama-9"),
+    "model_name_of_nothing": (("compile", "model=llama"), "model=llama"),
+}
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_bad_command_line(name: str, tmp_path: Path) -> None:
+    arguments, fragment = COMMAND_LINES[name]
+    one_line(doit(*arguments, f"artifacts={tmp_path}"), fragment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def runtime(directory: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime", str(directory), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
+
+
+RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
+    "no_prompt": ((), "no prompt"),
+    "empty_prompt": (("",), "prompt is empty"),
+    "long_prompt": (("word " * 9000,), "context is"),
+    "bad_temperature": (("hi", "--temperature=-1"), "temperature=-1"),
+    "bad_tokens": (("hi", "--max-tokens=0"), "--max-tokens 0"),
+    "bad_threads": (("hi", "--threads=-3"), "--threads -3"),
+}
+
+
+@pytest.mark.parametrize("name", RUNTIME)
+def test_bad_runtime_call(name: str, demo: Path) -> None:
+    arguments, fragment = RUNTIME[name]
+    one_line(runtime(demo, *arguments), fragment)
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    def damage(directory: Path) -> None:
+        path = directory / "manifest.json"
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+
+    return damage
+
+
+def garbage(name: str) -> Damage:
+    """Other bytes of the same size."""
+    return lambda directory: (directory / name).write_bytes(bytes((directory / name).stat().st_size))
+
+
+ARTIFACTS: dict[str, tuple[Damage, str]] = {
+    "not_a_directory": (shutil.rmtree, "is not a directory"),
+    "no_manifest": (remove("manifest.json"), "no manifest.json"),
+    "manifest_not_json": (truncate("manifest.json", 0.5), "cannot be read"),
+    "manifest_is_list": (write("manifest.json", "[]"), "not a manifest"),
+    "manifest_from_the_future": (edit_manifest(lambda m: m.update(format=99)), "format 99"),
+    "manifest_lacks_section": (edit_manifest(lambda m: m.pop("plans")), "lacks the section plans"),
+    "other_machine": (edit_manifest(lambda m: m["target"].update(machine="riscv64")), "riscv64"),
+    "missing_blob": (remove("weights/layer_000.safetensors"), "layer_000.safetensors is missing"),
+    "truncated_blob": (truncate("weights/layer_000.safetensors", 0.5), "bytes instead of"),
+    "missing_program": (remove("elf/o_ffn.so"), "o_ffn.so is missing"),
+    "garbage_program": (garbage("elf/o_ffn.so"), "cannot be loaded"),
+    "garbage_tokenizer": (garbage("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
+    "weight_outside_its_file": (
+        edit_manifest(lambda m: m["buffers"]["model.norm.weight"].update(offset=1 << 40)),
+        "lies outside",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_bad_artifacts(name: str, demo: Path, tmp_path: Path) -> None:
+    damage, fragment = ARTIFACTS[name]
+    copy = shutil.copytree(demo, tmp_path / "cpu")
+    damage(copy)
+    one_line(runtime(copy, "hi"), fragment)
+
+
+def test_artifacts_cannot_be_written(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "artifacts").write_text("a file where a directory must go")
+    run = doit("compile", f"model={tmp_path / 'model'}", f"artifacts={tmp_path / 'artifacts'}")
+    one_line(run, str(tmp_path / "artifacts"))
+
+
+def test_disk_full(built: Path) -> None:
+    """A file size limit stands for a full disk: the repack fails in one line and nothing of the old build is lost."""
+    before = snapshot(built / "artifacts/model/cpu")
+    write_checkpoint(built / "model", seed=1, vocab_size=300)
+    limited = "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+    limited += "sys.argv = ['doit', 'compile', 'model=model']; sys.path.insert(0, ''); runpy.run_module('doit', run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", limited], cwd=built, capture_output=True, text=True)
+    one_line(run, "cannot build weights")
+    after = snapshot(built / "artifacts/model/cpu")
+    unchanged = {name for name in before if not name.startswith("build/")}
+    assert {name: after.get(name) for name in unchanged} == {name: before[name] for name in unchanged}
+    assert doit("compile", "model=model", cwd=built).returncode == 0
+
+
+def test_failed_rebuild_keeps_the_old_artifacts(built: Path) -> None:
+    before = snapshot(built / "artifacts/model/cpu")
+    truncate("model.safetensors", 0.5)(built / "model")
+    one_line(doit("compile", "model=model", cwd=built), "is damaged")
+    after = snapshot(built / "artifacts/model/cpu")
+    assert after == before
+
+
+def test_compiler_error_is_one_line(built: Path) -> None:
+    source = built / "kernel_src/cpu/rope.cc"
+    source.write_text("int broken(\n")
+    one_line(doit("compile", "model=model", cwd=built), "rope.cc does not compile")
+    assert doit("run", "prompt=hi", "model=model", cwd=built).returncode != 0
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.errors import UserError
+    from stages import toolchain
+
+    monkeypatch.setattr(toolchain, "host_compiler", lambda: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match="no C\\+\\+ compiler found: install one"):
+        toolchain.need_host_compiler()
+
+
+def test_missing_compiler_named_by_environment(built: Path) -> None:
+    source = built / "kernel_src/cpu/rope.cc"
+    source.write_text(source.read_text() + "\n")
+    run = doit("compile", "model=model", cwd=built, env={"CXX": "/no/such/compiler"})
+    one_line(run, "CXX=/no/such/compiler")
+
+
+def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real download code against a hub that cannot be reached."""
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(tmp_path / "hf")}
+    one_line(doit("compile", "model=some/model", f"artifacts={tmp_path / 'a'}", env=env), "some/model")
+
+
+@pytest.mark.parametrize(
+    ("error", "fragment"),
+    [
+        ("GatedRepoError", "accept its licence"),
+        ("RepositoryNotFoundError", "does not exist or is private"),
+        ("RevisionNotFoundError", "no such revision"),
+        ("LocalEntryNotFoundError", "cannot be reached"),
+    ],
+)
+def test_hub_refusals(error: str, fragment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    from runtime.errors import UserError
+    from stages.checkpoint import HubSource
+
+    kind = getattr(errors, error)
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=fragment) as caught:
+        HubSource("meta-llama/Llama-3.2-1B", "main").fetch()
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import fnmatch
+
+    import huggingface_hub
+
+    from stages.checkpoint import HubSource
+
+    asked: dict[str, Any] = {}
+
+    def download(repo: str, **options: Any) -> str:
+        asked.update(options, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert HubSource("org/name", "v1").fetch() == tmp_path
+    wanted = [
+        file
+        for file in (
+            "config.json",
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "original/consolidated.00.pth",
+            "pytorch_model.bin",
+            "tokenizer.json",
+            "USE_POLICY.md",
+        )
+        if any(fnmatch.fnmatch(file, pattern) for pattern in asked["allow_patterns"])
+    ]
+    assert (asked["repo"], asked["revision"]) == ("org/name", "v1")
+    assert wanted == ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]

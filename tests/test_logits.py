@@ -1,0 +1,142 @@
+"""Logits of whole models against transformers, over shapes that real checkpoints have and some that they might."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from runtime import load
+from tests.conftest import build, write_checkpoint
+
+pytestmark = pytest.mark.verify
+pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
+pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+
+CASES: dict[str, dict] = {
+    "gqa": {},
+    "untied": {"tie_word_embeddings": False, "vocab_size": 257},
+    "mha": {"num_key_value_heads": 4, "vocab_size": 1001},
+    "mha_by_default": {"num_key_value_heads": None, "head_dim": None},
+    "mqa": {"num_key_value_heads": 1, "vocab_size": 263, "tie_word_embeddings": False},
+    "head_64_llama3": {"head_dim": 64, "rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "head_80_linear": {"head_dim": 80, "rope_scaling": LINEAR, "hidden_size": 160},
+    "head_128": {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "odd_hidden": {
+        "hidden_size": 75,
+        "intermediate_size": 101,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "vocab_size": 331,
+    },
+    "group_of_three": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
+    "group_of_eight": {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 3},
+    "wide": {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64},
+    "large_eps": {"rms_norm_eps": 0.03, "rope_scaling": LLAMA3, "tie_word_embeddings": False},
+    "one_layer_sharded_f32": {"num_hidden_layers": 1, "shards": 3, "dtype": np.float32},
+    "sharded_f16": {"shards": 2, "dtype": np.float16, "tie_word_embeddings": False},
+    "rope_parameters": {
+        "rope_theta": None,
+        "rope_parameters": LLAMA3 | {"rope_theta": 20000.0},
+        "num_key_value_heads": 1,
+    },
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, artifacts: Path
+) -> tuple[Path, Path, int]:
+    """Checkpoint directory, artifact directory, vocabulary size."""
+    checkpoint = tmp_path_factory.mktemp("checkpoints") / request.param
+    config = write_checkpoint(checkpoint, **({"dtype": bfloat16} | CASES[request.param]))
+    return checkpoint, build(checkpoint, artifacts), config.vocab
+
+
+def transformers_logits(checkpoint: Path, ids: list[int], dtype: str) -> np.ndarray:
+    """Float32 logits of every position."""
+    import torch
+
+    from stages.verify import load_transformers
+
+    with torch.no_grad():
+        return load_transformers(checkpoint, dtype)(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def bf16_values(checkpoint: Path, root: Path) -> Path:
+    """The checkpoint with its weights rounded to bf16: what both bf16 pipelines start from."""
+    import torch
+
+    from stages.verify import load_transformers
+
+    if not root.exists():
+        load_transformers(checkpoint, "bfloat16").to(torch.float32).save_pretrained(root)
+    return root
+
+
+def error(logits: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((logits - exact) ** 2)))
+
+
+def test_error_is_that_of_bf16(case: tuple[Path, Path, int]) -> None:
+    """Against the fp32 model our error is at most 1.5x that of transformers' own bf16 run."""
+    checkpoint, artifacts, vocab = case
+    ids = np.random.default_rng(1).integers(0, vocab, 100).tolist()
+    exact = transformers_logits(bf16_values(checkpoint, checkpoint.with_name("rounded")), ids, "float32")
+    theirs = transformers_logits(checkpoint, ids, "bfloat16")
+    llm = load(artifacts)
+    ours_prefill, ours_decode, want, reference = [], [], [], []
+    for length in (1, 2, 17, 64, 99):
+        llm.reset()
+        ours_prefill.append(llm.prefill(ids[:length]))
+        ours_decode.append(llm.decode(ids[length]))
+        want += [exact[length - 1], exact[length]]
+        reference += [theirs[length - 1], theirs[length]]
+    ours = np.array([row for pair in zip(ours_prefill, ours_decode, strict=True) for row in pair])
+    llm.close()
+    assert error(ours, np.array(want)) <= 1.5 * error(np.array(reference), np.array(want))
+
+
+def test_prefill_agrees_with_single_steps(case: tuple[Path, Path, int]) -> None:
+    """n tokens at once and n tokens one by one differ by no more than bf16 differs from fp32."""
+    checkpoint, artifacts, vocab = case
+    ids = np.random.default_rng(2).integers(0, vocab, 23).tolist()
+    exact = transformers_logits(bf16_values(checkpoint, checkpoint.with_name("rounded")), ids, "float32")[-1]
+    theirs = transformers_logits(checkpoint, ids, "bfloat16")[-1]
+    llm = load(artifacts)
+    at_once = llm.prefill(ids)
+    llm.reset()
+    one_by_one = [llm.decode(token) for token in ids][-1]
+    llm.close()
+    assert error(at_once, one_by_one) <= 2 * error(theirs, exact)
+
+
+def test_verify_passes_on_the_demo(demo: Path) -> None:
+    from stages.verify import PROMPTS, verify
+
+    assert verify(demo, Path("models/demo"), len(PROMPTS))
+
+
+def test_verify_fails_on_other_weights(demo: Path, tmp_path: Path) -> None:
+    from stages.verify import verify
+
+    copy = tmp_path / "cpu"
+    shutil.copytree(demo, copy)
+    layer = copy / "weights/layer_001.safetensors"
+    data = bytearray(layer.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    layer.write_bytes(data)
+    assert not verify(copy, Path("models/demo"), 4)

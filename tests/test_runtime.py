@@ -1,0 +1,260 @@
+"""The runtime on the demo model and on small random ones: text, sampling, streaming, limits, what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime import Llama, UserError, load
+from runtime.chat import ChatTemplate
+from runtime.sampling import sampler
+from runtime.text import TextStream, Tokenizer
+from tests.conftest import ROOT, build, doit, write_checkpoint
+
+EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def llm(demo: Path) -> Iterator[Llama]:
+    model = load(demo)
+    yield model
+    model.close()
+
+
+def reply(llm: Llama, prompt: str, **options: object) -> str:
+    return "".join(llm.generate(prompt, **({"max_tokens": 120} | options)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prompt", "start"), EXPECTED["raw"], ids=lambda text: text[:24])
+def test_demo_completes(llm: Llama, prompt: str, start: str) -> None:
+    text = reply(llm, prompt, raw=True)
+    assert text.startswith(start)
+    assert llm.stats.finish_reason == "stop", "the reply ends by itself"
+
+
+@pytest.mark.parametrize(("prompt", "start"), EXPECTED["chat"], ids=lambda text: text[:24])
+def test_demo_answers(llm: Llama, prompt: str, start: str) -> None:
+    assert reply(llm, prompt).startswith(start)
+    assert llm.stats.finish_reason == "stop"
+
+
+def test_doit_run_prints_the_completion(demo: Path) -> None:
+    run = doit("run", "prompt=The capital of France is", f"artifacts={demo.parents[1]}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(" Paris")
+    assert "tokens/s" in run.stderr
+
+
+def test_chunked_prefill_equals_single_steps(artifacts: Path, tmp_path: Path) -> None:
+    """A prompt of several chunks, up to the very end of the context."""
+    write_checkpoint(tmp_path / "long", max_position_embeddings=1200, vocab_size=64)
+    llm = load(build(tmp_path / "long", artifacts))
+    ids = np.random.default_rng(0).integers(0, 64, 1200).tolist()
+    at_once = llm.prefill(ids)
+    assert llm.position == 1200
+    llm.reset()
+    llm.prefill(ids[:700])
+    llm.prefill(ids[700:1195])
+    steps = [llm.decode(token) for token in ids[1195:]]
+    np.testing.assert_allclose(steps[-1], at_once, atol=0.1 * at_once.std())
+    with pytest.raises(UserError, match="1201 tokens exceed"):
+        llm.decode(0)
+    llm.close()
+
+
+def test_logits_contract(llm: Llama) -> None:
+    llm.reset()
+    first = llm.prefill([1, 2, 3])
+    assert first.dtype == np.float32
+    assert first.shape == (llm.manifest.model["vocab"],)
+    kept = first.copy()
+    llm.decode(4)
+    np.testing.assert_array_equal(first, kept, "earlier logits are the caller's")
+    llm.reset()
+    np.testing.assert_array_equal(llm.prefill([1, 2, 3]), kept)
+
+
+@pytest.mark.parametrize("bad", [[], [-1], [10**9]])
+def test_bad_tokens_are_refused(llm: Llama, bad: list[int]) -> None:
+    llm.reset()
+    with pytest.raises(UserError):
+        llm.prefill(bad)
+    assert llm.position == 0
+
+
+def test_threads_do_not_change_the_text(demo: Path) -> None:
+    texts = set()
+    for threads in (1, 2, 3):
+        llm = load(demo, threads)
+        texts.add(reply(llm, "Once upon a time", raw=True))
+        llm.close()
+    assert len(texts) == 1
+
+
+def test_generation_is_repeatable_and_seeded(llm: Llama) -> None:
+    hot = {"raw": True, "temperature": 5.0, "max_tokens": 20}
+    assert reply(llm, "Once", seed=1, **hot) == reply(llm, "Once", seed=1, **hot)
+    assert reply(llm, "Once", seed=1, **hot) != reply(llm, "Once", seed=2, **hot)
+
+
+def test_max_tokens_and_reason(llm: Llama) -> None:
+    reply(llm, "Once upon a time", raw=True, max_tokens=3)
+    assert (llm.stats.generated_tokens, llm.stats.finish_reason) == (3, "length")
+
+
+def test_context_limit_ends_a_reply(artifacts: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "short", max_position_embeddings=24, eos_token_id=None)
+    llm = load(build(tmp_path / "short", artifacts))
+    list(llm.generate("twelve bytes", max_tokens=1000))
+    assert llm.stats.finish_reason == "length"
+    assert llm.position == 24
+    llm.close()
+
+
+def test_stop_string_is_cut_off(llm: Llama) -> None:
+    whole = reply(llm, "1, 2, 3, 4,", raw=True)
+    assert ", 7" in whole
+    assert reply(llm, "1, 2, 3, 4,", raw=True, stop=[", 7"]) == whole[: whole.index(", 7")]
+    assert llm.stats.finish_reason == "stop"
+
+
+def test_conversation_reuses_the_cache(llm: Llama) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    first = "".join(llm.generate(messages, keep_context=True))
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Thank you."}]
+    whole = len(llm.encode(messages))
+    second = "".join(llm.generate(messages, keep_context=True))
+    assert llm.stats.prompt_tokens < whole / 2
+    assert second
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path: Path) -> Tokenizer:
+    from stages.checkpoint import write_byte_tokenizer
+    from stages.config import parse_config
+    from tests.conftest import CONFIG
+
+    write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path)
+    return Tokenizer.open(tmp_path, 300)
+
+
+TEXT = "naïve 日本語 🙂👩\u200d🚀 end"
+
+
+def test_pieces_are_whole_characters(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(byte_tokenizer)
+    pieces = [stream.push(token) for token in byte_tokenizer.encode(TEXT, special_tokens=False)]
+    assert "".join(pieces) + stream.flush() == TEXT
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert sum(map(bool, pieces)) == len(TEXT), "each character comes as soon as it is complete"
+
+
+@pytest.mark.parametrize("stop", ["語", "🙂👩", "ve 日", "end"])
+def test_stop_string_across_tokens(byte_tokenizer: Tokenizer, stop: str) -> None:
+    stream, out = TextStream(byte_tokenizer, [stop, "never"]), ""
+    for token in byte_tokenizer.encode(TEXT, special_tokens=False):
+        out += stream.push(token)
+        if stream.stopped:
+            break
+    assert out == TEXT[: TEXT.index(stop)]
+
+
+def test_held_back_text_is_released(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(byte_tokenizer, ["abcd"])
+    out = "".join(stream.push(t) for t in byte_tokenizer.encode("xabc", special_tokens=False))
+    assert (out, stream.flush()) == ("x", "abc")
+
+
+LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))
+
+
+def frequencies(**options: float) -> np.ndarray:
+    draw = sampler(seed=0, **options)  # type: ignore[arg-type]
+    return np.bincount([draw(LOGITS) for _ in range(20000)], minlength=5) / 20000
+
+
+def test_sampling_follows_the_distribution() -> None:
+    np.testing.assert_allclose(frequencies(temperature=1.0), np.exp(LOGITS), atol=0.015)
+
+
+def test_temperature_sharpens() -> None:
+    want = np.exp(LOGITS / 0.5)
+    np.testing.assert_allclose(frequencies(temperature=0.5), want / want.sum(), atol=0.015)
+
+
+def test_top_k_and_top_p_cut_the_tail() -> None:
+    np.testing.assert_allclose(frequencies(temperature=1.0, top_k=2), [2 / 3, 1 / 3, 0, 0, 0], atol=0.015)
+    # 0.5 + 0.25 < 0.8 <= 0.5 + 0.25 + 0.15: the nucleus is three tokens.
+    np.testing.assert_allclose(frequencies(temperature=1.0, top_p=0.8), np.array([50, 25, 15, 0, 0]) / 90, atol=0.015)
+
+
+def test_tiny_top_p_is_greedy() -> None:
+    assert frequencies(temperature=1.0, top_p=1e-6)[0] == 1
+
+
+def test_chat_template_is_sandboxed_and_strict(tmp_path: Path) -> None:
+    template = ChatTemplate(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {"bos_token": "<s>"}
+    )
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user]hi"
+    with pytest.raises(UserError, match="refuses these messages: no"):
+        ChatTemplate("{{ raise_exception('no') }}", {}).render([])
+    with pytest.raises(UserError, match="cannot render"):
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
+    with pytest.raises(UserError, match="not valid jinja"):
+        ChatTemplate("{% if %}", {})
+
+
+def run_module(demo: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime", str(demo), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
+
+
+def test_json_output(demo: Path) -> None:
+    result = json.loads(run_module(demo, "The capital of France is", "--raw", "--json").stdout)
+    assert result["text"].startswith(" Paris")
+    assert result["finish_reason"] == "stop"
+    assert result["generated_tokens"] > 1
+
+
+def test_prompt_from_standard_input(demo: Path) -> None:
+    assert run_module(demo, "-", "--raw", stdin="The capital of France is").stdout.startswith(" Paris")
+
+
+def test_chat_session(demo: Path) -> None:
+    run = run_module(demo, "--chat", stdin="The capital of France is\n/reset\nThe capital of Italy is\n/exit\n")
+    first, second = run.stdout.splitlines()
+    assert "Paris" in first
+    assert "Rome" in second
+
+
+def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
+    code = "import sys, runtime.__main__, runtime, runtime.devices.cpu; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    forbidden = {
+        "stages",
+        "doit",
+        "torch",
+        "transformers",
+        "safetensors",
+        "huggingface_hub",
+        "xdsl",
+        "xxhash",
+        "filelock",
+    }
+    assert not forbidden & set(run.stdout.split())
+
+
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_other_instruction_sets_say_the_same(demo: Path, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_NPU2_ISA", isa)
+    run = run_module(demo, "The capital of France is", "--raw")
+    assert run.stdout.startswith(" Paris")
+    assert isa in run.stderr
