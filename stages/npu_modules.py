@@ -134,8 +134,8 @@ def build_module(group: Group, dimensions: Dimensions, bucket: int, pos: int = 0
     """
     known = {**dimensions, "seq": bucket, "max_seq": pos + bucket, "pos": pos}
     launches = [wired for name, renamed in group.parts for wired in _wire(name, renamed, known)]
-    plans = _plan(launches, known)
-    slots = _slots(group, known)
+    plans = [_PLANS[wired.kernel](wired) for wired in launches]
+    slots = module_slots(group, known)
     types = {slot.name: memref_type(slot.shape, slot.dtype) for slot in slots}
     parts = [(_PROGRAMS[w.kernel](plan), _wiring(w)) for w, plan in zip(launches, plans, strict=True)]
     program = stitch(group.name, types, parts)
@@ -151,7 +151,7 @@ def _wire(elf: str, renamed: Mapping[str, str], known: Dimensions) -> Iterator[_
     for launch in all_elfs()[elf].launches:
         args = {arg: renamed.get(slot, slot) for arg, slot in launch.args.items()}
         scalars = {key: known[v] if isinstance(v, str) else v for key, v in launch.scalars.items()}
-        yield _Wired(launch.kernel.name, args, scalars)
+        yield _Wired(launch.kernel.name, args, {**known, **scalars})
 
 
 def _wiring(wired: _Wired) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _wiring(wired: _Wired) -> dict[str, str]:
     return {"q": wired.args["q"], "kv": wired.args["k"], "out": wired.args["out"]}
 
 
-def _slots(group: Group, known: Dimensions) -> list[NpuSlot]:
+def module_slots(group: Group, known: Dimensions) -> list[NpuSlot]:
     """Slots of all parts, each name once. A slot that a part hands on keeps the role it was made with."""
     slots: dict[str, NpuSlot] = {}
     for elf_name, renamed in group.parts:
@@ -190,34 +190,11 @@ def _in_ddr(slot: NpuSlot, group: Group, known: Dimensions) -> NpuSlot:
     return slot
 
 
-def _plan(launches: list[_Wired], known: Dimensions) -> list[object]:
-    """A tile plan per launch. A product too wide to keep its input in L2 streams it from tiles, which the launches that
-    make that input write directly."""
-    wide = {w.args["x"] for w in launches if w.kernel == "gemm" and _too_wide(w)}
-    made = [w for w in launches if w.kernel == "silu_and_mul" and w.args["out"] in wide]
-    tiled = {w.args[arg] for w in made for arg in ("gate", "up")}
-    plans: list[object] = []
-    tile = None
-    for w in launches:
-        if w.kernel == "gemm":
-            streamed = tile if any(w.args["x"] == m.args["out"] for m in made) else None
-            plan = _plan_gemm(w, known, streamed, "tiles" if w.args["out"] in tiled else None)
-            tile = plan.tile_n if w.args["out"] in tiled else tile
-            plans.append(plan)
-        else:
-            plans.append(_PLANS[w.kernel](w))
-    return plans
-
-
-def _too_wide(w: _Wired) -> bool:
-    return not gemm.stays(w.integer("rows"), w.integer("cols"))
-
-
-def _plan_gemm(w: _Wired, known: Dimensions, streamed: int | None, out: str | None) -> gemm.Plan:
+def _plan_gemm(w: _Wired) -> gemm.Plan:
     shape = (w.integer("rows"), w.integer("cols"), w.integer("out_cols"))
     if w.args["out"] == "kv":
-        return gemm.plan(*shape, out="kv", head_dim=int(known["head_dim"]), first_row=int(known["pos"]))
-    return gemm.plan(*shape, x_tile=streamed, out=out or "rows")
+        return gemm.plan(*shape, out="kv", head_dim=w.integer("head_dim"), first_row=w.integer("pos"))
+    return gemm.plan(*shape)
 
 
 def _plan_rope(w: _Wired) -> rope.Plan:
@@ -228,6 +205,7 @@ def _plan_rope(w: _Wired) -> rope.Plan:
 
 _PLANS: dict[str, Callable[[_Wired], Any]] = {
     "rms_norm": lambda w: rms_norm.plan(w.integer("rows"), w.integer("cols"), float(w.scalars["eps"])),
+    "gemm": _plan_gemm,
     "gemv": lambda w: gemv.plan(w.integer("out_cols"), w.integer("cols")),
     "gemv_f32": lambda w: gemv.plan(w.integer("out_cols"), w.integer("cols"), "f32", blocked=False),
     "rope": _plan_rope,

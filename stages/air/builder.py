@@ -122,6 +122,7 @@ class Builder:
         self.module = ModuleOp([])
         self.variants: set[Variant] = set()
         self._declared: dict[str, FunctionType] = {}
+        self._named = 0
         types = list(args.values())
         block = Block(arg_types=types)
         for value, hint in zip(block.args, args, strict=True):
@@ -189,14 +190,19 @@ class Builder:
             yield x, y
 
     @contextmanager
-    def segment(self, name: str) -> Iterator[None]:
-        with self._level(dialect.SegmentOp, (), name):
+    def segment(self) -> Iterator[None]:
+        with self._level(dialect.SegmentOp, (), self._name("segment")):
             yield
 
     @contextmanager
-    def herd(self, name: str, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
-        with self._level(dialect.HerdOp, (columns, rows), name) as (x, y):
+    def herd(self, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
+        with self._level(dialect.HerdOp, (columns, rows), self._name("herd")) as (x, y):
             yield x, y
+
+    def _name(self, level: str) -> str:
+        """Symbols share one table with the function, and cores of one name are taken for the same cores."""
+        self._named += 1
+        return f"{self.function.sym_name.data}_{level}_{self._named}"
 
     @contextmanager
     def _level(self, kind: type[dialect._Hierarchy], grid: Shape, name: str | None = None) -> Iterator[list[Index]]:

@@ -61,7 +61,7 @@ def build(plan: Plan, args: tuple[str, str, str]) -> Program:
     left, right, out = (b.args[name] for name in args)
     variant = Variant.of(plan.kernel, COUNT=plan.chunk)
     share = (plan.cols if plan.rows == 1 else plan.rows) // plan.columns
-    with b.launch(), b.segment(plan.kernel), b.herd(plan.kernel, plan.columns, 1) as (tx, _):
+    with b.launch(), b.segment(), b.herd(plan.columns, 1) as (tx, _):
         steps = (
             (1, share // plan.tile_cols) if plan.rows == 1 else (share // plan.tile_rows, plan.cols // plan.tile_cols)
         )

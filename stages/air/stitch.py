@@ -19,7 +19,7 @@ def stitch(name: str, slots: Mapping[str, MemRefType], parts: Sequence[tuple[Pro
     """One function `name(slots)` that runs the launches of `parts` in order.
 
     Each part comes with its wiring, argument name -> slot name. The parts are consumed: their operations are moved.
-    Segments and herds get the position of their part as a suffix. TypeError if an argument does not fit its slot, or if
+    Symbols of segments and herds get `launch<position of the part>_` in front. TypeError if an argument does not fit its slot, or if
     one symbol is declared with two signatures (object variants carry their shapes in their names, so none should be).
     """
     block = Block(arg_types=list(slots.values()))
@@ -29,7 +29,7 @@ def stitch(name: str, slots: Mapping[str, MemRefType], parts: Sequence[tuple[Pro
     declared: dict[str, func.FuncOp] = {}
     for position, (program, wiring) in enumerate(parts):
         _merge_declarations(declared, program)
-        _rename(program, f"{position}")
+        _rename(program, f"launch{position}_")
         _move(program.function, wiring, values, block)
     block.add_op(func.ReturnOp())
     function = func.FuncOp(name, FunctionType.from_lists(list(slots.values()), []), Region(block))
@@ -49,13 +49,12 @@ def _merge_declarations(declared: dict[str, func.FuncOp], program: Program) -> N
             raise TypeError(f"external function {op.sym_name.data} is declared twice, differently")
 
 
-def _rename(program: Program, suffix: str) -> None:
+def _rename(program: Program, prefix: str) -> None:
     """Segments and herds of one name would be taken for the same cores; give each its own."""
-    for number, launch in enumerate(program.launches):
+    for launch in program.launches:
         for op in launch.walk():
             if isinstance(op, SegmentOp | HerdOp) and op.sym_name is not None:
-                part = f"_{number}" if len(program.launches) > 1 else ""
-                op.sym_name = StringAttr(f"{op.sym_name.data}_{suffix}{part}")
+                op.sym_name = StringAttr(prefix + op.sym_name.data)
 
 
 def _move(function: func.FuncOp, wiring: Mapping[str, str], values: Mapping[str, BlockArgument], block: Block) -> None:
