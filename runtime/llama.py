@@ -20,6 +20,9 @@ from runtime.plan import Memory, load_phases
 from runtime.sampling import Sampler, sampler
 from runtime.text import TextStream, Tokenizer
 
+MAX_STEPPED_TOKENS = 16
+"""On devices with buckets: with more new tokens than this, prefilling all again beats decoding the new ones singly."""
+
 
 @dataclass
 class Stats:
@@ -62,7 +65,8 @@ class Llama:
         self._memory = Memory(manifest, self.device)
         self._phases = load_phases(manifest, self.device, self._memory)
         self._tokens = self._memory.array("tokens")
-        self._logits = self._memory.array("logits")
+        self._logits = self._memory.array("logits")[: manifest.model["vocab"]]
+        self._buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
@@ -78,16 +82,29 @@ class Llama:
         self._history.clear()
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError.
-
-        Prompts longer than the prefill rows of the device run in chunks against the KV cache.
-        """
+        """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""
         ids = self._checked(token_ids)
+        if self._buckets:
+            self._prefill_bucket(ids)
+        else:
+            self._prefill_chunks(ids)
+        return self._logits.copy()
+
+    def _prefill_chunks(self, ids: list[int]) -> None:
         rows = len(self._tokens)
         for start in range(0, len(ids), rows):
             chunk = ids[start : start + rows]
             self._run("prefill" if start + rows >= len(ids) else "prefill_chunk", chunk)
-        return self._logits.copy()
+
+    def _prefill_bucket(self, ids: list[int]) -> None:
+        """Programs of static shape start at position 0: the smallest bucket that holds the tokens, else the largest and
+        the rest one by one. Rows past the tokens are computed and never read."""
+        if self.position == 0:
+            bucket = next((b for b in self._buckets if b >= len(ids)), self._buckets[-1])
+            self._run(f"prefill@{bucket}", ids[:bucket])
+            ids = ids[bucket:]
+        for token in ids:
+            self._run("decode", [token])
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
@@ -160,6 +177,8 @@ class Llama:
                 f"the prompt has {len(ids)} tokens, the model's context is {self.context_length}: shorten the prompt"
             )
         shared = _common_prefix(self._history, ids[:-1]) if keep_context else 0
+        if self._buckets and len(ids) - shared > MAX_STEPPED_TOKENS:
+            shared = 0
         del self._history[shared:]
         self.stats = Stats(prompt_tokens=len(ids) - shared)
         yield from self._reply(ids[shared:], choose, max_tokens, stop, started)
@@ -196,9 +215,14 @@ class Llama:
 
 def _open_device(manifest: Manifest, threads: int):
     from runtime.devices.cpu import CpuDevice
+    from runtime.devices.sim import SimDevice
 
+    devices = {"cpu": CpuDevice, "npu2-sim": SimDevice}
+    target = manifest.target.get("name", "")
+    if target not in devices:
+        raise UserError(f"{manifest.directory} is for target {target}, this runtime knows {', '.join(devices)}")
     hosts = {spec["file"] for spec in manifest.programs.values() if spec["host"]}
-    return CpuDevice(manifest.directory / min(hosts), threads)
+    return devices[target](manifest.directory / min(hosts), threads)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

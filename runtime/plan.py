@@ -51,7 +51,7 @@ class Memory:
 def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str, Submission]:
     """One prepared submission per phase of the manifest's plans."""
     programs = {
-        name: device.load_program(manifest.directory / spec["file"], name, spec["host"])
+        name: device.load_program(manifest.directory / spec["file"], spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
     }
     return {

@@ -234,10 +234,10 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     return inverse
 
 
-def rope_table(config: LlamaConfig) -> np.ndarray:
-    """Float32 `[max_seq, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
-    angles = np.arange(config.max_seq, dtype=np.float64)[:, None] * inverse_frequencies(config)
-    table = np.empty((config.max_seq, config.head_dim), np.float32)
+def rope_table(config: LlamaConfig, positions: int) -> np.ndarray:
+    """Float32 `[positions, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
+    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
+    table = np.empty((positions, config.head_dim), np.float32)
     table[:, : config.head_dim // 2] = np.cos(angles)
     table[:, config.head_dim // 2 :] = np.sin(angles)
     return table

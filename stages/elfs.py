@@ -218,15 +218,24 @@ def lm_head_gemv() -> Elf:
     return b.build("lm_head_gemv")
 
 
-def embed_tokens() -> Elf:
+def _embed(name: str, kernel_name: str) -> Elf:
     b = _Builder()
     args = {
         "tokens": b.slot("tokens", ("seq",), "input", "i32"),
         "weight": b.slot("w_embed", ("vocab", "emb"), "weight"),
         "out": b.slot("x", ("seq", "emb"), "output"),
     }
-    b.launch("embed", args, rows="seq", cols="emb", vocab="vocab")
-    return b.build("embed_tokens", host=True)
+    b.launch(kernel_name, args, rows="seq", cols="emb", vocab="vocab")
+    return b.build(name, host=True)
+
+
+def embed_tokens() -> Elf:
+    return _embed("embed_tokens", "embed")
+
+
+def embed_token_rows() -> Elf:
+    """For targets whose vocabulary matrix is row-major."""
+    return _embed("embed_token_rows", "embed_rows")
 
 
 def decode_attn() -> Elf:
@@ -239,6 +248,20 @@ def decode_attn() -> Elf:
     }
     b.launch("decode_attention", args, pos="pos", heads="heads", kv_heads="kv_heads", head_dim="head_dim")
     return b.build("decode_attn", host=True)
+
+
+def decode_attn_kv() -> Elf:
+    """Append the newest K and V to a cache that interleaves them by head, then attend over it."""
+    b = _Builder()
+    q = b.slot("q", ("q_dim",), "input")
+    k = b.slot("k", ("kv_dim",), "input")
+    v = b.slot("v", ("kv_dim",), "input")
+    kv = b.slot("kv", ("max_seq", "kv_dim", 2), "output")
+    out = b.slot("attn_out", ("q_dim",), "output")
+    b.launch("append_kv", {"k": k, "v": v, "kv": kv}, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
+    args = {"q": q, "kv": kv, "out": out}
+    b.launch("decode_attention_kv", args, pos="pos", heads="heads", kv_heads="kv_heads", head_dim="head_dim")
+    return b.build("decode_attn_kv", host=True)
 
 
 def final_norm() -> Elf:
@@ -261,9 +284,18 @@ DEVICE_ELFS: tuple[Callable[[], Elf], ...] = (
     o_gemv_ffn,
     lm_head_gemv,
 )
-HOST_ELFS: tuple[Callable[[], Elf], ...] = (embed_tokens, decode_attn, final_norm)
+_HOST_ELFS: dict[str, tuple[Callable[[], Elf], ...]] = {
+    "cpu": (embed_tokens, decode_attn, final_norm),
+    "npu": (embed_token_rows, decode_attn_kv, final_norm),
+}
+
+
+def host_elfs(family: str) -> list[Elf]:
+    """What runs on the host on targets of a family: `cpu` or `npu`."""
+    return [build() for build in _HOST_ELFS[family]]
 
 
 def all_elfs() -> dict[str, Elf]:
     """Every ELF by name, device ones first."""
-    return {elf.name: elf for elf in (build() for build in DEVICE_ELFS + HOST_ELFS)}
+    builders = dict.fromkeys([*DEVICE_ELFS, *_HOST_ELFS["cpu"], *_HOST_ELFS["npu"]])
+    return {elf.name: elf for elf in (build() for build in builders)}

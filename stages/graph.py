@@ -13,7 +13,7 @@ from doit.exceptions import TaskFailed
 
 from runtime.errors import UserError
 from stages.checkpoint import ArtifactsOnly, copy_tokenizer, record_checkpoint, resolve
-from stages.elfs import DEVICE_ELFS, HOST_ELFS, Elf
+from stages.elfs import DEVICE_ELFS, Elf, host_elfs
 from stages.link import host_elf
 from stages.manifest import write_manifest
 from stages.modules import write_cpu_source
@@ -40,6 +40,9 @@ class Graph:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.target = options.target or "cpu"
+        self.family = "cpu" if self.target == "cpu" else "npu"
+        self.buckets = options.bucket_list()
+        self.objects: set[str] = set()
         self.artifacts = artifacts = Path(options.artifacts)
         self.source = resolve(options.model, artifacts, options.revision)
         self.directory = artifacts / self.source.name / self.target
@@ -52,25 +55,47 @@ class Graph:
         yield self._tokenizer()
         yield self._plan()
         yield self._weights()
-        programs = {elf.name: [elf] for elf in (describe() for describe in DEVICE_ELFS)}
-        programs["host"] = [describe() for describe in HOST_ELFS]
-        sources = {source for elfs in programs.values() for source in _sources(elfs)} | set(HOST_SUPPORT)
-        for source in sorted(sources):
+        host = {"host": host_elfs(self.family)}
+        yield from self._host_programs(host, HOST_SUPPORT)
+        if self.family == "cpu":
+            device = {elf.name: [elf] for elf in (describe() for describe in DEVICE_ELFS)}
+            yield from self._host_programs(device)
+            yield self._manifest(_entries(host, True) | _entries(device, False))
+        else:
+            # Imported here because a build that needs no MLIR must not pay for loading its framework.
+            from stages.npu_graph import npu_entries, npu_steps
+
+            yield from npu_steps(self)
+            yield self._manifest(_entries(host, True) | npu_entries(self))
+
+    def _host_programs(self, programs: Mapping[str, list[Elf]], support: tuple[str, ...] = ()) -> Iterator[Step]:
+        """Objects, glue and shared objects of programs that run on the host CPU."""
+        for source in sorted({*support, *(s for elfs in programs.values() for s in _sources(elfs))} - self.objects):
+            self.objects.add(source)
             yield self._object(source)
         for program, elfs in programs.items():
             yield self._module(program, elfs)
-            yield self._elf(program, elfs)
-        yield self._manifest(programs)
+            yield self._elf(program, elfs, support)
 
-    def _step(
-        self, name: str, doc: str, action: Any, outputs: Iterable[Path], inputs: Iterable[Path] = (), **more: Any
+    def step(
+        self,
+        name: str,
+        doc: str,
+        action: Any,
+        outputs: Iterable[Path],
+        inputs: Iterable[Path] = (),
+        arguments: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Step:
+        """`arguments` go to the action by name and count as parameters of the step."""
+        if arguments:
+            action, more = partial(action, **arguments), {"params": arguments, **more}
         outputs = tuple(self.directory / output for output in outputs)
         return Step(self.project, name, doc, action, outputs, tuple(inputs), **more)
 
     def _checkpoint(self) -> Step:
         absent = isinstance(self.source, ArtifactsOnly)
-        return self._step(
+        return self.step(
             "checkpoint",
             f"Check the checkpoint of model={self.options.model} and record its content.",
             partial(record_checkpoint, self.source, self.project.digests.of),
@@ -81,21 +106,20 @@ class Graph:
 
     def _tokenizer(self) -> Step:
         action = partial(copy_tokenizer, self.source)
-        return self._step(
-            "tokenizer", "Copy the tokenizer.", action, [Path("tokenizer")], [self.directory / CHECKPOINT]
-        )
+        return self.step("tokenizer", "Copy the tokenizer.", action, [Path("tokenizer")], [self.directory / CHECKPOINT])
 
     def _plan(self) -> Step:
-        return self._step(
-            "plan",
-            "Derive the buffers and the order of calls.",
-            partial(write_plan, self.directory, self.target),
-            [PLAN],
-            [self.directory / CONFIG],
-        )
+        doc = "Derive the buffers and the order of calls."
+        inputs = [self.directory / CONFIG]
+        if self.family == "cpu":
+            return self.step("plan", doc, partial(write_plan, self.directory, self.target), [PLAN], inputs)
+        from stages.npu_plans import write_npu_plan
+
+        arguments = {"grouping": self.options.grouping, "buckets": self.buckets}
+        return self.step("plan", doc, partial(write_npu_plan, self.directory), [PLAN], inputs, arguments=arguments)
 
     def _weights(self) -> Step:
-        return self._step(
+        return self.step(
             "weights",
             "Pack the weights into blobs.",
             partial(pack_weights, self.source, self.directory),
@@ -105,7 +129,7 @@ class Graph:
 
     def _object(self, source: str) -> Step:
         path = CPU_SOURCES / f"{source}.cc"
-        return self._step(
+        return self.step(
             f"object:{source}",
             f"Compile {path}.",
             partial(host_object, path, self.artifacts / ".cache/objects"),
@@ -116,7 +140,7 @@ class Graph:
 
     def _module(self, program: str, elfs: list[Elf]) -> Step:
         names = tuple(elf.name for elf in elfs)
-        return self._step(
+        return self.step(
             f"module:{program}",
             f"Generate the source of {program} from its description.",
             partial(write_cpu_source, self.directory, program, names),
@@ -124,10 +148,9 @@ class Graph:
             [self.directory / CONFIG],
         )
 
-    def _elf(self, program: str, elfs: list[Elf]) -> Step:
-        sources = _sources(elfs) + (HOST_SUPPORT if program == "host" else ())
-        objects = [self.directory / _object_file(source) for source in sources]
-        return self._step(
+    def _elf(self, program: str, elfs: list[Elf], support: tuple[str, ...]) -> Step:
+        objects = [self.directory / _object_file(source) for source in _sources(elfs) + support]
+        return self.step(
             f"elf:{program}",
             f"Link {program} from its source and {len(objects)} objects.",
             partial(host_elf, self.directory / _module_file(program), objects, program),
@@ -136,15 +159,21 @@ class Graph:
             tool=host_compiler_fingerprint,
         )
 
-    def _manifest(self, programs: Mapping[str, list[Elf]]) -> Step:
-        files = {elf.name: f"elf/{program}.so" for program, elfs in programs.items() for elf in elfs}
-        parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *map(Path, sorted(set(files.values())))]
-        return self._step(
+    def _manifest(self, programs: Mapping[str, Mapping[str, Any]]) -> Step:
+        parts = [
+            CONFIG,
+            PLAN,
+            WEIGHTS,
+            Path("tokenizer"),
+            *map(Path, sorted({str(p["file"]) for p in programs.values()})),
+        ]
+        return self.step(
             "manifest",
             "Describe the artifact directory.",
-            partial(write_manifest, self.directory, self.source.name, self.target, files),
+            partial(write_manifest, self.directory, self.source.name, self.target),
             [Path("manifest.json")],
             [self.directory / part for part in parts],
+            arguments={"programs": programs},
         )
 
     def task(self, name: str) -> Task:
@@ -215,6 +244,15 @@ class Graph:
 
 def _sources(elfs: Iterable[Elf]) -> tuple[str, ...]:
     return tuple(sorted({source for elf in elfs for source in elf.sources()}))
+
+
+def _entries(programs: Mapping[str, list[Elf]], host: bool) -> dict[str, dict[str, Any]]:
+    """Entry points of host programs: name -> where it is."""
+    return {
+        elf.name: {"file": f"elf/{program}.so", "entry": elf.name, "host": host}
+        for program, elfs in programs.items()
+        for elf in elfs
+    }
 
 
 def _object_file(source: str) -> Path:

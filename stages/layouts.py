@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages.layouts_npu import blocks_shape, pad_rows, padded_shape, to_blocks
+
 PANEL_ROWS = 16
 """Output rows per panel: one 64-byte line holds a pair of inputs for each, the operand of one `vdpbf16ps`."""
 
@@ -45,5 +47,7 @@ def _plain(weight: np.ndarray) -> np.ndarray:
 LAYOUTS: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[[np.ndarray], np.ndarray]]] = {
     "plain": (tuple, _plain),
     "panels": (panels_shape, to_panels),
+    "blocks": (blocks_shape, to_blocks),
+    "padded": (padded_shape, pad_rows),
 }
 """Layout name -> (shape after packing, packing)."""

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from runtime.manifest import FORMAT
 from stages.config import LlamaConfig, read_config, read_json, token_ids
-from stages.elfs import all_elfs
+from stages.elfs import Elf, all_elfs
 from stages.files import file_digests, write_json
 
 
-def write_manifest(directory: Path, model: str, target: str, programs: dict[str, str], work: Path) -> None:
-    """Step action: collect what is in the artifact `directory`. `programs`: ELF name -> file."""
+def write_manifest(
+    directory: Path, model: str, target: str, work: Path, programs: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Step action: collect what is in the artifact `directory`. `programs`: name -> file, entry point, on the host?"""
     config = read_config(directory / "build/config.json")
     plan = read_json(directory / "build/plan.json")
     weights = read_json(directory / "build/weights.json")
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     files = dict(weights["files"])
-    for name in [*sorted(set(programs.values())), *tokenizer]:
+    for name in [*sorted({str(program["file"]) for program in programs.values()}), *tokenizer]:
         files[name] = file_digests(directory / name)
     elfs = all_elfs()
     manifest = {
@@ -30,8 +33,8 @@ def write_manifest(directory: Path, model: str, target: str, programs: dict[str,
         "target": {"name": target, "system": sys.platform, "machine": platform.machine()},
         "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
         "programs": {
-            name: {"file": file, "host": elfs[name].host, "slots": [asdict(slot) for slot in elfs[name].slots]}
-            for name, file in programs.items()
+            name: {**program, "slots": _slots(directory, elfs.get(str(program["entry"])), name)}
+            for name, program in programs.items()
         },
         "plans": {
             phase: [{"program": program, "buffers": bound} for program, bound in calls]
@@ -40,6 +43,15 @@ def write_manifest(directory: Path, model: str, target: str, programs: dict[str,
         "files": files,
     }
     write_json(work / "manifest.json", manifest)
+
+
+def _slots(directory: Path, elf: Elf | None, program: str) -> Any:
+    """A program's slots: the module's own if it has one, because groupings join and rearrange them."""
+    module = directory / "build/modules" / f"{program}.json"
+    if module.is_file():
+        return read_json(module)["slots"]
+    assert elf is not None
+    return [asdict(slot) for slot in elf.slots]
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:

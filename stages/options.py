@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import UserError
 
-TARGETS = ("cpu",)
+TARGETS = ("cpu", "npu2-sim")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Options:
     target: str = ""
     revision: str = "main"
     artifacts: str = "artifacts"
+    buckets: str = "128,512,2048"
+    grouping: str = "fused"
     prompt: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
@@ -30,6 +32,16 @@ class Options:
     raw: bool = False
     threads: int = 0
     full: bool = False
+
+    def bucket_list(self) -> tuple[int, ...]:
+        """Row counts that static-shape targets are compiled for. Raises UserError."""
+        try:
+            buckets = sorted({int(part) for part in self.buckets.split(",")})
+        except ValueError:
+            raise UserError(f"buckets={self.buckets}: must be row counts with commas between, as in 128,512") from None
+        if bad := [bucket for bucket in buckets if bucket < 64 or bucket % 64]:
+            raise UserError(f"buckets={self.buckets}: {bad[0]} is not a positive multiple of 64")
+        return tuple(buckets)
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
@@ -43,6 +55,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
             raise UserError(f"{name}= is not a variable: {hint}")
         values[name] = _PARSERS[known[name].split(" ")[0]](name, text)
     options = Options(**values)
+    options.bucket_list()
     if options.target and options.target not in TARGETS:
         close = difflib.get_close_matches(options.target, TARGETS, 1, 0.3)
         hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(TARGETS)}"

@@ -84,6 +84,6 @@ def _contents(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], names: list
     for name in names:
         buffer = buffers[name]
         if buffer.kind == "table":
-            yield rope_table(checkpoint.config)
+            yield rope_table(checkpoint.config, buffer.shape[0])
         else:
             yield LAYOUTS[buffer.layout][1](checkpoint.tensor(buffer.tensor))

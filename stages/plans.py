@@ -22,7 +22,7 @@ Large enough that reading the weights once per chunk is a few percent of the ari
 stay a few percent of the weights.
 """
 
-_LAYER_WEIGHTS = {
+LAYER_WEIGHTS = {
     "norm_w": "input_layernorm",
     "wq": "self_attn.q_proj",
     "wk": "self_attn.k_proj",
@@ -104,8 +104,8 @@ class Planner:
         references = []
         for slot in elf.slots:
             reference = bound.get(slot.name, slot.name)
-            if layer is not None and slot.name in _LAYER_WEIGHTS:
-                reference = f"model.layers.{layer}.{_LAYER_WEIGHTS[slot.name]}.weight"
+            if layer is not None and slot.name in LAYER_WEIGHTS:
+                reference = f"model.layers.{layer}.{LAYER_WEIGHTS[slot.name]}.weight"
             references.append(self._buffer(elf, slot, reference))
         return elf_name, references
 

@@ -12,6 +12,7 @@ constexpr int64_t block_positions = 128;
 // Scores are kept in units of log2, so that exp2 suffices.
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
+    int64_t kv_step;  // elements from one KV head to the next: head_dim, or twice that if V lies between
     int64_t group() const { return heads / kv_heads; }
     int64_t dim_panels() const { return panel_count(head_dim); }
     int64_t padded_dim() const { return dim_panels() * panel_rows; }
@@ -85,7 +86,7 @@ public:
     const float *sums(int64_t r) const { return scratch_.out + r * shape_.padded_dim(); }
 
 private:
-    int64_t stride() const { return shape_.kv_heads * shape_.head_dim; }
+    int64_t stride() const { return shape_.kv_heads * shape_.kv_step; }
 
     // k_panels[position / 16][d / 2][position % 16][2]; positions up to the panel's end are zero.
     void pack_k(int64_t begin, int64_t count) {

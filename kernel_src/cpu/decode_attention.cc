@@ -1,5 +1,6 @@
 // decode_attention: attention of the one query row at position pos over positions 0 .. pos.
-// q, out bf16 [heads * head_dim]; k, v bf16 [>= pos + 1][kv_heads * head_dim].
+// q, out bf16 [heads * head_dim]; k, v bf16 [>= pos + 1][kv_heads * head_dim], or together
+// kv bf16 [>= pos + 1][kv_heads][2][head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads.
 #ifndef ISA
@@ -8,7 +9,12 @@
 
 extern "C" void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos,
                                  int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(decode_attention, q, k, v, out, pos, heads, kv_heads, head_dim, worker)
+    ISA_CALL(decode_attention, q, k, v, out, pos, heads, kv_heads, head_dim, head_dim, worker)
+}
+
+extern "C" void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
+                                    int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    ISA_CALL(decode_attention, q, kv, kv + head_dim, out, pos, heads, kv_heads, head_dim, 2 * head_dim, worker)
 }
 #else
 #include "vec.h"
@@ -52,8 +58,9 @@ static void join(const AttentionShape &shape, Partials partials, int64_t ranges,
 }
 
 static void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos,
-                             int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
+                             int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t kv_step,
+                             Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim, kv_step};
     const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * heads;
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
@@ -62,7 +69,7 @@ static void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *
     for (int64_t task, end; chunks.next(task, end);) {
         const int64_t first = task / kv_heads * range_positions, kv_head = task % kv_heads;
         const int64_t last = first + range_positions < pos + 1 ? first + range_positions : pos + 1;
-        tile.start(q + kv_head * shape.group() * head_dim, k + kv_head * head_dim, v + kv_head * head_dim,
+        tile.start(q + kv_head * shape.group() * head_dim, k + kv_head * kv_step, v + kv_head * kv_step,
                    pos, 1);
         tile.attend(first, last);
         keep(tile, shape, task / kv_heads * heads + kv_head * shape.group(), partials);

@@ -31,7 +31,7 @@ static void store_rows(const AttentionTile &tile, const AttentionShape &shape, b
 static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
                             int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
                             Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
+    const AttentionShape shape = {heads, kv_heads, head_dim, head_dim};
     const int64_t wanted = 192 / shape.group() + 1;  // rows enough to pay for packing K and V
     const int64_t positions = wanted < seq ? wanted : seq;
     const int64_t tiles = (seq + positions - 1) / positions;

@@ -63,6 +63,18 @@ void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int
 void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
                       int64_t kv_heads, int64_t head_dim, Worker &worker);
 
+// The same over a cache that keeps K and V of a head together, kv [>= pos + 1][kv_heads][2][head_dim].
+void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
+                         int64_t kv_heads, int64_t head_dim, Worker &worker);
+
+// Puts one position's k, v [kv_heads * head_dim] into row pos of such a cache.
+void append_kv(const bf16 *k, const bf16 *v, bf16 *kv, int64_t pos, int64_t kv_heads, int64_t head_dim,
+               Worker &worker);
+
+// out[r] = row tokens[r] of a row-major [vocab][cols] matrix; zeros for a token outside of the vocabulary.
+void embed_rows(const int32_t *tokens, const bf16 *table, bf16 *out, int64_t rows, int64_t cols,
+                int64_t vocab, Worker &worker);
+
 // out[r] = row tokens[r] of the [vocab][cols] matrix; zeros for a token outside of the vocabulary.
 void embed(const int32_t *tokens, const bf16 *table_panels, bf16 *out, int64_t rows, int64_t cols,
            int64_t vocab, Worker &worker);

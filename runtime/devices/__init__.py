@@ -44,8 +44,8 @@ class Device(Protocol):
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """The host's view of a buffer."""
 
-    def load_program(self, path: Path, name: str, host: bool) -> Any:
-        """Load one entry point."""
+    def load_program(self, path: Path, entry: str, host: bool) -> Any:
+        """Load one entry point; `host` ones run on the host CPU on every device."""
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
         """Fix a list of calls for repeated submission."""

@@ -88,10 +88,10 @@ class CpuDevice:
     def array(self, buffer: Buffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, path: Path, name: str, host: bool) -> int:
-        entry = ctypes.cast(getattr(self._library(path), name), ctypes.c_void_p).value
-        assert entry is not None
-        return entry
+    def load_program(self, path: Path, entry: str, host: bool) -> int:
+        address = ctypes.cast(getattr(self._library(path), entry), ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     def prepare(self, calls: Sequence[Call]) -> CpuSubmission:
         return CpuSubmission(self, calls)

@@ -52,7 +52,10 @@ _KERNELS = (
     _kernel("add", ("a", "b"), "rows cols"),
     _kernel("flash_attention", ("q", "k", "v"), "seq pos heads kv_heads head_dim"),
     _kernel("decode_attention", ("q", "k", "v"), "pos heads kv_heads head_dim"),
+    _kernel("decode_attention_kv", ("q", "kv"), "pos heads kv_heads head_dim", source="decode_attention"),
+    Kernel("append_kv", (Arg("k"), Arg("v"), Arg("kv", written=True)), ("pos", "kv_heads", "head_dim"), "append_kv"),
     _kernel("embed", (Arg("tokens", "i32"), _WEIGHT), "rows cols vocab"),
+    _kernel("embed_rows", (Arg("tokens", "i32"), "weight"), "rows cols vocab"),
 )
 
 KERNELS = {kernel.name: kernel for kernel in _KERNELS}

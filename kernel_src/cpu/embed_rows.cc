@@ -1,0 +1,15 @@
+// embed_rows: out[r] = row tokens[r] of a row-major matrix, for targets whose LM head keeps rows whole.
+// tokens i32 [rows], table bf16 [vocab][cols], out bf16 [rows][cols].
+#include <cstring>
+
+#include "kernels.h"
+
+extern "C" void embed_rows(const int32_t *tokens, const bf16 *table, bf16 *out, int64_t rows, int64_t cols,
+                           int64_t vocab, Worker &worker) {
+    for (int64_t row = worker.thread; row < rows; row += worker.threads) {
+        if (tokens[row] >= 0 && tokens[row] < vocab)
+            memcpy(out + row * cols, table + tokens[row] * cols, cols * sizeof(bf16));
+        else
+            memset(out + row * cols, 0, cols * sizeof(bf16));
+    }
+}
