@@ -69,11 +69,15 @@ def tile_axes(value: SSAValue) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a DMA: `dims` are (size, stride) in elements after folding, outermost first, ones dropped."""
+    """One side of a DMA, outermost dimension first, in elements.
+
+    `sizes`, `strides`: as written; `dims`: (size, stride) after folding, ones dropped.
+    """
 
     value: SSAValue
     offsets: tuple[SSAValue, ...]
-    all_strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dims: tuple[tuple[int, int], ...]
 
     @property
@@ -102,9 +106,10 @@ class Side:
         kind = value.type
         assert isinstance(kind, MemRefType)
         if not lists[0]:
-            return Side(value, (), (), ((math.prod(kind.get_shape()), 1),))
+            shape = tuple(kind.get_shape())
+            return Side(value, (), shape, (), ((math.prod(shape), 1),))
         dims = tuple(zip(lists[0], lists[1], strict=True))
-        return Side(value, tuple(offsets), tuple(lists[1]), _fold(dims))  # type: ignore[arg-type]
+        return Side(value, tuple(offsets), tuple(lists[0]), tuple(lists[1]), _fold(dims))  # type: ignore[arg-type]
 
 
 def _fold(dims: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -211,7 +216,7 @@ class _Segment:
         for transfer in self.transfers:
             for side in (transfer.dst, transfer.src):
                 check_words(side, self.where)
-                self._check_dimensions(side, transfer)
+                self._check_dimensions(transfer, side)
             self._check_race(transfer)
         for herd in self.herds:
             self._check_herd(herd)
@@ -221,13 +226,16 @@ class _Segment:
     def _require(self, limit: str, used: int, available: int) -> None:
         limits.require(self.where, limit, used, available)
 
-    def _check_dimensions(self, side: Side, transfer: _Transfer) -> None:
-        most = {L1: TILE_DIMENSIONS, L2: MEMTILE_DIMENSIONS, L3: SHIM_DIMENSIONS}[side.space]
-        rank = len(side.dims)
-        if transfer.herd is None and rank > 1 and side.dims[0][0] == self.columns:
-            rank -= 1  # spread over the columns, one descriptor each
-        memory = {L1: "L1", L2: "L2", L3: "DDR"}[side.space]
-        self._require(f"DMA dimensions on the {memory} side", rank, most)
+    def _check_dimensions(self, transfer: _Transfer, side: Side) -> None:
+        if side.space == L3:
+            return  # the compiler cuts what is longer into several descriptors
+        most, memory = (MEMTILE_DIMENSIONS, "L2") if side.space == L2 else (TILE_DIMENSIONS, "L1")
+        self._require(f"DMA dimensions on the {memory} side", len(self._one_part(transfer, side)), most)
+
+    def _one_part(self, transfer: _Transfer, side: Side) -> tuple[tuple[int, int], ...]:
+        """Folded dimensions of what one memory tile takes of a transfer."""
+        spread = transfer.herd is None and self._streams(transfer)
+        return side.dims[1:] if spread and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
 
     def _check_race(self, transfer: _Transfer) -> None:
         if transfer.herd is None or transfer.dst.space == L1:
@@ -242,15 +250,19 @@ class _Segment:
         self._require("herd columns", columns, limits.COLUMNS)
         self._require("herd rows", rows, limits.ROWS)
         self._require("L1 bytes (with stack)", self._l1_bytes(herd) + limits.STACK_BYTES, limits.L1_BYTES)
-        descriptors, streams = 0, defaultdict(set)
+        descriptors = 0
+        far: dict[tuple[str, int], set[SSAValue]] = defaultdict(set)
         for transfer in self.transfers:
             found = transfer.side(L1) if transfer.herd is herd else None
             if found is not None:
                 descriptors += self._copies(root(found[0].value))
-                streams[found[1]].add(root(transfer.far(L1).value))
+                other = transfer.far(L1)
+                far[found[1], other.space].add(root(other.value))
         self._require("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
         for way in ("in", "out"):
-            self._require(f"compute tile DMA channels {way}", len(streams[way]), limits.TILE_CHANNELS)
+            # Streams of one shim take turns on a channel; those of memory tiles cannot.
+            used = len(far[way, L2]) + min(len(far[way, L3]), limits.TILE_CHANNELS)
+            self._require(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
 
     def _copies(self, buffer: SSAValue) -> int:
         """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it."""
@@ -265,27 +277,35 @@ class _Segment:
 
     def _check_l2(self) -> None:
         allocs = [a.results[0] for a in walk_ops(self.op, memref.AllocOp) if memory_space(a.results[0].type) == L2]
-        self._require("L2 bytes", sum(map(buffer_bytes, allocs)), limits.L2_BYTES * self.columns)
+        self._require("L2 bytes", sum(map(buffer_bytes, allocs)), limits.L2_BYTES * limits.COLUMNS)
         streams: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
         descriptors = 0
         for transfer in self.transfers:
             found = transfer.side(L2)
-            if found is not None:
-                count = self._streams(transfer, found[0])
-                streams[found[1]][transfer.stream()] = count
-                descriptors += count
+            if found is None:
+                continue
+            if transfer.herd is None:
+                part = buffer_bytes(root(found[0].value)) // self._streams(transfer)
+                self._require("bytes of one memory tile", part, limits.L2_BYTES)
+            streams[found[1]][transfer.stream()] = self._streams(transfer)
+            descriptors += self._streams(transfer)
         for way, found_streams in streams.items():
-            available = limits.MEMTILE_CHANNELS * self.columns
+            available = limits.MEMTILE_CHANNELS * limits.COLUMNS
             self._require(f"memory tile DMA channels {way}", sum(found_streams.values()), available)
-        self._require("memory tile descriptors", descriptors, limits.MEMTILE_DESCRIPTORS * self.columns)
+        self._require("memory tile descriptors", descriptors, limits.MEMTILE_DESCRIPTORS * limits.COLUMNS)
 
-    def _streams(self, transfer: _Transfer, side: Side) -> int:
-        """Streams of a transfer: one per tile group that sees other data; L2 <-> DDR, one per part of the buffer."""
+    def _streams(self, transfer: _Transfer) -> int:
+        """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the
+        buffer can be spread over, because the herd cuts it and the transfer names that dimension first."""
         if transfer.herd is not None:
             shape = transfer.herd.shape()
             return math.prod(shape[axis] for axis in transfer.far(L1).axes())
-        axes = {axis: herd for herd in self.herds for axis in self._herd_axes(herd, root(side.value))}
-        return axes[min(axes)].shape()[min(axes)] if axes else 1
+        l2 = transfer.far(L3)
+        cuts = {axis: herd.shape()[axis] for herd in self.herds for axis in self._herd_axes(herd, root(l2.value))}
+        parts = cuts[min(cuts)] if cuts else 1
+        ddr = transfer.src if transfer.dst is l2 else transfer.dst
+        named = next((size for size in ddr.sizes if size != 1), 1) == parts
+        return parts if named else 1
 
     def _herd_axes(self, herd: HerdOp, buffer: SSAValue) -> frozenset[int]:
         """Tile axes by which a herd cuts an L2 buffer into parts."""
@@ -297,34 +317,36 @@ class _Segment:
         return cuts
 
     def _check_shim(self) -> None:
-        streams: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
+        """Streams between DDR and the same tiles can take turns on their shim channels; those of L2 cannot."""
+        staged: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
+        direct: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
         tasks: dict[tuple[SSAValue, SSAValue], int] = defaultdict(int)
-        descriptors, staged = 0, set()
+        descriptors = 0
         for transfer in self.transfers:
             found = transfer.side(L3)
             if found is None:
                 continue
-            far = transfer.far(L3)
-            count = self._streams(transfer, far if far.space == L2 else found[0])
-            streams["in" if found[1] == "out" else "out"][transfer.stream()] = count
+            kind = direct if transfer.herd is not None else staged
+            kind["in" if found[1] == "out" else "out"][transfer.stream()] = self._streams(transfer)
             tasks[transfer.stream()] += self._tasks(transfer, found[0])
-            descriptors += count
-            if far.space == L2:
-                staged.add(transfer.stream())
-        for way, found_streams in streams.items():
-            available = limits.SHIM_CHANNELS * limits.COLUMNS
-            self._require(f"shim DMA channels {way}", sum(found_streams.values()), available)
+            descriptors += self._streams(transfer) * self._pieces(transfer, found[0])
+        for way in ("in", "out"):
+            most = sorted(direct[way].values())[-limits.TILE_CHANNELS :]
+            used = sum(staged[way].values()) + sum(most)
+            self._require(f"shim DMA channels {way}", used, limits.SHIM_CHANNELS * limits.COLUMNS)
         self._require("shim descriptors", descriptors, limits.SHIM_DESCRIPTORS * limits.COLUMNS)
         for stream, count in tasks.items():
-            queue = limits.QUEUE_DEPTH + (PING_PONG_TASKS if stream in staged else 0)
-            self._require("queue entries of a shim channel per launch step", count, queue)
+            waiting = PING_PONG_TASKS if any(stream in kind for kind in staged.values()) else 0
+            self._require("queue entries of a shim channel per launch step", count, limits.QUEUE_DEPTH + waiting)
+
+    def _pieces(self, transfer: _Transfer, side: Side) -> int:
+        """Descriptors for one execution: what is longer than a descriptor's dimensions is cut."""
+        return math.prod(size for size, _ in self._one_part(transfer, side)[:-SHIM_DIMENSIONS])
 
     def _tasks(self, transfer: _Transfer, side: Side) -> int:
         """Descriptors pushed per launch step: a loop folds into one as long as the descriptor has dimensions left."""
-        rank = len(side.dims)
-        if transfer.herd is None and rank > 1 and side.dims[0][0] == self.columns:
-            rank -= 1
-        free, pushed = SHIM_DIMENSIONS - rank, 1
+        free = SHIM_DIMENSIONS - len(self._one_part(transfer, side))
+        pushed = self._pieces(transfer, side)
         parent = transfer.op.parent_op()
         while isinstance(parent, scf.ForOp):
             if free > 0:

@@ -363,7 +363,7 @@ class _Lowering:
         return name
 
     def _start(self, side: Side) -> str:
-        terms = [f"{self._name(o)} * {s}" for o, s in zip(side.offsets, side.all_strides, strict=True)]
+        terms = [f"{self._name(o)} * {s}" for o, s in zip(side.offsets, side.strides, strict=True)]
         return f"{element_bytes(side.kind)} * ({' + '.join(terms) or '0'})"
 
     def _counted(self, dst: Side, src: Side) -> str:

@@ -82,26 +82,49 @@ def test_l1_overflow_by_ping_pong() -> None:
     assert air_to_host.lower(module(), ping_pong=False)
 
 
-@pytest.mark.parametrize("columns, fits", [(2, True), (1, False)])
-def test_l2_overflow(columns: int, fits: bool) -> None:
-    case, share = Case(2**20), 2**18 // columns + 64
+@pytest.mark.parametrize(
+    "columns, dims, reason",
+    [
+        (2, lambda share: ((0, 2, share), (0, share, 1)), ""),
+        (1, lambda share: ((0, share, 1),), "bytes of one memory tile"),
+        (2, lambda share: ((0, 2 * share, 1),), "bytes of one memory tile"),
+        (8, lambda share: ((0, 8, share), (0, share, 1)), "of L2 bytes"),
+    ],
+    ids=["fits", "one column", "not spread", "all columns"],
+)
+def test_l2_overflow(columns: int, dims: Callable[[int], Any], reason: str) -> None:
+    share = 2**18 + 64 if columns == 8 else 2**18 // columns + 64
+    case = Case(2**22)
     b = case.builder
-    with b.launch(), b.segment(), b.alloc(L2, (columns, share)) as (m,):  # noqa: SIM117
+    with b.launch(), b.segment(), b.alloc(L2, (columns, share)) as (m,):
+        b.dma(m, case.a.at(*dims(share)))
         with b.herd(columns, 1) as (tx, _), b.alloc(L1, (64,)) as (x,):
             b.dma(x, m.at((tx, 1, share), (0, 64, 1)))
+    if reason:
+        assert reason in refusal(case.module())
+    else:
+        assert air_to_host.lower(case.module())
+
+
+@pytest.mark.parametrize(
+    "staged, direct, fits", [(2, 0, True), (3, 0, False), (2, 1, False), (1, 2, False), (0, 3, True)]
+)
+def test_compute_tile_channels(staged: int, direct: int, fits: bool) -> None:
+    """Streams from DDR take turns on a channel, those of memory tiles cannot."""
+    case = Case()
+    b = case.builder
+    slots = (case.a, case.b, case.out)
+    with b.launch(), b.segment(), b.alloc(L2, *[(64,)] * 3) as memory:
+        for buffer, slot in zip(memory[:staged], slots, strict=False):
+            b.dma(buffer, slot.at((0, 64, 1)))
+        with b.herd(1, 1) as _, b.alloc(L1, *[(64,)] * 3) as local:
+            sources = [m.at((0, 64, 1)) for m in memory[:staged]] + [s.at((0, 64, 1)) for s in slots[staged:]]
+            for buffer, source in zip(local, sources[: staged + direct], strict=False):
+                b.dma(buffer, source)
     if fits:
         assert air_to_host.lower(case.module())
     else:
-        assert "L2 bytes" in refusal(case.module())
-
-
-def test_compute_tile_channels() -> None:
-    case = Case()
-    with case.herd(), case.builder.alloc(L1, (64,), (64,), (64,)) as buffers:
-        for buffer, slot in zip(buffers, (case.a, case.b, case.out), strict=True):
-            case.builder.dma(buffer, slot.at((0, 64, 1)))
-    assert "compute tile DMA channels in: " not in (text := refusal(case.module()))
-    assert "needs 3 of compute tile DMA channels in, the NPU has 2" in text
+        assert "needs 3 of compute tile DMA channels in, the NPU has 2" in refusal(case.module())
 
 
 def test_compute_tile_descriptors() -> None:
@@ -129,13 +152,14 @@ def test_a_broadcast_is_one_stream_and_counted_once() -> None:
 
 
 def test_memory_tile_channels() -> None:
+    """Two buffers that every one of 32 tiles reads elsewhere."""
     case = Case(4096)
     b = case.builder
-    with b.launch(), b.segment(), b.alloc(L2, (4, 64), (4, 64)) as staged:  # noqa: SIM117
-        with b.herd(1, 4) as (_, ty), b.alloc(L1, (64,)) as (x,):
+    with b.launch(), b.segment(), b.alloc(L2, (8, 64), (8, 64)) as staged, b.herd(8, 4) as (tx, ty):  # noqa: SIM117
+        with b.alloc(L1, (64,)) as (x,):
             for source in staged:
-                b.dma(x, source.at((ty, 1, 64), (0, 64, 1)))
-    assert "needs 8 of memory tile DMA channels out, the NPU has 6" in refusal(case.module())
+                b.dma(x.at((0, 16, 1)), source.at((tx, 1, 64), (ty * 16, 16, 1)))
+    assert "needs 64 of memory tile DMA channels out, the NPU has 48" in refusal(case.module())
 
 
 def test_queue_depth() -> None:
@@ -177,11 +201,37 @@ def test_dma_moves_words(dims: tuple[tuple[int, int, int], ...], reason: str) ->
     assert reason in refusal(case.module())
 
 
-def test_dma_dimensions() -> None:
-    case = Case(4096)
-    with case.herd(), case.builder.alloc(L1, (2, 2, 2, 2, 2)) as (x,):
-        case.builder.dma(x, case.a.at(*((0, 2, 4**p) for p in (5, 4, 3, 2)), (0, 2, 1)))
-    assert "DMA dimensions on the DDR side" in refusal(case.module())
+@pytest.mark.parametrize("local, memory, reason", [(3, 1, ""), (4, 1, "4 of DMA dimensions on the L1 side")])
+def test_dma_dimensions_of_l1(local: int, memory: int, reason: str) -> None:
+    check_dimensions(local, memory, reason)
+
+
+@pytest.mark.parametrize("local, memory, reason", [(1, 4, ""), (1, 5, "5 of DMA dimensions on the L2 side")])
+def test_dma_dimensions_of_l2(local: int, memory: int, reason: str) -> None:
+    check_dimensions(local, memory, reason)
+
+
+def check_dimensions(local: int, memory: int, reason: str) -> None:
+    """L2 -> L1 with as many dimensions of two elements on each side; one dimension is contiguous."""
+    case, elements = Case(4096), 2 ** max(local, memory)
+    b = case.builder
+    patterns = [
+        ((0, elements, 1),) if rank == 1 else (*((0, 2, 4**p) for p in range(rank - 1, 0, -1)), (0, 2, 1))
+        for rank in (local, memory)
+    ]
+    with b.launch(), b.segment(), b.alloc(L2, (8192,)) as (m,), b.herd(1, 1) as _, b.alloc(L1, (1024,)) as (x,):
+        b.dma(x.at(*patterns[0]), m.at(*patterns[1]))
+    if reason:
+        assert reason in refusal(case.module())
+    else:
+        assert air_to_host.lower(case.module())
+
+
+def test_a_long_ddr_pattern_is_several_descriptors() -> None:
+    case = Case(2**16)
+    with case.herd(), case.builder.alloc(L1, (8, 2, 2, 2, 2)) as (x,):
+        case.builder.dma(x, case.a.at((0, 8, 4**6), *((0, 2, 4**p) for p in (4, 3, 2)), (0, 2, 1)))
+    assert "needs 8 of queue entries" in refusal(case.module())
 
 
 def test_tiles_that_write_the_same_bytes() -> None:
