@@ -82,6 +82,10 @@ class TileObject:
         )
 
 
+DEVICE = TileObject("device.o", SOURCES / "sim/device.cc", ())
+"""What every program runs on; links like a tile function."""
+
+
 def tile_objects(module: ModuleOp) -> list[TileObject]:
     """What the module's declarations link, each once, in order."""
     names = dict.fromkeys(
@@ -110,8 +114,8 @@ def build(
 ) -> Path:
     """Lower, compile and link MLIR text, as given to `aircc`, to the shared object `target`.
 
-    `cache`: objects of tile functions, shared between programs, named by content. `checks`: fences and never-written
-    bytes at run time. `flags`: more compiler options. Raises UserError.
+    `cache`: objects of tile functions and of the device, shared between programs and named by content. `checks`:
+    fences and never-written bytes at run time. `flags`: more compiler options. Raises UserError.
     """
     module = parse_mlir(mlir)
     work.mkdir(parents=True, exist_ok=True)
@@ -122,22 +126,22 @@ def build(
     program = source.with_suffix(".o")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         host = pool.submit(run_compiler, [*options, "-c", str(source), "-o", str(program)], str(source))
-        tiles = list(pool.map(lambda tile: compile_tile(tile, options, cache), tile_objects(module)))
+        objects = list(pool.map(lambda part: compile_object(part, options, cache), [DEVICE, *tile_objects(module)]))
         host.result()
-    run_compiler(["-shared", "-o", str(target), str(program), *map(str, tiles)], target.name)
+    run_compiler(["-shared", "-Wl,-Bsymbolic", "-o", str(target), str(program), *map(str, objects)], target.name)
     return target
 
 
-def compile_tile(tile: TileObject, options: Sequence[str], cache: Path) -> Path:
-    """The object of a tile function for the simulator, from `cache` when its content and options are known there."""
-    state = xxhash.xxh3_128(repr((host_compiler_fingerprint(), options, tile.defines)).encode())
-    for path in (tile.source, *HEADERS):
+def compile_object(part: TileObject, options: Sequence[str], cache: Path) -> Path:
+    """The object for the simulator, from `cache` when its content and options are known there."""
+    state = xxhash.xxh3_128(repr((host_compiler_fingerprint(), options, part.defines)).encode())
+    for path in (part.source, *HEADERS):
         state.update(path.read_bytes())
-    output = cache / f"{Path(tile.name).stem}-{state.hexdigest()}.o"
+    output = cache / f"{Path(part.name).stem}-{state.hexdigest()}.o"
     if not output.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        run_compiler([*options, *tile.defines, "-c", str(tile.source), "-o", str(partial)], str(tile.source))
+        run_compiler([*options, *part.defines, "-c", str(part.source), "-o", str(partial)], str(part.source))
         partial.replace(output)
     return output
 
@@ -234,9 +238,7 @@ class _Lowering:
             f"{{static_cast<uint8_t *>(slots[{i}]), {buffer_bytes(a)}, {i}}}" for i, a in enumerate(args)
         )
         self._emit(
-            f'extern "C" const char {name}_info[] = {json.dumps(json.dumps(info))};',
-            "",
-            f'extern "C" {ENTRY.replace("NAME", name)} try {{',
+            "static void program(void **slots, int64_t *counters, bool reverse) {",
             f"    sim::Memory tile({l1_bytes}), memory({l2_bytes});",
             "    l1 = &tile, l2 = &memory;",
             f"    sim::Buffer buffers[] = {{{buffers}}};",
@@ -244,17 +246,14 @@ class _Lowering:
         )
         for index in range(len(launches)):
             at = f"counters + {index * width}"
-            self._emit(
-                f"    launch = {{{at}, {at} + 1, {at} + 2}};", f"    launch_{index}(buffers, launch, reverse != 0);"
-            )
+            self._emit(f"    launch = {{{at}, {at} + 1, {at} + 2}};", f"    launch_{index}(buffers, launch, reverse);")
         self._emit(
-            "    return 0;",
-            "} catch (const sim::Refused &refused) {",
-            "    sim::report(refused.what.c_str(), error, error_bytes);",
-            "    return 1;",
-            "} catch (const aie::sim::Fault &fault) {",
-            "    sim::report(fault.what, error, error_bytes);",
-            "    return 1;",
+            "}",
+            "",
+            f'extern "C" const char {name}_info[] = {json.dumps(json.dumps(info))};',
+            "",
+            f'extern "C" {ENTRY.replace("NAME", name)} {{',
+            "    return sim::guarded(program, slots, counters, reverse != 0, error, error_bytes);",
             "}",
         )
 

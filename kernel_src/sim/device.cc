@@ -1,0 +1,137 @@
+// The host side of device.hpp.
+#include "device.hpp"
+
+#include <aie_api/aie.hpp>
+#include <cstring>
+#include <new>
+#include <string>
+
+#ifndef SIM_CHECKS
+#define SIM_CHECKS 1
+#endif
+
+namespace sim {
+
+thread_local const char *where = "";
+
+namespace {
+
+constexpr std::int64_t FENCE = 64;
+constexpr std::uint32_t NEVER_WRITTEN = 0xffffffffu;
+
+struct Refused {
+    std::string what;
+};
+
+[[noreturn]] void refuse(const std::string &what) { throw Refused{what}; }
+
+std::int64_t span(const Pattern &p) {
+    std::int64_t last = 0;
+    for (int i = 0; i < p.rank; ++i) last += (p.size[i] - 1) * p.stride[i];
+    return last;
+}
+
+void check_address(const char *side, const Buffer &b, std::int64_t start, const Pattern &p, std::int64_t run) {
+    const std::int64_t end = start + span(p) + run;
+    if (start < 0 || end > b.bytes)
+        refuse(std::string(side) + " bytes " + std::to_string(start) + " .. " + std::to_string(end) +
+               " are outside the buffer of " + std::to_string(b.bytes));
+    if (start % 4 != 0) refuse(std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
+}
+
+void check_written(const std::uint8_t *from, std::int64_t run) {
+    for (std::int64_t i = 0; i + 4 <= run; i += 4) {
+        std::uint32_t word;
+        std::memcpy(&word, from + i, 4);
+        if (word == NEVER_WRITTEN) refuse("reads bytes that were never written");
+    }
+}
+
+// Address of each run of a pattern in stream order.
+class Walk {
+public:
+    Walk(const Pattern &p, std::int64_t start) : p_(p), at_(start) {}
+
+    std::int64_t next() {
+        const std::int64_t here = at_;
+        for (int i = p_.rank - 1; i >= 0; --i) {
+            at_ += p_.stride[i];
+            if (++index_[i] < p_.size[i]) break;
+            at_ -= p_.size[i] * p_.stride[i];
+            index_[i] = 0;
+        }
+        return here;
+    }
+
+private:
+    const Pattern &p_;
+    std::int64_t at_;
+    std::int64_t index_[8] = {};
+};
+
+int report(const char *what, char *error, std::int64_t bytes) {
+    const std::string line = std::string(where) + ": " + what;
+    std::strncpy(error, line.c_str(), static_cast<std::size_t>(bytes) - 1);
+    return 1;
+}
+
+}  // namespace
+
+Memory::Memory(std::int64_t bytes)
+    : storage_(static_cast<std::uint8_t *>(::operator new(static_cast<std::size_t>(bytes + FENCE), std::align_val_t{64}))) {}
+
+Memory::~Memory() { ::operator delete(storage_, std::align_val_t{64}); }
+
+Buffer Memory::claim(std::int64_t offset, std::int64_t bytes) {
+#if SIM_CHECKS
+    std::memset(storage_ + offset, 0xff, static_cast<std::size_t>(bytes + FENCE));
+#endif
+    return {storage_ + offset, bytes, -1};
+}
+
+void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Pattern &to, const Buffer &src,
+         std::int64_t src_start, const Pattern &from, std::int64_t runs, std::int64_t run, bool count) {
+    check_address("destination", dst, dst_start, to, run);
+    check_address("source", src, src_start, from, run);
+    Walk write(to, dst_start), read(from, src_start);
+    for (std::int64_t i = 0; i < runs; ++i) {
+        const std::uint8_t *source = src.data + read.next();
+#if SIM_CHECKS
+        if (src.slot < 0) check_written(source, run);
+#endif
+        std::memcpy(dst.data + write.next(), source, static_cast<std::size_t>(run));
+    }
+    if (!count) return;
+    if (src.slot >= 0) launch.traffic[2 * src.slot] += runs * run;
+    if (dst.slot >= 0) launch.traffic[2 * dst.slot + 1] += runs * run;
+}
+
+void called(Launch &launch, std::initializer_list<Buffer> buffers) {
+    ++*launch.calls;
+    *launch.macs += static_cast<std::int64_t>(aie::sim::counters.macs);
+    aie::sim::counters.macs = 0;
+#if SIM_CHECKS
+    for (const Buffer &b : buffers)
+        for (std::int64_t i = 0; i < FENCE; ++i)
+            if (b.data[b.bytes + i] != 0xff)
+                refuse("wrote past the end of a buffer of " + std::to_string(b.bytes) + " bytes");
+#else
+    (void)buffers;
+#endif
+}
+
+void start_core() { aie::tile::current().set_rounding(aie::rounding_mode::floor); }
+
+int guarded(void (*program)(void **, std::int64_t *, bool), void **slots, std::int64_t *counters, bool reverse,
+            char *error, std::int64_t error_bytes) {
+    try {
+        program(slots, counters, reverse);
+        return 0;
+    } catch (const Refused &refused) {
+        return report(refused.what.c_str(), error, error_bytes);
+    } catch (const aie::sim::Fault &fault) {
+        return report(fault.what, error, error_bytes);
+    }
+}
+
+}  // namespace sim
