@@ -76,6 +76,11 @@ def task_verify():
     return graph.verify()
 
 
+def task_estimate():
+    """Estimate DDR traffic, arithmetic and time of every launch on the NPU."""
+    return graph.estimate()
+
+
 def task_why():
     """Say for each step whether it is current, and if not, why."""
     return graph.why()

@@ -56,10 +56,6 @@ class Elf:
     def slot(self, name: str) -> Slot:
         return next(s for s in self.slots if s.name == name)
 
-    def sources(self) -> tuple[str, ...]:
-        """Stems of the C++ files whose objects this ELF links, each once, sorted."""
-        return tuple(sorted({launch.kernel.source for launch in self.launches}))
-
     def layout_of(self, slot: str, target: str) -> str:
         """The byte arrangement in which this ELF's kernels read a weight slot."""
         found = {

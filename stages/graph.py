@@ -14,6 +14,7 @@ from doit.exceptions import TaskFailed
 from runtime.errors import UserError
 from stages.checkpoint import ArtifactsOnly, copy_tokenizer, record_checkpoint, resolve
 from stages.elfs import DEVICE_ELFS, Elf, host_elfs
+from stages.fusion import fuse
 from stages.link import host_elf
 from stages.manifest import write_manifest
 from stages.modules import write_cpu_source
@@ -234,6 +235,19 @@ class Graph:
             return TaskFailed(str(error))
         return None if passed else TaskFailed("verify: the runtime and transformers disagree, see the table")
 
+    def estimate(self) -> Task:
+        return {"actions": [self._estimate], "meta": {"quiet": True}, "verbosity": 2}
+
+    def _estimate(self) -> TaskFailed | None:
+        from stages.config import read_config
+        from stages.npu_report import print_estimate
+
+        try:
+            print_estimate(read_config(self.source.fetch() / "config.json"), self.buckets[-1])
+        except UserError as error:
+            return TaskFailed(str(error))
+        return None
+
     def why(self) -> Task:
         return {"actions": [self._why], "meta": {"quiet": True}, "verbosity": 2}
 
@@ -243,7 +257,7 @@ class Graph:
 
 
 def _sources(elfs: Iterable[Elf]) -> tuple[str, ...]:
-    return tuple(sorted({source for elf in elfs for source in elf.sources()}))
+    return tuple(sorted({launch.kernel.source for elf in elfs for launch in fuse(elf)}))
 
 
 def _entries(programs: Mapping[str, list[Elf]], host: bool) -> dict[str, dict[str, Any]]:

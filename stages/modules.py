@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stages.config import read_config
 from stages.elfs import RUNTIME_SCALARS, Dim, Elf, Launch, all_elfs
+from stages.fusion import fuse
 from stages.kernels import Arg
 
 _C_TYPES = {"bf16": "bf16", "f32": "float", "i32": "int32_t"}
@@ -27,7 +28,7 @@ def cpu_glue(elf: Elf, dimensions: Mapping[str, float]) -> str:
     lines = [f'extern "C" void {elf.name}(void *const *slots, const Dims *dims, Worker *worker) {{']
     written: set[str] = set()
     read: set[str] = set()
-    for launch in elf.launches:
+    for launch in fuse(elf):
         if launch.reads() & written or launch.writes() & (written | read):
             lines.append("  worker->barrier();")
             written, read = set(), set()

@@ -296,6 +296,7 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
         "doc": step.doc,
         "actions": [step.run],
         "uptodate": [UpToDate(step)],
+        "targets": [output.as_posix() for output in step.outputs],
         "task_dep": sorted({maker[p] for p in step.inputs if p in maker}),
         "clean": [step.clean],
         "verbosity": 2,

@@ -36,10 +36,10 @@ def test_comment_recompiles_one_object_and_stops(built: Path) -> None:
 
 
 def test_changed_kernel_relinks_only_its_users(built: Path) -> None:
-    source = built / "kernel_src/cpu/silu_and_mul.cc"
+    source = built / "kernel_src/cpu/rope.cc"
     addition = '#ifndef ADDED\n#define ADDED\nextern "C" int added_for_a_test() { return 7; }\n#endif\n'
     source.write_text(addition + source.read_text())
-    assert ran(doit(*COMPILE, cwd=built)) == {"object:silu_and_mul", "elf:o_ffn", "elf:o_gemv_ffn", "manifest"}
+    assert ran(doit(*COMPILE, cwd=built)) == {"object:rope", "elf:rms_gemms_rope", "elf:rms_gemv_rope", "manifest"}
 
 
 def test_changed_header_recompiles_its_readers(built: Path) -> None:

@@ -40,12 +40,21 @@ def _kernel(name: str, inputs: tuple[Arg | str, ...], params: str, out: str = "b
     return Kernel(name, (*args, Arg("out", out, written=True)), tuple(params.split()), source or name)
 
 
-_WEIGHT = Arg("weight", layouts=(("cpu", "panels"),))
+def _panels(name: str) -> Arg:
+    """A weight matrix that host kernels read in panels."""
+    return Arg(name, layouts=(("cpu", "panels"),))
+
+
+_WEIGHT = _panels("weight")
 
 _KERNELS = (
     _kernel("rms_norm", ("x", "weight"), "rows cols eps"),
     _kernel("gemm", ("x", _WEIGHT), "rows cols out_cols"),
+    _kernel("gemm_add", ("x", _WEIGHT, "residual"), "rows cols out_cols", source="gemm"),
+    _kernel("gemm_silu", ("x", _panels("gate"), _panels("up")), "rows cols out_cols", source="gemm"),
     _kernel("gemv", (_WEIGHT, "x"), "out_cols cols"),
+    _kernel("gemv_add", (_WEIGHT, "x", "residual"), "out_cols cols", source="gemv"),
+    _kernel("gemv_silu", (_panels("gate"), _panels("up"), "x"), "out_cols cols", source="gemv"),
     _kernel("gemv_f32", (_WEIGHT, "x"), "out_cols cols", out="f32", source="gemv"),
     _kernel("rope", ("x", Arg("table", "f32")), "rows pos heads head_dim"),
     _kernel("silu_and_mul", ("gate", "up"), "rows cols"),

@@ -1,0 +1,139 @@
+"""The NPU targets under the whole pipeline: doit builds them, the runtime runs them, on the demo model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime import Llama, load
+from tests.conftest import ROOT, build, doit, ran
+
+EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
+BUCKETS = "64,128"
+
+
+@pytest.fixture(scope="module")
+def fused(artifacts: Path) -> Path:
+    return build("demo", artifacts, target="npu2-sim", buckets=BUCKETS)
+
+
+@pytest.fixture(scope="module")
+def spec(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("spec")
+    shutil.copytree(artifacts / ".cache", root / ".cache")
+    return build("demo", root, target="npu2-sim", buckets="64", grouping="spec")
+
+
+def greedy(llm: Llama, ids: list[int], count: int) -> list[int]:
+    llm.reset()
+    tokens = [int(np.argmax(llm.prefill(ids)))]
+    while len(tokens) < count:
+        tokens.append(int(np.argmax(llm.decode(tokens[-1]))))
+    return tokens
+
+
+@pytest.mark.parametrize(("prompt", "start"), EXPECTED["raw"][::12], ids=lambda text: text[:24])
+def test_simulated_npu_completes(fused: Path, prompt: str, start: str) -> None:
+    llm = load(fused)
+    assert "".join(llm.generate(prompt, raw=True, max_tokens=24)).startswith(start[:40])
+    llm.close()
+
+
+def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, spec: Path, demo: Path) -> None:
+    chosen = []
+    for directory in (fused, spec, demo):
+        llm = load(directory)
+        chosen.append(greedy(llm, llm.encode("The capital of Italy is", raw=True), 4))
+        llm.close()
+    assert chosen[0] == chosen[1] == chosen[2]
+
+
+def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
+    """Padding is never read: the last prompt position is bit-identical, whatever lies behind it."""
+    llm = load(fused)
+    ids = llm.encode("Once upon a time there was a small", raw=True)
+    layers = llm.manifest.model["layers"]
+    states = []
+    for phase in ("prefill@64", "prefill@128"):
+        for filler in (1, 2):
+            llm.reset()
+            llm._tokens[:] = filler
+            llm._memory.array(f"x.{layers % 2}")[:] = filler
+            llm._run(phase, ids)
+            states.append(llm._memory.array(f"x.{layers % 2}")[len(ids) - 1].copy())
+    for state in states[1:]:
+        np.testing.assert_array_equal(state.view(np.uint16), states[0].view(np.uint16))
+    llm.close()
+
+
+def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
+    ids = np.random.default_rng(0).integers(5, 200, 131).tolist()
+    logits = []
+    for directory in (fused, demo):
+        llm = load(directory)
+        logits.append(llm.prefill(ids))
+        llm.close()
+    np.testing.assert_allclose(logits[0], logits[1], atol=0.1 * np.abs(logits[1]).max())
+
+
+def test_submissions_and_traffic(fused: Path) -> None:
+    """A prompt takes one submission per layer and the LM head, a token layers + 1; weights are read once per token."""
+    llm = load(fused)
+    layers = llm.manifest.model["layers"]
+    llm.prefill([1, 2, 3])
+    before = {name: traffic.submissions for name, traffic in llm.device.traffic().items()}
+    assert sum(before.values()) == layers + 1
+    llm.decode(4)
+    after = llm.device.traffic()
+    assert sum(traffic.submissions for traffic in after.values()) - sum(before.values()) == layers + 1
+    layer = after["decode_layer"]
+    slots = llm.manifest.programs["decode_layer"]["slots"]
+    weights = sum(2 * int(np.prod(slot["shape"])) for slot in slots if slot["role"] == "weight")
+    assert layer.read < 1.1 * weights * (layers - 1), "each weight byte is read once per token"
+    llm.close()
+
+
+def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: Path) -> None:
+    """A comment in a tile function relowers its programs and stops there; the MLIR is untouched."""
+    del fused  # its tile objects are in the session's cache, not in this checkout's
+    arguments = ("compile", "target=npu2-sim", "buckets=64", "model=models/demo")
+    first = ran(doit(*arguments, cwd=built))
+    assert {"module:prefill_layer.64", "elf:prefill_layer.64", "elf:decode_last", "manifest"} <= first
+    assert ran(doit(*arguments, cwd=built)) == set()
+    source = built / "kernel_src/aie2p/silu_and_mul.cc"
+    source.write_text(source.read_text() + "\n// a comment\n")
+    assert ran(doit(*arguments, cwd=built)) == {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+
+
+@pytest.mark.verify
+def test_verify_passes(fused: Path) -> None:
+    pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
+    pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+    from stages.verify import verify
+
+    assert verify(fused, ROOT / "models/demo", 2)
+
+
+@pytest.mark.parametrize("buckets", ["", "abc", "100", "0", "64,65"])
+def test_bad_buckets_are_one_line(buckets: str, tmp_path: Path) -> None:
+    run = doit("compile", "target=npu2-sim", f"buckets={buckets}", f"artifacts={tmp_path}")
+    assert run.returncode != 0
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert "buckets=" in run.stderr
+
+
+def test_bad_grouping_is_one_line(tmp_path: Path) -> None:
+    run = doit("compile", "target=npu2-sim", "grouping=nice", f"artifacts={tmp_path}")
+    assert run.returncode != 0
+    assert run.stderr.strip().splitlines() == ["ERROR: grouping=nice: choose one of spec, fused"]
+
+
+def test_estimate_says_what_a_token_moves() -> None:
+    run = doit("estimate", "model=random:smollm2-360m")
+    assert run.returncode == 0, run.stderr
+    ratio = float(run.stdout.partition("through DDR, ")[2].partition("x")[0])
+    assert 1 <= ratio <= 1.05
