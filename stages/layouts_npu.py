@@ -41,15 +41,3 @@ def pad_rows(weight: np.ndarray, step: int = 64) -> np.ndarray:
     padded = np.zeros(padded_shape(weight.shape, step), weight.dtype)
     padded[: len(weight)] = weight
     return padded
-
-
-def to_tiles(x: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Activations `[seq, width]` in tiles of `rows` x `cols`, each in row-major 8x8 blocks; same shape, other order."""
-    split = x.reshape(len(x) // rows, rows // BLOCK, BLOCK, x.shape[1] // cols, cols // BLOCK, BLOCK)
-    return np.ascontiguousarray(split.transpose(0, 3, 1, 4, 2, 5)).reshape(x.shape)
-
-
-def from_tiles(tiled: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Inverse of `to_tiles`."""
-    split = tiled.reshape(len(tiled) // rows, tiled.shape[1] // cols, rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
-    return np.ascontiguousarray(split.transpose(0, 2, 4, 1, 3, 5)).reshape(tiled.shape)

@@ -71,7 +71,7 @@ between `rms_gemv_rope` and `o_gemv_ffn`: the first `rms_gemv_rope`, a `decode_l
 
 @dataclass(frozen=True)
 class NpuSlot:
-    """An argument of a module: shape and byte order in DDR. `layout`: plain, blocks (weights), tiles (scratch)."""
+    """An argument of a module: shape and byte order in DDR. `layout`: plain, or blocks (`layouts_npu`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,8 +143,9 @@ def build_module(group: Group, dimensions: Dimensions, bucket: int, pos: int = 0
 
 
 def options(group: Group) -> tuple[str, ...]:
-    """Options for `aircc`. GEMV launches have long grids, which must be cut to what a shim channel can queue."""
-    return () if group.prefill else ("--air-runtime-loop-tiling-sizes=16", "--air-runtime-loop-tiling-sizes=16")
+    """Options for `aircc`: how many steps of a launch grid share the descriptors of a shim channel."""
+    steps = 2 if group.prefill else 16
+    return (f"--air-runtime-loop-tiling-sizes={steps}",) * 2
 
 
 def _wire(elf: str, renamed: Mapping[str, str], known: Dimensions) -> Iterator[_Wired]:
@@ -192,9 +193,7 @@ def _in_ddr(slot: NpuSlot, group: Group, known: Dimensions) -> NpuSlot:
 
 def _plan_gemm(w: _Wired) -> gemm.Plan:
     shape = (w.integer("rows"), w.integer("cols"), w.integer("out_cols"))
-    if w.args["out"] == "kv":
-        return gemm.plan(*shape, out="kv", head_dim=w.integer("head_dim"), first_row=w.integer("pos"))
-    return gemm.plan(*shape)
+    return gemm.plan(*shape, w.integer("head_dim"), w.integer("pos")) if w.args["out"] == "kv" else gemm.plan(*shape)
 
 
 def _plan_rope(w: _Wired) -> rope.Plan:

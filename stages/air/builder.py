@@ -88,6 +88,11 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Channel:
+    name: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A verified module with one public function, and the object variants its calls link."""
 
@@ -250,13 +255,24 @@ class Builder:
         for buffer in buffers:
             self.emit(memref.DeallocOp.get(buffer.value))
 
+    def channel(self, size: Shape, broadcast_shape: Shape) -> Channel:
+        """FIFOs between this segment and its herd: one per entry of `size`, each delivered to `broadcast_shape`."""
+        channel = Channel(self._name("channel"))
+        self.module.body.block.add_op(dialect.ChannelOp(channel.name, size, broadcast_shape))
+        return channel
+
+    def put(self, channel: Channel, indices: Sequence[Number], source: Buffer) -> None:
+        self.emit(dialect.ChannelPutOp(channel.name, [self.index(n) for n in indices], *self._side(source)))
+
+    def get(self, channel: Channel, indices: Sequence[Number], target: Buffer) -> None:
+        self.emit(dialect.ChannelGetOp(channel.name, [self.index(n) for n in indices], *self._side(target)))
+
     def dma(self, dst: Buffer, src: Buffer) -> None:
-        sides = []
-        for side in (dst, src):
-            lists = [[self.index(n) for n in part] for part in (side.offsets, side.sizes, side.strides)]
-            sides.append((self.resolve(side.value), (lists[0], lists[1], lists[2])))
-        (to, to_lists), (source, source_lists) = sides
-        self.emit(dialect.DmaMemcpyNdOp(to, to_lists, source, source_lists))
+        self.emit(dialect.DmaMemcpyNdOp(*self._side(dst), *self._side(src)))
+
+    def _side(self, side: Buffer) -> tuple[SSAValue, dialect.Pattern]:
+        offsets, sizes, strides = ([self.index(n) for n in part] for part in (side.offsets, side.sizes, side.strides))
+        return self.resolve(side.value), (offsets, sizes, strides)
 
     def call(self, variant: Variant, function: str, *args: Buffer | Number | float) -> None:
         """Call a tile function: buffers as memrefs, indices and ints as i32, floats as f32."""
@@ -287,4 +303,4 @@ def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.Fu
     return op
 
 
-__all__ = ["L1", "L2", "L3", "Buffer", "Builder", "Index", "Number", "Program", "declaration", "memref_type"]
+__all__ = ["L1", "L2", "L3", "Buffer", "Builder", "Channel", "Index", "Number", "Program", "declaration", "memref_type"]

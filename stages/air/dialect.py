@@ -1,4 +1,4 @@
-"""The operations of MLIR-AIR that our programs use: launch > segment > herd, and the n-dimensional DMA.
+"""The operations of MLIR-AIR that our programs use: launch > segment > herd, n-dimensional DMA, channels.
 
 A launch is a grid of steps run by the command processor, a segment owns the L2 buffers, a herd runs its body on every
 tile of a rectangle of cores. All three are isolated from above: what they use, they are given.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from xdsl.dialects.builtin import IndexType, IntegerAttr, MemRefType, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, IndexType, IntegerAttr, MemRefType, StringAttr, SymbolRefAttr, i64
 from xdsl.ir import Attribute, Block, BlockArgument, Dialect, Operation, Region, SSAValue
 from xdsl.irdl import (
     AttrSizedOperandSegments,
     IRDLOperation,
+    attr_def,
     irdl_op_definition,
     operand_def,
     opt_attr_def,
@@ -26,6 +27,9 @@ from xdsl.traits import IsolatedFromAbove, IsTerminator, SingleBlockImplicitTerm
 from xdsl.utils.exceptions import VerifyException
 
 L3, L2, L1 = 0, 1, 2
+
+Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
+"""Offsets, sizes and strides."""
 
 
 def memory_space(kind: Attribute) -> int:
@@ -196,9 +200,9 @@ class DmaMemcpyNdOp(IRDLOperation):
     def __init__(
         self,
         dst: SSAValue,
-        dst_lists: tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]],
+        dst_lists: Pattern,
         src: SSAValue,
-        src_lists: tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]],
+        src_lists: Pattern,
     ) -> None:
         super().__init__(operands=[dst, *(list(part) for part in dst_lists), src, *(list(part) for part in src_lists)])
 
@@ -242,20 +246,98 @@ class DmaMemcpyNdOp(IRDLOperation):
 
     def print(self, printer: Printer) -> None:
         printer.print_string(" (")
-        self._side(printer, self.dst, (self.dst_offsets, self.dst_sizes, self.dst_strides))
+        self.print_side(printer, self.dst, (self.dst_offsets, self.dst_sizes, self.dst_strides))
         printer.print_string(", ")
-        self._side(printer, self.src, (self.src_offsets, self.src_sizes, self.src_strides))
+        self.print_side(printer, self.src, (self.src_offsets, self.src_sizes, self.src_strides))
         printer.print_string(") : (")
         printer.print_list((self.dst.type, self.src.type), printer.print_attribute)
         printer.print_string(")")
 
     @staticmethod
-    def _side(printer: Printer, buffer: SSAValue, lists: tuple[Sequence[SSAValue], ...]) -> None:
+    def print_side(printer: Printer, buffer: SSAValue, lists: tuple[Sequence[SSAValue], ...]) -> None:
         printer.print_ssa_value(buffer)
         for position, part in enumerate(lists):
             printer.print_string("[" if position == 0 else " [")
             printer.print_list(part, printer.print_ssa_value)
             printer.print_string("]")
+
+
+@irdl_op_definition
+class ChannelOp(IRDLOperation):
+    """An array of FIFOs between segment and herd. With `broadcast_shape`, an entry that is 1 in `size` and more there
+    delivers every item to that many tiles."""
+
+    name = "air.channel"
+    sym_name = attr_def(StringAttr)
+    size = attr_def(ArrayAttr[IntegerAttr])
+    broadcast_shape = attr_def(ArrayAttr[IntegerAttr])
+
+    def __init__(self, name: str, size: Sequence[int], broadcast_shape: Sequence[int]) -> None:
+        arrays = {"size": size, "broadcast_shape": broadcast_shape}
+        attributes: dict[str, Attribute] = {
+            key: ArrayAttr([IntegerAttr(n, i64) for n in numbers]) for key, numbers in arrays.items()
+        }
+        super().__init__(attributes={"sym_name": StringAttr(name), **attributes})
+
+    def verify_(self) -> None:
+        for size, wide in zip(self.size, self.broadcast_shape, strict=True):
+            if size != wide and size.value.data != 1:
+                raise VerifyException(f"air.channel @{self.sym_name.data}: only entries of size 1 can be broadcast")
+
+    def print(self, printer: Printer) -> None:
+        size, wide = (", ".join(str(n.value.data) for n in part) for part in (self.size, self.broadcast_shape))
+        printer.print_string(f" @{self.sym_name.data} [{size}] {{broadcast_shape = [{wide}]}}")
+
+
+class _ChannelEnd(IRDLOperation):
+    """One side of a transfer through FIFO `chan_name[indices]`: a buffer, walked as in `air.dma_memcpy_nd`."""
+
+    chan_name = attr_def(SymbolRefAttr)
+    indices = var_operand_def(IndexType())
+    buffer = operand_def(MemRefType)
+    offsets = var_operand_def(IndexType())
+    sizes = var_operand_def(IndexType())
+    strides = var_operand_def(IndexType())
+    irdl_options = (AttrSizedOperandSegments(),)
+
+    def __init__(
+        self,
+        channel: str,
+        indices: Sequence[SSAValue],
+        buffer: SSAValue,
+        lists: Pattern,
+    ) -> None:
+        super().__init__(
+            operands=[list(indices), buffer, *(list(part) for part in lists)],
+            attributes={"chan_name": SymbolRefAttr(channel)},
+        )
+
+    def verify_(self) -> None:
+        if len({len(part) for part in (self.offsets, self.sizes, self.strides)}) != 1:
+            raise VerifyException(f"{self.name}: offsets, sizes and strides differ in length")
+
+    def print(self, printer: Printer) -> None:
+        printer.print_string(f" @{self.chan_name.string_value()}[")
+        printer.print_list(self.indices, printer.print_ssa_value)
+        printer.print_string("] (")
+        DmaMemcpyNdOp.print_side(printer, self.buffer, (self.offsets, self.sizes, self.strides))
+        printer.print_string(") : (")
+        printer.print_attribute(self.buffer.type)
+        printer.print_string(")")
+
+
+@irdl_op_definition
+class ChannelPutOp(_ChannelEnd):
+    """Queues a copy of what the pattern walks."""
+
+    name = "air.channel.put"
+
+
+@irdl_op_definition
+class ChannelGetOp(_ChannelEnd):
+    """Takes the next item into what the pattern walks. A tile of a herd takes from its own position."""
+
+    name = "air.channel.get"
 
 
 AIR = Dialect(
@@ -268,6 +350,9 @@ AIR = Dialect(
         HerdOp,
         HerdTerminatorOp,
         DmaMemcpyNdOp,
+        ChannelOp,
+        ChannelPutOp,
+        ChannelGetOp,
     ],
     [],
 )

@@ -128,7 +128,8 @@ def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number, key
     """`step_rows` queries of `columns * group_rows` heads against `keys` keys."""
     d, rows, tile = p.head_dim, p.step_rows, p.tile_q * p.head_dim
     width = p.heads * d
-    heads = ((kv_head, p.columns, p.group * d), (member, p.group_rows, d))
+    # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
+    heads = ((0, p.columns, p.group * d), (kv_head * p.group + member, p.group_rows, d))
     place = (*heads, (step * rows, rows, width), (0, d, 1))
     shape = (p.columns, p.group_rows, rows, d)
     with b.alloc(L2, shape, shape) as (q_staged, out_staged):

@@ -1,12 +1,13 @@
 """Matrix times matrix for prefill: `out = x @ weight.T`, f32 accumulation, one rounding."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.air import limits
-from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
+from stages.air.builder import L1, L2, Buffer, Builder, Channel, Index, Number, Program, memref_type
 from stages.air.externs import Variant
 
 
@@ -15,20 +16,22 @@ def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32) @ weight.astype(np.float32).T).astype(bfloat16)
 
 
+Dims = tuple[tuple[Number, int, int], ...]
+
 TILE = 64
 """Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
 
-Dims = tuple[tuple[Number, int, int], ...]
+CHUNK = 256
+"""Columns of `x` that pass through L2 at a time where not all of them can stay."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Columns split rows of `x`, herd rows split columns of `out`; every tile accumulates `tile_m` x `tile_n` in L1.
+    """Columns of the array split rows of `x`, its rows split columns of `out`; a core accumulates `tile_m` x `tile_n`.
 
-    `x_tile` None: `x` is row-major and a block of `8 * tile_m` rows stays in L2 while all weights pass by, so it is
-    read from DDR once. Otherwise `x` (too wide to stay) is stored as tiles of `tile_m` x `x_tile`, as another product
-    with `out` = `tiles` left them, and streams beside the weights.
-    `out`: `rows` is row-major, `tiles` is one tile after the other as computed, `kv` the V halves of `[K | V]` heads, from `first_row` on.
+    `x_chunk` = `cols`: a block of `8 * tile_m` rows of `x` stays in L2 while all weights pass by, so `x` is read from
+    DDR once. Less (rows too wide to stay): the block passes through L2 in chunks, once per block of output columns.
+    `head_dim`: the output is the V halves of `[K | V]` heads, from `first_row` on; None: plain rows.
     """
 
     rows: int
@@ -38,9 +41,8 @@ class Plan:
     tile_m: int
     tile_n: int
     tile_k: int
-    x_tile: int | None
-    out: str
-    head_dim: int
+    x_chunk: int
+    head_dim: int | None = None
     first_row: int = 0
 
     @property
@@ -52,39 +54,39 @@ class Plan:
         return self.herd_rows * self.tile_n
 
     @property
+    def stays(self) -> bool:
+        return self.x_chunk == self.cols
+
+    @property
     def variant(self) -> Variant:
         return Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n)
 
     def __str__(self) -> str:
-        x = f"{self.block_m} rows of x stay in L2" if self.x_tile is None else f"x streams in tiles {self.x_tile} wide"
+        x = (
+            f"{self.block_m} rows of x stay in L2"
+            if self.stays
+            else f"x passes through L2, {self.x_chunk} columns at a time"
+        )
         return (
             f"gemm {self.rows}x{self.cols}x{self.out_cols}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
-            f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {x}, out {self.out}"
+            f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {x}{', out V halves of KV' if self.head_dim else ''}"
         )
 
 
-def plan(
-    rows: int,
-    cols: int,
-    out_cols: int,
-    x_tile: int | None = None,
-    out: str = "rows",
-    head_dim: int = 1,
-    first_row: int = 0,
-) -> Plan:
-    """Largest output tile that fits L1 beside double-buffered inputs: DDR traffic falls with its edges."""
+def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0) -> Plan:
+    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
-    grain = head_dim if out == "kv" else 1
     candidates = [
-        Plan(rows, cols, out_cols, herd_rows, m, n, k, x_tile, out, head_dim, first_row)
+        Plan(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for k in limits.divisors(x_tile or cols, 2 * limits.BLOCK, TILE)
-        if herd_rows * n % grain == 0
+        for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
+        for k in limits.divisors(chunk, 2 * limits.BLOCK, TILE)
+        if herd_rows * n % (head_dim or 1) == 0
     ]
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
@@ -93,117 +95,109 @@ def plan(
     return min(candidates, key=lambda c: (traffic(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
 
 
-def stays(rows: int, cols: int) -> bool:
-    """Whether a block of rows, as high as accumulators allow, can stay in L2 beside a double-buffered output block."""
-    tile_m = limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)[0]
-    return 2 * tile_m * cols + 2 * 2 * limits.ROWS * tile_m * 2 * TILE <= limits.L2_BYTES
-
-
 def _l1(p: Plan) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
     return 4 * p.tile_m * p.tile_n, 2 * 2 * p.tile_m * p.tile_k, 2 * 2 * p.tile_k * p.tile_n
 
 
 def _l2(p: Plan) -> tuple[int, int]:
-    """Bytes of resident `x` and of finished output, double-buffered, in one memory tile."""
-    return 2 * p.tile_m * p.cols if p.x_tile is None else 0, 2 * 2 * p.herd_rows * p.tile_m * p.tile_n
+    """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
+    return (1 if p.stays else 2) * 2 * p.tile_m * p.x_chunk, 2 * 2 * p.herd_rows * p.tile_m * p.tile_n
 
 
 def traffic(p: Plan) -> int:
     """DDR bytes of the whole product."""
-    x_reads = 1 if p.x_tile is None else p.out_cols // p.block_n
+    x_reads = 1 if p.stays else p.out_cols // p.block_n
     return 2 * (p.rows * p.cols * x_reads + p.cols * p.out_cols * (p.rows // p.block_m) + p.rows * p.out_cols)
 
 
 def build(tile_plan: Plan) -> Program:
-    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks `[out_cols][cols]` (`layouts_npu.to_blocks`), `out`:
-    bf16 `[rows][out_cols]`, twice as wide for `kv`. Tiled arrays keep their shape, only the order differs."""
+    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (`layouts_npu.to_blocks`),
+    `out`: bf16 `[rows][out_cols]`, or `[first_row + rows][2 * out_cols]` for the V halves."""
     p = tile_plan
-    width = 2 * p.out_cols if p.out == "kv" else p.out_cols
+    width = p.out_cols * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
     b = Builder("gemm", {name: memref_type(shape) for name, shape in shapes.items()})
     steps = p.out_cols // p.block_n
-    if p.x_tile is None:
-        with b.launch(p.rows // p.block_m) as (i, _), b.segment():
-            e, share = limits.BLOCK, p.tile_m * p.cols
-            with b.alloc(L2, (limits.COLUMNS, p.tile_m // e, p.cols // e, e, e)) as (x,):
-                columns = (i * limits.COLUMNS, limits.COLUMNS, share)
-                b.dma(
-                    x.at(
-                        (0, limits.COLUMNS, share),
-                        (0, p.tile_m // e, e * p.cols),
-                        (0, e, e),
-                        (0, p.cols // e, e * e),
-                        (0, e, 1),
-                    ),
-                    b.args["x"].at(columns, (0, p.tile_m, p.cols), (0, p.cols, 1)),
-                )
-                with b.loop(steps) as j:
-                    _block(b, p, i, j, x)
-    else:
-        with b.launch(p.rows // p.block_m, steps) as (i, j), b.segment():
-            _block(b, p, i, j, b.args["x"])
+    with b.launch(p.rows // p.block_m, 1 if p.stays else steps) as (i, j), b.segment():
+        if p.stays:
+            _keep(b, p, i * p.block_m, steps)
+        else:
+            _stream(b, p, i * p.block_m, j)
     return b.finish()
 
 
-def _block(b: Builder, p: Plan, i: Index, j: Number, x: Buffer) -> None:
-    """Block `(i, j)` of the output: one herd over all of `cols`, then L2 to DDR."""
-    with b.alloc(L2, (limits.COLUMNS, p.herd_rows, p.tile_m, p.tile_n)) as (staged,):
-        with b.herd(limits.COLUMNS, p.herd_rows) as (tx, ty):
-            with b.alloc(L1, (2, p.tile_m, p.tile_n)) as (acc,):
-                b.call(p.variant, "gemm_zero", acc)
-                _accumulate(b, p, x, acc, i * limits.COLUMNS + tx if p.x_tile else tx, j * p.herd_rows + ty)
-                b.call(p.variant, "gemm_out", acc)
-                size = p.tile_m * p.tile_n
-                b.dma(staged.at(*_staged(p, tx, ty)), acc.at((0, 1, size), (0, p.tile_m, p.tile_n), (0, p.tile_n, 1)))
-        target, source = _drain(p, i, j)
-        b.dma(b.args["out"].at(*target), staged.at(*source) if source else staged)
+def _keep(b: Builder, p: Plan, row: Index, steps: int) -> None:
+    """Rows `row` to `row + block_m` of the output: their `x` comes to L2 once, in 8x8 blocks."""
+    m, k, e, size = p.tile_m, p.tile_k, limits.BLOCK, p.tile_m * p.cols
+    with b.alloc(L2, (limits.COLUMNS, m // e, p.cols // e, e, e)) as (x,):
+        blocks = ((0, m // e, e * p.cols), (0, e, e), (0, p.cols // e, e * e), (0, e, 1))
+        # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
+        rows = ((0, limits.COLUMNS, size), (row, m, p.cols), (0, p.cols, 1))
+        b.dma(x.at((0, limits.COLUMNS, size), *blocks), b.args["x"].at(*rows))
+        with b.loop(steps) as j:
+
+            def fetch(a: Buffer, step: Number, tile: tuple[Index, Index]) -> None:
+                b.dma(a, x.at((tile[0], 1, size), (0, m // e, e * p.cols), (step * (k * e), k * e, 1)))
+
+            _block(b, p, row, j, fetch)
 
 
-def _accumulate(b: Builder, p: Plan, x: Buffer, acc: Buffer, row: Index, col: Index) -> None:
-    """`acc += x[row, :] @ weight[:, col]`, in tiles of `tile_k`."""
-    m, n, k, e = p.tile_m, p.tile_n, p.tile_k, limits.BLOCK
-    outer = p.cols // (p.x_tile or p.cols)
-    inner = p.cols // outer // k
-    with b.loop(outer) as o, b.loop(inner) as s:
-        with b.alloc(L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
-            b.dma(a, x.at(*_x_tile(p, row, o, s)))
-            block = o * (inner * k * e) + s * (k * e)
-            b.dma(w, b.args["weight"].at((col * (n // e), n // e, p.cols * e), (block, k * e, 1)))
-            b.call(p.variant, "gemm_step", a, w, acc)
+def _stream(b: Builder, p: Plan, row: Index, j: Index) -> None:
+    """Block `j` of these rows where they are too wide to stay: `x` passes through L2 chunk by chunk."""
+    channel = b.channel((limits.COLUMNS, 1), (limits.COLUMNS, p.herd_rows))
+    with b.loop(p.cols // p.x_chunk) as chunk:
+        for column in range(limits.COLUMNS):
+            _pass_chunk(b, p, channel, column, row + column * p.tile_m, chunk * p.x_chunk)
+    _block(b, p, row, j, lambda a, step, tile: b.get(channel, tile, a))
 
 
-def _x_tile(p: Plan, row: Index, outer: Number, step: Number) -> Dims:
-    """Where a `tile_m` x `tile_k` tile of `x` lies: in both homes `x` is in 8x8 blocks."""
-    m, k, e = p.tile_m, p.tile_k, limits.BLOCK
-    if p.x_tile is None:
-        return ((row, 1, m * p.cols), (0, m // e, e * p.cols), (step * (k * e), k * e, 1))
-    return (
-        (row, 1, m * p.cols),
-        (outer, 1, m * p.x_tile),
-        (0, m // e, e * p.x_tile),
-        (step * (k * e), k * e, 1),
-    )
+def _pass_chunk(b: Builder, p: Plan, channel: Channel, column: int, row: Index, first: Number) -> None:
+    """One column's rows of a chunk: to L2 in 8x8 blocks, then down the column tile by tile."""
+    m, k, e, n = p.tile_m, p.tile_k, limits.BLOCK, p.x_chunk
+    with b.alloc(L2, (m // e, n // e, e, e)) as (x,):
+        blocks = ((0, m // e, e * n), (0, e, e), (0, n // e, e * e), (0, e, 1))
+        b.dma(x.at(*blocks), b.args["x"].at((row, m, p.cols), (first, n, 1)))
+        with b.loop(n // k) as step:
+            b.put(channel, (column, 0), x.at((0, m // e, e * n), (step * (k * e), k * e, 1)))
 
 
-def _staged(p: Plan, tx: Index, ty: Index) -> Dims:
-    """Where a finished tile (in 8x8 blocks) goes in L2: unrolled into rows, or as it is."""
-    m, n, e = p.tile_m, p.tile_n, limits.BLOCK
-    tile = ((tx, 1, p.herd_rows * m * n), (ty, 1, m * n))
-    if p.out == "tiles":
-        return (*tile, (0, m, n), (0, n, 1))
-    return (*tile, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
+Fetch = Callable[[Buffer, Number, tuple[Index, Index]], None]
 
 
-def _drain(p: Plan, i: Number, j: Number) -> tuple[Dims, Dims]:
-    """The block in DDR, and the order in which L2 gives it."""
+def _block(b: Builder, p: Plan, row: Index, j: Number, fetch: Fetch) -> None:
+    """Output rows from `row`, column block `j`: one herd over all of `cols`, then L2 to DDR."""
     m, n, r = p.tile_m, p.tile_n, p.herd_rows
-    if p.out == "tiles":
-        return ((i * limits.COLUMNS, limits.COLUMNS, m * p.out_cols), (j * r, r, m * n), (0, m * n, 1)), ()
-    by_row = ((0, limits.COLUMNS, r * m * n), (0, m, n), (0, r, m * n), (0, n, 1))
-    if p.out == "rows":
-        cols = ((j * r, r, n), (0, n, 1))
-        return ((i * limits.COLUMNS, limits.COLUMNS, m * p.out_cols), (0, m, p.out_cols), *cols), by_row
-    heads, wide, hd = r * n // p.head_dim, 2 * p.out_cols, p.head_dim
-    cols = ((j * heads, heads, 2 * hd), (hd, hd, 1))
-    return ((i * limits.COLUMNS, limits.COLUMNS, m * wide), (p.first_row, m, wide), *cols), by_row
+    with b.alloc(L2, (limits.COLUMNS, r, m, n)) as (staged,):
+        with b.herd(limits.COLUMNS, r) as tile, b.alloc(L1, (2, m, n)) as (acc,):
+            b.call(p.variant, "gemm_zero", acc)
+            _accumulate(b, p, acc, j * r + tile[1], tile, fetch)
+            b.call(p.variant, "gemm_out", acc)
+            b.dma(staged.at(*_by_rows(p, tile)), acc.at((0, 1, m * n), (0, m, n), (0, n, 1)))
+        source = ((0, limits.COLUMNS, r * m * n), (0, m, n), (0, r, m * n), (0, n, 1))
+        b.dma(b.args["out"].at(*_drain(p, row, j)), staged.at(*source))
+
+
+def _accumulate(b: Builder, p: Plan, acc: Buffer, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
+    """`acc += x @ weight[:, col]`, in steps of `tile_k`."""
+    m, n, k, e = p.tile_m, p.tile_n, p.tile_k, limits.BLOCK
+    with b.loop(p.cols // k) as step, b.alloc(L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
+        fetch(a, step, tile)
+        b.dma(w, b.args["weight"].at((col * (n // e), n // e, p.cols * e), (step * (k * e), k * e, 1)))
+        b.call(p.variant, "gemm_step", a, w, acc)
+
+
+def _by_rows(p: Plan, tile: tuple[Index, Index]) -> Dims:
+    """Where the 8x8 blocks of a finished tile go in L2 so that its rows come out whole."""
+    m, n, e = p.tile_m, p.tile_n, limits.BLOCK
+    place = ((tile[0], 1, p.herd_rows * m * n), (tile[1], 1, m * n))
+    return (*place, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
+
+
+def _drain(p: Plan, row: Index, j: Number) -> Dims:
+    """The block in DDR. The offset of the column dimension stays 0, as in `_keep`."""
+    m, n, r, hd = p.tile_m, p.tile_n, p.herd_rows, p.head_dim
+    if hd is None:
+        return ((0, limits.COLUMNS, m * p.out_cols), (row, m, p.out_cols), (j * r, r, n), (0, n, 1))
+    heads, wide = r * n // hd, 2 * p.out_cols
+    return ((0, limits.COLUMNS, m * wide), (row + p.first_row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))

@@ -116,7 +116,7 @@ def _step(b: Builder, p: Plan, first: Index) -> None:
                 with b.alloc(L1, (n,)) as (rounded,):
                     b.call(p.variant, "gemv_out", acc, rounded)
                     b.dma(mine, rounded)
-        b.dma(b.args["out"].at((first, p.per_step, 1)), out)
+        b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (0, r, n), (first, n, 1)), out)
 
 
 def _accumulate(b: Builder, p: Plan, x: Buffer, weight: Buffer, tile: tuple[Dim, Dim], acc: Buffer) -> None:
