@@ -21,6 +21,8 @@ from stages.air.dialect import (
     L1,
     L2,
     L3,
+    ChannelGetOp,
+    ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
     LaunchOp,
@@ -28,6 +30,8 @@ from stages.air.dialect import (
     constant_of,
     memory_space,
 )
+
+Stream = tuple[object, object]
 
 SHIM_DIMENSIONS = 4
 MEMTILE_DIMENSIONS = 4
@@ -95,6 +99,11 @@ class Side:
         size, stride = self.dims[-1] if self.dims else (1, 1)
         return element_bytes(self.kind) * (size if stride == 1 else 1)
 
+    @property
+    def key(self) -> object:
+        """What other transfers share with this end."""
+        return root(self.value)
+
     def axes(self) -> frozenset[int]:
         return frozenset().union(*(tile_axes(offset) for offset in self.offsets))
 
@@ -110,6 +119,17 @@ class Side:
             return Side(value, (), shape, (), ((math.prod(shape), 1),))
         dims = tuple(zip(lists[0], lists[1], strict=True))
         return Side(value, tuple(offsets), tuple(lists[0]), tuple(lists[1]), _fold(dims))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Fifo:
+    """The end of a transfer that is a channel; `space` is the memory behind it."""
+
+    key: str
+    space: int
+
+    def axes(self) -> frozenset[int]:
+        return frozenset()
 
 
 def _fold(dims: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -129,6 +149,11 @@ def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
         Side.of(where, op.dst, op.dst_offsets, op.dst_sizes, op.dst_strides),
         Side.of(where, op.src, op.src_offsets, op.src_sizes, op.src_strides),
     )
+
+
+def end(op: ChannelPutOp | ChannelGetOp, where: str) -> Side:
+    """The buffer at a channel."""
+    return Side.of(where, op.buffer, op.offsets, op.sizes, op.strides)
 
 
 def check_words(side: Side, where: str) -> None:
@@ -160,8 +185,8 @@ def launches(module: ModuleOp) -> list[LaunchOp]:
     return [op for op in public_function(module).body.block.ops if isinstance(op, LaunchOp)]
 
 
-def walk_ops(op: Operation, kind: type) -> Iterator[Operation]:
-    return (inner for inner in op.walk() if isinstance(inner, kind))
+def walk_ops(op: Operation, *kinds: type) -> Iterator[Operation]:
+    return (inner for inner in op.walk() if isinstance(inner, kinds))
 
 
 def check(module: ModuleOp, ping_pong: bool = True) -> None:
@@ -180,23 +205,40 @@ def check(module: ModuleOp, ping_pong: bool = True) -> None:
 
 @dataclass(frozen=True)
 class _Transfer:
-    op: DmaMemcpyNdOp
+    """A DMA, or one end of a channel with the channel as its other side."""
+
+    op: Operation
     herd: HerdOp | None
-    dst: Side
-    src: Side
+    dst: Side | Fifo
+    src: Side | Fifo
+
+    @property
+    def buffers(self) -> list[Side]:
+        return [side for side in (self.dst, self.src) if isinstance(side, Side)]
 
     def side(self, space: int) -> tuple[Side, str] | None:
-        """The side in a memory space and whether it goes `in` to that memory or `out` of it."""
-        if self.dst.space == space:
-            return self.dst, "in"
-        return (self.src, "out") if self.src.space == space else None
+        """The buffer in a memory space and whether the transfer goes `in` to that memory or `out` of it."""
+        for side, way in ((self.dst, "in"), (self.src, "out")):
+            if isinstance(side, Side) and side.space == space:
+                return side, way
+        return None
 
-    def far(self, space: int) -> Side:
+    def far(self, space: int) -> Side | Fifo:
         return self.src if self.dst.space == space else self.dst
 
-    def stream(self) -> tuple[SSAValue, SSAValue]:
-        """Transfers between the same two buffers take turns on one stream."""
-        return root(self.dst.value), root(self.src.value)
+    def stream(self) -> Stream:
+        """Transfers between the same two ends take turns on one stream."""
+        return self.dst.key, self.src.key
+
+    @staticmethod
+    def of(op: Operation, herd: HerdOp | None, where: str) -> _Transfer:
+        if isinstance(op, DmaMemcpyNdOp):
+            return _Transfer(op, herd, *sides(op, where))
+        assert isinstance(op, ChannelPutOp | ChannelGetOp)
+        name = op.chan_name.string_value()
+        if isinstance(op, ChannelPutOp):
+            return _Transfer(op, herd, Fifo(name, L1), end(op, where))
+        return _Transfer(op, herd, end(op, where), Fifo(name, L2))
 
 
 class _Segment:
@@ -205,16 +247,14 @@ class _Segment:
     def __init__(self, op: SegmentOp, where: str, ping_pong: bool) -> None:
         self.op, self.where, self.ping_pong = op, where, ping_pong
         self.herds = [h for h in walk_ops(op, HerdOp) if isinstance(h, HerdOp)]
-        self.columns = max((h.shape()[0] for h in self.herds), default=1)
-        self.transfers: list[_Transfer] = []
-        for dma in walk_ops(op, DmaMemcpyNdOp):
-            assert isinstance(dma, DmaMemcpyNdOp)
-            herd = next((h for h in self.herds if h.is_ancestor(dma)), None)
-            self.transfers.append(_Transfer(dma, herd, *sides(dma, where)))
+        self.transfers = [
+            _Transfer.of(moving, next((h for h in self.herds if h.is_ancestor(moving)), None), where)
+            for moving in walk_ops(op, DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
+        ]
 
     def check(self) -> None:
         for transfer in self.transfers:
-            for side in (transfer.dst, transfer.src):
+            for side in transfer.buffers:
                 check_words(side, self.where)
                 self._check_dimensions(transfer, side)
             self._check_race(transfer)
@@ -234,8 +274,8 @@ class _Segment:
 
     def _one_part(self, transfer: _Transfer, side: Side) -> tuple[tuple[int, int], ...]:
         """Folded dimensions of what one memory tile takes of a transfer."""
-        spread = transfer.herd is None and self._streams(transfer)
-        return side.dims[1:] if spread and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
+        spread = self._streams(transfer) if transfer.herd is None else 1
+        return side.dims[1:] if spread > 1 and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
 
     def _check_race(self, transfer: _Transfer) -> None:
         if transfer.herd is None or transfer.dst.space == L1:
@@ -251,13 +291,13 @@ class _Segment:
         self._require("herd rows", rows, limits.ROWS)
         self._require("L1 bytes (with stack)", self._l1_bytes(herd) + limits.STACK_BYTES, limits.L1_BYTES)
         descriptors = 0
-        far: dict[tuple[str, int], set[SSAValue]] = defaultdict(set)
+        far: dict[tuple[str, int], set[object]] = defaultdict(set)
         for transfer in self.transfers:
             found = transfer.side(L1) if transfer.herd is herd else None
             if found is not None:
                 descriptors += self._copies(root(found[0].value))
                 other = transfer.far(L1)
-                far[found[1], other.space].add(root(other.value))
+                far[found[1], other.space].add(other.key)
         self._require("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
         for way in ("in", "out"):
             # Streams of one shim take turns on a channel; those of memory tiles cannot.
@@ -273,19 +313,22 @@ class _Segment:
     def _l1_bytes(self, herd: HerdOp) -> int:
         """Every allocation has its own place for as long as the herd runs."""
         allocs = [a.results[0] for a in walk_ops(herd, memref.AllocOp)]
-        return sum(buffer_bytes(a) * self._copies(a) for a in allocs if memory_space(a.type) == L1)
+        return sum(self._all_bytes(a) for a in allocs if memory_space(a.type) == L1)
+
+    def _all_bytes(self, buffer: SSAValue) -> int:
+        return buffer_bytes(buffer) * self._copies(buffer)
 
     def _check_l2(self) -> None:
         allocs = [a.results[0] for a in walk_ops(self.op, memref.AllocOp) if memory_space(a.results[0].type) == L2]
-        self._require("L2 bytes", sum(map(buffer_bytes, allocs)), limits.L2_BYTES * limits.COLUMNS)
-        streams: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
+        self._require("L2 bytes", sum(map(self._all_bytes, allocs)), limits.L2_BYTES * limits.COLUMNS)
+        streams: dict[str, dict[Stream, int]] = {"in": {}, "out": {}}
         descriptors = 0
         for transfer in self.transfers:
             found = transfer.side(L2)
             if found is None:
                 continue
             if transfer.herd is None:
-                part = buffer_bytes(root(found[0].value)) // self._streams(transfer)
+                part = self._all_bytes(root(found[0].value)) // self._streams(transfer)
                 self._require("bytes of one memory tile", part, limits.L2_BYTES)
             streams[found[1]][transfer.stream()] = self._streams(transfer)
             descriptors += self._streams(transfer)
@@ -300,27 +343,28 @@ class _Segment:
         if transfer.herd is not None:
             shape = transfer.herd.shape()
             return math.prod(shape[axis] for axis in transfer.far(L1).axes())
-        l2 = transfer.far(L3)
-        cuts = {axis: herd.shape()[axis] for herd in self.herds for axis in self._herd_axes(herd, root(l2.value))}
+        l2, ddr = transfer.far(L3), transfer.side(L3)
+        if ddr is None:
+            return 1
+        cuts = {axis: herd.shape()[axis] for herd in self.herds for axis in self._herd_axes(herd, l2.key)}
         parts = cuts[min(cuts)] if cuts else 1
-        ddr = transfer.src if transfer.dst is l2 else transfer.dst
-        named = next((size for size in ddr.sizes if size != 1), 1) == parts
+        named = next((size for size in ddr[0].sizes if size != 1), 1) == parts
         return parts if named else 1
 
-    def _herd_axes(self, herd: HerdOp, buffer: SSAValue) -> frozenset[int]:
+    def _herd_axes(self, herd: HerdOp, buffer: object) -> frozenset[int]:
         """Tile axes by which a herd cuts an L2 buffer into parts."""
         cuts: frozenset[int] = frozenset()
         for transfer in self.transfers:
             found = transfer.side(L2) if transfer.herd is herd else None
-            if found is not None and root(found[0].value) is buffer:
+            if found is not None and found[0].key is buffer:
                 cuts |= found[0].axes()
         return cuts
 
     def _check_shim(self) -> None:
         """Streams between DDR and the same tiles can take turns on their shim channels; those of L2 cannot."""
-        staged: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
-        direct: dict[str, dict[tuple[SSAValue, SSAValue], int]] = {"in": {}, "out": {}}
-        tasks: dict[tuple[SSAValue, SSAValue], int] = defaultdict(int)
+        staged: dict[str, dict[Stream, int]] = {"in": {}, "out": {}}
+        direct: dict[str, dict[Stream, int]] = {"in": {}, "out": {}}
+        tasks: dict[Stream, int] = defaultdict(int)
         descriptors = 0
         for transfer in self.transfers:
             found = transfer.side(L3)

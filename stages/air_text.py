@@ -10,7 +10,7 @@ from typing import Any
 
 from xdsl.context import Context
 from xdsl.dialects import arith, builtin, func, memref, scf
-from xdsl.dialects.builtin import IndexType, ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, IndexType, ModuleOp
 from xdsl.ir import Dialect, Region, SSAValue
 from xdsl.parser import AttrParser, Parser
 from xdsl.utils.exceptions import ParseError
@@ -91,6 +91,26 @@ def _parse_side(parser: Parser) -> tuple[Any, _Lists]:
     return buffer, (first, second, third)
 
 
+def _parse_channel(parser: Parser) -> Any:
+    name = parser.parse_symbol_name().data
+    size = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
+    wide = parser.parse_optional_attr_dict()["broadcast_shape"]
+    assert isinstance(wide, ArrayAttr)
+    return _Channel(name, size, [n.value.data for n in wide.data])
+
+
+def _parse_end(kind: Any, parser: Parser) -> Any:
+    name = parser.parse_symbol_name().data
+    indices = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_unresolved_operand)
+    parser.parse_punctuation("(")
+    buffer, lists = _parse_side(parser)
+    parser.parse_punctuation(")")
+    parser.parse_punctuation(":")
+    (memory,) = parser.parse_comma_separated_list(parser.Delimiter.PAREN, parser.parse_type)
+    resolved = [parser.resolve_operand(i, IndexType()) for i in indices]
+    return kind(name, resolved, parser.resolve_operand(buffer, memory), lists)
+
+
 def _parse_dma(parser: Parser) -> Any:
     parser.parse_punctuation("(")
     dst, dst_lists = _parse_side(parser)
@@ -126,9 +146,27 @@ class _Dma(dialect.DmaMemcpyNdOp):
         return _parse_dma(parser)
 
 
+class _Channel(dialect.ChannelOp):
+    @classmethod
+    def parse(cls, parser: Parser) -> _Channel:
+        return _parse_channel(parser)
+
+
+class _Put(dialect.ChannelPutOp):
+    @classmethod
+    def parse(cls, parser: Parser) -> _Put:
+        return _parse_end(cls, parser)
+
+
+class _Get(dialect.ChannelGetOp):
+    @classmethod
+    def parse(cls, parser: Parser) -> _Get:
+        return _parse_end(cls, parser)
+
+
 _TERMINATORS = {
     "air.launch": dialect.LaunchTerminatorOp,
     "air.segment": dialect.SegmentTerminatorOp,
     "air.herd": dialect.HerdTerminatorOp,
 }
-_AIR = Dialect("air", [_Launch, _Segment, _Herd, _Dma, *_TERMINATORS.values()], [])
+_AIR = Dialect("air", [_Launch, _Segment, _Herd, _Dma, _Channel, _Put, _Get, *_TERMINATORS.values()], [])

@@ -27,6 +27,9 @@ from stages import air_checks
 from stages.air.dialect import (
     L1,
     L2,
+    ChannelGetOp,
+    ChannelOp,
+    ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
     HerdTerminatorOp,
@@ -167,6 +170,9 @@ class _Lowering:
         launches = air_checks.launches(self.module)
         self._emit("#include <device.hpp>", "", "using std::int32_t, std::int64_t;", "")
         self._declare_tile_functions()
+        for channel in self._channels():
+            sizes = [n.value.data for part in (channel.size, channel.broadcast_shape) for n in part]
+            self._emit(f"static sim::Channel {channel.sym_name.data}({', '.join(map(str, sizes))});")
         self._emit("", "static sim::Memory *l1, *l2;", "")
         for index, launch in enumerate(launches):
             self._launch(index, launch, function)
@@ -182,6 +188,9 @@ class _Lowering:
         return self.names.setdefault(value, f"v{len(self.names)}")
 
     # structure
+
+    def _channels(self) -> list[ChannelOp]:
+        return [op for op in self.module.body.block.ops if isinstance(op, ChannelOp)]
 
     def _declare_tile_functions(self) -> None:
         for op in self.module.body.block.ops:
@@ -204,6 +213,9 @@ class _Lowering:
         with_grid = self._grid(launch, launch.shape())
         self._block(launch.body.block)
         self._close(with_grid)
+        used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
+        if used:
+            self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
         self.depth -= 1
         self._emit("}", "")
 
@@ -241,6 +253,7 @@ class _Lowering:
             "static void program(void **slots, int64_t *counters, bool reverse) {",
             f"    sim::Memory tile({l1_bytes}), memory({l2_bytes});",
             "    l1 = &tile, l2 = &memory;",
+            *(f"    {channel.sym_name.data}.clear();" for channel in self._channels()),
             f"    sim::Buffer buffers[] = {{{buffers}}};",
             "    sim::Launch launch;",
         )
@@ -278,6 +291,8 @@ class _Lowering:
             self._alloc(op)
         elif isinstance(op, DmaMemcpyNdOp):
             self._dma(op)
+        elif isinstance(op, ChannelPutOp | ChannelGetOp):
+            self._channel_end(op)
         elif isinstance(op, func.CallOp):
             self._call(op)
         else:
@@ -346,6 +361,18 @@ class _Lowering:
             f"sim::where = {json.dumps(self.where)};",
             f"sim::dma(launch, {to},",
             f"         {source}, {total // run}, {run}, {self._counted(dst, src)});",
+        )
+
+    def _channel_end(self, op: ChannelPutOp | ChannelGetOp) -> None:
+        side = air_checks.end(op, self.where)
+        total = math.prod(side.sizes) * element_bytes(side.kind)
+        name, way = op.chan_name.string_value(), "put" if isinstance(op, ChannelPutOp) else "get"
+        x, y = (self._name(index) for index in op.indices)
+        pattern = self._pattern(side, side.run)
+        self._emit(
+            f"sim::where = {json.dumps(f'{self.where} channel {name}')};",
+            f"{name}.{way}({x}, {y}, {self._name(side.value)}, {self._start(side)}, {pattern}, "
+            f"{total // side.run}, {side.run});",
         )
 
     def _pattern(self, side: Side, run: int) -> str:

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <vector>
 
 #ifndef SIM_CHECKS
 #define SIM_CHECKS 1
@@ -104,6 +105,68 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
     if (!count) return;
     if (src.slot >= 0) launch.traffic[2 * src.slot] += runs * run;
     if (dst.slot >= 0) launch.traffic[2 * dst.slot + 1] += runs * run;
+}
+
+struct Channel::State {
+    std::int64_t size_x, size_y, wide_x, wide_y;
+    std::vector<std::vector<std::vector<std::uint8_t>>> items;
+    std::vector<std::size_t> taken;
+};
+
+Channel::Channel(std::int64_t size_x, std::int64_t size_y, std::int64_t wide_x, std::int64_t wide_y)
+    : state_(new State{size_x, size_y, wide_x, wide_y, {}, {}}) {
+    clear();
+}
+
+Channel::~Channel() { delete state_; }
+
+void Channel::clear() {
+    state_->items.assign(static_cast<std::size_t>(state_->size_x * state_->size_y), {});
+    state_->taken.assign(static_cast<std::size_t>(state_->wide_x * state_->wide_y), 0);
+}
+
+void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
+                  std::int64_t runs, std::int64_t run) {
+    if (x < 0 || y < 0 || x >= state_->size_x || y >= state_->size_y) refuse("puts into a channel entry that is not there");
+    check_address("source", src, start, from, run);
+    std::vector<std::uint8_t> item;
+    Walk read(from, start);
+    for (std::int64_t i = 0; i < runs; ++i) {
+        const std::uint8_t *source = src.data + read.next();
+#if SIM_CHECKS
+        check_written(source, run);
+#endif
+        item.insert(item.end(), source, source + run);
+    }
+    state_->items[static_cast<std::size_t>(x * state_->size_y + y)].push_back(std::move(item));
+}
+
+void Channel::get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to,
+                  std::int64_t runs, std::int64_t run) {
+    if (x < 0 || y < 0 || x >= state_->wide_x || y >= state_->wide_y) refuse("takes from a channel entry that is not there");
+    check_address("destination", dst, start, to, run);
+    const std::int64_t from_x = state_->size_x == state_->wide_x ? x : 0, from_y = state_->size_y == state_->wide_y ? y : 0;
+    const auto &items = state_->items[static_cast<std::size_t>(from_x * state_->size_y + from_y)];
+    std::size_t &taken = state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)];
+    if (taken == items.size()) refuse("takes from a channel into which nothing more is put: the array would wait forever");
+    const auto &item = items[taken++];
+    if (static_cast<std::int64_t>(item.size()) != runs * run)
+        refuse("takes " + std::to_string(runs * run) + " bytes of a channel item of " + std::to_string(item.size()));
+    Walk write(to, start);
+    for (std::int64_t i = 0; i < runs; ++i)
+        std::memcpy(dst.data + write.next(), item.data() + i * run, static_cast<std::size_t>(run));
+}
+
+void Channel::finish() {
+    for (std::int64_t x = 0; x < state_->wide_x; ++x)
+        for (std::int64_t y = 0; y < state_->wide_y; ++y) {
+            const std::int64_t from_x = state_->size_x == state_->wide_x ? x : 0;
+            const std::int64_t from_y = state_->size_y == state_->wide_y ? y : 0;
+            const auto &items = state_->items[static_cast<std::size_t>(from_x * state_->size_y + from_y)];
+            if (state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)] != items.size())
+                refuse("leaves items in a channel: the array would wait forever");
+        }
+    clear();
 }
 
 void called(Launch &launch, std::initializer_list<Buffer> buffers) {

@@ -41,6 +41,26 @@ private:
     std::uint8_t *storage_;
 };
 
+// FIFOs between a segment and its herd: one per entry of `size`; each delivers every item to all readers of the entry,
+// of which `wide` has as many as it is larger. Puts run ahead of the herd here and beside it on the array.
+class Channel {
+public:
+    Channel(std::int64_t size_x, std::int64_t size_y, std::int64_t wide_x, std::int64_t wide_y);
+    ~Channel();
+    Channel(const Channel &) = delete;
+    void put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
+             std::int64_t runs, std::int64_t run);
+    void get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to, std::int64_t runs,
+             std::int64_t run);
+    // After a launch: whatever is left would keep the array waiting.
+    void finish();
+    void clear();
+
+private:
+    struct State;
+    State *state_;
+};
+
 // Where the program is, for the one line of a refusal.
 extern thread_local const char *where;
 
