@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -303,6 +304,36 @@ def test_unaligned_vector_in_a_tile_function() -> None:
     assert "unaligned vector access" in refusal_when_run(case.module())
 
 
+@pytest.mark.parametrize(
+    "puts, gets, size, reason",
+    [
+        (2, 2, 64, ""),
+        (1, 2, 64, "nothing more is put: the array would wait forever"),
+        (2, 1, 64, "leaves items in a channel"),
+        (2, 2, 32, "takes 64 bytes of a channel item of 128"),
+    ],
+)
+def test_channels_come_out_even(puts: int, gets: int, size: int, reason: str) -> None:
+    """One column, two tiles that both get every item."""
+    case = Case()
+    b = case.builder
+    channel = b.channel((1, 1), (1, 2))
+    with b.launch(), b.segment(), b.alloc(L2, (64,)) as (m,):
+        b.dma(m, case.a.at((0, 64, 1)))
+        with b.loop(puts):
+            b.put(channel, (0, 0), m.at((0, 64, 1)))
+        with b.herd(1, 2) as tile, b.alloc(L1, (64,)) as (x,):
+            with b.loop(gets):
+                b.get(channel, tile, x.at((0, size, 1)))
+            b.dma(case.out.at((tile[1] * 32, 32, 1)), x.at((0, 32, 1)))
+    if reason:
+        assert reason in refusal_when_run(case.module())
+    else:
+        slots, traffic = run(case.module(), [random(N, seed=n) for n in range(3)])
+        assert slots[2][:32].tobytes() == slots[2][32:64].tobytes() == slots[0][:32].tobytes()
+        assert traffic.slots == [{"a": (128, 0), "out": (0, 128)}]
+
+
 def test_a_launch_needs_one_segment() -> None:
     module = add.build(add.plan(1, 64)).module
     segment = next(op for op in module.walk() if op.name == "air.segment")
@@ -349,6 +380,7 @@ def test_text_and_ir_are_the_same_program() -> None:
         gemm.build(gemm.plan(64, 64, 32)),
         flash_attention.build(flash_attention.plan(64, 6, 2, 64)),
         rope.build(rope.plan(16, 2, 64, True)),
+        gemm.build(replace(gemm.plan(64, 64, 32), x_chunk=32, tile_k=32)),
     ):
         text = to_mlir(program.module)
         parsed = parse_mlir(text)
