@@ -46,7 +46,9 @@ from stages.objects import run_compiler
 from stages.toolchain import host_compiler_fingerprint
 
 SOURCES = Path(__file__).resolve().parent.parent / "kernel_src"
-HEADERS = (SOURCES / "aie2p/tile.h", SOURCES / "sim/device.hpp", SOURCES / "sim/aie_api/aie.hpp")
+HEADERS = tuple(SOURCES / name for name in ("aie2p/tile.h", "sim/device.hpp", "sim/device.cc", "sim/aie_api/aie.hpp"))
+"""What every program is made from, besides its tile functions."""
+
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
 """`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
 filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
