@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -61,7 +62,12 @@ def once(options: argparse.Namespace) -> int:
         raise UserError('no prompt: python -m runtime DIR "some text", or --chat')
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling = sampling_options(options)
-    llm = load(options.artifacts, options.threads)
+    with contextlib.closing(load(options.artifacts, options.threads)) as llm:
+        print_reply(options, llm, prompt, sampling)
+    return 0
+
+
+def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: dict[str, Any]) -> None:
     pieces = []
     for piece in llm.generate(prompt, raw=options.raw, **sampling):
         pieces.append(piece)
@@ -72,8 +78,6 @@ def once(options: argparse.Namespace) -> int:
     else:
         print(flush=True)
         print(summary(llm), file=sys.stderr)
-    llm.close()
-    return 0
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -81,7 +85,11 @@ def chat(options: argparse.Namespace) -> int:
     from runtime.llama import load
 
     sampling = sampling_options(options)
-    llm = load(options.artifacts, options.threads)
+    with contextlib.closing(load(options.artifacts, options.threads)) as llm:
+        return converse(options, llm, sampling)
+
+
+def converse(options: argparse.Namespace, llm: Any, sampling: dict[str, Any]) -> int:
     if llm.chat_template is None:
         raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
     messages: list[dict[str, str]] = []

@@ -216,8 +216,9 @@ class Llama:
 def _open_device(manifest: Manifest, threads: int):
     from runtime.devices.cpu import CpuDevice
     from runtime.devices.sim import SimDevice
+    from runtime.devices.xrt import XrtDevice
 
-    devices = {"cpu": CpuDevice, "npu2-sim": SimDevice}
+    devices = {"cpu": CpuDevice, "npu2-sim": SimDevice, "npu2": XrtDevice}
     target = manifest.target.get("name", "")
     if target not in devices:
         raise UserError(f"{manifest.directory} is for target {target}, this runtime knows {', '.join(devices)}")

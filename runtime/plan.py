@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,24 @@ class Memory:
     def __init__(self, manifest: Manifest, device: Device) -> None:
         self._device = device
         self._specs = manifest.buffers
+        self._on_device = {
+            reference.partition("@")[0]
+            for calls in manifest.plans.values()
+            for call in calls
+            if not manifest.programs[call["program"]]["host"]
+            for reference in call["buffers"]
+        }
         self._buffers = {name: self._create(manifest, name) for name in manifest.buffers}
 
     def _create(self, manifest: Manifest, name: str) -> Any:
         spec = self._specs[name]
+        host = name not in self._on_device
         if "file" not in spec:
-            return self._device.alloc(self._nbytes(name))
+            return self._device.alloc(self._nbytes(name), host)
         end = spec["offset"] + self._nbytes(name)
         if spec["offset"] < 0 or end > manifest.files[spec["file"]]["size"]:
             raise UserError(f"{manifest.directory}: buffer {name} lies outside {spec['file']}: run doit compile")
-        return self._device.load_weights(manifest.directory / spec["file"], spec["offset"], self._nbytes(name))
+        return self._device.load_weights(manifest.directory / spec["file"], spec["offset"], self._nbytes(name), host)
 
     def _nbytes(self, name: str) -> int:
         spec = self._specs[name]
@@ -54,7 +63,9 @@ def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str,
         name: device.load_program(manifest.directory / spec["file"], spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
     }
-    return {
-        phase: device.prepare([Call(programs[c["program"]], [memory.bind(r) for r in c["buffers"]]) for c in calls])
-        for phase, calls in manifest.plans.items()
-    }
+
+    def bound(call: Mapping[str, Any]) -> Call:
+        name = call["program"]
+        return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"])
+
+    return {phase: device.prepare([bound(call) for call in calls]) for phase, calls in manifest.plans.items()}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -94,7 +95,10 @@ class HubSource:
     def fetch(self) -> Path:
         """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
         from huggingface_hub import errors, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
 
+        if not sys.stderr.isatty():
+            disable_progress_bars()
         where = f"model {self.repo} (revision {self.revision})"
         try:
             return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(_HUB_PATTERNS)))

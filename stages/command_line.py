@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from doit import doit_cmd
 from doit.exceptions import BaseFail, InvalidDodoFile
@@ -34,6 +35,16 @@ class OneLineReporter(ConsoleReporter):
         if self.runtime_errors:
             self.write("\n".join(self.runtime_errors) + "\n")
 
+
+def _interrupted(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Ctrl-C ends a build in one line; what is finished stays finished."""
+    if kind is KeyboardInterrupt:
+        print("interrupted: the next run goes on from here", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = _interrupted
 
 DOIT_CONFIG = {
     "default_tasks": ["generate"],

@@ -223,7 +223,12 @@ class Graph:
 
     def _runtime(self, *arguments: str) -> TaskFailed | None:
         """The same command line that a machine without build tools uses; it prints its own error line."""
-        status = subprocess.run([sys.executable, "-m", "runtime", *arguments], check=False).returncode
+        process = subprocess.Popen([sys.executable, "-m", "runtime", *arguments])
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The terminal sent it to the runtime too, which ends the reply (or, in chat, goes on).
+            status = process.wait()
         return TaskFailed(f"generation ended with status {status}", report=False) if status else None
 
     def _verify(self) -> TaskFailed | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ class Call:
 
     program: Any
     bindings: Sequence[Binding]
+    slots: Sequence[Mapping[str, Any]] = ()
+    """Name, shape, role and dtype of each slot, as in the manifest."""
 
 
 class Submission(Protocol):
@@ -35,11 +37,11 @@ class Submission(Protocol):
 
 
 class Device(Protocol):
-    def alloc(self, nbytes: int) -> Any:
-        """A zeroed buffer of the device."""
+    def alloc(self, nbytes: int, host: bool = False) -> Any:
+        """A zeroed buffer of the device; `host`: only host programs use it."""
 
-    def load_weights(self, path: Path, offset: int, nbytes: int) -> Any:
-        """A read-only buffer with part of a file's content."""
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Any:
+        """A read-only buffer with part of a file's content; `host`: only host programs use it."""
 
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """The host's view of a buffer."""

@@ -69,7 +69,7 @@ class CpuDevice:
                 raise UserError(f"{path} cannot be loaded ({error}): rebuild it with doit compile") from None
         return self._libraries[path]
 
-    def alloc(self, nbytes: int) -> Buffer:
+    def alloc(self, nbytes: int, host: bool = False) -> Buffer:
         """Zero pages that cost memory only once touched, so a cache for the whole context is free until it fills."""
         size = max(nbytes, 1)
         try:
@@ -78,7 +78,7 @@ class CpuDevice:
             raise UserError(f"cannot reserve {size >> 20} MiB of memory ({error})") from None
         return Buffer(memory, 0, nbytes)
 
-    def load_weights(self, path: Path, offset: int, nbytes: int) -> Buffer:
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Buffer:
         """Map the file: no copy, and pages are shared with every process that runs the model."""
         if path not in self._files:
             with path.open("rb") as file:

@@ -104,10 +104,10 @@ class SimDevice:
     def description(self) -> str:
         return f"npu2-sim on {self._cpu.description}"
 
-    def alloc(self, nbytes: int) -> Buffer:
+    def alloc(self, nbytes: int, host: bool = False) -> Buffer:
         return self._cpu.alloc(nbytes)
 
-    def load_weights(self, path: Path, offset: int, nbytes: int) -> Buffer:
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Buffer:
         return self._cpu.load_weights(path, offset, nbytes)
 
     def array(self, buffer: Buffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
