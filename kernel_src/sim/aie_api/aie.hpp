@@ -309,13 +309,6 @@ mask<Elems> lt(const vector<int32, Elems> &v1, const vector<int32, Elems> &v2) {
     return out;
 }
 
-template <unsigned Elems>
-mask<Elems> lt(const vector<float, Elems> &v1, const vector<float, Elems> &v2) {
-    mask<Elems> out;
-    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i];
-    return out;
-}
-
 // Lanes of `v2` where the mask is set, of `v1` elsewhere.
 template <typename T, unsigned Elems>
 vector<T, Elems> select(const vector<T, Elems> &v1, const vector<T, Elems> &v2, const mask<Elems> &m) {
