@@ -83,7 +83,8 @@ class Plan:
 
 
 def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands: int = 1) -> Plan:
-    """Largest query tile that fits L1 beside double-buffered keys; the rows left over by a small group take row tiles."""
+    """Largest query tile that fits L1 beside what the key loop uses, which the compiler doubles; herd rows that a small
+    group leaves over take row tiles."""
     what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
     limits.require_multiple(what, "heads", heads, kv_heads)
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
@@ -94,7 +95,7 @@ def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
         for k in limits.divisors(pos + seq, 2 * limits.BLOCK, 64)
-        if limits.fits_l1(6 * q * head_dim, 2 * 4 * k * head_dim, 8 * q, 4 * q * k)
+        if limits.fits_l1(6 * q * head_dim, 2 * 4 * k * head_dim, 8 * q, 2 * 4 * q * k)
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
     tile_q, tile_k = max(fitting)

@@ -62,7 +62,8 @@ class Plan:
 
 
 def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Plan:
-    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step."""
+    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of blocks,
+    which is one run of memory."""
     what = f"gemv {out_cols}x{cols}"
     grain = limits.BLOCK if blocked else 2
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -73,7 +74,7 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
     shapes = [
         (r, m, k)
         for r in range(limits.ROWS, 0, -1)
-        for m in limits.divisors(column, grain, 16)
+        for m in limits.divisors(column, grain, grain if blocked else 16)
         for k in limits.divisors(cols, 2 * limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
