@@ -1,0 +1,91 @@
+"""The simulator behind the runtime's device interface: slots, views, counts, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from runtime.devices import Binding, Call
+from runtime.devices.cpu import Buffer, CpuDevice
+from runtime.devices.sim import SimProgram, SimSubmission, open_library
+from runtime.errors import UserError
+from stages.kernels import add
+from tests.sim_support import aligned, compile_module
+
+ROWS, COLS = 8, 64
+
+
+class Memory:
+    """A buffer as the device hands it out."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = aligned(array)
+        self.bytes = self.array.reshape(-1).view(np.uint8)
+        self.address = self.bytes.ctypes.data
+
+
+def program() -> SimProgram:
+    return compile_module(add.build(add.plan(ROWS, COLS)).module)
+
+
+def bind(memory: Memory, view: str = "") -> Binding:
+    return Binding(cast(Buffer, memory), view, COLS * 2)
+
+
+def submission(calls: list[Call]) -> SimSubmission:
+    return SimSubmission(cast(CpuDevice, None), calls)
+
+
+def rows(count: int, seed: int) -> Memory:
+    return Memory(np.random.default_rng(seed).normal(size=(count, COLS)).astype(bfloat16))
+
+
+def test_calls_run_in_order_on_shared_buffers() -> None:
+    a, b, c, d = (rows(ROWS, seed) for seed in range(4))
+    code = program()
+    calls = [Call(code, [bind(a), bind(b), bind(c)]), Call(code, [bind(c), bind(b), bind(d)])]
+    submission(calls).run(ROWS, 0)
+    once = add.reference(a.array, b.array)
+    assert (c.array == once).all()
+    assert (d.array == add.reference(once, b.array)).all()
+
+
+@pytest.mark.parametrize("view, seq, pos, first", [("pos", ROWS, 3, 3), ("last", ROWS + 5, 0, ROWS + 4), ("", 1, 7, 0)])
+def test_views_start_where_the_position_says(view: str, seq: int, pos: int, first: int) -> None:
+    long, b, out = rows(4 * ROWS, 1), rows(ROWS, 2), rows(ROWS, 3)
+    submission([Call(program(), [bind(long, view), bind(b), bind(out)])]).run(seq, pos)
+    assert (out.array == add.reference(long.array[first : first + ROWS], b.array)).all()
+
+
+def test_a_buffer_shorter_than_its_slot_is_refused() -> None:
+    long, b, out = rows(ROWS + 2, 1), rows(ROWS, 2), rows(ROWS, 3)
+    run = submission([Call(program(), [bind(long, "pos"), bind(b), bind(out)])])
+    run.run(ROWS, 2)
+    with pytest.raises(UserError, match=r"add: slot a needs 1024 bytes from 384 on, its buffer has 1280"):
+        run.run(ROWS, 3)
+
+
+def test_traffic_adds_up_over_runs() -> None:
+    code, memory = program(), [rows(ROWS, seed) for seed in range(3)]
+    for _ in range(2):
+        code.run([m.address for m in memory])
+    traffic = code.traffic()
+    size = ROWS * COLS * 2
+    assert traffic.submissions == 2
+    assert traffic.slots == [{"a": (2 * size, 0), "b": (2 * size, 0), "out": (0, 2 * size)}]
+    assert (traffic.read, traffic.written) == (4 * size, 2 * size)
+    assert sum(traffic.calls) == 2 * 8
+
+
+def test_missing_files_and_programs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing\.so cannot be loaded .* rebuild it with doit compile"):
+        open_library(tmp_path / "nothing.so")
+    libc: Any = ctypes.CDLL(None)
+    libc._name = "some.so"
+    with pytest.raises(UserError, match=r"some\.so has no program add"):
+        SimProgram(libc, "add")
