@@ -37,6 +37,7 @@ class Manifest:
         manifest = cls(root, **_read(root))
         manifest._check_machine()
         manifest._check_files()
+        manifest._check_plans()
         return manifest
 
     def _check_machine(self) -> None:
@@ -47,6 +48,18 @@ class Manifest:
                 f"{self.directory} was built for {built['system']} {built['machine']}, this machine is "
                 f"{here['system']} {here['machine']}: build it here with doit compile"
             )
+
+    def _check_plans(self) -> None:
+        """Every call names a program and, slot by slot, buffers of this manifest."""
+        for call in (call for calls in self.plans.values() for call in calls):
+            program = self.programs.get(call["program"])
+            unknown = [ref for ref in call["buffers"] if ref.partition("@")[0] not in self.buffers]
+            if program is None or unknown or len(program["slots"]) != len(call["buffers"]):
+                what = unknown[0] if unknown else call["program"]
+                raise UserError(
+                    f"{self.directory}/manifest.json: a plan calls for {what}, which is not there as it is "
+                    "called: run doit compile or copy the directory again"
+                )
 
     def _check_files(self) -> None:
         for name, entry in self.files.items():

@@ -22,7 +22,7 @@ from ml_dtypes import bfloat16
 
 from runtime.errors import UserError
 from stages.config import LlamaConfig, parse_config, read_config, read_json
-from stages.files import atomic_directory, exclusive, write_json
+from stages.files import Turn, atomic_directory, write_json
 from stages.presets import PRESETS
 
 DEMO = Path("models/demo")
@@ -144,7 +144,7 @@ class RandomSource:
         if stamp.is_file() and stamp.read_text() == wanted:
             return self.directory
         with (
-            exclusive(self.directory.parents[1] / f".locks/{self.name}.lock"),
+            Turn(self.directory.parents[1] / f".locks/{self.name}.lock"),
             atomic_directory(self.directory) as temporary,
         ):
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))

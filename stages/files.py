@@ -71,20 +71,32 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """One process at a time holds the lock file `path`; a second one says that it waits, and waits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        print(f"waiting for another process that builds {path.stem}", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+class Turn:
+    """One process at a time: the holder of a lock file. A second one says that it waits, and waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = filelock.FileLock(path)
+
+    def take(self) -> None:
+        """Returns at once if this process has it already."""
+        if self._lock.is_locked:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout:
+            print(f"waiting for another process that builds {self.path.stem}", file=sys.stderr, flush=True)
+            self._lock.acquire()
+
+    def give_up(self) -> None:
+        self._lock.release(force=True)
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()
 
 
 @contextlib.contextmanager

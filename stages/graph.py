@@ -14,6 +14,7 @@ from doit.exceptions import TaskFailed
 from runtime.errors import UserError
 from stages.checkpoint import ArtifactsOnly, copy_tokenizer, record_checkpoint, resolve
 from stages.elfs import DEVICE_ELFS, Elf, host_elfs
+from stages.files import Turn
 from stages.fusion import fuse
 from stages.link import host_elf
 from stages.manifest import write_manifest
@@ -47,8 +48,8 @@ class Graph:
         self.artifacts = artifacts = Path(options.artifacts)
         self.source = resolve(options.model, artifacts, options.revision)
         self.directory = artifacts / self.source.name / self.target
-        locks = artifacts / ".locks" / self.source.name / self.target
-        self.project = Project(self.directory, Digests(artifacts / ".digests.json"), locks)
+        turn = Turn(artifacts / ".locks" / f"{self.source.name}-{self.target}.lock")
+        self.project = Project(self.directory, Digests(artifacts / ".digests.json"), turn)
         self.steps = {step.name: step for step in self._steps()}
 
     def _steps(self) -> Iterator[Step]:
@@ -189,6 +190,7 @@ class Graph:
         return {"actions": [self._report_complete], "task_dep": ["manifest"], "meta": {"quiet": True}}
 
     def _report_complete(self) -> None:
+        self.project.turn.give_up()
         print(f"{self.directory} is up to date", flush=True)
 
     def generate(self) -> Task:
@@ -201,7 +203,13 @@ class Graph:
         return self._command(self._verify)
 
     def _command(self, action: Any) -> Task:
-        return {"actions": [action], "task_dep": ["manifest"], "meta": {"quiet": True}, "verbosity": 2}
+        """A task that uses the artifacts once they are complete."""
+        return {
+            "actions": [self.project.turn.give_up, action],
+            "task_dep": ["manifest"],
+            "meta": {"quiet": True},
+            "verbosity": 2,
+        }
 
     def _generate(self) -> TaskFailed | None:
         if self.options.prompt is None:

@@ -22,7 +22,7 @@ import xxhash
 from doit.exceptions import TaskFailed
 
 from runtime.errors import UserError
-from stages.files import content_digest, exclusive, fsync_path, write_atomic
+from stages.files import Turn, content_digest, fsync_path, write_atomic
 
 RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
@@ -126,7 +126,8 @@ class Project:
 
     directory: Path
     digests: Digests
-    locks: Path
+    turn: Turn
+    """Held from the first look at a step until the build is done: builds of one directory take turns."""
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory if inside it, so that it can be copied."""
@@ -225,27 +226,26 @@ class Step:
 
     def _build(self) -> None:
         work = self.project.directory / WORK / self.name.replace(":", "-")
-        with exclusive(self.project.locks / f"{self.name.replace(':', '-')}.lock"):
-            if self.is_current():
-                return
-            old = self.receipt() or {"outputs": {}}
-            key = self._key(None)
-            before = {p: self._digest(p) for p in self.inputs}
+        if self.is_current():
+            return
+        old = self.receipt() or {"outputs": {}}
+        key = self._key(None)
+        before = {p: self._digest(p) for p in self.inputs}
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        try:
+            for path in self.action(work) or ():
+                before.setdefault(path, self._digest(path))
+            made = self._commit(work, old["outputs"])
+        finally:
             shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            try:
-                for path in self.action(work) or ():
-                    before.setdefault(path, self._digest(path))
-                made = self._commit(work, old["outputs"])
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-            receipt = {
-                "key": key,
-                "declared": sorted(self.project.label(p) for p in self.inputs),
-                "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
-                "outputs": made,
-            }
-            write_atomic(self._receipt_path, json.dumps(receipt, indent=1, sort_keys=True).encode())
+        receipt = {
+            "key": key,
+            "declared": sorted(self.project.label(p) for p in self.inputs),
+            "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
+            "outputs": made,
+        }
+        write_atomic(self._receipt_path, json.dumps(receipt, indent=1, sort_keys=True).encode())
 
     def _commit(self, work: Path, old: Mapping[str, str]) -> dict[str, str]:
         """Move the outputs into place, each by a rename; remove outputs of the last run that this one did not make."""
@@ -281,6 +281,7 @@ class UpToDate:
         self.step = step
 
     def __call__(self) -> bool:
+        self.step.project.turn.take()
         return self.step.is_current()
 
     def __repr__(self) -> str:

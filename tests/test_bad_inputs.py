@@ -216,6 +216,9 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
     "missing_program": (remove("elf/o_ffn.so"), "o_ffn.so is missing"),
     "garbage_program": (garbage("elf/o_ffn.so"), "cannot be loaded"),
     "garbage_tokenizer": (garbage("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
+    "plan_names_no_program": (edit_manifest(lambda m: m["programs"].pop("o_ffn")), "calls for o_ffn"),
+    "plan_names_no_buffer": (edit_manifest(lambda m: m["buffers"].pop("swiglu")), "calls for swiglu"),
+    "plan_lacks_a_slot": (edit_manifest(lambda m: m["plans"]["decode"][1]["buffers"].pop()), "calls for rms_gemv_rope"),
     "weight_outside_its_file": (
         edit_manifest(lambda m: m["buffers"]["model.norm.weight"].update(offset=1 << 40)),
         "lies outside",
@@ -244,7 +247,8 @@ def test_disk_full(built: Path) -> None:
     write_checkpoint(built / "model", seed=1, vocab_size=300)
     limited = "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
-    limited += "sys.argv = ['doit', 'compile', 'model=model']; sys.path.insert(0, ''); runpy.run_module('doit', run_name='__main__')"
+    limited += "sys.argv = ['doit', 'compile', 'model=model']; sys.path.insert(0, ''); "
+    limited += "runpy.run_module('doit', run_name='__main__')"
     run = subprocess.run([sys.executable, "-c", limited], cwd=built, capture_output=True, text=True)
     one_line(run, "cannot build weights")
     after = snapshot(built / "artifacts/model/cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -146,6 +147,21 @@ def test_two_builds_at_once_take_turns(built: Path) -> None:
     assert [p.returncode for p in both] == [0, 0], outputs
     assert snapshot(built / BUILT) == once
     assert ran(doit(*COMPILE, cwd=built)) == set()
+
+
+def test_two_builds_of_different_kinds_do_not_mix(built: Path) -> None:
+    """Same directory, different parameters, at once: the result is that of one or the other, whole."""
+    command = [sys.executable, "-m", "doit", "compile", "target=npu2-sim"]
+    both = [
+        subprocess.Popen([*command, f"buckets={bucket}"], cwd=built, stdout=subprocess.PIPE, text=True)
+        for bucket in (64, 128)
+    ]
+    outputs = [p.communicate(timeout=500)[0] for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    manifest = json.loads((built / "artifacts/demo/npu2-sim/manifest.json").read_text())
+    buckets = {name.partition("@")[2] for name in manifest["plans"] if "@" in name}
+    assert buckets in ({"64"}, {"128"})
+    assert {name.partition(".")[2] for name in manifest["programs"] if "." in name} == buckets
 
 
 def test_parallel_build_is_identical(built: Path) -> None:
