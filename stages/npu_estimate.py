@@ -55,7 +55,7 @@ def estimate(dimensions: Dimensions, grouping: str = "spec", bucket: int = 2048)
 
 
 def described_launches(module: NpuModule) -> list[Traffic]:
-    """Traffic per described launch: the AIR launches of one (bands of queries, parts of a vocabulary) added up."""
+    """Traffic per described launch: the AIR launches of one (partitions of a vocabulary) added up."""
     merged: dict[int, Traffic] = {}
     for traffic in count(module.program):
         position = int(traffic.name.partition("_")[0].removeprefix("launch"))

@@ -31,8 +31,9 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
 class Plan:
     """A herd column per KV head; down a column, `group_rows` query heads of its group times `query_tiles` row tiles.
 
-    K and V lie interleaved, so that one stream per column feeds its tiles. `bands` cuts the queries into launches that
-    each stop reading keys where their causal mask ends; within a band, masked tiles cost a call that returns at once.
+    K and V lie interleaved, so that one stream per column feeds its tiles. Key tiles that causality masks whole cost a
+    call that returns at once. (To stop their transfers as well takes several launches, which the compiler cannot join:
+    each would hand its cores a row index at run time.)
     """
 
     seq: int
@@ -45,7 +46,6 @@ class Plan:
     query_tiles: int
     tile_q: int
     tile_k: int
-    bands: tuple[int, ...]
 
     @property
     def group(self) -> int:
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def step_rows(self) -> int:
-        """Query rows of one launch step; `bands` counts such steps."""
+        """Query rows of one launch step."""
         return self.query_tiles * self.tile_q
 
     @property
@@ -65,11 +65,6 @@ class Plan:
         """How often the herd moves on: over KV heads, and over the query heads of a group."""
         return self.kv_heads // self.columns, self.group // self.group_rows
 
-    def keys(self, band: int) -> int:
-        """Keys that the last query of a band sees, in whole tiles."""
-        visible = self.pos + sum(self.bands[: band + 1]) * self.step_rows
-        return -(-visible // self.tile_k) * self.tile_k
-
     @property
     def variant(self) -> Variant:
         return Variant.of("flash_attention", HD=self.head_dim, KR=self.tile_k, QR=self.tile_q)
@@ -78,11 +73,11 @@ class Plan:
         return (
             f"flash_attention {self.seq} rows at {self.pos}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
             f"{self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
-            f"{self.tile_q} queries x {self.tile_k} keys, bands {'+'.join(map(str, self.bands))}"
+            f"{self.tile_q} queries x {self.tile_k} keys"
         )
 
 
-def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands: int = 1) -> Plan:
+def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Plan:
     """Largest query tile that fits L1 beside what the key loop uses, which the compiler doubles; herd rows that a small
     group leaves over take row tiles."""
     what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
@@ -102,10 +97,7 @@ def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0, bands
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = 2 * 2 * group_rows * query_tiles * tile_q * head_dim
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
-    steps = seq // (query_tiles * tile_q)
-    cuts = [steps * i // min(bands, steps) for i in range(min(bands, steps) + 1)]
-    each = tuple(end - start for start, end in zip(cuts, cuts[1:], strict=False))
-    return Plan(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k, each)
+    return Plan(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
 
 
 def build(tile_plan: Plan) -> Program:
@@ -115,18 +107,15 @@ def build(tile_plan: Plan) -> Program:
     keys = memref_type((p.pos + p.seq, p.kv_heads * 2 * p.head_dim))
     b = Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
     over_kv, over_group = p.passes
-    first = 0
-    for band, steps in enumerate(p.bands):
-        with b.launch(steps, over_kv * over_group) as (x, y), b.segment():
-            kv_head = y // over_group * p.columns if over_kv > 1 else 0
-            member = y % over_group * p.group_rows if over_group > 1 else 0
-            _step(b, p, x + first, kv_head, member, p.keys(band))
-        first += steps
+    with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
+        kv_head = y // over_group * p.columns if over_kv > 1 else 0
+        member = y % over_group * p.group_rows if over_group > 1 else 0
+        _step(b, p, x, kv_head, member)
     return b.finish()
 
 
-def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number, keys: int) -> None:
-    """`step_rows` queries of `columns * group_rows` heads against `keys` keys."""
+def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number) -> None:
+    """`step_rows` queries of `columns * group_rows` heads."""
     d, rows, tile = p.head_dim, p.step_rows, p.tile_q * p.head_dim
     width = p.heads * d
     # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
@@ -142,17 +131,17 @@ def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number, key
             row = (step * p.query_tiles + (ty % p.query_tiles if p.query_tiles > 1 else 0)) * p.tile_q + p.pos
             with b.alloc(L1, (p.tile_q // e, d // e, e, e)) as (q,):
                 b.dma(q, q_staged.at(*mine))
-                _attend(b, p, q, row, kv_head + tx if isinstance(kv_head, Index) else tx, keys)
+                _attend(b, p, q, row, kv_head + tx if isinstance(kv_head, Index) else tx)
                 b.dma(out_staged.at(*mine), q)
         b.dma(b.args["out"].at(*place), out_staged)
 
 
-def _attend(b: Builder, p: Plan, q: Buffer, row: Index, kv_head: Index, keys: int) -> None:
+def _attend(b: Builder, p: Plan, q: Buffer, row: Index, kv_head: Index) -> None:
     """Online softmax of one query tile over all key tiles; the result replaces the queries."""
     d, k = p.head_dim, p.tile_k
     with b.alloc(L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
         b.call(p.variant, "fa_init", q, acc, stats)
-        with b.loop(keys // k) as j, b.alloc(L1, (k, 2 * d)) as (kv,):
+        with b.loop((p.pos + p.seq) // k) as j, b.alloc(L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
             b.call(p.variant, "fa_step", row, j * k, q, kv, acc, stats, work)
         b.call(p.variant, "fa_out", acc, stats, q)
