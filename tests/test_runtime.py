@@ -88,6 +88,14 @@ def test_bad_tokens_are_refused(llm: Llama, bad: list[int]) -> None:
     assert llm.position == 0
 
 
+def test_rope_scaling_reaches_the_text(llm: Llama) -> None:
+    """Short prompts forgive an unscaled rotary table; some 900 tokens of context do not."""
+    context = "\n".join(prompt + answer for prompt, answer in EXPECTED["raw"] * 2)
+    ids = llm.encode(context, raw=True)[:880]
+    prompt = llm.tokenizer.decode(ids) + "\nThe capital of France is"
+    assert reply(llm, prompt, raw=True, max_tokens=2).startswith(" Paris")
+
+
 def test_threads_do_not_change_the_text(demo: Path) -> None:
     texts = set()
     for threads in (1, 2, 3):
@@ -235,7 +243,8 @@ def test_chat_session(demo: Path) -> None:
 
 
 def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
-    code = "import sys, runtime.__main__, runtime, runtime.devices.cpu; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    code = "import sys, runtime.__main__, runtime.llama, runtime.devices.cpu, runtime.devices.sim; "
+    code += "print(*sorted({name.split('.')[0] for name in sys.modules}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     forbidden = {
