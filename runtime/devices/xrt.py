@@ -2,8 +2,8 @@
 
 A buffer that a device program reads or writes is one XRT buffer object; host programs work on its mapping. The two
 sides do not see each other's writes until told: this module follows which bytes are newer where, and syncs just those,
-just before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more, which
-the time limit allows for.
+just before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more,
+which the time limit allows for.
 """
 
 from __future__ import annotations
@@ -103,20 +103,13 @@ class XrtBuffer:
         self.bytes, self.bo, self.address = None, None, 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class XrtProgram:
     """A kernel instance: `name` for messages, `context` the number of its hardware context."""
 
     name: str
     kernel: Any
     context: int
-    slots: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class HostProgram:
-    entry: int
-    slots: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -125,6 +118,7 @@ class Access:
 
     buffer: XrtBuffer
     binding: Binding
+    slot: str
     rows: str
     """First dimension of the slot if it has a name; a `max_seq` slot is a cache, to which a call adds its rows."""
     nbytes: int
@@ -139,14 +133,14 @@ class Access:
         first = slot["shape"][0] if named and slot["shape"] else ""
         writes = slot["role"] in ("output", "scratch")
         reads = not writes or first == "max_seq"
-        return Access(binding.buffer, binding, str(first), nbytes, reads, writes)
+        return Access(binding.buffer, binding, slot["name"], str(first), nbytes, reads, writes)
 
     def offset(self, seq: int, pos: int) -> int:
         return {"": 0, "pos": pos, "last": seq - 1}[self.binding.view] * self.binding.row_bytes
 
     def read(self, seq: int, pos: int) -> Range:
         if self.rows == "max_seq":
-            return 0, (pos + seq) * self.binding.row_bytes
+            return 0, (pos if self.writes else pos + seq) * self.binding.row_bytes
         return self._range(seq, pos)
 
     def written(self, seq: int, pos: int) -> Range:
@@ -156,11 +150,15 @@ class Access:
 
     def _range(self, seq: int, pos: int) -> Range:
         start = self.offset(seq, pos)
-        if self.nbytes:
-            return start, start + self.nbytes
+        size = self.nbytes or (self.binding.row_bytes if self.binding.view else self.buffer.nbytes)
         if self.rows == "seq":
-            return start, start + seq * self.binding.row_bytes
-        return start, start + self.binding.row_bytes if self.binding.view else self.buffer.nbytes
+            size = seq * self.binding.row_bytes
+        if start + size > self.buffer.nbytes:
+            raise UserError(
+                f"slot {self.slot} needs {size} bytes from {start} on, its buffer has {self.buffer.nbytes}: "
+                "run doit compile"
+            )
+        return start, start + size
 
 
 class Session:
@@ -172,6 +170,8 @@ class Session:
         self.lock: int | None = None
         self.counts = Counts()
         self.contexts: list[Any] = []
+        self.files: dict[Path, int] = {}
+        """Context of each ELF."""
         self.programs: list[XrtProgram] = []
         self.buffers: list[XrtBuffer] = []
         self.submissions: list[XrtSubmission] = []
@@ -198,11 +198,13 @@ class Session:
         self.buffers.append(XrtBuffer(self, nbytes))
         return self.buffers[-1]
 
-    def load(self, path: Path, entry: str, slots: Sequence[Mapping[str, Any]]) -> XrtProgram:
+    def load(self, path: Path, entry: str) -> XrtProgram:
         with failures(f"{path} cannot be loaded", "it must come from doit compile target=npu2"):
-            context = self._context_for(self.pyxrt.elf(str(path)))
+            if path not in self.files:
+                self.files[path] = self._context_for(self.pyxrt.elf(str(path)))
+            context = self.files[path]
             kernel = self.pyxrt.ext.kernel(self.contexts[context], f"{KERNEL}:{entry}")
-        self.programs.append(XrtProgram(path.stem, kernel, context, slots))
+        self.programs.append(XrtProgram(path.stem, kernel, context))
         return self.programs[-1]
 
     def _context_for(self, elf: Any) -> int:
@@ -230,6 +232,8 @@ class Session:
         for submission in self.submissions:
             submission.release()
         self.submissions.clear()
+        for program in self.programs:
+            program.kernel = None
         self.programs.clear()
         self.contexts.clear()
         for buffer in self.buffers:
@@ -284,13 +288,11 @@ class XrtDevice:
             buffer.shown = True
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, path: Path, entry: str, host: bool, slots: Sequence[Mapping[str, Any]] = ()) -> Any:
-        """`slots`: name, shape, role and dtype of each, as in the manifest; the syncs are derived from them."""
-        if host:
-            return HostProgram(self._cpu.load_program(path, entry, host), slots)
-        return self._session.load(path, entry, slots)
+    def load_program(self, path: Path, entry: str, host: bool) -> Any:
+        return self._cpu.load_program(path, entry, host) if host else self._session.load(path, entry)
 
     def prepare(self, calls: Sequence[Call]) -> XrtSubmission:
+        """The syncs are derived from the calls' slots."""
         submission = XrtSubmission(self._session, calls)
         self._session.submissions.append(submission)
         return submission
@@ -308,6 +310,8 @@ class XrtSubmission:
         self._stretches: list[_Device | _Host] = [
             _Device(session, list(part)) if device else _Host(session, list(part)) for device, part in stretches
         ]
+        on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
+        self._inputs = [access for access in _accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
         session = self._session
@@ -315,6 +319,9 @@ class XrtSubmission:
             raise UserError(session.lost)
         session.drain()
         try:
+            for access in self._inputs:
+                if access.buffer.shown:
+                    access.buffer.host_newer.add(*access.read(seq, pos))
             for stretch in self._stretches:
                 stretch.run(seq, pos)
             for buffer in session.buffers:
@@ -325,13 +332,15 @@ class XrtSubmission:
             raise
 
     def release(self) -> None:
+        for stretch in self._stretches:
+            stretch.release()
         self._stretches.clear()
 
 
 def _accesses(calls: Sequence[Call]) -> Iterator[Access]:
     """What calls do, in order, to buffers that both sides can change."""
     for call in calls:
-        for binding, slot in zip(call.bindings, call.program.slots, strict=True):
+        for binding, slot in zip(call.bindings, call.slots, strict=True):
             if isinstance(binding.buffer, XrtBuffer) and not binding.buffer.constant:
                 yield Access.of(binding, slot)
 
@@ -341,8 +350,7 @@ class _Host:
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._accesses = list(_accesses(calls))
-        native = [Call(call.program.entry, call.bindings) for call in calls]
-        self._native: Submission = session.cpu.prepare(native)
+        self._native: Submission = session.cpu.prepare(calls)
 
     def run(self, seq: int, pos: int) -> None:
         for access in self._accesses:
@@ -354,6 +362,9 @@ class _Host:
                 buffer.device_newer.take(*written)
                 buffer.host_newer.add(*written)
         self._native.run(seq, pos)
+
+    def release(self) -> None:
+        """Holds nothing of the device."""
 
 
 class _Device:
@@ -374,11 +385,13 @@ class _Device:
         for group in self._groups:
             group.run(seq, pos)
 
+    def release(self) -> None:
+        for group in self._groups:
+            group.release()
+
     def _hand_over(self, access: Access, seq: int, pos: int) -> None:
         buffer = access.buffer
         low, high = access.written(seq, pos)
-        if buffer.shown and access.reads:
-            buffer.host_newer.add(low, high)
         # Also what is only written: a cache line that the host still holds would land on top of the result.
         buffer.to_device(low, high)
         if access.writes:
@@ -416,14 +429,9 @@ class _Run:
         self._moving: list[tuple[int, Access]] = []
         self._views: list[Any] = []
         with failures(where):
-            self.run = session.pyxrt.run(self.program.kernel)
-        for index, (binding, slot) in enumerate(zip(call.bindings, self.program.slots, strict=True)):
+            self.run: Any = session.pyxrt.run(self.program.kernel)
+        for index, (binding, slot) in enumerate(zip(call.bindings, call.slots, strict=True)):
             access = Access.of(binding, slot)
-            if access.nbytes > binding.buffer.nbytes:
-                raise UserError(
-                    f"{where}: slot {slot['name']} has {access.nbytes} bytes, its buffer {binding.buffer.nbytes}: "
-                    "run doit compile"
-                )
             if binding.view:
                 self._moving.append((index, access))
             else:
@@ -440,6 +448,9 @@ class _Run:
             views.append(access.buffer.view(access.offset(seq, pos), access.nbytes))
             self._set(index, views[-1])
         self._views = views
+
+    def release(self) -> None:
+        self.run, self._views = None, []
 
     def failed(self, state: str) -> UserError:
         late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
@@ -470,6 +481,9 @@ class _Single:
         # A run that is still under way keeps its state; that the wait ended is then the news.
         raise run.failed(waited.name if state.name.endswith(_BUSY) else state.name)
 
+    def release(self) -> None:
+        self._run.release()
+
 
 class _List:
     """Several runs of one context, one submission."""
@@ -477,7 +491,7 @@ class _List:
     def __init__(self, session: Session, context: int, runs: Sequence[_Run]) -> None:
         self._session, self._runs = session, runs
         with failures(f"{runs[0].where}: no run list"):
-            self._list = session.pyxrt.runlist(session.contexts[context])
+            self._list: Any = session.pyxrt.runlist(session.contexts[context])
             for run in runs:
                 self._list.add(run.run)
 
@@ -497,6 +511,11 @@ class _List:
             raise self._blame(error) from None
         finally:
             session.running = None
+
+    def release(self) -> None:
+        self._list = None
+        for run in self._runs:
+            run.release()
 
     def _blame(self, error: Exception) -> UserError:
         """XRT leaves the first failed run with its state and those after it aborted."""

@@ -1,0 +1,390 @@
+"""The XRT device on the stand-in: results, submissions, what is synchronised, and every fault as one line."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import gc
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_dtypes import bfloat16
+
+from runtime import UserError, load
+from runtime.devices import Binding, Call
+from runtime.devices import xrt as xrt_module
+from runtime.devices.ranges import Ranges
+from runtime.devices.xrt import XrtDevice
+from stages import air_to_host
+from stages.air.printer import to_mlir
+from stages.kernels import add
+from tests import pyxrt_standin
+from tests.conftest import build
+from tests.pyxrt_standin import DECLARATIONS, install
+
+ROWS, COLS = 4, 64
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="session")
+def simulated(artifacts: Path) -> Path:
+    return build("demo", artifacts, target="npu2-sim", buckets="64,128")
+
+
+@pytest.fixture(scope="session")
+def npu2(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the stand-in takes for the artifacts of `npu2`."""
+    directory = tmp_path_factory.mktemp("npu2") / "npu2"
+    shutil.copytree(simulated, directory, copy_function=os.link, ignore=shutil.ignore_patterns("build"))
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["target"]["name"] = "npu2"
+    (directory / "manifest.json").unlink()
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return directory
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(xrt_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / xrt_module.LOCK
+
+
+@pytest.fixture(autouse=True)
+def _clean(lock: Path) -> Iterator[None]:
+    yield
+    gc.collect()
+    world = pyxrt_standin.WORLD
+    assert world.alive() == {}, "something of the device was not released"
+    assert world.violations == []
+    if lock.exists():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    sys.modules.pop("pyxrt", None)
+
+
+# The stand-in is what it stands in for
+
+
+def _declared() -> Iterator[tuple[str, list[str]]]:
+    for line in DECLARATIONS.read_text().splitlines():
+        if match := re.fullmatch(r"([\w.]+)\((.*)\)(?: -> \w+)? \| [\d-]+", line):
+            yield match[1], [part for part in match[2].split(", ") if part]
+
+
+def test_standin_has_the_declared_interface() -> None:
+    install()
+    pyxrt: Any = sys.modules["pyxrt"]
+    overloads: dict[str, set[int]] = {}
+    for name, arguments in _declared():
+        overloads.setdefault(name, set()).add(len(arguments))
+    for name, counts in overloads.items():
+        found = pyxrt
+        for part in name.split("."):
+            found = getattr(found, part)
+        parameters = [p for p in inspect.signature(found).parameters.values() if p.name != "self"]
+        least = sum(p.default is p.empty for p in parameters)
+        assert {least, len(parameters)} >= {min(counts), max(counts)}, name
+    for kind in ("run", "runlist", "bo", "hw_context"):
+        methods = {name for name, value in vars(vars(pyxrt)[kind]).items() if inspect.isfunction(value)}
+        declared = {name.partition(".")[2] for name in overloads if name.startswith(f"{kind}.")}
+        assert {name for name in methods if not name.startswith("_")} == declared
+
+
+def test_runtime_uses_only_what_is_declared() -> None:
+    names = {name.split(".")[0] for name, _ in _declared()} | {"xclBOSyncDirection", "ert_cmd_state"}
+    tree = ast.parse(Path(xrt_module.__file__).read_text())
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("pyxrt")
+    }
+    assert {"device", "elf", "run", "runlist", "bo", "ext"} <= used <= names
+
+
+# Small programs
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
+    """A directory with two programs `one` and `two`, each out = a + b."""
+    directory = tmp_path_factory.mktemp("programs")
+    text = to_mlir(add.build(add.plan(ROWS, COLS)).module)
+    for name in ("one", "two"):
+        mlir = text.replace("func.func @add(", f"func.func @{name}(")
+        air_to_host.build(mlir, directory / f"{name}.so", directory / name, artifacts / ".cache/tiles")
+    return directory
+
+
+SLOTS = [
+    {"name": name, "shape": [ROWS, COLS], "role": role, "dtype": "bf16"}
+    for name, role in (("a", "input"), ("b", "input"), ("out", "output"))
+]
+BYTES = ROWS * COLS * 2
+
+
+class Adder:
+    """out = (a + b) + b, as two calls; `out` and the inputs are what the host sees."""
+
+    def __init__(self, simulated: Path, programs: Path, second: str = "one") -> None:
+        self.device = XrtDevice(simulated / "elf/host.so", 1)
+        first, then = (self.device.load_program(programs / f"{stem}.so", stem, False) for stem in ("one", second))
+        self.buffers = {name: self.device.alloc(BYTES) for name in ("a", "b", "sum", "out")}
+        self.arrays = {name: self.array(name) for name in ("a", "b", "out")}
+        calls = [self._call(first, "a", "b", "sum"), self._call(then, "sum", "b", "out")]
+        self.submission = self.device.prepare(calls)
+
+    def array(self, name: str) -> np.ndarray:
+        return self.device.array(self.buffers[name], bfloat16, (ROWS, COLS))
+
+    def _call(self, program: Any, *names: str) -> Call:
+        return Call(program, [Binding(self.buffers[name], "", COLS * 2) for name in names], SLOTS)
+
+    def run(self) -> None:
+        self.arrays["a"][:], self.arrays["b"][:] = 1, 2
+        self.submission.run(ROWS, 0)
+        np.testing.assert_array_equal(self.arrays["out"].astype(np.float32), 5)
+
+
+@pytest.mark.parametrize(
+    ("second", "switches", "submissions"),
+    [
+        ("one", {}, 1),
+        ("one", {"runlist": False}, 2),
+        ("two", {}, 2),
+        ("two", {"add_config": False}, 2),
+        ("two", {"merge": True}, 1),
+    ],
+)
+def test_submissions_and_syncs(
+    simulated: Path, programs: Path, second: str, switches: dict[str, Any], submissions: int
+) -> None:
+    world = install(**switches)
+    adder = Adder(simulated, programs, second)
+    for _ in range(3):
+        before = dict(world.counts)
+        adder.run()
+        assert world.counts["submissions"] - before.get("submissions", 0) == submissions
+        assert world.counts["runs"] - before.get("runs", 0) == 2
+        assert world.counts["to_device"] - before["to_device"] == 2 * BYTES, "the two inputs, each once"
+        assert world.counts["from_device"] - before.get("from_device", 0) == BYTES, "the sum stays on the device"
+    counts = adder.device.counts
+    assert (counts.to_device, counts.from_device) == (world.counts["to_device"], world.counts["from_device"])
+    assert (counts.submissions, counts.runs) == (world.counts["submissions"], world.counts["runs"])
+    adder.device.close()
+
+
+def test_views_follow_the_position(simulated: Path, programs: Path) -> None:
+    install()
+    device = XrtDevice(simulated / "elf/host.so", 1)
+    table, zero, out = (device.alloc(n * BYTES) for n in (3, 1, 1))
+    rows = device.array(table, bfloat16, (3 * ROWS, COLS))
+    rows[:] = np.arange(3 * ROWS)[:, None]
+    result = device.array(out, bfloat16, (ROWS, COLS))
+    program = device.load_program(programs / "one.so", "one", False)
+    bindings = [Binding(table, "pos", COLS * 2), Binding(zero, "", COLS * 2), Binding(out, "", COLS * 2)]
+    submission = device.prepare([Call(program, bindings, SLOTS)])
+    for pos in (0, 3, 2 * ROWS):
+        submission.run(1, pos)
+        np.testing.assert_array_equal(result[:, 0].astype(int), np.arange(pos, pos + ROWS))
+    with pytest.raises(UserError, match=r"slot a needs 512 bytes from 1152 on, its buffer has 1536"):
+        submission.run(1, 2 * ROWS + 1)
+    device.close()
+
+
+FAULTS = [
+    ({"fail_alloc": 3}, r"driver has no .* more .*Cannot allocate memory.*locked memory"),
+    ({"vanish": 1}, r"NPU cannot be opened.*No such device"),
+    ({"vanish": 4}, r"No such device"),
+    ({"time_out": 1}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"time_out": 2}, r"one \(call 2 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"time_out": 4, "runlist": False}, r"one \(call 2 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"hang": 3, "runlist": False}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"hang": 3}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+]
+
+
+@pytest.mark.parametrize(("switches", "message"), FAULTS, ids=lambda value: str(value)[:30])
+def test_fault_is_one_line_and_leaks_nothing(
+    simulated: Path, programs: Path, switches: dict[str, Any], message: str
+) -> None:
+    install(**switches)
+    with pytest.raises(UserError, match=message) as caught:
+        adder = Adder(simulated, programs)
+        for _ in range(3):
+            adder.run()
+    assert "\n" not in str(caught.value)
+
+
+def test_device_is_gone_at_any_call(simulated: Path, programs: Path) -> None:
+    """Whatever call of the driver is the first to fail: one line, and nothing stays behind."""
+
+    def use() -> None:
+        adder = Adder(simulated, programs)
+        adder.run()
+        adder.device.close()
+
+    world = install()
+    use()
+    for number in range(1, world.counts["driver_calls"] + 1):
+        world = install(vanish=number)
+        with pytest.raises(UserError, match="No such device"):
+            use()
+        gc.collect()
+        assert world.alive() == {}, f"call {number}"
+
+
+def test_lost_device_stays_lost(simulated: Path, programs: Path) -> None:
+    install(time_out=1)
+    adder = Adder(simulated, programs)
+    for _ in range(2):
+        with pytest.raises(UserError, match="did not finish in time"):
+            adder.run()
+    adder.device.close()
+    with pytest.raises(UserError, match="did not finish in time"):
+        adder.submission.run(1, 0)
+
+
+def test_interrupt_while_waiting(simulated: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C leaves the device usable, and what was under way is waited for."""
+    install(runlist=False)
+    adder = Adder(simulated, programs)
+    wait, pending = pyxrt_standin.run.wait, [KeyboardInterrupt()]
+
+    def interrupted(run: Any, timeout_ms: int = 0) -> Any:
+        if pending:
+            raise pending.pop()
+        run.unchecked = False
+        return wait(run, timeout_ms)
+
+    monkeypatch.setattr(pyxrt_standin.run, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        adder.run()
+    adder.run()
+    adder.device.close()
+
+
+def test_blob_that_ends_early(simulated: Path, tmp_path: Path) -> None:
+    install()
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(100))
+    device = XrtDevice(simulated / "elf/host.so", 1)
+    with pytest.raises(UserError, match="blob ends 28 bytes early"):
+        device.load_weights(path, 64, 64)
+    device.close()
+
+
+def test_no_bindings_installed(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyxrt", None)
+    with pytest.raises(UserError, match=r"needs XRT's Python bindings.*doit doctor"):
+        XrtDevice(simulated / "elf/host.so", 1)
+    install()
+
+
+def test_bindings_without_elf_contexts(simulated: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+
+    def refuse(*_: Any) -> Any:
+        raise TypeError("incompatible constructor arguments")
+
+    monkeypatch.setattr(sys.modules["pyxrt"], "hw_context", refuse)
+    device = XrtDevice(simulated / "elf/host.so", 1)
+    with pytest.raises(UserError, match="installed XRT cannot load ELF programs"):
+        device.load_program(programs / "one.so", "one", False)
+    device.close()
+
+
+def test_second_process_waits(simulated: Path, lock: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    install()
+    program = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(flush=True); time.sleep(0.5)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, lock], stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        other.stdout.readline()
+        XrtDevice(simulated / "elf/host.so", 1).close()
+        assert other.wait() == 0, "the device was taken before the other process let go"
+    assert "waiting for another process that uses the NPU" in capfd.readouterr().err
+
+
+# Ranges
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30))))
+def test_ranges_are_sets_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
+    ranges, model = Ranges(), set()
+    for adds, low, high in steps:
+        if adds:
+            ranges.add(low, high)
+            model |= set(range(low, high))
+        else:
+            taken = [byte for first, end in ranges.take(low, high) for byte in range(first, end)]
+            assert taken == sorted(model & set(range(low, high)))
+            model -= set(range(low, high))
+    assert bool(ranges) == bool(model)
+
+
+# The demo model
+
+
+def _tokens(directory: Path, count: int = 8) -> tuple[list[int], Any, list[dict[str, int]]]:
+    """Greedy tokens of a prompt, the manifest, and what each phase added to the stand-in's counts."""
+    llm = load(directory, 2)
+    counts = pyxrt_standin.WORLD.counts
+    marks = [dict(counts)]
+    ids = llm.encode(PROMPT, raw=True)
+    logits = llm.prefill(ids)
+    assert np.isfinite(logits).all()
+    marks.append(dict(counts))
+    tokens = [int(np.argmax(logits))]
+    while len(tokens) < count:
+        tokens.append(int(np.argmax(llm.decode(tokens[-1]))))
+        marks.append(dict(counts))
+    manifest = llm.manifest
+    llm.close()
+    phases = [{k: b.get(k, 0) - a.get(k, 0) for k in b} for a, b in pairwise(marks)]
+    phases[0]["prompt"] = len(ids)
+    return tokens, manifest, phases
+
+
+@pytest.fixture(scope="session")
+def expected(simulated: Path) -> list[int]:
+    return _tokens(simulated)[0]
+
+
+@pytest.mark.parametrize("switches", [{}, {"runlist": False, "add_config": False}, {"merge": True}], ids=str)
+def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], switches: dict[str, Any]) -> None:
+    install(**switches)
+    tokens, manifest, (prefill, first, *others) = _tokens(npu2)
+    assert tokens == expected
+    layers = manifest.model["layers"]
+    listed = switches.get("runlist", True)
+    assert prefill["submissions"] == (2 if listed else layers + 1), "all layers, then the LM head behind a host norm"
+    assert prefill["runs"] == layers + 1
+    for token in (first, *others):
+        assert token["submissions"] == layers + 1
+    model = manifest.model
+    emb, q, kv = (2 * model[n] for n in ("emb", "heads", "kv_heads"))
+    q, kv, logits = q * model["head_dim"], kv * model["head_dim"], 4 * manifest.buffers["logits"]["shape"][0]
+    prompt = prefill["prompt"]
+    assert (prefill["to_device"], prefill["from_device"]) == (prompt * emb + emb, emb + logits)
+    for token in (first, *others):
+        assert token["to_device"] == emb + layers * q
+    assert first["from_device"] == layers * (q + 2 * kv) + logits + layers * prompt * 2 * kv, (
+        "the prompt's K and V, once"
+    )
+    for token in others:
+        assert token["from_device"] == layers * (q + 2 * kv) + logits
