@@ -71,6 +71,11 @@ def task_chat():
     return graph.chat()
 
 
+def task_bench():
+    """Measure prefill, decode, start and memory against what the machine can do."""
+    return graph.bench()
+
+
 def task_verify():
     """Compare greedy decoding with transformers in bf16, token by token."""
     return graph.verify()

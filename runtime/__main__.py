@@ -27,6 +27,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     add("--threads", type=int, default=0, help="0: all CPUs of this process (default)")
     add("--chat", action="store_true", help="hold a conversation, one line per turn")
+    add("--bench", action="store_true", help="measure speed and memory against the machine's limits (cpu target)")
+    add("--repeats", type=int, default=5, help="with --bench: runs of each test (default %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
     options = parse(arguments)
     try:
-        return chat(options) if options.chat else once(options)
+        return bench(options) if options.bench else chat(options) if options.chat else once(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -78,6 +80,15 @@ def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: di
     else:
         print(flush=True)
         print(summary(llm), file=sys.stderr)
+
+
+def bench(options: argparse.Namespace) -> int:
+    from runtime.bench import run_bench
+
+    if options.repeats < 1:
+        raise UserError(f"--repeats {options.repeats}: must be at least 1")
+    run_bench(options.artifacts, options.threads, options.repeats, options.json)
+    return 0
 
 
 def chat(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,14 @@ class Llama:
     def reset(self) -> None:
         """Forget all tokens."""
         self._history.clear()
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        del self._history[position:]
+
+    def buffer(self, name: str) -> Any:
+        """The device's buffer of that name in the manifest."""
+        return self._memory.bind(name).buffer
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""

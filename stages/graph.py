@@ -199,6 +199,13 @@ class Graph:
     def chat(self) -> Task:
         return self._command(self._chat)
 
+    def bench(self) -> Task:
+        return self._command(self._bench)
+
+    def _bench(self) -> TaskFailed | None:
+        as_json = ["--json"] if self.options.json else []
+        return self._runtime("--bench", *as_json, f"--threads={self.options.threads}", "--", str(self.directory))
+
     def verify(self) -> Task:
         return self._command(self._verify)
 

@@ -32,6 +32,7 @@ class Options:
     raw: bool = False
     threads: int = 0
     full: bool = False
+    json: bool = False
 
     def bucket_list(self) -> tuple[int, ...]:
         """Row counts that static-shape targets are compiled for. Raises UserError."""

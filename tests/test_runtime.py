@@ -267,3 +267,15 @@ def test_other_instruction_sets_say_the_same(demo: Path, isa: str, monkeypatch: 
     run = run_module(demo, "The capital of France is", "--raw")
     assert run.stdout.startswith(" Paris")
     assert isa in run.stderr
+
+
+def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "bench", max_position_embeddings=160)
+    run = run_module(build(tmp_path / "bench", artifacts), "--bench", "--repeats=2", "--json")
+    assert run.returncode == 0, run.stderr
+    results = {r["test"]: r for r in json.loads(run.stdout)["results"]}
+    assert {"read bandwidth", "bf16 peak", "pp128", "tg32 @ 0", "cold start", "peak memory"} <= results.keys()
+    assert "pp512" not in results, "longer than the context"
+    for test in ("pp128", "tg32 @ 0"):
+        assert len(results[test]["values"]) == len(results[test]["limits"]) == 2
+        assert 0 < results[test]["share"] < 1.5

@@ -48,6 +48,11 @@ class CpuDevice:
         library.team_destroy.argtypes = [ctypes.c_void_p]
         library.team_threads.argtypes = [ctypes.c_void_p]
         library.isa_name.restype = ctypes.c_char_p
+        library.measure_read_bandwidth.restype = ctypes.c_double
+        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        for measure in (library.measure_bf16_peak, library.measure_f32_peak):
+            measure.restype = ctypes.c_double
+            measure.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._native = library
         self._team = library.team_create(threads)
         if not self._team:
@@ -98,6 +103,15 @@ class CpuDevice:
 
     def run_native(self, calls: Any, count: int, dims: _Dims) -> None:
         self._native.team_run(self._team, calls, count, ctypes.byref(dims))
+
+    def measure_read(self, buffer: Buffer) -> float:
+        """Bytes per second at which the team reads a buffer, with the pattern that reads fastest."""
+        return float(self._native.measure_read_bandwidth(self._team, buffer.address, len(buffer.bytes)))
+
+    def measure_peak(self, dtype: str, iterations: int) -> float:
+        """Floating-point operations per second of the team in registers; `dtype`: bf16 or f32."""
+        measure = {"bf16": self._native.measure_bf16_peak, "f32": self._native.measure_f32_peak}[dtype]
+        return float(measure(self._team, iterations))
 
     def close(self) -> None:
         if self._team:
