@@ -1,0 +1,456 @@
+"""Building for the NPU: command lines by a recorder, failures by fakes, and both by the real aircc when it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.errors import UserError
+from stages import aircc, doctor, known_good, peano, toolchain
+from stages.air.printer import to_mlir
+from stages.kernels import add
+from stages.npu_modules import build_module, groups
+from tests.conftest import ROOT
+
+FACTS = ROOT / "tests/aircc_options.txt"
+DIMENSIONS = {
+    "vocab": 2048,
+    "emb": 256,
+    "ffn": 768,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "q_dim": 256,
+    "kv_dim": 128,
+    "max_seq": 2048,
+    "eps": 1e-5,
+}
+HELLO = to_mlir(add.build(add.plan(64, 256)).module)
+OBJECT = "add_count2048.o"
+
+
+def forget_tools() -> None:
+    for find in (*toolchain.NPU_TOOLS.values(), toolchain.host_compiler_fingerprint):
+        find.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tools() -> Iterator[None]:
+    forget_tools()
+    yield
+    forget_tools()
+
+
+def script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{sys.executable}\nimport sys, os, json, pathlib\nargs = sys.argv[1:]\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+RECORD = """
+if "--version" in args:
+    sys.exit(print("fake 22.1.0"))
+here = pathlib.Path.cwd()
+record = {"args": args, "cwd": str(here), "files": sorted(p.name for p in here.iterdir()), "path": os.environ["PATH"]}
+"""
+COMPILER = f"""{RECORD}
+pathlib.Path(os.environ["RECORD_CC"]).write_text(json.dumps(record))
+source = next(a for a in args if a.endswith(".cc"))
+headers = "kernel_src/aie2p/tile.h /opt/api/aie_api/aie.hpp"
+pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {{source}} {{headers}}")
+pathlib.Path(args[args.index("-o") + 1]).write_text(" ".join(a for a in args if a.startswith("-D")))
+"""
+AIRCC = f"""{RECORD}
+pathlib.Path(os.environ["RECORD"]).write_text(json.dumps(record))
+print(os.environ.get("AIRCC_SAYS", "fine"), file=sys.stderr)
+if made := os.environ.get("AIRCC_MAKES"):
+    content = made.encode().decode("unicode_escape").encode("latin1")
+    pathlib.Path(args[args.index("--elf-name") + 1]).write_bytes(content)
+exec(os.environ.get("AIRCC_DOES", ""))
+sys.exit(int(os.environ.get("AIRCC_STATUS", "0")))
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fakes of every tool, which record what they were asked."""
+    root = tmp_path / "tools"
+    script(root / "peano/bin/clang++", COMPILER)
+    script(root / "bin/aircc", AIRCC)
+    script(root / "other/aiecc", RECORD)
+    (root / "include/aie_api").mkdir(parents=True)
+    (root / "include/aie_api/aie.hpp").write_text("")
+    monkeypatch.setenv("PATH", f"{root}/bin:{root}/other:{os.environ['PATH']}")
+    monkeypatch.setenv("PEANO_INSTALL_DIR", str(root / "peano"))
+    monkeypatch.setenv("AIE_API_INCLUDE", str(root / "include"))
+    monkeypatch.setenv("RECORD", str(root / "record.json"))
+    monkeypatch.setenv("RECORD_CC", str(root / "cc.json"))
+    monkeypatch.setenv("AIRCC_MAKES", r"\x7fELF..\0add\0")
+    return root
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    """A module as the graph leaves it: MLIR and what else its compilation needs to know."""
+    path = tmp_path / "artifacts/build/modules/hello.128.mlir"
+    path.parent.mkdir(parents=True)
+    path.write_text(HELLO)
+    about = {
+        "function": "add",
+        "options": ["--debug-ir"],
+        "objects": {OBJECT: ["add", "-DCOUNT=2048", "-DVARIANT=count2048"]},
+    }
+    path.with_suffix(".json").write_text(json.dumps(about))
+    return path
+
+
+def make(module: Path, tmp_path: Path, **options: Any) -> list[Path]:
+    work = tmp_path / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    return aircc.npu_elf(module, "hello.128", tmp_path / "cache", work, **options)
+
+
+def options_of(help_text: str) -> set[str]:
+    return set(re.findall(r"^\s+(--?[a-z][\w-]*)", help_text, re.MULTILINE))
+
+
+def _facts() -> dict[str, list[str]]:
+    lines = [line.split() for line in FACTS.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: kind for name, *kind in lines}
+
+
+def check_options(arguments: list[str]) -> list[str]:
+    """Assert that every option is one of aircc's and has the value it wants; returns what is no option."""
+    facts, rest, todo = _facts(), [], list(arguments)
+    while todo:
+        argument = todo.pop(0)
+        name, given, value = argument.partition("=")
+        if not argument.startswith("-"):
+            rest.append(argument)
+            continue
+        assert name in facts, f"aircc has no option {name}"
+        kind = facts[name]
+        if kind == ["flag"]:
+            assert not given, argument
+        elif kind != ["optional"] and not given:
+            value = todo.pop(0)
+        if kind in (["list"], ["integer"]):
+            assert value.isdigit(), argument
+        elif len(kind) > 1:
+            assert value in kind, argument
+    return rest
+
+
+# With fakes
+
+
+def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: Path) -> None:
+    read = make(module, tmp_path)
+    assert read == [Path("kernel_src/aie2p/add.cc"), Path("kernel_src/aie2p/tile.h")]
+    produced = {p.relative_to(tmp_path / "work").as_posix() for p in (tmp_path / "work").rglob("*") if p.is_file()}
+    assert produced == {"elf/hello.128.elf", "build/logs/hello.128.log"}
+    record = json.loads((tools / "record.json").read_text())
+    assert record["files"] == sorted([OBJECT, "air.mlir", "log"]), "the module and its objects, where aiecc looks"
+    assert check_options(record["args"]) == ["air.mlir"]
+    assert record["args"][record["args"].index("--xclbin-instance-name") + 1] == "add"
+    assert "--debug-ir" in record["args"]
+    assert str(tools / "other") in record["path"].split(":")
+
+
+def test_objects_are_compiled_for_the_npu_once(tools: Path, module: Path, tmp_path: Path) -> None:
+    make(module, tmp_path)
+    arguments = json.loads((tools / "cc.json").read_text())["args"]
+    assert {"--target=aie2p-none-unknown-elf", "-O2", "-std=c++20", "-DCOUNT=2048", "-DVARIANT=count2048"} <= set(
+        arguments
+    )
+    assert f"-I{tools / 'include'}" in arguments
+    (tools / "cc.json").unlink()
+    make(module, tmp_path)
+    assert not (tools / "cc.json").exists(), "it came from the cache"
+    made = peano.compile_tile("add_count64.o", "add", ["-DCOUNT=64", "-DVARIANT=count64"], tmp_path / "cache")
+    assert made.path.read_text().endswith("-DCOUNT=64 -DVARIANT=count64")
+    made.path.write_text("damaged")
+    again = peano.compile_tile("add_count64.o", "add", ["-DCOUNT=64", "-DVARIANT=count64"], tmp_path / "cache")
+    assert again.path.read_text() != "damaged"
+
+
+def test_object_of_a_step(tools: Path, tmp_path: Path) -> None:
+    headers = peano.tile_object("add_count64.o", "add", ["-DCOUNT=64"], tmp_path / "cache", tmp_path / "work")
+    assert headers == [Path("kernel_src/aie2p/tile.h")]
+    assert (tmp_path / "work/build/objects/add_count64.o").is_file()
+
+
+@pytest.mark.parametrize("grouping", ["spec", "fused"])
+def test_every_program_gets_options_that_aircc_has(tools: Path, grouping: str) -> None:
+    del tools
+    for group in groups(grouping):
+        built = build_module(group, DIMENSIONS, 128)
+        command = aircc.command_line(aircc.Job(group.name, "", built.name, built.options))
+        assert check_options(command[1:]) == ["air.mlir"]
+        assert command[command.index("--xclbin-instance-name") + 1] == group.name
+
+
+FAILURES: dict[str, tuple[dict[str, str], str]] = {
+    "error": (
+        {"AIRCC_STATUS": "1", "AIRCC_SAYS": 'loc("air.mlir":9:5): error: too big\nCompilation failed'},
+        r'aircc: loc\("air.mlir":9:5\): error: too big \(in add_herd_2\)',
+    ),
+    "segment": (
+        {"AIRCC_STATUS": "1", "AIRCC_SAYS": "air_project/air.mlir:6:1: error: no room"},
+        r"error: no room \(in add_segment_1, launch 1 of 1\)",
+    ),
+    "silent": ({"AIRCC_STATUS": "3", "AIRCC_SAYS": ""}, "aircc: no message"),
+    "no elf": ({"AIRCC_MAKES": "", "AIRCC_SAYS": "Error: lost"}, "made no ELF, though it reports success: Error: lost"),
+    "wrong instance": ({"AIRCC_MAKES": r"\x7fELF..\0other\0"}, "without the program add"),
+    "not an elf": ({"AIRCC_MAKES": r"text\0add\0"}, "without the program add"),
+    "no instructions": ({"AIRCC_SAYS": "Error generating NPU instructions"}, "an ELF without instructions"),
+    "killed": ({"AIRCC_DOES": "os.kill(os.getpid(), 9)"}, "killed, probably for lack of memory.*doit -n 1"),
+    "crash": ({"AIRCC_DOES": "os.kill(os.getpid(), 11)"}, "crashed.*SIGSEGV"),
+    "slow": ({"AIRCC_DOES": "import time; time.sleep(60)"}, "stopped after 1 s"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_is_one_line_and_leaves_the_log(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    del tools
+    environment, message = FAILURES[failure]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message) as caught:
+        make(module, tmp_path, time_limit=1)
+    log = tmp_path / "artifacts/build/logs/hello.128.log"
+    assert str(caught.value).startswith("hello.128: ")
+    assert str(log) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "--xclbin-instance-name add" in log.read_text()
+
+
+def test_stack_is_raised_for_aircc_alone(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tools / "stack"
+    does = (
+        f"import resource; pathlib.Path({str(report)!r}).write_text(str(resource.getrlimit(resource.RLIMIT_STACK)[0]))"
+    )
+    monkeypatch.setenv("AIRCC_DOES", does)
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    make(module, tmp_path)
+    wanted = aircc.STACK_BYTES if hard == resource.RLIM_INFINITY else min(aircc.STACK_BYTES, hard)
+    assert int(report.read_text()) == wanted
+    assert resource.getrlimit(resource.RLIMIT_STACK)[0] == before
+
+
+def test_source_that_does_not_compile(tools: Path, module: Path, tmp_path: Path) -> None:
+    body = f"{RECORD}\nprint('add.cc:7:3: error: no such intrinsic\\nnote: x', file=sys.stderr); sys.exit(1)"
+    script(tools / "peano/bin/clang++", body)
+    with pytest.raises(
+        UserError, match=r"add.cc does not compile for the NPU as add_count2048.o: add.cc:7:3: error: no such"
+    ):
+        make(module, tmp_path)
+
+
+def test_missing_tools_are_named_in_one_line(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert toolchain.npu_fingerprint()
+    shutil.rmtree(tools / "bin")
+    monkeypatch.setenv("PATH", str(tools / "other"))
+    monkeypatch.setenv("PEANO_INSTALL_DIR", str(tmp_path / "nowhere"))
+    forget_tools()
+    assert toolchain.npu_fingerprint() is None
+    with pytest.raises(UserError, match="target npu2 needs aircc, Peano, not found on this machine: see doit doctor"):
+        make(module, tmp_path)
+
+
+# Doctor
+
+
+@pytest.fixture
+def laptop(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of a machine that has everything."""
+    del tools
+    about = tmp_path / "system/sys/class/accel/accel0/device"
+    about.mkdir(parents=True)
+    (about / "device").write_text("0x17f0\n")
+    (about / "revision").write_text("0x11\n")
+    (about / "fw_version").write_text("1.1.2.64\n")
+    driver = tmp_path / "system/sys/bus/pci/drivers/amdxdna"
+    driver.mkdir(parents=True)
+    (about / "driver").symlink_to(driver)
+    (tmp_path / "system/dev/accel").mkdir(parents=True)
+    (tmp_path / "system/dev/accel/accel0").write_text("")
+    (tmp_path / "system/opt/xilinx/xrt").mkdir(parents=True)
+    (tmp_path / "system/opt/xilinx/xrt/version.json").write_text('{"BUILD_VERSION": "2.23.0"}')
+    monkeypatch.delenv("XILINX_XRT", raising=False)
+    bindings: Any = types.ModuleType("pyxrt")
+    bindings.hw_context = type("hw_context", (), {"add_config": None})
+    bindings.runlist = None
+    monkeypatch.setitem(sys.modules, "pyxrt", bindings)
+    return tmp_path / "system"
+
+
+def found(rows: list[doctor.Row]) -> dict[str, str]:
+    return {row.what: row.found for row in rows}
+
+
+def test_doctor_on_a_machine_with_everything(laptop: Path) -> None:
+    rows = doctor.report(laptop)
+    by_name = {row.what: row for row in rows}
+    assert by_name["NPU"].version.endswith("accel0: Strix Halo, 8 columns")
+    assert by_name["NPU driver"].version == "amdxdna of the kernel"
+    assert by_name["NPU firmware"].version == "1.1.2.64"
+    assert by_name["pyxrt"].version.endswith("(with run lists)")
+    assert set(doctor.conclusions(rows).values()) == {"yes"}
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "first generation": (
+        lambda root: (root / "sys/class/accel/accel0/device/device").write_text("0x1502"),
+        "NPU",
+        "old",
+    ),
+    "old XRT": (
+        lambda root: (root / "opt/xilinx/xrt/version.json").write_text('{"BUILD_VERSION": "2.19.0"}'),
+        "XRT",
+        "old",
+    ),
+    "no node": (lambda root: (root / "dev/accel/accel0").unlink(), "NPU", "no"),
+    "no XRT": (lambda root: (root / "opt/xilinx/xrt/version.json").unlink(), "XRT", "no"),
+    "no firmware": (lambda root: (root / "sys/class/accel/accel0/device/fw_version").unlink(), "NPU firmware", "no"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_doctor_says_what_is_missing(laptop: Path, change: str) -> None:
+    do, what, state = CHANGES[change]
+    do(laptop)
+    rows = doctor.report(laptop)
+    row = next(row for row in rows if row.what == what)
+    assert row.found == state
+    assert row.get, "how to get it"
+    runs = doctor.conclusions(rows)["run npu2"]
+    assert (what in runs) == (change != "no firmware")
+
+
+def test_doctor_without_any_tool(laptop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PEANO_INSTALL_DIR", str(tmp_path))
+    monkeypatch.setenv("AIE_API_INCLUDE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pyxrt", None)
+    monkeypatch.setattr(toolchain, "host_compiler_fingerprint", lambda: None)
+    for find in toolchain.NPU_TOOLS.values():
+        find.cache_clear()  # type: ignore[attr-defined]
+    verdicts = doctor.conclusions(doctor.report(tmp_path))
+    assert verdicts["build npu2"] == "no: host compiler, aircc, aiecc, Peano, AIE API headers"
+    assert verdicts["run npu2"] == "no: NPU, NPU driver, XRT, pyxrt"
+    assert verdicts["build and run cpu"] == "no: host compiler"
+
+
+def test_doctor_prints_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.doctor()
+    text = capsys.readouterr().out
+    assert "build npu2: " in text
+    assert len({line.index("for") for line in text.splitlines()[:1]}) == 1
+    doctor.doctor(json=True)
+    content = json.loads(capsys.readouterr().out)
+    assert {row["what"] for row in content["tools"]} >= {"NPU", "XRT", "Peano", "locked memory"}
+    assert content["works"].keys() == {"build and run cpu", "build and run npu2-sim", "build npu2", "run npu2"}
+
+
+@pytest.mark.parametrize(("text", "number"), [("2.23.0", (2, 23, 0)), ("6.14.0-29-generic", (6, 14, 0)), ("x", ())])
+def test_version(text: str, number: tuple[int, ...]) -> None:
+    assert known_good.version(text) == number
+
+
+# With the real aircc
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """An empty directory, if aircc is there; with what Peano there is, which may be none."""
+    if toolchain.aircc() is None:
+        pytest.skip("needs aircc on PATH")
+    (tmp_path / OBJECT).write_text("not read before linking")
+    return tmp_path
+
+
+@pytest.mark.toolchain
+def test_real_aircc_has_the_options(real: Path) -> None:
+    driver = toolchain.aircc()
+    assert driver
+    run = subprocess.run([driver.path, "--help"], capture_output=True, text=True, check=True, cwd=real)
+    assert options_of(run.stdout) >= _facts().keys()
+
+
+def link_real(real: Path, monkeypatch: pytest.MonkeyPatch, mlir: str, objects: list[str], **job: Any) -> str:
+    if toolchain.peano() is None:
+        # Enough to find it; the first step that needs it fails.
+        script(real / "peano/bin/clang++", "sys.exit(1)")
+        monkeypatch.setenv("PEANO_INSTALL_DIR", str(real / "peano"))
+        toolchain.peano.cache_clear()
+    described = aircc.Job("hello", mlir, **job, objects=dict.fromkeys(objects, real / OBJECT))
+    return aircc.link(described, real / "scratch", real / "hello.log", 1200)
+
+
+@pytest.mark.toolchain
+def test_real_aircc_makes_an_elf(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_peano = toolchain.peano() is None
+    try:
+        link_real(real, monkeypatch, HELLO, [OBJECT], function="add")
+    except UserError as error:
+        assert without_peano, error
+        assert re.search(r"Peano|opt|llc|clang", str(error) + (real / "hello.log").read_text())
+    else:
+        assert aircc.has_instance((real / "scratch/out.elf").read_bytes(), "add")
+
+
+REFUSED = {
+    "too large for L1": (
+        lambda text: text.replace("memref<2048xbf16, 2 : i32>", "memref<28672xbf16, 2 : i32>"),
+        r"hello: aircc: .*allocated buffers exceeded available memory \(in add_segment_1, launch 1 of 1\)",
+    ),
+    "mistyped": (
+        lambda text: text.replace("memref<64x256xbf16> {", "memref<64x25xbf16> {", 1),
+        r"hello: aircc: loc\(\"air.mlir\":\d+:\d+\): error: use of value '%out' expects different type",
+    ),
+}
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("change", REFUSED)
+def test_real_aircc_refusal_names_the_launch(real: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    edit, message = REFUSED[change]
+    with pytest.raises(UserError, match=message):
+        link_real(real, monkeypatch, edit(HELLO), [OBJECT], function="add")
+
+
+@pytest.mark.toolchain
+@pytest.mark.slow
+@pytest.mark.parametrize(("grouping", "name"), [(g, group.name) for g in ("spec", "fused") for group in groups(g)])
+def test_real_aircc_takes_every_program(real: Path, monkeypatch: pytest.MonkeyPatch, grouping: str, name: str) -> None:
+    group = next(group for group in groups(grouping) if group.name == name)
+    built = build_module(group, DIMENSIONS, 128)
+    without_peano = toolchain.peano() is None
+    objects = [variant.object for variant in built.variants]
+    try:
+        link_real(real, monkeypatch, built.text(), objects, function=built.name, options=built.options)
+    except UserError as error:
+        assert without_peano, error
+        assert re.search(r"Peano|opt|llc|clang", str(error) + (real / "hello.log").read_text())
