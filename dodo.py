@@ -81,6 +81,11 @@ def task_verify():
     return graph.verify()
 
 
+def task_doctor():
+    """Say which tools and devices this machine has, and what therefore works; json=1."""
+    return graph.doctor()
+
+
 def task_estimate():
     """Estimate DDR traffic, arithmetic and time of every launch on the NPU."""
     return graph.estimate()

@@ -24,7 +24,7 @@ from stages.options import Options
 from stages.pack import pack_weights
 from stages.plans import write_plan
 from stages.steps import Digests, Project, Step, doit_task
-from stages.toolchain import host_compiler_fingerprint
+from stages.toolchain import host_compiler_fingerprint, npu, npu_fingerprint, pyxrt
 
 CONFIG = Path("build/config.json")
 CHECKPOINT = Path("build/checkpoint.json")
@@ -41,12 +41,12 @@ class Graph:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.target = options.target or "cpu"
+        self.artifacts = artifacts = Path(options.artifacts)
+        self.source = resolve(options.model, artifacts, options.revision)
+        self.target = options.target or default_target(artifacts / self.source.name)
         self.family = "cpu" if self.target == "cpu" else "npu"
         self.buckets = options.bucket_list()
         self.objects: set[str] = set()
-        self.artifacts = artifacts = Path(options.artifacts)
-        self.source = resolve(options.model, artifacts, options.revision)
         self.directory = artifacts / self.source.name / self.target
         turn = Turn(artifacts / ".locks" / f"{self.source.name}-{self.target}.lock")
         self.project = Project(self.directory, Digests(artifacts / ".digests.json"), turn)
@@ -268,12 +268,34 @@ class Graph:
             return TaskFailed(str(error))
         return None
 
+    def doctor(self) -> Task:
+        return {"actions": [self._doctor], "meta": {"quiet": True}, "verbosity": 2}
+
+    def _doctor(self) -> None:
+        from stages.doctor import doctor
+
+        doctor(self.options.json)
+
     def why(self) -> Task:
         return {"actions": [self._why], "meta": {"quiet": True}, "verbosity": 2}
 
     def _why(self) -> None:
         for step in self.steps.values():
             print(f"{step.name:24} {step.why_stale() or 'current'}", flush=True)
+
+
+def default_target(model: Path) -> str:
+    """`npu2` on a machine that has the NPU and either its artifacts or what builds them; else `cpu`."""
+    if npu() is None:
+        return "cpu"
+    if pyxrt() is None:
+        reason = "XRT's pyxrt is not installed"
+    elif not (model / "npu2/manifest.json").is_file() and npu_fingerprint() is None:
+        reason = "there are no npu2 artifacts of this model and not all tools to build them"
+    else:
+        return "npu2"
+    print(f"an NPU is here, but {reason}: using target=cpu (see doit doctor)", file=sys.stderr)
+    return "cpu"
 
 
 def _sources(elfs: Iterable[Elf]) -> tuple[str, ...]:

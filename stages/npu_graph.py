@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.aircc import npu_elf
 from stages.npu_build import sim_elf, write_module
 from stages.npu_plans import NpuProgram, npu_programs
 from stages.steps import Step
-from stages.toolchain import host_compiler_fingerprint
+from stages.toolchain import host_compiler_fingerprint, npu_fingerprint
 
 if TYPE_CHECKING:
     from stages.graph import Graph
@@ -20,12 +21,14 @@ def npu_steps(graph: Graph) -> Iterator[Step]:
     """Two steps per program: its MLIR, and what executes it."""
     for program in _programs(graph):
         yield _module(graph, program)
-        yield _simulated(graph, program)
+        yield _compiled(graph, program) if graph.target == "npu2" else _simulated(graph, program)
 
 
 def npu_entries(graph: Graph) -> dict[str, dict[str, Any]]:
     """Program name -> its file and entry point."""
-    return {p.name: {"file": _file(p).as_posix(), "entry": p.group.name, "host": False} for p in _programs(graph)}
+    return {
+        p.name: {"file": _file(graph, p).as_posix(), "entry": p.group.name, "host": False} for p in _programs(graph)
+    }
 
 
 def _programs(graph: Graph) -> list[NpuProgram]:
@@ -49,9 +52,21 @@ def _simulated(graph: Graph, program: NpuProgram) -> Step:
         f"elf:{program.name}",
         f"Lower {program.name} to a simulated program.",
         partial(sim_elf, module, program.name, graph.artifacts / ".cache/tiles"),
-        [_file(program)],
+        [_file(graph, program)],
         [module],
         tool=host_compiler_fingerprint,
+    )
+
+
+def _compiled(graph: Graph, program: NpuProgram) -> Step:
+    module = graph.directory / _mlir(program)
+    return graph.step(
+        f"elf:{program.name}",
+        f"Compile {program.name} for the NPU with Peano and aircc.",
+        partial(npu_elf, module, program.name, graph.artifacts / ".cache/peano"),
+        [_file(graph, program)],
+        [module, module.with_suffix(".json")],
+        tool=npu_fingerprint,
     )
 
 
@@ -60,5 +75,5 @@ def _mlir(program: NpuProgram) -> Path:
     return Path("build/modules") / f"{program.name}.mlir"
 
 
-def _file(program: NpuProgram) -> Path:
-    return Path("elf") / f"{program.name}.so"
+def _file(graph: Graph, program: NpuProgram) -> Path:
+    return Path("elf") / f"{program.name}.{'elf' if graph.target == 'npu2' else 'so'}"

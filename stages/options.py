@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import UserError
 
-TARGETS = ("cpu", "npu2-sim")
+TARGETS = ("cpu", "npu2-sim", "npu2")
 
 
 @dataclass(frozen=True)

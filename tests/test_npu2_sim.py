@@ -109,6 +109,29 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
     assert ran(doit(*arguments, cwd=built)) == {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
 
 
+def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> None:
+    """Without the NPU's compiler everything up to MLIR and weight blobs is built, then one line names what is missing."""
+    from stages.toolchain import npu_fingerprint
+
+    if npu_fingerprint() is not None:
+        pytest.skip("the NPU's tools are on this machine")
+    run = doit("compile", "target=npu2", f"buckets={BUCKETS}", f"artifacts={artifacts}")
+    assert run.returncode == 1
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert "aircc" in run.stderr
+    assert "doit doctor" in run.stderr
+    directory = artifacts / "demo/npu2"
+    assert {p.name for p in (directory / "build/modules").glob("prefill*.mlir")} == {
+        "prefill_layer.64.mlir",
+        "prefill_layer.128.mlir",
+    }
+    for path in (directory / "build/modules").glob("*.mlir"):
+        simulated = fused / "build/modules" / path.name
+        assert simulated.read_bytes() == path.read_bytes(), "what is simulated is what the compiler gets"
+    assert list((directory / "weights").glob("layer_*.safetensors"))
+    assert not (directory / "manifest.json").exists()
+
+
 @pytest.mark.verify
 def test_verify_passes(fused: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
