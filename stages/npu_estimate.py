@@ -39,7 +39,7 @@ class Row:
 
 
 def estimate(dimensions: Dimensions, grouping: str = "spec", bucket: int = 2048) -> list[Row]:
-    """Rows of every described launch and, after them, of their ELF. The spec's columns are filled for `grouping=spec`."""
+    """Rows of every described launch and, after them, of their ELF. `grouping=spec` fills the spec's columns."""
     rows = []
     for module in modules(dimensions, grouping, bucket):
         launches = described_launches(module)

@@ -1,7 +1,7 @@
-"""Writing AIR programs the way they are read: nested `with` blocks, Python numbers, values captured where they are used.
+"""Writing AIR programs the way they are read: nested `with` blocks, Python numbers, values captured where used.
 
-Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a kernel never lists
-its operands; constants are made once per isolated block.
+Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a kernel never
+lists its operands; constants are made once per isolated block.
 """
 
 from __future__ import annotations
@@ -166,8 +166,7 @@ class Builder:
         scope = self._scopes[-1]
         key = (kind, value)
         if key not in scope.constants:
-            attribute = FloatAttr(value, kind) if kind == f32 else IntegerAttr(int(value), kind)  # type: ignore[arg-type]
-            op = arith.ConstantOp(attribute)
+            op = arith.ConstantOp(_number(value, kind))
             self._insert_constant(scope, op)
             scope.constants[key] = op.result
             scope.owned.add(op.result)
@@ -231,7 +230,7 @@ class Builder:
         if count == 1:
             yield 0
             return
-        bounds = [self.index(value) for value in (0, count, 1)]
+        first, last, step = (self.index(value) for value in (0, count, 1))
         block = Block(arg_types=[IndexType()])
         scope = self._scopes[-1]
         scope.owned.update(block.args)
@@ -239,7 +238,7 @@ class Builder:
         yield Index(self, block.args[0])
         block.add_op(scf.YieldOp())
         scope.insert.pop()
-        self.emit(scf.ForOp(*bounds, [], block))
+        self.emit(scf.ForOp(first, last, step, [], block))
 
     # memory and calls
 
@@ -293,6 +292,12 @@ class Builder:
         if isinstance(arg, Index):
             return self.emit(arith.IndexCastOp(self.resolve(arg.value), i32)).results[0]
         return self.constant(arg, f32 if isinstance(arg, float) else i32)
+
+
+def _number(value: int | float, kind: Attribute) -> FloatAttr | IntegerAttr:
+    if kind == f32:
+        return FloatAttr(value, f32)
+    return IntegerAttr(int(value), i32) if kind == i32 else IntegerAttr(int(value), IndexType())
 
 
 def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.FuncOp:

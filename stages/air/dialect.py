@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from xdsl.dialects.arith import ConstantOp
 from xdsl.dialects.builtin import ArrayAttr, IndexType, IntegerAttr, MemRefType, StringAttr, SymbolRefAttr, i64
 from xdsl.ir import Attribute, Block, BlockArgument, Dialect, Operation, Region, SSAValue
 from xdsl.irdl import (
@@ -42,9 +43,9 @@ def memory_space(kind: Attribute) -> int:
 
 def constant_of(value: SSAValue) -> int | None:
     """The number an `arith.constant` produces, or None for anything else."""
-    if isinstance(value, BlockArgument):
+    if not isinstance(value.owner, ConstantOp):
         return None
-    attribute = value.owner.properties.get("value") if value.owner.name == "arith.constant" else None
+    attribute = value.owner.value
     return attribute.value.data if isinstance(attribute, IntegerAttr) else None
 
 

@@ -61,20 +61,20 @@ def build(plan: Plan, args: tuple[str, str, str]) -> Program:
     left, right, out = (b.args[name] for name in args)
     variant = Variant.of(plan.kernel, COUNT=plan.chunk)
     share = (plan.cols if plan.rows == 1 else plan.rows) // plan.columns
+    outer, inner = share // plan.tile_rows, plan.cols // plan.tile_cols
+    if plan.rows == 1:
+        outer, inner = 1, share // plan.tile_cols
+    chunks = [(plan.chunk,)] * 3
     with b.launch(), b.segment(), b.herd(plan.columns, 1) as (tx, _):
-        steps = (
-            (1, share // plan.tile_cols) if plan.rows == 1 else (share // plan.tile_rows, plan.cols // plan.tile_cols)
-        )
-        with b.loop(steps[0]) as i, b.loop(steps[1]) as j:
-            with b.alloc(L1, (plan.chunk,), (plan.chunk,), (plan.chunk,)) as (x, y, z):
-                if plan.rows == 1:
-                    piece = _Piece(tx * share + j * plan.tile_cols)
-                else:
-                    piece = _Piece(j * plan.tile_cols, tx * share + i * plan.tile_rows)
-                b.dma(x, piece.of(left, plan))
-                b.dma(y, piece.of(right, plan))
-                b.call(variant, plan.kernel, x, y, z)
-                b.dma(piece.of(out, plan), z)
+        with b.loop(outer) as i, b.loop(inner) as j, b.alloc(L1, *chunks) as (x, y, z):
+            if plan.rows == 1:
+                piece = _Piece(tx * share + j * plan.tile_cols)
+            else:
+                piece = _Piece(j * plan.tile_cols, tx * share + i * plan.tile_rows)
+            b.dma(x, piece.of(left, plan))
+            b.dma(y, piece.of(right, plan))
+            b.call(variant, plan.kernel, x, y, z)
+            b.dma(piece.of(out, plan), z)
     return b.finish()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xdsl.dialects import func, scf
@@ -114,7 +114,7 @@ def _elements(value: SSAValue) -> int:
 
 def _element_bytes(value: SSAValue) -> int:
     assert isinstance(value.type, MemRefType)
-    return value.type.element_type.size  # type: ignore[attr-defined, no-any-return]
+    return value.type.element_type.size
 
 
 def _bytes(value: SSAValue) -> int:
@@ -140,9 +140,9 @@ def _trips(loop: scf.ForOp) -> int:
     return (last - first) // step
 
 
-def _depends(values: tuple[SSAValue, ...] | list[SSAValue], on: SSAValue) -> bool:
+def _depends(values: Sequence[SSAValue], on: SSAValue) -> bool:
     """Whether any of `values` is computed from `on`, within one isolated block."""
-    return any(v is on or (not isinstance(v, BlockArgument) and _depends(v.owner.operands, on)) for v in values)  # type: ignore[union-attr]
+    return any(v is on or (isinstance(v.owner, Operation) and _depends(v.owner.operands, on)) for v in values)
 
 
 def _origin(value: SSAValue) -> SSAValue:

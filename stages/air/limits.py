@@ -22,6 +22,8 @@ MEMTILE_DESCRIPTORS = 48
 TILE_DESCRIPTORS = 16
 QUEUE_DEPTH = 4
 GRANULARITY_BYTES = 4
+WRAP = 1023
+"""Largest size of one dimension of a DMA descriptor."""
 
 VECTOR = 32
 """bf16 lanes of one vector register; chunks of elementwise work are multiples of it where the shape allows."""

@@ -19,8 +19,9 @@ def stitch(name: str, slots: Mapping[str, MemRefType], parts: Sequence[tuple[Pro
     """One function `name(slots)` that runs the launches of `parts` in order.
 
     Each part comes with its wiring, argument name -> slot name. The parts are consumed: their operations are moved.
-    Symbols of segments, herds and channels get `launch<position of the part>_` in front. TypeError if an argument does not fit its slot, or if
-    one symbol is declared with two signatures (object variants carry their shapes in their names, so none should be).
+    Symbols of segments, herds and channels get `launch<position of the part>_` in front. TypeError if an argument does
+    not fit its slot, or if one symbol is declared with two signatures (object variants carry their shapes in their
+    names, so none should be).
     """
     block = Block(arg_types=list(slots.values()))
     values = dict(zip(slots, block.args, strict=True))

@@ -108,8 +108,9 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
     over_kv, over_group = p.passes
     with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
-        kv_head = y // over_group * p.columns if over_kv > 1 else 0
-        member = y % over_group * p.group_rows if over_group > 1 else 0
+        # Division only where both passes need it: the compiler must see that steps write apart.
+        kv_head = (y // over_group if over_group > 1 else y) * p.columns if over_kv > 1 else 0
+        member = (y % over_group if over_kv > 1 else y) * p.group_rows if over_group > 1 else 0
         _step(b, p, x, kv_head, member)
     return b.finish()
 

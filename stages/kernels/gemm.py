@@ -74,7 +74,8 @@ class Plan:
 
 
 def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0) -> Plan:
-    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output."""
+    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps are
+    even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -85,12 +86,12 @@ def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
         for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
-        for k in limits.divisors(chunk, 2 * limits.BLOCK, TILE)
-        if herd_rows * n % (head_dim or 1) == 0
+        for k in limits.divisors(chunk, limits.BLOCK, TILE)
+        if herd_rows * n % (head_dim or 1) == 0 and cols // k % 2 == 0
     ]
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
-    candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES]
+    candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES and c.x_chunk // limits.BLOCK <= limits.WRAP]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(candidates)))
     return min(candidates, key=lambda c: (traffic(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
 

@@ -25,11 +25,11 @@ ROWS_PER_LAUNCH = 16384
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
+    """The array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
 
     A launch step covers `8 * herd_rows * tile_m` outputs, each tile's in chunks of `chunk` inputs. `steps` counts the
-    launch steps of every partition. `blocked`: the weight is in 8x8 blocks (the bytes that `gemm` reads), else row-major
-    with `padded` rows.
+    launch steps of every partition. `blocked`: the weight is in 8x8 blocks (the bytes that `gemm` reads), else it has
+    `padded` plain rows.
     """
 
     out_cols: int
@@ -62,8 +62,8 @@ class Plan:
 
 
 def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Plan:
-    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of blocks,
-    which is one run of memory."""
+    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of
+    blocks, which is one run of memory. Chunks are even in number: the compiler unrolls them in pairs."""
     what = f"gemv {out_cols}x{cols}"
     grain = limits.BLOCK if blocked else 2
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -75,8 +75,8 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         (r, m, k)
         for r in range(limits.ROWS, 0, -1)
         for m in limits.divisors(column, grain, grain if blocked else 16)
-        for k in limits.divisors(cols, 2 * limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
-        if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
+        for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
+        if column % (r * m) == 0 and cols // k % 2 == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
     shapes = [(r, m, k) for r, m, k in shapes if limits.fits_l1(2 * m * k * 2, cols * 2, m * 4, m * 2)]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))

@@ -6,7 +6,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.air import limits
-from stages.air.builder import L1, Builder, Program, memref_type
+from stages.air.builder import L1, Builder, Number, Program, memref_type
 from stages.air.elementwise import divisors_of_herd
 from stages.air.externs import Variant
 
@@ -50,13 +50,13 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("rms_norm", {"x": wide, "weight": memref_type((p.cols,)), "out": wide})
     variant = Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
     share = p.rows // p.columns
-    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
-        with b.alloc(L1, (p.cols,)) as (weight,):
-            b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
-            with b.loop(share // p.tile_rows) as i, b.alloc(L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):
-                rows = [(tx * share + i * p.tile_rows, p.tile_rows, p.cols)] if p.rows > 1 else []
-                place = (*rows, (0, p.cols, 1))
-                b.dma(x, b.args["x"].at(*place))
-                b.call(variant, "rms_norm", x, weight, out, p.eps)
-                b.dma(b.args["out"].at(*place), out)
+    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _), b.alloc(L1, (p.cols,)) as (weight,):
+        b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
+        with b.loop(share // p.tile_rows) as i, b.alloc(L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):
+            place: list[tuple[Number, int, int]] = [(0, p.cols, 1)]
+            if p.rows > 1:
+                place.insert(0, (tx * share + i * p.tile_rows, p.tile_rows, p.cols))
+            b.dma(x, b.args["x"].at(*place))
+            b.call(variant, "rms_norm", x, weight, out, p.eps)
+            b.dma(b.args["out"].at(*place), out)
     return b.finish()

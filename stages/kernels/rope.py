@@ -12,7 +12,7 @@ from stages.air.externs import Variant
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
-    """`x` bf16 `[rows, heads * head_dim]`; `table` f32 `[positions, head_dim]`, row = `[cos..., sin...]` -> like `x`."""
+    """`x` bf16 `[rows, heads * head_dim]`, `table` f32 `[positions, head_dim]` of rows `[cos.., sin..]` -> like `x`."""
     rows, width = x.shape
     first, second = np.split(x.astype(np.float32).reshape(rows, width // head_dim, head_dim), 2, axis=-1)
     cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows], 2, axis=-1))
@@ -73,17 +73,17 @@ def build(tile_plan: Plan) -> Program:
     b = Builder("rope", types)
     variant = Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
     share = p.rows // p.columns
+    wide = (p.tile_rows, p.width)
+    buffers = (wide, ((p.tile_rows, p.head_dim), "f32"), wide)
     with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
-        with b.loop(share // p.tile_rows) as i:
-            wide = (p.tile_rows, p.width)
-            with b.alloc(L1, wide, ((p.tile_rows, p.head_dim), "f32"), wide) as (x, table, out):
-                rows = {
-                    name: [] if one else [(tx * share + i * p.tile_rows + firsts[name], p.tile_rows, width)]
-                    for name, width in shapes.items()
-                }
-                b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
-                b.dma(table, b.args["table"].at(*rows["table"], (0, p.head_dim, 1)))
-                b.call(variant, "rope", x, table, out)
-                heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.interleaved else [(0, p.width, 1)]
-                b.dma(b.args["out"].at(*rows["out"], *heads), out)
+        with b.loop(share // p.tile_rows) as i, b.alloc(L1, *buffers) as (x, table, out):
+            rows = {
+                name: [] if one else [(tx * share + i * p.tile_rows + firsts[name], p.tile_rows, width)]
+                for name, width in shapes.items()
+            }
+            b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
+            b.dma(table, b.args["table"].at(*rows["table"], (0, p.head_dim, 1)))
+            b.call(variant, "rope", x, table, out)
+            heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.interleaved else [(0, p.width, 1)]
+            b.dma(b.args["out"].at(*rows["out"], *heads), out)
     return b.finish()
