@@ -270,7 +270,12 @@ class _Segment:
         if side.space == L3:
             return  # the compiler cuts what is longer into several descriptors
         most, memory = (MEMTILE_DIMENSIONS, "L2") if side.space == L2 else (TILE_DIMENSIONS, "L1")
-        self._require(f"DMA dimensions on the {memory} side", len(self._one_part(transfer, side)), most)
+        dims = self._one_part(transfer, side)
+        self._require(f"DMA dimensions on the {memory} side", len(dims), most)
+        # The outermost size is no field of a descriptor; the innermost counts words.
+        words = element_bytes(side.kind) / limits.GRANULARITY_BYTES
+        inner = [*(size for size, _ in dims[1:-1]), *(int(size * words) for size, _ in dims[1:][-1:])]
+        self._require(f"steps in one DMA dimension on the {memory} side", max(inner, default=0), limits.WRAP)
 
     def _one_part(self, transfer: _Transfer, side: Side) -> tuple[tuple[int, int], ...]:
         """Folded dimensions of what one memory tile takes of a transfer."""
@@ -305,10 +310,11 @@ class _Segment:
             self._require(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
 
     def _copies(self, buffer: SSAValue) -> int:
-        """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it."""
-        owner = buffer.owner
-        in_loop = isinstance(owner, Operation) and isinstance(owner.parent_op(), scf.ForOp)
-        return 2 if self.ping_pong and in_loop else 1
+        """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it, and a third for an odd step."""
+        loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
+        if not self.ping_pong or not isinstance(loop, scf.ForOp):
+            return 1
+        return 2 + trip_count(loop, self.where) % 2
 
     def _l1_bytes(self, herd: HerdOp) -> int:
         """Every allocation has its own place for as long as the herd runs."""

@@ -72,15 +72,20 @@ def test_l1_overflow() -> None:
     assert "L1 bytes" in refusal(case.module())
 
 
-def test_l1_overflow_by_ping_pong() -> None:
-    def module() -> ModuleOp:
-        case = Case(65536)
-        with case.herd(), case.builder.loop(2) as i, case.builder.alloc(L1, (16384,)) as (x,):
-            case.builder.dma(x, case.a.at((i * 16384, 16384, 1)))
-        return case.module()
-
-    assert "L1 bytes" in refusal(module())
-    assert air_to_host.lower(module(), ping_pong=False)
+@pytest.mark.parametrize(
+    "steps, elements, fits", [(2, 16128, True), (2, 16130, False), (3, 16128, False), (3, 10752, True)]
+)
+def test_l1_overflow_by_ping_pong(steps: int, elements: int, fits: bool) -> None:
+    """A buffer in a loop is there twice, in a loop of an odd number of steps three times."""
+    case = Case(65536)
+    with case.herd(), case.builder.loop(steps) as i, case.builder.alloc(L1, (elements,)) as (x,):
+        case.builder.dma(x, case.a.at((i * elements, elements, 1)))
+    module = case.module()
+    if fits:
+        assert air_to_host.lower(module)
+    else:
+        assert "L1 bytes" in refusal(module)
+        assert air_to_host.lower(module, ping_pong=False)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +231,20 @@ def check_dimensions(local: int, memory: int, reason: str) -> None:
         assert reason in refusal(case.module())
     else:
         assert air_to_host.lower(case.module())
+
+
+@pytest.mark.parametrize("middle, run, fits", [(1023, 2, True), (1024, 2, False), (2, 2046, True), (2, 2048, False)])
+def test_steps_in_one_dma_dimension(middle: int, run: int, fits: bool) -> None:
+    """An outermost dimension of 2, `middle` runs of `run` bf16, with gaps."""
+    case = Case(2**16)
+    b = case.builder
+    pattern = ((0, 2, 2 * middle * (run + 2)), (0, middle, run + 2), (0, run, 1))
+    with b.launch(), b.segment(), b.alloc(L2, (2**14,)) as (m,), b.herd(1, 1) as _, b.alloc(L1, (2**13,)) as (x,):
+        b.dma(x.at((0, 2 * middle * run, 1)), m.at(*pattern))
+    if fits:
+        assert air_to_host.lower(case.module())
+    else:
+        assert "needs 1024 of steps in one DMA dimension on the L2 side" in refusal(case.module())
 
 
 def test_a_long_ddr_pattern_is_several_descriptors() -> None:

@@ -108,23 +108,20 @@ aie::vector<float, 8> weights(float *work, const aie::vector<float, 8> &top) {
     return sum_of_rows(sum.template to_vector<float>());
 }
 
-// Multiplies the rows of one query block of acc: factor hi + lo per query.
-template <typename Multiply>
-void for_rows(float *acc, const aie::vector<bfloat16, 8> &factor, Multiply multiply) {
-    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), 8, 8);
-    for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i) multiply(acc + i * HALF, per_row.template extract<HALF>(i % 2));
-}
-
+// Multiplies the rows of one query block of acc by powers of two, one per query.
 void rescale(float *acc, const aie::vector<bfloat16, 8> &factor) {
-    for_rows(acc, factor, [](float *half, const aie::vector<bfloat16, HALF> &by) {
-        aie::store_v(half, exact_product(aie::load_v<HALF>(half), by).template to_vector<float>());
-    });
+    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), 8, 8);
+    for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i, acc += HALF) {
+        const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(i % 2);
+        aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
+    }
 }
 
 // Softmax step of one query block.
 void advance(float *work, float *acc, float *maximum, float *sum, int32 first_visible) {
     const aie::vector<float, 8> highest = scale_and_mask(work, first_visible), before = aie::load_v<8>(maximum);
-    const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(aie::add(highest, aie::broadcast<float, 8>(0.5f))));
+    const auto above = aie::add(highest, aie::broadcast<float, 8>(0.5f));
+    const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(above));
     const aie::vector<float, 8> top = aie::max(before, rounded_up);
     const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, 8>(-127.0f));
     const aie::vector<float, 8> added = weights(work, top);
@@ -144,9 +141,9 @@ void accumulate(const float *work, const bfloat16 *kv, float *acc) {
         for (unsigned query = 0; query < QUERY_BLOCKS; ++query) {
             float *block = acc + (query * DIM_BLOCKS + d) * BLOCK;
             Block sum(load_block(block));
-            for (unsigned key = 0; key < KEY_BLOCKS; ++key)
-                sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(work + (query * KEY_BLOCKS + key) * BLOCK)),
-                        v[key]);
+            const float *p = work + query * KEY_BLOCKS * BLOCK;
+            for (unsigned key = 0; key < KEY_BLOCKS; ++key, p += BLOCK)
+                sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(p)), v[key]);
             store_block(block, sum.to_accum());
         }
     }

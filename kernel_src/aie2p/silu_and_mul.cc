@@ -18,8 +18,10 @@ constexpr float EXP2[5] = {0.999999285f, 0.693121791f, 0.240247443f, 0.055917862
 // |gate| * -log2(e), at least -127, whose power is 0.
 aie::vector<float, L> exponent(const aie::vector<bfloat16, L> &gate, const aie::mask<L> &negative) {
     aie::accum<accfloat, L> y = aie::zeros<accfloat, L>();
-    for (unsigned part = 3; part-- > 0;)
-        y = aie::mac(y, gate, aie::accum<accfloat, L>(aie::broadcast<float, L>(LOG2E[part])).template to_vector<bfloat16>());
+    for (unsigned part = 3; part-- > 0;) {
+        const aie::accum<accfloat, L> factor(aie::broadcast<float, L>(LOG2E[part]));
+        y = aie::mac(y, gate, factor.template to_vector<bfloat16>());
+    }
     const aie::vector<float, L> signed_y = y.template to_vector<float>();
     const aie::vector<float, L> down = aie::sub(aie::zeros<float, L>(), signed_y);
     return aie::max(aie::select(down, signed_y, negative), aie::broadcast<float, L>(-127.0f));
@@ -38,12 +40,12 @@ aie::vector<float, L> exp2_f32(const aie::vector<float, L> &y) {
 // 1/d for d in [1, 2]: a line within 1/17, then two Newton steps.
 aie::vector<float, L> reciprocal(const aie::vector<float, L> &d) {
     const Pair<L> divisor = split(d);
-    aie::vector<float, L> r = aie::add(product(divisor, split<L>(-8.0f / 17.0f)), aie::broadcast<float, L>(24.0f / 17.0f))
-                                  .template to_vector<float>();
+    const auto line = aie::add(product(divisor, split<L>(-8.0f / 17.0f)), aie::broadcast<float, L>(24.0f / 17.0f));
+    aie::vector<float, L> r = line.template to_vector<float>();
     for (unsigned step = 0; step < 2; ++step) {
         const Pair<L> estimate = split(r);
-        const auto error = aie::sub(aie::broadcast<float, L>(2.0f), product(divisor, estimate).template to_vector<float>());
-        r = product(estimate, split(error)).template to_vector<float>();
+        const auto inverse = product(divisor, estimate).template to_vector<float>();
+        r = product(estimate, split(aie::sub(aie::broadcast<float, L>(2.0f), inverse))).template to_vector<float>();
     }
     return r;
 }

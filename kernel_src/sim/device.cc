@@ -37,7 +37,8 @@ void check_address(const char *side, const Buffer &b, std::int64_t start, const 
     if (start < 0 || end > b.bytes)
         refuse(std::string(side) + " bytes " + std::to_string(start) + " .. " + std::to_string(end) +
                " are outside the buffer of " + std::to_string(b.bytes));
-    if (start % 4 != 0) refuse(std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
+    if (start % 4 != 0)
+        refuse(std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
 }
 
 void check_written(const std::uint8_t *from, std::int64_t run) {
@@ -79,9 +80,9 @@ int report(const char *what, char *error, std::int64_t bytes) {
 }  // namespace
 
 Memory::Memory(std::int64_t bytes)
-    : storage_(static_cast<std::uint8_t *>(::operator new(static_cast<std::size_t>(bytes + FENCE), std::align_val_t{64}))) {}
+    : storage_(new (std::align_val_t{64}) std::uint8_t[static_cast<std::size_t>(bytes + FENCE)]) {}
 
-Memory::~Memory() { ::operator delete(storage_, std::align_val_t{64}); }
+Memory::~Memory() { ::operator delete[](storage_, std::align_val_t{64}); }
 
 Buffer Memory::claim(std::int64_t offset, std::int64_t bytes) {
 #if SIM_CHECKS
@@ -108,9 +109,16 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
 }
 
 struct Channel::State {
+    using Items = std::vector<std::vector<std::uint8_t>>;
     std::int64_t size_x, size_y, wide_x, wide_y;
-    std::vector<std::vector<std::vector<std::uint8_t>>> items;
+    std::vector<Items> items;
     std::vector<std::size_t> taken;
+
+    // What a reader's entry was given.
+    const Items &items_for(std::int64_t x, std::int64_t y) const {
+        const std::int64_t from_x = size_x == wide_x ? x : 0, from_y = size_y == wide_y ? y : 0;
+        return items[static_cast<std::size_t>(from_x * size_y + from_y)];
+    }
 };
 
 Channel::Channel(std::int64_t size_x, std::int64_t size_y, std::int64_t wide_x, std::int64_t wide_y)
@@ -127,7 +135,8 @@ void Channel::clear() {
 
 void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
                   std::int64_t runs, std::int64_t run) {
-    if (x < 0 || y < 0 || x >= state_->size_x || y >= state_->size_y) refuse("puts into a channel entry that is not there");
+    if (x < 0 || y < 0 || x >= state_->size_x || y >= state_->size_y)
+        refuse("puts into a channel entry that is not there");
     check_address("source", src, start, from, run);
     std::vector<std::uint8_t> item;
     Walk read(from, start);
@@ -143,12 +152,13 @@ void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_
 
 void Channel::get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to,
                   std::int64_t runs, std::int64_t run) {
-    if (x < 0 || y < 0 || x >= state_->wide_x || y >= state_->wide_y) refuse("takes from a channel entry that is not there");
+    if (x < 0 || y < 0 || x >= state_->wide_x || y >= state_->wide_y)
+        refuse("takes from a channel entry that is not there");
     check_address("destination", dst, start, to, run);
-    const std::int64_t from_x = state_->size_x == state_->wide_x ? x : 0, from_y = state_->size_y == state_->wide_y ? y : 0;
-    const auto &items = state_->items[static_cast<std::size_t>(from_x * state_->size_y + from_y)];
+    const auto &items = state_->items_for(x, y);
     std::size_t &taken = state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)];
-    if (taken == items.size()) refuse("takes from a channel into which nothing more is put: the array would wait forever");
+    if (taken == items.size())
+        refuse("takes from a channel into which nothing more is put: the array would wait forever");
     const auto &item = items[taken++];
     if (static_cast<std::int64_t>(item.size()) != runs * run)
         refuse("takes " + std::to_string(runs * run) + " bytes of a channel item of " + std::to_string(item.size()));
@@ -159,13 +169,9 @@ void Channel::get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_
 
 void Channel::finish() {
     for (std::int64_t x = 0; x < state_->wide_x; ++x)
-        for (std::int64_t y = 0; y < state_->wide_y; ++y) {
-            const std::int64_t from_x = state_->size_x == state_->wide_x ? x : 0;
-            const std::int64_t from_y = state_->size_y == state_->wide_y ? y : 0;
-            const auto &items = state_->items[static_cast<std::size_t>(from_x * state_->size_y + from_y)];
-            if (state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)] != items.size())
+        for (std::int64_t y = 0; y < state_->wide_y; ++y)
+            if (state_->taken[static_cast<std::size_t>(x * state_->wide_y + y)] != state_->items_for(x, y).size())
                 refuse("leaves items in a channel: the array would wait forever");
-        }
     clear();
 }
 

@@ -50,8 +50,8 @@ public:
     Channel(const Channel &) = delete;
     void put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
              std::int64_t runs, std::int64_t run);
-    void get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to, std::int64_t runs,
-             std::int64_t run);
+    void get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to,
+             std::int64_t runs, std::int64_t run);
     // After a launch: whatever is left would keep the array waiting.
     void finish();
     void clear();

@@ -338,7 +338,7 @@ vector<TR, Elems> to_fixed(const vector<float, Elems> &v, int shift = 0) {
     static_assert(std::is_same_v<TR, int32>);
     vector<int32, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = static_cast<int32>(sim::round_integer(shift == 0 ? v.data[i] : __builtin_ldexpf(v.data[i], shift)));
+        out.data[i] = static_cast<int32>(sim::round_integer(__builtin_ldexpf(v.data[i], shift)));
     return out;
 }
 
@@ -347,7 +347,7 @@ vector<TR, Elems> to_float(const vector<int32, Elems> &v, int shift = 0) {
     static_assert(std::is_same_v<TR, float>);
     vector<float, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = shift == 0 ? static_cast<float>(v.data[i]) : __builtin_ldexpf(static_cast<float>(v.data[i]), -shift);
+        out.data[i] = __builtin_ldexpf(static_cast<float>(v.data[i]), -shift);
     return out;
 }
 
