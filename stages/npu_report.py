@@ -18,8 +18,8 @@ def print_estimate(config: LlamaConfig, bucket: int) -> None:
     for grouping in ("spec", "fused"):
         moved, weights = decode_traffic(dimensions, grouping)
         print(
-            f"\ngrouping={grouping}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its weights, "
-            f"{moved / BANDWIDTH * 1e3:.1f} ms at {BANDWIDTH / 1e9:.0f} GB/s"
+            f"\ngrouping={grouping}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its "
+            f"weights, {moved / BANDWIDTH * 1e3:.1f} ms at {BANDWIDTH / 1e9:.0f} GB/s"
         )
         for what, size in host_traffic(dimensions, grouping, bucket).items():
             print(f"  {what.replace('_', ' ')}: {size / 1024:.1f} KiB between host and device")

@@ -122,7 +122,7 @@ class Kernels:
         """A call for `run`; keeps nothing alive but the slots."""
         kinds = SIGNATURES.get(name, "tii")
         slots = (ctypes.c_void_p * max(1, len(arguments)))()
-        for i, (kind, value) in enumerate(zip(kinds, arguments)):
+        for i, (kind, value) in enumerate(zip(kinds, arguments, strict=False)):
             if kind == "t":
                 slots[i] = value.ctypes.data
             elif kind == "i":

@@ -110,7 +110,7 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
 
 
 def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> None:
-    """Without the NPU's compiler everything up to MLIR and weight blobs is built, then one line names what is missing."""
+    """Without the NPU's compiler all up to MLIR and weight blobs is built, then one line says what is missing."""
     from stages.toolchain import npu_fingerprint
 
     if npu_fingerprint() is not None:

@@ -1,7 +1,7 @@
 """One module per kernel: AIR builder, tile plan and numpy reference side by side. Here: every kernel's signature.
 
-A kernel is known by name to every target; `kernel_src/<target>/<source>.cc` implements it. The signatures are apart from
-the modules because a build that is up to date needs them and nothing else.
+A kernel is known by name to every target; `kernel_src/<target>/<source>.cc` implements it. The signatures are apart
+from the modules because a build that is up to date needs them and nothing else.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Plan:
 
 
 def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0) -> Plan:
-    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps are
-    even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
+    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps
+    are even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
