@@ -161,7 +161,7 @@ def test_memory_tile_channels() -> None:
     """Two buffers that every one of 32 tiles reads elsewhere."""
     case = Case(4096)
     b = case.builder
-    with b.launch(), b.segment(), b.alloc(L2, (8, 64), (8, 64)) as staged, b.herd(8, 4) as (tx, ty):  # noqa: SIM117
+    with b.launch(), b.segment(), b.alloc(L2, (8, 64), (8, 64)) as staged, b.herd(8, 4) as (tx, ty):
         with b.alloc(L1, (64,)) as (x,):
             for source in staged:
                 b.dma(x.at((0, 16, 1)), source.at((tx, 1, 64), (ty * 16, 16, 1)))
