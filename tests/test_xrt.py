@@ -32,7 +32,7 @@ from stages import air_to_host
 from stages.air.printer import to_mlir
 from stages.kernels import add
 from tests import pyxrt_standin
-from tests.conftest import build
+from tests.conftest import ROOT, build
 from tests.pyxrt_standin import DECLARATIONS, install
 
 ROWS, COLS = 4, 64
@@ -388,3 +388,35 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     )
     for token in others:
         assert token["from_device"] == layers * (q + 2 * kv) + logits
+
+
+# The command line
+
+
+def _command(npu2: Path, tmp_path: Path, switches: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "pyxrt.py").write_text("import tests.pyxrt_standin\n")
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)}
+    environment = os.environ | paths | {"PYXRT_STANDIN": json.dumps(switches)}
+    command = [sys.executable, "-m", "runtime", "--raw", "--max-tokens=4", str(npu2), PROMPT]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_command_line(npu2: Path, tmp_path: Path) -> None:
+    run = _command(npu2, tmp_path, {"runlist": True})
+    assert (run.returncode, run.stdout.partition(".")[0]) == (0, " Paris")
+    assert "npu2, host programs on cpu" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"fail_alloc": 9}, "Cannot allocate memory"),
+        ({"time_out": 3}, r"prefill_layer.64 \(call 3 of 4\) did not finish in time"),
+        ({"hang": 8, "runlist": False}, r"decode_layer \(call 2 of 3\) did not finish in time"),
+        ({"vanish": 60}, "No such device"),
+    ],
+)
+def test_command_line_ends_in_one_line(npu2: Path, tmp_path: Path, switches: dict[str, Any], message: str) -> None:
+    run = _command(npu2, tmp_path, switches)
+    assert run.returncode == 1
+    assert re.fullmatch(f"error: .*{message}.*\n", run.stderr), run.stderr

@@ -306,11 +306,12 @@ class XrtSubmission:
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
-        stretches = groupby(calls, lambda call: isinstance(call.program, XrtProgram))
-        self._stretches: list[_Device | _Host] = [
-            _Device(session, list(part)) if device else _Host(session, list(part)) for device, part in stretches
-        ]
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
+        places = _places(on_device)
+        self._stretches: list[_Device | _Host] = [
+            _Device(session, list(part), places) if device else _Host(session, list(part))
+            for device, part in groupby(calls, lambda call: isinstance(call.program, XrtProgram))
+        ]
         self._inputs = [access for access in _accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -370,9 +371,9 @@ class _Host:
 class _Device:
     """Calls of device programs: one submission for each group that a run list can hold, else one each."""
 
-    def __init__(self, session: Session, calls: Sequence[Call]) -> None:
+    def __init__(self, session: Session, calls: Sequence[Call], places: Iterator[str]) -> None:
         self._session = session
-        self._calls = calls
+        self._calls = [(call, next(places)) for call in calls]
         self._accesses = list(_accesses(calls))
         self._groups: list[_Single | _List] = []
 
@@ -398,7 +399,7 @@ class _Device:
             buffer.device_newer.add(low, high)
 
     def _grouped(self) -> Iterator[_Single | _List]:
-        runs = [_Run(self._session, call, where) for call, where in zip(self._calls, _places(self._calls), strict=True)]
+        runs = [_Run(self._session, call, where) for call, where in self._calls]
         listed = hasattr(self._session.pyxrt, "runlist") and os.environ.get("LLAMA_NPU2_RUNLIST") != "0"
         for context, part in groupby(runs, lambda run: run.program.context):
             group = list(part)
