@@ -82,12 +82,14 @@ class Turn:
         """Returns at once if this process has it already."""
         if self._lock.is_locked:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
         except filelock.Timeout:
             print(f"waiting for another process that builds {self.path.stem}", file=sys.stderr, flush=True)
             self._lock.acquire()
+        except OSError:
+            pass  # what cannot be written needs no lock; a step that has to write will say so
 
     def give_up(self) -> None:
         self._lock.release(force=True)

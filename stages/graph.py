@@ -286,9 +286,12 @@ class Graph:
 
 def default_target(model: Path) -> str:
     """`npu2` on a machine that has the NPU and either its artifacts or what builds them; else `cpu`."""
-    if npu() is None:
+    device = npu()
+    if device is None or not device.columns:
         return "cpu"
-    if pyxrt() is None:
+    if not device.usable:
+        reason = "this user may not open it"
+    elif pyxrt() is None:
         reason = "XRT's pyxrt is not installed"
     elif not (model / "npu2/manifest.json").is_file() and npu_fingerprint() is None:
         reason = "there are no npu2 artifacts of this model and not all tools to build them"

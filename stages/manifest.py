@@ -33,7 +33,7 @@ def write_manifest(
         "target": {"name": target, "system": sys.platform, "machine": platform.machine()},
         "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
         "programs": {
-            name: {**program, "slots": _slots(directory, elfs.get(str(program["entry"])), name)}
+            name: {**program, "slots": _slots(directory, config, elfs.get(str(program["entry"])), name)}
             for name, program in programs.items()
         },
         "plans": {
@@ -45,13 +45,17 @@ def write_manifest(
     write_json(work / "manifest.json", manifest)
 
 
-def _slots(directory: Path, elf: Elf | None, program: str) -> Any:
-    """A program's slots: the module's own if it has one, because groupings join and rearrange them."""
+def _slots(directory: Path, config: LlamaConfig, elf: Elf | None, program: str) -> Any:
+    """A program's slots: the module's own if it has one, because groupings join and rearrange them.
+
+    Dimensions are numbers but for `seq` and `max_seq`, which say what a call touches of a longer buffer.
+    """
     module = directory / "build/modules" / f"{program}.json"
     if module.is_file():
         return read_json(module)["slots"]
     assert elf is not None
-    return [asdict(slot) for slot in elf.slots]
+    known = {name: size for name, size in config.dimensions().items() if name != "max_seq"}
+    return [asdict(slot) | {"shape": [known.get(str(dim), dim) for dim in slot.shape]} for slot in elf.slots]
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def _compiled(graph: Graph, program: NpuProgram) -> Step:
         [_file(graph, program)],
         [module, module.with_suffix(".json")],
         tool=npu_fingerprint,
+        # So that without the tools everything else is built before the one line that names them.
+        after=("weights", "tokenizer", "elf:host", *(f"module:{p.name}" for p in _programs(graph))),
     )
 
 

@@ -151,6 +151,8 @@ class Step:
     inputs: tuple[Path, ...] = ()
     params: Mapping[str, Any] | None = field(default_factory=dict)
     tool: Callable[[], str | None] | None = None
+    after: tuple[str, ...] = ()
+    """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
 
     @property
     def _receipt_path(self) -> Path:
@@ -298,7 +300,7 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
         "actions": [step.run],
         "uptodate": [UpToDate(step)],
         "targets": [output.as_posix() for output in step.outputs],
-        "task_dep": sorted({maker[p] for p in step.inputs if p in maker}),
+        "task_dep": sorted({maker[p] for p in step.inputs if p in maker} | set(step.after)),
         "clean": [step.clean],
         "verbosity": 2,
     }

@@ -33,7 +33,10 @@ SIGNATURES = {
     "add": "tttii",
     "flash_attention": "ttttiiiii",
     "decode_attention": "ttttiiii",
+    "decode_attention_kv": "tttiiii",
+    "append_kv": "tttiii",
     "embed": "tttiii",
+    "embed_rows": "tttiii",
 }
 
 
@@ -141,7 +144,6 @@ class Kernels:
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_mappings: list[mmap.mmap] = []
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
@@ -149,7 +151,6 @@ def guarded(array: np.ndarray) -> np.ndarray:
     page = mmap.PAGESIZE
     size = (array.nbytes + page - 1) // page * page
     mapping = mmap.mmap(-1, size + page)
-    _mappings.append(mapping)  # never unmapped: a stray access must not hit something else
     whole = np.frombuffer(mapping, np.uint8)
     assert _mprotect(whole.ctypes.data + size, page, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0) == 0
     copy = whole[size - array.nbytes : size].view(array.dtype).reshape(array.shape)

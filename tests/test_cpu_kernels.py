@@ -223,6 +223,15 @@ def test_embed_takes_rows_out_of_panels(any_team, rng, vocab, cols):
     assert not out[~inside].astype(np.float32).any()
 
 
+def test_embed_rows_takes_whole_rows(any_team, rng):
+    table = normal(rng, 33, 17)
+    tokens = guarded(np.array([32, 0, 7, 33, -1], np.int32))
+    out = output((len(tokens), 17))
+    any_team("embed_rows", tokens, guarded(table), out, len(tokens), 17, 33)
+    np.testing.assert_array_equal(out[:3].view(np.uint16), table[[32, 0, 7]].view(np.uint16))
+    assert not out[3:].astype(np.float32).any()
+
+
 # -- positions and attention ---------------------------------------------------------------------
 
 
@@ -299,6 +308,22 @@ def test_decode_attention(kernels, library, rng, pos, heads, kv_heads, head_dim)
         assert_within(out, *attention(q, k, v, pos, *shape))
         results.append(out.view(np.uint16))
     np.testing.assert_array_equal(*results)  # whoever did which part
+
+
+@pytest.mark.parametrize("pos", [0, 1, 128, 300])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])
+def test_interleaved_cache_changes_no_bit(any_team, rng, pos, heads, kv_heads, head_dim):
+    """append_kv fills a cache position by position; attention over it equals attention over separate K and V."""
+    shape = (heads, kv_heads, head_dim)
+    q = normal(rng, 1, heads * head_dim)
+    k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
+    cache = output((pos + 1, 2 * kv_heads * head_dim))
+    for row in range(pos + 1):
+        any_team("append_kv", guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
+    together, apart = output(q.shape), output(q.shape)
+    any_team("decode_attention_kv", q, cache, together, pos, *shape)
+    any_team("decode_attention", q, k, v, apart, pos, *shape)
+    np.testing.assert_array_equal(together.view(np.uint16), apart.view(np.uint16))
 
 
 def test_large_scores_do_not_overflow(kernels, rng):
