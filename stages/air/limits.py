@@ -49,6 +49,11 @@ def fits_l1(*buffers: int) -> bool:
     return sum(buffers) + STACK_BYTES <= L1_BYTES
 
 
+def copies(steps: int) -> int:
+    """Buffers that the compiler makes of one that a loop of `steps` fills: it unrolls in pairs, an odd step adds one."""
+    return 1 if steps == 1 else 2 + steps % 2
+
+
 def divisors(number: int, step: int = 1, most: int | None = None) -> list[int]:
     """Divisors of `number` that are multiples of `step` and at most `most`, largest first."""
     top = number if most is None else min(number, most)

@@ -87,7 +87,7 @@ def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
         for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
         for k in limits.divisors(chunk, limits.BLOCK, TILE)
-        if herd_rows * n % (head_dim or 1) == 0 and cols // k % 2 == 0
+        if herd_rows * n % (head_dim or 1) == 0
     ]
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
@@ -98,7 +98,8 @@ def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first
 
 def _l1(p: Plan) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
-    return 4 * p.tile_m * p.tile_n, 2 * 2 * p.tile_m * p.tile_k, 2 * 2 * p.tile_k * p.tile_n
+    copies = limits.copies(p.cols // p.tile_k)
+    return 4 * p.tile_m * p.tile_n, copies * 2 * p.tile_m * p.tile_k, copies * 2 * p.tile_k * p.tile_n
 
 
 def _l2(p: Plan) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class Plan:
 
 def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Plan:
     """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of
-    blocks, which is one run of memory. Chunks are even in number: the compiler unrolls them in pairs."""
+    blocks, which is one run of memory."""
     what = f"gemv {out_cols}x{cols}"
     grain = limits.BLOCK if blocked else 2
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -76,9 +76,11 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         for r in range(limits.ROWS, 0, -1)
         for m in limits.divisors(column, grain, grain if blocked else 16)
         for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
-        if column % (r * m) == 0 and cols // k % 2 == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
+        if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
-    shapes = [(r, m, k) for r, m, k in shapes if limits.fits_l1(2 * m * k * 2, cols * 2, m * 4, m * 2)]
+    shapes = [
+        (r, m, k) for r, m, k in shapes if limits.fits_l1(limits.copies(cols // k) * m * k * 2, cols * 2, m * 4, m * 2)
+    ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
     shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * 2 <= half]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
