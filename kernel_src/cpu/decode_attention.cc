@@ -31,12 +31,49 @@ struct Partials {
     float *sums;
 };
 
-static void keep(const AttentionTile &tile, const AttentionShape &shape, int64_t first, Partials partials) {
-    for (int64_t r = 0; r < tile.rows(); r++) {
-        partials.states[first + r] = tile.state(r);
-        memcpy(partials.sums + (first + r) * shape.padded_dim(), tile.sums(r),
-               shape.padded_dim() * sizeof(float));
+// One task: positions begin .. end - 1 of the KV heads kv_begin .. kv_end - 1.
+struct Task {
+    int64_t range, begin, end, kv_begin, kv_end;
+
+    // Few ranges are divided by heads as well, to occupy the team. A task otherwise takes all heads,
+    // because their rows are next to each other in memory.
+    static int64_t parts(int64_t ranges, int64_t kv_heads, int64_t threads) {
+        const int64_t wanted = (4 * threads + ranges - 1) / ranges;
+        return wanted < kv_heads ? wanted : kv_heads;
     }
+
+    static Task make(int64_t index, int64_t parts, int64_t positions, int64_t kv_heads) {
+        const int64_t range = index / parts, part = index % parts, begin = range * range_positions;
+        return {range, begin, begin + range_positions < positions ? begin + range_positions : positions,
+                kv_heads * part / parts, kv_heads * (part + 1) / parts};
+    }
+};
+
+// Attends a task's blocks, all heads of one before the next. Each head fetches its share of the positions
+// that come next, all their heads in the order of memory; after the last block, those of task `next`.
+static void attend(AttentionTile &tile, const AttentionShape &shape, KvHead kv, int64_t pos, const Task &task,
+                   const Task &next) {
+    const int64_t group = shape.group(), heads = task.kv_end - task.kv_begin, stride = shape.kv_stride();
+    for (int64_t begin = task.begin; begin < task.end; begin += block_positions) {
+        const int64_t left = task.end - begin, count = left < block_positions ? left : block_positions;
+        const Task &after = left > count ? task : next;
+        const int64_t start = left > count ? begin + count : next.begin;
+        const int64_t ahead = after.end - start < block_positions ? after.end - start : block_positions;
+        const int64_t skip = after.kv_begin * shape.kv_step, width = (after.kv_end - after.kv_begin) * shape.kv_step;
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t offset = (task.kv_begin + h) * shape.kv_step, share = ahead * h / heads;
+            const int64_t rows = ahead * (h + 1) / heads - share, at = (start + share) * stride + skip;
+            tile.attend({kv.k + offset, kv.v + offset}, h * group, group, pos, begin, count,
+                        Lines(kv.k + at, rows, stride, width), Lines(kv.v + at, rows, stride, width));
+        }
+    }
+}
+
+static void keep(const AttentionTile &tile, const AttentionShape &shape, const Task &task, Partials partials) {
+    const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), dim = shape.padded_dim();
+    const int64_t first = task.range * shape.heads + task.kv_begin * shape.group();
+    for (int64_t r = 0; r < rows; r++) partials.states[first + r] = tile.state(r);
+    memcpy(partials.sums + first * dim, tile.sums(0), rows * dim * sizeof(float));
 }
 
 static void join(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, bf16 *out) {
@@ -64,15 +101,16 @@ static void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *
     const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * heads;
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
-    AttentionTile tile(shape, shape.group(), worker);
-    Chunks chunks(worker, ranges * kv_heads, 1);
-    for (int64_t task, end; chunks.next(task, end);) {
-        const int64_t first = task / kv_heads * range_positions, kv_head = task % kv_heads;
-        const int64_t last = first + range_positions < pos + 1 ? first + range_positions : pos + 1;
-        tile.start(q + kv_head * shape.group() * head_dim, k + kv_head * kv_step, v + kv_head * kv_step,
-                   pos, 1);
-        tile.attend(first, last);
-        keep(tile, shape, task / kv_heads * heads + kv_head * shape.group(), partials);
+    AttentionTile tile(shape, heads, worker);
+    const int64_t parts = Task::parts(ranges, kv_heads, worker.threads);
+    Chunks chunks(worker, ranges * parts, 1);
+    int64_t index, next, unused;
+    for (bool more = chunks.next(index, unused); more; index = next) {
+        const Task task = Task::make(index, parts, pos + 1, kv_heads);
+        more = chunks.next(next, unused);
+        tile.start(q + task.kv_begin * shape.group() * head_dim, 1, (task.kv_end - task.kv_begin) * shape.group(), 0);
+        attend(tile, shape, {k, v}, pos, task, more ? Task::make(next, parts, pos + 1, kv_heads) : Task{});
+        keep(tile, shape, task, partials);
     }
     worker.barrier();
     Chunks joins(worker, heads, 4);

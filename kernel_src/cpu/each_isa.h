@@ -22,6 +22,7 @@
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a function boundary that is not inlined
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of the compiler's own intrinsics
 #endif
 
 #if defined(__x86_64__)

@@ -18,8 +18,9 @@ extern "C" void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf1
 
 namespace ISA {
 
-static void store_rows(const AttentionTile &tile, const AttentionShape &shape, bf16 *out) {
-    for (int64_t r = 0; r < tile.rows(); r++) {
+// rows = positions x a group of heads.
+static void store_rows(const AttentionTile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
+    for (int64_t r = 0; r < rows; r++) {
         const int64_t position = r / shape.group(), head = r % shape.group();
         bf16 *o = out + (position * shape.heads + head) * shape.head_dim;
         const float scale = 1.0f / tile.state(r).sum;
@@ -32,19 +33,29 @@ static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o
                             int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
                             Worker &worker) {
     const AttentionShape shape = {heads, kv_heads, head_dim, head_dim};
-    const int64_t wanted = 192 / shape.group() + 1;  // rows enough to pay for packing K and V
+    const int64_t group = shape.group(), stride = heads * head_dim;
+    // Rows enough to pay for packing K and V, and few enough for their sums to stay in L2.
+    const int64_t wanted = group < 288 ? 288 / group : 1;
     const int64_t positions = wanted < seq ? wanted : seq;
     const int64_t tiles = (seq + positions - 1) / positions;
-    AttentionTile tile(shape, positions * shape.group(), worker);
+    AttentionTile tile(shape, positions * group, worker);
     Chunks chunks(worker, tiles * kv_heads, 1);
-    for (int64_t task, end; chunks.next(task, end);) {
+    for (int64_t task, unused; chunks.next(task, unused);) {
         // The last rows attend the most: they go first, so that the team finishes together.
         const int64_t first = (tiles - 1 - task / kv_heads) * positions, kv_head = task % kv_heads;
-        const int64_t count = first + positions < seq ? positions : seq - first;
-        const int64_t start = first * heads * head_dim + kv_head * shape.group() * head_dim;
-        tile.start(q + start, k + kv_head * head_dim, v + kv_head * head_dim, pos + first, count);
-        tile.attend(0, pos + first + count);
-        store_rows(tile, shape, out + start);
+        const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
+        const int64_t start = first * stride + kv_head * group * head_dim;
+        const KvHead kv = {k + kv_head * head_dim, v + kv_head * head_dim};
+        tile.start(q + start, count, group, stride);
+        for (int64_t begin = 0; begin < end; begin += block_positions) {
+            const int64_t left = end - begin, block = left < block_positions ? left : block_positions;
+            const int64_t next = begin + block, after = end - next < block_positions ? end - next : block_positions;
+            const int64_t start = next * shape.kv_stride();
+            tile.attend(kv, 0, count * group, pos + first, begin, block,
+                        Lines(kv.k + start, after, shape.kv_stride(), head_dim),
+                        Lines(kv.v + start, after, shape.kv_stride(), head_dim));
+        }
+        store_rows(tile, shape, count * group, out + start);
     }
 }
 

@@ -29,18 +29,28 @@ INLINE __m512i load_pair(const bf16 *x) {
 // x P panels, so that loads stay well below one per vdpbf16ps.
 template <int R, int P>
 void tile(const TileArgs &args) {
+    const bf16 *const x = args.x;
+    const int64_t stride = args.x_stride, pairs = args.pairs, out_stride = args.out_stride;
+    float *const out = args.out;
+    const bf16 *panels[P];
     __m512 sum[R][P];
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            sum[r][p] = args.accumulate ? _mm512_loadu_ps(args.out + r * args.out_stride + p * panel_rows)
-                                        : _mm512_setzero_ps();
-    const bf16 *x = args.x;
-    const int64_t stride = args.x_stride;
-    for (int64_t k = 0; k < args.pairs; k++) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) panels[p] = args.panels[p];
+    if (args.accumulate) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] = _mm512_loadu_ps(out + r * out_stride + p * panel_rows);
+    } else {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
+    }
+    for (int64_t k = 0; k < pairs; k++) {
         __m512bh line[P];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++)
-            line[p] = (__m512bh)_mm512_loadu_si512(args.panels[p] + k * line_elements);
+        for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(panels[p] + k * line_elements);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const __m512bh pair = (__m512bh)load_pair(x + r * stride + 2 * k);
@@ -48,9 +58,10 @@ void tile(const TileArgs &args) {
             for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], line[p], pair);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            _mm512_storeu_ps(args.out + r * args.out_stride + p * panel_rows, sum[r][p]);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) _mm512_storeu_ps(out + r * out_stride + p * panel_rows, sum[r][p]);
 }
 
 #else

@@ -37,7 +37,17 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 
-INLINE f32v to_float(u16v x) { return (f32v)(__builtin_convertvector(x, u32v) << 16); }
+INLINE u32v widen(u16v x) {
+#if ISA_LANES == 16
+    return (u32v)_mm512_cvtepu16_epi32((__m256i)x);
+#elif ISA_LANES == 8
+    return (u32v)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, u32v);
+#endif
+}
+
+INLINE f32v to_float(u16v x) { return (f32v)(widen(x) << 16); }
 
 // To nearest even; NaN stays NaN; subnormals become zero, as vcvtneps2bf16 has it.
 INLINE u16v to_bf16(f32v x) {
@@ -81,7 +91,7 @@ INLINE f32v load_f32(const float *p, int64_t count) {
 
 INLINE f32v max(f32v a, f32v b) {
 #if ISA_LANES == 16
-    return (f32v)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+    return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
 #elif ISA_LANES == 8
     return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
 #else
@@ -89,41 +99,53 @@ INLINE f32v max(f32v a, f32v b) {
 #endif
 }
 
-INLINE float sum_of(f32v v) {
-    float sum[lanes];
-    store(sum, v);
-    for (int64_t width = lanes / 2; width > 0; width /= 2)
-        for (int64_t i = 0; i < width; i++) sum[i] += sum[i + width];
-    return sum[0];
+struct Plus {
+    INLINE f32v join(f32v a, f32v b) { return a + b; }
+};
+
+struct Max {
+    INLINE f32v join(f32v a, f32v b) { return max(a, b); }
+};
+
+// Joins the lanes of a vector, half by half.
+template <class Operation>
+INLINE float fold(f32v v) {
+#if ISA_LANES == 16
+    v = Operation::join(v, (f32v)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e));
+    v = Operation::join(v, (f32v)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1));
+    v = Operation::join(v, (f32v)_mm512_permute_ps((__m512)v, 0x4e));
+    v = Operation::join(v, (f32v)_mm512_permute_ps((__m512)v, 0xb1));
+#else
+    for (int64_t half = lanes / 2; half > 0; half /= 2) {
+        f32v other = v;
+        for (int64_t i = 0; i < half; i++) other[i] = v[i + half];
+        v = Operation::join(v, other);
+    }
+#endif
+    return v[0];
 }
 
-INLINE float max_of(f32v v) {
-    float top[lanes];
-    store(top, v);
-    for (int64_t width = lanes / 2; width > 0; width /= 2)
-        for (int64_t i = 0; i < width; i++) top[i] = top[i] > top[i + width] ? top[i] : top[i + width];
-    return top[0];
-}
+INLINE float sum_of(f32v v) { return fold<Plus>(v); }
+INLINE float max_of(f32v v) { return fold<Max>(v); }
 
-// 2^x to about 2 ulp of f32; 0 below the normal range, infinity above it.
+// 2^x to about 5 ulp of f32; 0 below the normal range, infinity above it.
 INLINE f32v exp2(f32v x) {
 #if ISA_LANES == 16
-    const f32v whole = (f32v)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f32v whole = (f32v)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     const f32v clamped = max(splat(-127.0f), select(x > 128.0f, splat(128.0f), x));
     const f32v shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const f32v whole = (clamped + shift) - shift;
 #endif
     const f32v part = x - whole;
-    f32v p = splat(1.5403530e-4f);
-    p = p * part + 1.3333558e-3f;
-    p = p * part + 9.6181291e-3f;
-    p = p * part + 5.5504109e-2f;
-    p = p * part + 2.4022651e-1f;
-    p = p * part + 6.9314718e-1f;
+    f32v p = splat(1.32764716e-03f);
+    p = p * part + 9.67554156e-03f;
+    p = p * part + 5.55071328e-02f;
+    p = p * part + 2.40221197e-01f;
+    p = p * part + 6.93146967e-01f;
     p = p * part + 1.0f;
 #if ISA_LANES == 16
-    return (f32v)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)whole);
+    return (f32v)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
     const i32v exponent = (__builtin_convertvector(whole, i32v) + 127) << 23;
     const f32v result = select(x > 127.5f, splat(INFINITY), p * (f32v)exponent);
