@@ -50,7 +50,7 @@ def fits_l1(*buffers: int) -> bool:
 
 
 def copies(steps: int) -> int:
-    """Buffers that the compiler makes of one that a loop of `steps` fills: it unrolls in pairs, an odd step adds one."""
+    """Buffers the compiler makes of one that a loop of `steps` fills: it unrolls in pairs, an odd step adds one."""
     return 1 if steps == 1 else 2 + steps % 2
 
 
