@@ -326,6 +326,41 @@ def test_interleaved_cache_changes_no_bit(any_team, rng, pos, heads, kv_heads, h
     np.testing.assert_array_equal(together.view(np.uint16), apart.view(np.uint16))
 
 
+def kv_panels(k, v, kv_heads, head_dim):
+    """The cache that append_kv_panels makes, NaN where nothing was written."""
+    blocks, padded = (len(k) + 127) // 128, (head_dim + 15) // 16 * 16
+    rows = np.full((2, blocks * 128, kv_heads, padded), np.nan, BF16)
+    rows[0, : len(k), :, :head_dim], rows[1, : len(v), :, :head_dim] = (t.reshape(-1, kv_heads, head_dim) for t in (k, v))
+    if len(v) % 2:
+        rows[1, len(v), :, :head_dim] = 0  # the last position's partner
+    rows = rows.reshape(2, blocks, 128, kv_heads, padded).swapaxes(2, 3)
+    k_panels = rows[0, ..., :head_dim].reshape(blocks, kv_heads, 8, 16, head_dim // 2, 2).swapaxes(3, 4)
+    v_panels = rows[1].reshape(blocks, kv_heads, 64, 2, padded // 16, 16).transpose(0, 1, 4, 2, 5, 3)
+    return k_panels.copy(), v_panels.copy()
+
+
+@pytest.mark.parametrize("seq, pos, heads, kv_heads, head_dim", ATTENTION)
+def test_cache_in_panels_changes_no_bit(any_team, rng, seq, pos, heads, kv_heads, head_dim):
+    shape = (heads, kv_heads, head_dim)
+    k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
+    expected = kv_panels(k, v, kv_heads, head_dim)
+    k_panels, v_panels = (output(t.shape) for t in expected)
+    for first, last in [(0, pos // 2), (pos // 2, pos), (pos, pos + 1), (pos + 1, pos + seq)]:
+        rows = guarded(k[first:last]), guarded(v[first:last])
+        any_team("append_kv_panels", *rows, k_panels, v_panels, last - first, first, kv_heads, head_dim)
+    for got, want in zip((k_panels, v_panels), expected):
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+    q, out, panels_out = normal(rng, seq, heads * head_dim), *(output((seq, heads * head_dim)) for _ in range(2))
+    any_team("flash_attention", q, k, v, out, seq, pos, *shape)
+    any_team("flash_attention_panels", q, k_panels, v_panels, panels_out, seq, pos, *shape)
+    np.testing.assert_array_equal(panels_out.view(np.uint16), out.view(np.uint16))
+    last = guarded(q[-1])
+    any_team("decode_attention", last, k, v, out[0], pos + seq - 1, *shape)
+    any_team("decode_attention_panels", last, k_panels, v_panels, panels_out[0], pos + seq - 1, *shape)
+    np.testing.assert_array_equal(panels_out[0].view(np.uint16), out[0].view(np.uint16))
+
+
 def test_large_scores_do_not_overflow(kernels, rng):
     seq, shape = 200, (2, 1, 64)
     q, out = normal(rng, seq, 128), output((seq, 128))

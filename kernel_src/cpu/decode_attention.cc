@@ -1,6 +1,6 @@
 // decode_attention: attention of the one query row at position pos over positions 0 .. pos.
 // q, out bf16 [heads * head_dim]; k, v bf16 [>= pos + 1][kv_heads * head_dim], or together
-// kv bf16 [>= pos + 1][kv_heads][2][head_dim].
+// kv bf16 [>= pos + 1][kv_heads][2][head_dim], or a cache in panels (kv_cache.h).
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads.
 #ifndef ISA
@@ -9,17 +9,24 @@
 
 extern "C" void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos,
                                  int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(decode_attention, q, k, v, out, pos, heads, kv_heads, head_dim, head_dim, worker)
+    ISA_CALL(over_rows, q, k, v, out, pos, heads, kv_heads, head_dim, head_dim, worker)
 }
 
 extern "C" void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
                                     int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(decode_attention, q, kv, kv + head_dim, out, pos, heads, kv_heads, head_dim, 2 * head_dim, worker)
+    ISA_CALL(over_rows, q, kv, kv + head_dim, out, pos, heads, kv_heads, head_dim, 2 * head_dim, worker)
+}
+
+extern "C" void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
+                                        int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                        Worker &worker) {
+    ISA_CALL(over_panels, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
 }
 #else
 #include "vec.h"
 #include "tile.h"
 #include "attention_core.h"
+#include "kv_cache.h"
 
 namespace ISA {
 
@@ -49,22 +56,19 @@ struct Task {
     }
 };
 
-// Attends a task's blocks, all heads of one before the next. Each head fetches its share of the positions
-// that come next, all their heads in the order of memory; after the last block, those of task `next`.
-static void attend(AttentionTile &tile, const AttentionShape &shape, KvHead kv, int64_t pos, const Task &task,
+// Attends a task's blocks, all heads of one before the next: the order of memory. The block after the last
+// one is the first of task `next`.
+template <class Kv>
+static void attend(AttentionTile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
                    const Task &next) {
-    const int64_t group = shape.group(), heads = task.kv_end - task.kv_begin, stride = shape.kv_stride();
     for (int64_t begin = task.begin; begin < task.end; begin += block_positions) {
         const int64_t left = task.end - begin, count = left < block_positions ? left : block_positions;
-        const Task &after = left > count ? task : next;
-        const int64_t start = left > count ? begin + count : next.begin;
-        const int64_t ahead = after.end - start < block_positions ? after.end - start : block_positions;
-        const int64_t skip = after.kv_begin * shape.kv_step, width = (after.kv_end - after.kv_begin) * shape.kv_step;
-        for (int64_t h = 0; h < heads; h++) {
-            const int64_t offset = (task.kv_begin + h) * shape.kv_step, share = ahead * h / heads;
-            const int64_t rows = ahead * (h + 1) / heads - share, at = (start + share) * stride + skip;
-            tile.attend({kv.k + offset, kv.v + offset}, h * group, group, pos, begin, count,
-                        Lines(kv.k + at, rows, stride, width), Lines(kv.v + at, rows, stride, width));
+        const Place block_after = left > count ? Place{task.kv_begin, begin + count} : Place{next.kv_begin, next.begin};
+        for (int64_t head = task.kv_begin; head < task.kv_end; head++) {
+            const Place after = head + 1 < task.kv_end ? Place{head + 1, begin} : block_after;
+            const KvBlock taken = kv.take(tile, {head, begin}, count, after);
+            tile.attend(taken, kv.upcoming(tile, after), (head - task.kv_begin) * shape.group(), shape.group(), pos,
+                        begin, count);
         }
     }
 }
@@ -94,28 +98,41 @@ static void join(const AttentionShape &shape, Partials partials, int64_t ranges,
     }
 }
 
-static void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos,
-                             int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t kv_step,
+template <class Kv>
+static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
                              Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim, kv_step};
-    const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * heads;
+    const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
-    AttentionTile tile(shape, heads, worker);
-    const int64_t parts = Task::parts(ranges, kv_heads, worker.threads);
+    AttentionTile tile(shape, shape.heads, worker);
+    const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
     Chunks chunks(worker, ranges * parts, 1);
     int64_t index, next, unused;
     for (bool more = chunks.next(index, unused); more; index = next) {
-        const Task task = Task::make(index, parts, pos + 1, kv_heads);
+        const Task task = Task::make(index, parts, pos + 1, shape.kv_heads);
         more = chunks.next(next, unused);
-        tile.start(q + task.kv_begin * shape.group() * head_dim, 1, (task.kv_end - task.kv_begin) * shape.group(), 0);
-        attend(tile, shape, {k, v}, pos, task, more ? Task::make(next, parts, pos + 1, kv_heads) : Task{});
+        const Task following = more ? Task::make(next, parts, pos + 1, shape.kv_heads) : task;
+        const int64_t kv_heads = task.kv_end - task.kv_begin;
+        tile.start(q + task.kv_begin * shape.group() * shape.head_dim, 1, kv_heads * shape.group(), 0);
+        attend(tile, shape, kv, pos, task, following);
         keep(tile, shape, task, partials);
     }
     worker.barrier();
-    Chunks joins(worker, heads, 4);
+    Chunks joins(worker, shape.heads, 4);
     for (int64_t head, end; joins.next(head, end);)
         for (; head < end; head++) join(shape, partials, ranges, head, out);
+}
+
+static void over_rows(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
+                      int64_t kv_heads, int64_t head_dim, int64_t step, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    decode_attention(shape, q, KvRows(shape, k, v, step), out, pos, worker);
+}
+
+static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
+                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    decode_attention(shape, q, KvPanels(shape, k, v), out, pos, worker);
 }
 
 }  // namespace ISA

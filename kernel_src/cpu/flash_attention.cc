@@ -1,7 +1,7 @@
 // flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache.
-// q, out bf16 [seq][heads * head_dim]; k, v bf16 [>= pos + seq][kv_heads * head_dim].
-// Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are rounded to
-// bf16 before they meet V, relative to the largest score so far.
+// q, out bf16 [seq][heads * head_dim]; k, v bf16 [>= pos + seq][kv_heads * head_dim], or a cache in panels
+// (kv_cache.h). Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are
+// rounded to bf16 before they meet V, relative to about the largest score so far.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
 #include "each_isa.h"
@@ -9,12 +9,19 @@
 extern "C" void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
                                 int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                 Worker &worker) {
-    ISA_CALL(flash_attention, q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker)
+    ISA_CALL(over_rows, q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker)
+}
+
+extern "C" void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
+                                       int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
+                                       int64_t head_dim, Worker &worker) {
+    ISA_CALL(over_panels, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
 }
 #else
 #include "vec.h"
 #include "tile.h"
 #include "attention_core.h"
+#include "kv_cache.h"
 
 namespace ISA {
 
@@ -29,34 +36,43 @@ static void store_rows(const AttentionTile &tile, const AttentionShape &shape, i
     }
 }
 
-static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
-                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                            Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim, head_dim};
-    const int64_t group = shape.group(), stride = heads * head_dim;
+template <class Kv>
+static void flash_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t seq,
+                            int64_t pos, Worker &worker) {
+    const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
     // Rows enough to pay for packing K and V, and few enough for their sums to stay in L2.
     const int64_t wanted = group < 288 ? 288 / group : 1;
     const int64_t positions = wanted < seq ? wanted : seq;
     const int64_t tiles = (seq + positions - 1) / positions;
     AttentionTile tile(shape, positions * group, worker);
-    Chunks chunks(worker, tiles * kv_heads, 1);
+    Chunks chunks(worker, tiles * shape.kv_heads, 1);
     for (int64_t task, unused; chunks.next(task, unused);) {
         // The last rows attend the most: they go first, so that the team finishes together.
-        const int64_t first = (tiles - 1 - task / kv_heads) * positions, kv_head = task % kv_heads;
+        const int64_t first = (tiles - 1 - task / shape.kv_heads) * positions, head = task % shape.kv_heads;
         const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
-        const int64_t start = first * stride + kv_head * group * head_dim;
-        const KvHead kv = {k + kv_head * head_dim, v + kv_head * head_dim};
+        const int64_t start = first * stride + head * group * shape.head_dim;
         tile.start(q + start, count, group, stride);
         for (int64_t begin = 0; begin < end; begin += block_positions) {
-            const int64_t left = end - begin, block = left < block_positions ? left : block_positions;
-            const int64_t next = begin + block, after = end - next < block_positions ? end - next : block_positions;
-            const int64_t start = next * shape.kv_stride();
-            tile.attend(kv, 0, count * group, pos + first, begin, block,
-                        Lines(kv.k + start, after, shape.kv_stride(), head_dim),
-                        Lines(kv.v + start, after, shape.kv_stride(), head_dim));
+            const bool last = begin + block_positions >= end;
+            const int64_t block = last ? end - begin : block_positions;
+            const Place next = {head, last ? begin : begin + block};
+            const KvBlock taken = kv.take(tile, {head, begin}, block, next);
+            tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);
         }
         store_rows(tile, shape, count * group, out + start);
     }
+}
+
+static void over_rows(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    flash_attention(shape, q, KvRows(shape, k, v, head_dim), out, seq, pos, worker);
+}
+
+static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
+                        int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    flash_attention(shape, q, KvPanels(shape, k, v), out, seq, pos, worker);
 }
 
 }  // namespace ISA

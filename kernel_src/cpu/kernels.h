@@ -67,6 +67,16 @@ void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, in
 void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
                          int64_t kv_heads, int64_t head_dim, Worker &worker);
 
+// A cache in panels, which attention streams without rearranging it. k_panels bf16 [P / 128][kv_heads]
+// [128][head_dim], v_panels bf16 [P / 128][kv_heads][128][D]; P is the number of positions, padded to a
+// multiple of 128, D is head_dim padded to a multiple of 16. The order within a block is in append_kv_panels.cc.
+void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows, int64_t pos,
+                      int64_t kv_heads, int64_t head_dim, Worker &worker);
+void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out, int64_t seq,
+                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker);
+void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out, int64_t pos,
+                             int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker);
+
 // Puts one position's k, v [kv_heads * head_dim] into row pos of such a cache.
 void append_kv(const bf16 *k, const bf16 *v, bf16 *kv, int64_t pos, int64_t kv_heads, int64_t head_dim,
                Worker &worker);

@@ -10,6 +10,9 @@
 constexpr int64_t panel_rows = 16;
 constexpr int64_t line_elements = 2 * panel_rows;
 
+// Positions in a block of a KV cache in panels.
+constexpr int64_t kv_block_positions = 128;
+
 inline int64_t panel_count(int64_t rows) { return (rows + panel_rows - 1) / panel_rows; }
 inline int64_t pair_count(int64_t cols) { return (cols + 1) / 2; }
 

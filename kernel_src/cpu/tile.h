@@ -15,6 +15,7 @@ struct TileArgs {
     float *out;
     int64_t out_stride;
     bool accumulate;
+    int64_t ahead = 0;  // if not 0: fetches into L2 what lies this many elements behind each line it reads
 };
 
 #if ISA_LANES == 16
@@ -27,10 +28,10 @@ INLINE __m512i load_pair(const bf16 *x) {
 
 // R * P accumulators hide the latency of vdpbf16ps; each line of a panel serves R rows, each pair of
 // x P panels, so that loads stay well below one per vdpbf16ps.
-template <int R, int P>
+template <int R, int P, bool fetching>
 void tile(const TileArgs &args) {
     const bf16 *const x = args.x;
-    const int64_t stride = args.x_stride, pairs = args.pairs, out_stride = args.out_stride;
+    const int64_t ahead = args.ahead, stride = args.x_stride, pairs = args.pairs, out_stride = args.out_stride;
     float *const out = args.out;
     const bf16 *panels[P];
     __m512 sum[R][P];
@@ -50,7 +51,10 @@ void tile(const TileArgs &args) {
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh line[P];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(panels[p] + k * line_elements);
+        for (int p = 0; p < P; p++) {
+            if (fetching) __builtin_prefetch(panels[p] + k * line_elements + ahead, 0, 2);
+            line[p] = (__m512bh)_mm512_loadu_si512(panels[p] + k * line_elements);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const __m512bh pair = (__m512bh)load_pair(x + r * stride + 2 * k);
@@ -107,7 +111,7 @@ INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, 
 }
 
 // Widens a strip of x once for all panels, which then cost one widening per line for all rows.
-template <int R, int P>
+template <int R, int P, bool>
 void tile(const TileArgs &args) {
     if (!args.accumulate)
         for (int r = 0; r < R; r++)
@@ -133,17 +137,22 @@ void tile(const TileArgs &args) {
 
 #endif
 
-template <int P>
+template <int P, bool fetching>
 void tile_of_rows(int64_t rows, const TileArgs &args) {
     static_assert(tile_rows == 6, "one case per number of rows");
     switch (rows) {
-    case 1: return tile<1, P>(args);
-    case 2: return tile<2, P>(args);
-    case 3: return tile<3, P>(args);
-    case 4: return tile<4, P>(args);
-    case 5: return tile<5, P>(args);
-    default: return tile<6, P>(args);
+    case 1: return tile<1, P, fetching>(args);
+    case 2: return tile<2, P, fetching>(args);
+    case 3: return tile<3, P, fetching>(args);
+    case 4: return tile<4, P, fetching>(args);
+    case 5: return tile<5, P, fetching>(args);
+    default: return tile<6, P, fetching>(args);
     }
+}
+
+template <int P>
+void tile_of_rows(int64_t rows, const TileArgs &args) {
+    return args.ahead != 0 ? tile_of_rows<P, true>(rows, args) : tile_of_rows<P, false>(rows, args);
 }
 
 }  // namespace

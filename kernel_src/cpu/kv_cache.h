@@ -1,0 +1,168 @@
+// The forms of a KV cache, as sources of blocks for AttentionTile. Included inside each instruction set.
+//
+//   KvPanels  K and V as attention reads them, [position / 128][head][block] (attention_core.h)
+//   KvRows    K and V by position, [position][head][head_dim], apart or together; blocks are packed when due
+namespace ISA {
+namespace {
+
+struct Place {
+    int64_t head, begin;
+};
+
+class KvPanels {
+public:
+    KvPanels(const AttentionShape &shape, const bf16 *k, const bf16 *v) : shape_(shape), k_(k), v_(v) {}
+
+    // The block at a place, of which `count` positions matter.
+    KvBlock take(AttentionTile &, Place at, int64_t, Place) const { return locate(at); }
+
+    // What attending is to fetch meanwhile.
+    KvBlock upcoming(AttentionTile &, Place next) const { return locate(next); }
+
+private:
+    KvBlock locate(Place at) const {
+        const int64_t index = (at.begin / block_positions * shape_.kv_heads + at.head) * block_positions;
+        return {k_ + index * shape_.head_dim, v_ + index * shape_.padded_dim()};
+    }
+
+    AttentionShape shape_;
+    const bf16 *k_, *v_;
+};
+
+#if ISA_LANES == 16
+
+// 16 x 16 words: brings together 2, then 4 rows within each quarter, then the quarters.
+INLINE void transpose(__m512i *rows) {
+    __m512i pairs[16], fours[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i even0 = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0x88);
+        const __m512i odd0 = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0xdd);
+        const __m512i even8 = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0x88);
+        const __m512i odd8 = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0xdd);
+        rows[i] = _mm512_shuffle_i32x4(even0, even8, 0x88);
+        rows[i + 4] = _mm512_shuffle_i32x4(odd0, odd8, 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(even0, even8, 0xdd);
+        rows[i + 12] = _mm512_shuffle_i32x4(odd0, odd8, 0xdd);
+    }
+}
+
+INLINE __m512i load_row(const bf16 *row, __mmask16 mask, int64_t ahead) {
+    __builtin_prefetch(row + ahead, 0, 2);
+    return _mm512_maskz_loadu_epi32(mask, row);
+}
+
+// panel[pair][16][2] = `count` <= 16 rows of `pairs` pairs each, `stride` elements apart; other rows 0.
+// Fetches what lies `ahead` elements behind each row.
+INLINE void pack_k(const bf16 *rows, int64_t stride, int64_t count, int64_t pairs, bf16 *panel, int64_t ahead) {
+    for (int64_t first = 0; first < pairs; first += 16, rows += 32, panel += 16 * line_elements) {
+        const int64_t left = pairs - first < 16 ? pairs - first : 16;
+        const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
+        __m512i square[16];
+        if (count == 16) {
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < 16; i++) square[i] = load_row(rows + i * stride, mask, ahead);
+        } else {
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < 16; i++)
+                square[i] = i < count ? load_row(rows + i * stride, mask, ahead) : _mm512_setzero_si512();
+        }
+        transpose(square);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < 16; i++)
+            if (i < left) _mm512_storeu_si512(panel + i * line_elements, square[i]);
+    }
+}
+
+// Two rows' 32 or fewer elements to two lines of 16 x 2, `step` elements apart.
+INLINE void interleave(__m512i even, __m512i odd, bool both, bf16 *lines, int64_t step) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
+                                         6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(lines, _mm512_permutex2var_epi16(even, low, odd));
+    if (both) _mm512_storeu_si512(lines + step, _mm512_permutex2var_epi16(even, high, odd));
+}
+
+INLINE __m512i load_row(const bf16 *row, __mmask32 mask, int64_t ahead) {
+    __builtin_prefetch(row + ahead, 0, 2);
+    return _mm512_maskz_loadu_epi16(mask, row);
+}
+
+// lines[d / 16][row / 2][16][2] = `count` rows of V, panels `step` elements apart; an odd last row's partner 0.
+INLINE void pack_v(const bf16 *rows, int64_t stride, int64_t count, int64_t dim, bf16 *lines, int64_t step,
+                   int64_t ahead) {
+    for (int64_t d = 0; d < dim; d += 32, lines += 2 * step) {
+        const __mmask32 mask = dim - d < 32 ? (1u << (dim - d)) - 1 : ~0u;
+        const bool both = dim - d > 16;
+        int64_t i = 0;
+        for (; i + 2 <= count; i += 2) {
+            const bf16 *even = rows + i * stride + d;
+            interleave(load_row(even, mask, ahead), load_row(even + stride, mask, ahead), both,
+                       lines + i / 2 * line_elements, step);
+        }
+        if (i < count)
+            interleave(load_row(rows + i * stride + d, mask, ahead), _mm512_setzero_si512(), both,
+                       lines + i / 2 * line_elements, step);
+    }
+}
+
+#else
+
+INLINE void pack_k(const bf16 *rows, int64_t stride, int64_t count, int64_t pairs, bf16 *panel, int64_t) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t pair = 0; pair < pairs; pair++)
+            memcpy(panel + pair * line_elements + 2 * i, rows + i * stride + 2 * pair, 2 * sizeof(bf16));
+}
+
+INLINE void pack_v(const bf16 *rows, int64_t stride, int64_t count, int64_t dim, bf16 *lines, int64_t step, int64_t) {
+    for (int64_t i = 0; i < count; i += 2, rows += 2 * stride, lines += line_elements)
+        for (int64_t d = 0; d < dim; d += lanes) {
+            const u32v low = (u32v)load_bf16(rows + d, dim - d) >> 16;
+            const u32v high = i + 1 < count ? (u32v)load_bf16(rows + stride + d, dim - d) : u32v{};
+            store(lines + d / panel_rows * step + d % panel_rows * 2, low | high);
+        }
+}
+
+#endif
+
+class KvRows {
+public:
+    // `step` elements from one head to the next.
+    KvRows(const AttentionShape &shape, const bf16 *k, const bf16 *v, int64_t step)
+        : shape_(shape), k_(k), v_(v), step_(step) {}
+
+    KvBlock take(AttentionTile &tile, Place at, int64_t count, Place next) const {
+        const int64_t stride = shape_.kv_heads * step_, dim = shape_.head_dim, from = at.begin * stride + at.head * step_;
+        const int64_t ahead = next.begin * stride + next.head * step_ - from;
+        for (int64_t i = 0; i < count; i += panel_rows) {
+            const int64_t rows = count - i < panel_rows ? count - i : panel_rows;
+            pack_k(k_ + from + i * stride, stride, rows, dim / 2, tile.k_scratch() + i * dim, ahead);
+            pack_v(v_ + from + i * stride, stride, rows, dim, tile.v_scratch() + i / 2 * line_elements,
+                   panel_size(block_positions), ahead);
+        }
+        return upcoming(tile, next);
+    }
+
+    // Nothing but the block itself: its successor is fetched while it is packed.
+    KvBlock upcoming(AttentionTile &tile, Place) const { return {tile.k_scratch(), tile.v_scratch()}; }
+
+private:
+    AttentionShape shape_;
+    const bf16 *k_, *v_;
+    int64_t step_;
+};
+
+}  // namespace
+}  // namespace ISA
