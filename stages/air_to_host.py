@@ -11,13 +11,11 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
 from xdsl.ir import Block, BlockArgument, Operation, SSAValue
@@ -42,6 +40,7 @@ from stages.air.dialect import (
 )
 from stages.air_checks import Side, buffer_bytes, element_bytes, name_of, public_function
 from stages.air_text import parse_mlir
+from stages.object_cache import cached_object
 from stages.objects import run_compiler
 from stages.toolchain import host_compiler_fingerprint
 
@@ -139,16 +138,13 @@ def build(
 
 def compile_object(part: TileObject, options: Sequence[str], cache: Path) -> Path:
     """The object for the simulator, from `cache` when its content and options are known there."""
-    state = xxhash.xxh3_128(repr((host_compiler_fingerprint(), options, part.defines)).encode())
-    for path in (part.source, *HEADERS):
-        state.update(path.read_bytes())
-    output = cache / f"{Path(part.name).stem}-{state.hexdigest()}.o"
-    if not output.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        run_compiler([*options, *part.defines, "-c", str(part.source), "-o", str(partial)], str(part.source))
-        partial.replace(output)
-    return output
+
+    def make(output: Path) -> list[Path]:
+        run_compiler([*options, *part.defines, "-c", str(part.source), "-o", str(output)], str(part.source))
+        return [part.source, *HEADERS]
+
+    made_by = (host_compiler_fingerprint(), tuple(options), part.defines)
+    return cached_object(cache, Path(part.name).stem, made_by, [part.source, *HEADERS], make).path
 
 
 def _c_type(kind: object) -> str:

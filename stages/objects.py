@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from runtime.errors import UserError
-from stages.files import content_digest, write_atomic
+from stages.object_cache import cached_object
 from stages.toolchain import host_compiler_fingerprint, need_host_compiler
 
 CPU_SOURCES = Path("kernel_src/cpu")
@@ -26,31 +24,11 @@ def host_object(source: Path, cache: Path, work: Path) -> list[Path]:
     """
     output = work / "build/objects" / f"{source.stem}.o"
     output.parent.mkdir(parents=True, exist_ok=True)
-    entry = cache / f"{source.stem}-{_cache_key(source)}.json"
-    headers = _from_cache(entry, output)
-    if headers is None:
-        headers = compile_host(source, output)
-        write_atomic(entry.with_suffix(".o"), output.read_bytes())
-        write_atomic(entry, json.dumps({"object": content_digest(output), "headers": list(map(str, headers))}).encode())
-    return headers
-
-
-def _cache_key(source: Path) -> str:
-    """Covers everything that can change the object: compiler, flags, the source and every header beside it."""
-    state = xxhash.xxh3_128(repr((host_compiler_fingerprint(), CPU_FLAGS)).encode())
-    for path in [source, *sorted(source.parent.glob("*.h"))]:
-        state.update(f"{path.name} {content_digest(path)}\n".encode())
-    return state.hexdigest()
-
-
-def _from_cache(entry: Path, output: Path) -> list[Path] | None:
-    """Copy the cached object if it is there and intact."""
-    try:
-        record = json.loads(entry.read_text())
-        shutil.copyfile(entry.with_suffix(".o"), output)
-        return [Path(h) for h in record["headers"]] if content_digest(output) == record["object"] else None
-    except (OSError, ValueError, KeyError):
-        return None
+    made_by = (host_compiler_fingerprint(), CPU_FLAGS)
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    made = cached_object(cache, source.stem, made_by, sources, partial(compile_host, source))
+    shutil.copyfile(made.path, output)
+    return list(made.read)
 
 
 def compile_host(source: Path, output: Path) -> list[Path]:

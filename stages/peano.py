@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from runtime.errors import UserError
-from stages.files import content_digest, write_atomic
+from stages.object_cache import CachedObject, cached_object
 from stages.objects import read_dependencies
 from stages.toolchain import aie_api, need_npu_tools, peano, peano_fingerprint
 
@@ -31,14 +25,6 @@ FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class TileObject:
-    """An object in the cache, and the project's sources that it was made from."""
-
-    path: Path
-    read: tuple[Path, ...]
-
-
 def tile_object(name: str, stem: str, flags: Sequence[str], cache: Path, work: Path) -> list[Path]:
     """Step action: one object variant as `build/objects/NAME`. Returns the project headers that it includes."""
     made = compile_tile(name, stem, flags, cache)
@@ -48,25 +34,14 @@ def tile_object(name: str, stem: str, flags: Sequence[str], cache: Path, work: P
     return [path for path in made.read if path.suffix != ".cc"]
 
 
-def compile_tile(name: str, stem: str, flags: Sequence[str], cache: Path) -> TileObject:
+def compile_tile(name: str, stem: str, flags: Sequence[str], cache: Path) -> CachedObject:
     """Object `name` of `kernel_src/aie2p/<stem>.cc` with `flags` (`Variant.flags()`), from `cache` if content, flags
     and compiler are known there. Raises UserError."""
     need_npu_tools("Peano", "AIE API headers")
     source = TILE_SOURCES / f"{stem}.cc"
-    entry = cache / f"{Path(name).stem}-{_cache_key(source, flags)}.json"
-    output = entry.with_suffix(".o")
-    read = _from_cache(entry, output)
-    if read is None:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
-        try:
-            read = [source, *_compile(source, name, flags, partial)]
-            record = {"object": content_digest(partial), "read": list(map(str, read))}
-            partial.replace(output)
-        finally:
-            partial.unlink(missing_ok=True)
-        write_atomic(entry, json.dumps(record).encode())
-    return TileObject(output, tuple(read))
+    made_by = (peano_fingerprint(), FLAGS, tuple(flags))
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    return cached_object(cache, Path(name).stem, made_by, sources, lambda out: _compile(source, name, flags, out))
 
 
 def command_line(source: Path, flags: Sequence[str], output: Path, dependencies: Path) -> list[str]:
@@ -87,23 +62,6 @@ def _compile(source: Path, name: str, flags: Sequence[str], output: Path) -> lis
             lines = run.stderr.splitlines()
             first = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no message")
             raise UserError(f"{source} does not compile for the NPU as {name}: {first.strip()}")
-        return read_dependencies(dependencies, source) if dependencies.exists() else []
+        return [source, *(read_dependencies(dependencies, source) if dependencies.exists() else [])]
     finally:
         dependencies.unlink(missing_ok=True)
-
-
-def _cache_key(source: Path, flags: Sequence[str]) -> str:
-    """Covers all that can change the object: compiler, API headers, flags, the source, every header beside it."""
-    state = xxhash.xxh3_128(repr((peano_fingerprint(), FLAGS, tuple(flags))).encode())
-    for path in [source, *sorted(source.parent.glob("*.h"))]:
-        state.update(f"{path.name} {content_digest(path)}\n".encode())
-    return state.hexdigest()
-
-
-def _from_cache(entry: Path, output: Path) -> list[Path] | None:
-    """What the cached object was made from, if it is there and intact."""
-    try:
-        record = json.loads(entry.read_text())
-        return [Path(p) for p in record["read"]] if content_digest(output) == record["object"] else None
-    except (OSError, ValueError, KeyError):
-        return None
