@@ -330,7 +330,8 @@ def kv_panels(k, v, kv_heads, head_dim):
     """The cache that append_kv_panels makes, NaN where nothing was written."""
     blocks, padded = (len(k) + 127) // 128, (head_dim + 15) // 16 * 16
     rows = np.full((2, blocks * 128, kv_heads, padded), np.nan, BF16)
-    rows[0, : len(k), :, :head_dim], rows[1, : len(v), :, :head_dim] = (t.reshape(-1, kv_heads, head_dim) for t in (k, v))
+    for cache, tensor in zip(rows, (k, v), strict=True):
+        cache[: len(tensor), :, :head_dim] = tensor.reshape(-1, kv_heads, head_dim)
     if len(v) % 2:
         rows[1, len(v), :, :head_dim] = 0  # the last position's partner
     rows = rows.reshape(2, blocks, 128, kv_heads, padded).swapaxes(2, 3)
@@ -348,7 +349,7 @@ def test_cache_in_panels_changes_no_bit(any_team, rng, seq, pos, heads, kv_heads
     for first, last in [(0, pos // 2), (pos // 2, pos), (pos, pos + 1), (pos + 1, pos + seq)]:
         rows = guarded(k[first:last]), guarded(v[first:last])
         any_team("append_kv_panels", *rows, k_panels, v_panels, last - first, first, kv_heads, head_dim)
-    for got, want in zip((k_panels, v_panels), expected):
+    for got, want in zip((k_panels, v_panels), expected, strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
     q, out, panels_out = normal(rng, seq, heads * head_dim), *(output((seq, heads * head_dim)) for _ in range(2))
