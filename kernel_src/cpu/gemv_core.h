@@ -1,157 +1,152 @@
 // Weight panels times one vector, with an epilogue (epilogue.h). Included inside each instruction set.
 //
-// Bound by memory. A core reads fastest from about eight sequential streams at once, prefetched into L2,
-// with few instructions per line, so that its window of loads in flight reaches far: hence several panels
-// at a time, each cut into equal segments, and nothing but a prefetch and a product per line.
+// Bound by memory. A core reads fastest from about eight long sequential streams at once, prefetched into
+// L2, with few instructions per line, so that its window of loads in flight reaches far: hence several
+// panels at a time, and nothing but a prefetch and a product per line.
 namespace ISA {
 namespace {
 
 constexpr int64_t prefetch_lines = 16;
 
+// Streams whose sums fit the registers.
+constexpr int most_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 4 : 1;
+
 INLINE void prefetch(const bf16 *line) { __builtin_prefetch(line, 0, 2); }
 
-// Starts reading `count` streams that are `size` lines long and follow each other.
-INLINE void prefetch_starts(const bf16 *first, int64_t count, int64_t size) {
+// Starts reading `count` panels of `size` lines.
+INLINE void prefetch_starts(const bf16 *panels, int64_t count, int64_t size) {
     for (int64_t k = 0; k < prefetch_lines && k < size; k++)
-        for (int64_t i = 0; i < count; i++) prefetch(first + (i * size + k) * line_elements);
+        for (int64_t p = 0; p < count; p++) prefetch(panels + (p * size + k) * line_elements);
+}
+
+// x, zero-padded to pairs, as products take it.
+#if ISA_LANES == 16
+using Operand = bf16;
+INLINE Operand operand(bf16 x) { return x; }
+#else
+using Operand = float;
+INLINE Operand operand(bf16 x) { return to_float(x); }
+#endif
+
+INLINE void prepare(const bf16 *x, int64_t cols, Operand *operands) {
+    for (int64_t i = 0; i < cols; i++) operands[i] = operand(x[i]);
+    if (cols % 2 != 0) operands[cols] = 0;
 }
 
 #if ISA_LANES == 16
 
-using Operand = uint32_t;  // a pair of x
+using Sum = __m512;
 
-// The pairs of x in the order in which lines meet them: S segments in lockstep, then what is left.
-template <int S>
-void prepare(const bf16 *x, int64_t cols, Operand *pairs) {
-    const int64_t count = pair_count(cols), lines = count / S;
-    for (int64_t pair = 0; pair < count; pair++) {
-        const int64_t segment = lines == 0 ? S : pair / lines;
-        const int64_t at = segment < S ? (pair - segment * lines) * S + segment : pair;
-        const bf16 odd = 2 * pair + 1 < cols ? x[2 * pair + 1] : bf16{0};
-        pairs[at] = x[2 * pair] | static_cast<uint32_t>(odd) << 16;
-    }
+INLINE __m512bh load_pair(const Operand *x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-INLINE __m512bh broadcast(Operand pair) { return (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair)); }
-
-// sum += the line at `base + offset` bytes, times a pair. In assembly, because a separate load would
+// sums[p] += line k of panel p * pair k of x. The product is in assembly, because a separate load would
 // take a register and a slot of the window for each line, and with them 6 % of the bandwidth.
-INLINE void add_line(__m512 &sum, __m512bh pair, const bf16 *base, int64_t offset) {
-    asm("vdpbf16ps (%2,%3), %1, %0" : "+v"(sum) : "v"(pair), "r"(base), "r"(offset));
-}
-
-template <int P, int S, bool ahead>
-INLINE void add_lines(const bf16 *const *streams, const Operand *x, int64_t begin, int64_t end, __m512 *sums) {
-    for (int64_t k = begin; k < end; k++) {
+template <int P, bool ahead>
+INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Sum *sums) {
+    const __m512bh pair = load_pair(x + 2 * k);
 #pragma GCC unroll 8
-        for (int s = 0; s < S; s++) {
-            const __m512bh pair = broadcast(x[k * S + s]);
-#pragma GCC unroll 8
-            for (int p = 0; p < P; p++) {
-                const bf16 *stream = streams[p * S + s];
-                if (ahead) prefetch(stream + (k + prefetch_lines) * line_elements);
-                add_line(sums[p * S + s], pair, stream, k * 64);
-            }
-        }
-    }
-}
-
-// sums[P][16] = P panels @ x; `next` is what will be read after them, or null.
-template <int P, int S>
-void panels_times_vector(const bf16 *panels, const bf16 *next, const Operand *x, int64_t pairs, float *sums) {
-    const int64_t lines = pairs / S;
-    const bf16 *streams[P * S];
-    __m512 sum[P * S];
-#pragma GCC unroll 16
-    for (int i = 0; i < P * S; i++) {
-        streams[i] = panels + (i / S * pairs + i % S * lines) * line_elements;
-        sum[i] = _mm512_setzero_ps();
-    }
-    const int64_t last = lines > prefetch_lines ? lines - prefetch_lines : 0;
-    add_lines<P, S, true>(streams, x, 0, last, sum);
-    if (next != nullptr) prefetch_starts(next, P * S, lines);
-    add_lines<P, S, false>(streams, x, last, lines, sum);
-#pragma GCC unroll 16
     for (int p = 0; p < P; p++) {
-        for (int64_t k = S * lines; k < pairs; k++)
-            add_line(sum[p * S], broadcast(x[k]), panels + p * pairs * line_elements, k * 64);
-        __m512 total = sum[p * S];
-#pragma GCC unroll 8
-        for (int s = 1; s < S; s++) total += sum[p * S + s];
-        _mm512_storeu_ps(sums + p * panel_rows, total);
+        if (ahead) prefetch(panels[p] + (k + prefetch_lines) * line_elements);
+        asm("vdpbf16ps (%2,%3), %1, %0" : "+v"(sums[p]) : "v"(pair), "r"(panels[p]), "r"(k * 64));
     }
 }
 
 #else
 
-using Operand = float;
+// Without fused products, the two columns of a pair are summed apart: one chain would take too long.
+constexpr int chains = ISA_LANES == 4 ? 2 : 1;
 
-template <int S>
-void prepare(const bf16 *x, int64_t cols, Operand *operand) {
-    for (int64_t i = 0; i < cols; i++) operand[i] = to_float(x[i]);
-    if (cols % 2 != 0) operand[cols] = 0;
+struct Sum {
+    f32v part[chains][panel_rows / lanes];
+};
+
+INLINE void store(float *sums, const Sum &sum) {
+    for (int64_t v = 0; v < panel_rows / lanes; v++)
+        store(sums + v * lanes, chains == 2 ? sum.part[0][v] + sum.part[chains - 1][v] : sum.part[0][v]);
 }
 
-// As above. Widening and two products per line leave no room for segments: P streams.
-template <int P, int S>
-void panels_times_vector(const bf16 *panels, const bf16 *next, const Operand *x, int64_t pairs, float *sums) {
-    constexpr int vectors = panel_rows / lanes;
-    f32v sum[P][vectors] = {};
-    for (int64_t k = 0; k < pairs; k++) {
-        const f32v first = splat(x[2 * k]), second = splat(x[2 * k + 1]);
+template <int P, bool ahead>
+INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Sum *sums) {
+    const f32v first = splat(x[2 * k]), second = splat(x[2 * k + 1]);
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-            const bf16 *line = panels + (p * pairs + k) * line_elements;
-            prefetch(line + prefetch_lines * line_elements);
+    for (int p = 0; p < P; p++) {
+        const bf16 *line = panels[p] + k * line_elements;
+        if (ahead) prefetch(line + prefetch_lines * line_elements);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) {
-                const u32v both = load<u32v>(line + 2 * v * lanes);
-                sum[p][v] += (f32v)(both << 16) * first;
-                sum[p][v] += (f32v)(both & 0xffff0000u) * second;
-            }
+        for (int64_t v = 0; v < panel_rows / lanes; v++) {
+            const u32v both = load<u32v>(line + 2 * v * lanes);
+            sums[p].part[0][v] += (f32v)(both << 16) * first;
+            sums[p].part[chains - 1][v] += (f32v)(both & 0xffff0000u) * second;
         }
     }
-    if (next != nullptr) prefetch_starts(next, P, pairs);
-    for (int p = 0; p < P; p++)
-        for (int v = 0; v < vectors; v++) store(sums + p * panel_rows + v * lanes, sum[p][v]);
 }
 
 #endif
 
-template <class Epilogue, int P, int S>
+// sums[P][16] = P panels @ x. Starts reading `next_count` panels at `next` before it is done.
+template <int P>
+void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, float *sums, const bf16 *next,
+                         int64_t next_count) {
+    const bf16 *panels[P];
+    Sum sum[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+        panels[p] = first + p * pairs * line_elements;
+        sum[p] = Sum{};
+    }
+    const int64_t last = pairs > prefetch_lines ? pairs - prefetch_lines : 0;
+    for (int64_t k = 0; k < last; k++) add_lines<P, true>(panels, x, k, sum);
+    prefetch_starts(next, next_count, pairs);
+    for (int64_t k = last; k < pairs; k++) add_lines<P, false>(panels, x, k, sum);
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) store(sums + p * panel_rows, sum[p]);
+}
+
+template <class Epilogue>
 class Gemv {
 public:
     Gemv(const bf16 *const *weights, int64_t out_cols, int64_t cols, const Epilogue &epilogue)
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        Operand *operand = worker.scratch<Operand>(cols_ + 1);
-        prepare<S>(x, cols_, operand);
-        x_ = operand;
-        Chunks chunks(worker, panel_count(out_cols_), P);
-        int64_t panel, end, following, following_end;
+        Operand *operands = worker.scratch<Operand>(cols_ + 1);
+        prepare(x, cols_, operands);
+        x_ = operands;
+        // Some 128 KB and more at a time: less is not worth the handing out.
+        const int64_t least = 65536 / (panel_size(cols_) * Epilogue::weights);
+        Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
+        int64_t panel, end, next, next_end;
         // The next chunk is taken before this one is done, so that its first lines are on their way.
-        for (bool more = chunks.next(panel, end); more; panel = following, end = following_end) {
-            more = chunks.next(following, following_end);
-            if (end - panel == P)
-                multiply<P>(panel, more ? following : -1);
-            else
-                for (; panel < end; panel++) multiply<1>(panel, -1);
+        for (bool more = chunks.next(panel, end); more; panel = next, end = next_end) {
+            more = chunks.next(next, next_end);
+            if (!more) next = next_end = 0;
+            while (panel < end) panel += multiply(panel, end - panel, next, next_end - next);
         }
     }
 
 private:
-    const bf16 *weight(int64_t w, int64_t panel) const {
-        return panel < 0 ? nullptr : weights_[w] + panel * panel_size(cols_);
+    // As many of `count` panels as there is code for; returns how many.
+    int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
+        if (count >= 8 && most_streams >= 8) return multiply<most_streams>(panel, next, next_count);
+        if (count >= 4 && most_streams >= 4) return multiply<most_streams < 4 ? 1 : 4>(panel, next, next_count);
+        if (count >= 2 && most_streams >= 2) return multiply<2>(panel, next, next_count);
+        return multiply<1>(panel, next, next_count);
     }
 
     template <int count>
-    void multiply(int64_t panel, int64_t next) {
+    int64_t multiply(int64_t panel, int64_t next, int64_t next_count) {
         constexpr int64_t weights = Epilogue::weights;
+        const int64_t size = panel_size(cols_), pairs = pair_count(cols_);
         float sums[weights][count * panel_rows];
-        for (int64_t w = 0; w < weights; w++)
-            panels_times_vector<count, S>(weight(w, panel), w + 1 < weights ? weight(w + 1, panel) : weight(0, next),
-                                          x_, pair_count(cols_), sums[w]);
+        for (int64_t w = 0; w + 1 < weights; w++)
+            panels_times_vector<count>(weights_[w] + panel * size, x_, pairs, sums[w], weights_[w + 1] + panel * size,
+                                       count);
+        panels_times_vector<count>(weights_[weights - 1] + panel * size, x_, pairs, sums[weights - 1],
+                                   weights_[0] + next * size, next_count);
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
@@ -159,6 +154,7 @@ private:
             const int64_t column = (panel + p) * panel_rows;
             epilogue_.row(row, 0, column, out_cols_ - column < panel_rows ? out_cols_ - column : panel_rows);
         }
+        return count;
     }
 
     const bf16 *const *weights_;
@@ -167,15 +163,10 @@ private:
     const Operand *x_ = nullptr;
 };
 
-// Streams of some 32 KB: longer ones balance worse over the team, shorter ones read slower. The number
-// of segments depends on the shape alone, because the order of summation does.
 template <class Epilogue>
 void gemv_panels(const bf16 *const *weights, const bf16 *x, int64_t out_cols, int64_t cols,
                  const Epilogue &epilogue, Worker &worker) {
-    if (cols <= 4096)
-        Gemv<Epilogue, 4, 2>(weights, out_cols, cols, epilogue).run(x, worker);
-    else
-        Gemv<Epilogue, 2, 4>(weights, out_cols, cols, epilogue).run(x, worker);
+    Gemv<Epilogue>(weights, out_cols, cols, epilogue).run(x, worker);
 }
 
 }  // namespace

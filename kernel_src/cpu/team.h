@@ -140,12 +140,16 @@ struct alignas(64) Worker {
 // knows that nothing is left of its own.
 class Chunks {
 public:
-    Chunks(Worker &worker, int64_t count, int64_t chunk)
+    // Chunks of `most`, and towards the end smaller ones down to `least`, so that the workers finish together.
+    Chunks(Worker &worker, int64_t count, int64_t most, int64_t least)
         : counter_(worker.threads == 1 ? &alone_ : &worker.state->handed_out),
           loop_(static_cast<uint64_t>(++worker.loop) << index_bits),
           count_(count),
-          chunk_(chunk < 1 ? 1 : chunk),
+          most_(most < 1 ? 1 : most),
+          least_(least < 1 ? 1 : least),
+          share_(2 * worker.threads),
           alone_(0) {}
+    Chunks(Worker &worker, int64_t count, int64_t chunk) : Chunks(worker, count, chunk, chunk) {}
     Chunks(const Chunks &) = delete;
 
     // The next chunk is [begin, end); false when nothing is left.
@@ -155,7 +159,7 @@ public:
             const int64_t ahead = static_cast<int64_t>(seen - loop_) >> index_bits;
             begin = ahead < 0 ? 0 : static_cast<int64_t>(seen - loop_);
             if (ahead > 0 || begin >= count_) return false;
-            end = begin + chunk_ < count_ ? begin + chunk_ : count_;
+            end = begin + chunk(count_ - begin);
             const uint64_t taken = loop_ | static_cast<uint64_t>(end);
             if (counter_->compare_exchange_weak(seen, taken, std::memory_order_relaxed)) return true;
         }
@@ -164,9 +168,14 @@ public:
 private:
     static constexpr int index_bits = 40;
 
+    int64_t chunk(int64_t left) const {
+        const int64_t fair = left / share_, bounded = fair < least_ ? least_ : fair < most_ ? fair : most_;
+        return bounded < left ? bounded : left;
+    }
+
     std::atomic<uint64_t> *counter_;
     uint64_t loop_;
-    int64_t count_, chunk_;
+    int64_t count_, most_, least_, share_;
     std::atomic<uint64_t> alone_;
 };
 

@@ -85,28 +85,31 @@ template <int R>
 INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, float *out,
                               int64_t out_stride) {
     f32v sum[R][panel_vectors];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < panel_vectors; v++) sum[r][v] = load<f32v>(out + r * out_stride + v * lanes);
     for (int64_t k = 0; k < pairs; k++) {
-        f32v even[panel_vectors], odd[panel_vectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < panel_vectors; v++) {
-            const u32v both = load<u32v>(panel + k * line_elements + 2 * v * lanes);
-            even[v] = (f32v)(both << 16);
-            odd[v] = (f32v)(both & 0xffff0000u);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const float *pair = x + r * 2 * strip_pairs + 2 * k;
-            const f32v first = splat(pair[0]), second = splat(pair[1]);
+        // One column of the pair after the other: both at once would not fit the registers.
+#pragma GCC unroll 2
+        for (int column = 0; column < 2; column++) {
+            f32v weights[panel_vectors];
 #pragma GCC unroll 4
             for (int v = 0; v < panel_vectors; v++) {
-                sum[r][v] += even[v] * first;
-                sum[r][v] += odd[v] * second;
+                const u32v both = load<u32v>(panel + k * line_elements + 2 * v * lanes);
+                weights[v] = column == 0 ? (f32v)(both << 16) : (f32v)(both & 0xffff0000u);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const f32v factor = splat(x[r * 2 * strip_pairs + 2 * k + column]);
+#pragma GCC unroll 4
+                for (int v = 0; v < panel_vectors; v++) sum[r][v] += weights[v] * factor;
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < panel_vectors; v++) store(out + r * out_stride + v * lanes, sum[r][v]);
 }
 
