@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import UserError
+from stages.layouts import KV_BLOCK_POSITIONS, PANEL_ROWS
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -67,6 +68,9 @@ class LlamaConfig:
             "q_dim": self.heads * self.head_dim,
             "kv_dim": self.kv_heads * self.head_dim,
             "max_seq": self.max_seq,
+            "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
+            "kv_block_positions": KV_BLOCK_POSITIONS,
+            "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
             "eps": self.eps,
         }
 

@@ -202,6 +202,31 @@ def flash_attn() -> Elf:
     return b.build("flash_attn")
 
 
+def _attend_panels(name: str, phase: _Phase, kernel_name: str, host: bool = False, **scalars: Dim) -> Elf:
+    """Append new rows of K and V to a cache in panels, which the host's attention streams, then attend over it."""
+    b = _Builder()
+    q = b.slot("q", phase.act("q_dim"), "input")
+    new = {"k": b.slot("k", phase.act("kv_dim"), "input"), "v": b.slot("v", phase.act("kv_dim"), "input")}
+    block = ("kv_blocks", "kv_heads", "kv_block_positions")
+    cache = {
+        "k_panels": b.slot("k_cache", (*block, "head_dim"), "output"),
+        "v_panels": b.slot("v_cache", (*block, "padded_head_dim"), "output"),
+    }
+    out = b.slot("attn_out", phase.act("q_dim"), "output")
+    heads = {"kv_heads": "kv_heads", "head_dim": "head_dim"}
+    b.launch("append_kv_panels", new | cache, rows=phase.rows, pos="pos", **heads)
+    b.launch(kernel_name, {"q": q, **cache, "out": out}, pos="pos", heads="heads", **heads, **scalars)
+    return b.build(name, host)
+
+
+def flash_attn_panels() -> Elf:
+    return _attend_panels("flash_attn_panels", PREFILL, "flash_attention_panels", seq="seq")
+
+
+def decode_attn_panels() -> Elf:
+    return _attend_panels("decode_attn_panels", DECODE, "decode_attention_panels", host=True)
+
+
 def lm_head_gemv() -> Elf:
     """Vocabulary projection of one normed row. Logits stay f32: rounding them to bf16 makes ties."""
     b = _Builder()
@@ -234,18 +259,6 @@ def embed_token_rows() -> Elf:
     return _embed("embed_token_rows", "embed_rows")
 
 
-def decode_attn() -> Elf:
-    b = _Builder()
-    args = {
-        "q": b.slot("q", ("q_dim",), "input"),
-        "k": b.slot("k", ("max_seq", "kv_dim"), "input"),
-        "v": b.slot("v", ("max_seq", "kv_dim"), "input"),
-        "out": b.slot("attn_out", ("q_dim",), "output"),
-    }
-    b.launch("decode_attention", args, pos="pos", heads="heads", kv_heads="kv_heads", head_dim="head_dim")
-    return b.build("decode_attn", host=True)
-
-
 def decode_attn_kv() -> Elf:
     """Append the newest K and V to a cache that interleaves them by head, then attend over it."""
     b = _Builder()
@@ -272,18 +285,19 @@ def final_norm() -> Elf:
     return b.build("final_norm", host=True)
 
 
-DEVICE_ELFS: tuple[Callable[[], Elf], ...] = (
-    rms_gemms_rope,
-    flash_attn,
-    o_ffn,
-    rms_gemv_rope,
-    o_gemv_ffn,
-    lm_head_gemv,
-)
+_DEVICE_ELFS: dict[str, tuple[Callable[[], Elf], ...]] = {
+    "cpu": (rms_gemms_rope, flash_attn_panels, o_ffn, rms_gemv_rope, o_gemv_ffn, lm_head_gemv),
+    "npu": (rms_gemms_rope, flash_attn, o_ffn, rms_gemv_rope, o_gemv_ffn, lm_head_gemv),
+}
 _HOST_ELFS: dict[str, tuple[Callable[[], Elf], ...]] = {
-    "cpu": (embed_tokens, decode_attn, final_norm),
+    "cpu": (embed_tokens, decode_attn_panels, final_norm),
     "npu": (embed_token_rows, decode_attn_kv, final_norm),
 }
+
+
+def device_elfs(family: str) -> list[Elf]:
+    """What runs on the device of a family of targets: `cpu` or `npu`."""
+    return [build() for build in _DEVICE_ELFS[family]]
 
 
 def host_elfs(family: str) -> list[Elf]:
@@ -293,5 +307,4 @@ def host_elfs(family: str) -> list[Elf]:
 
 def all_elfs() -> dict[str, Elf]:
     """Every ELF by name, device ones first."""
-    builders = dict.fromkeys([*DEVICE_ELFS, *_HOST_ELFS["cpu"], *_HOST_ELFS["npu"]])
-    return {elf.name: elf for elf in (build() for build in builders)}
+    return {elf.name: elf for of in (device_elfs, host_elfs) for family in _DEVICE_ELFS for elf in of(family)}

@@ -13,7 +13,7 @@ from doit.exceptions import TaskFailed
 
 from runtime.errors import UserError
 from stages.checkpoint import ArtifactsOnly, copy_tokenizer, record_checkpoint, resolve
-from stages.elfs import DEVICE_ELFS, Elf, host_elfs
+from stages.elfs import Elf, device_elfs, host_elfs
 from stages.files import Turn
 from stages.fusion import fuse
 from stages.link import host_elf
@@ -60,7 +60,7 @@ class Graph:
         host = {"host": host_elfs(self.family)}
         yield from self._host_programs(host, HOST_SUPPORT)
         if self.family == "cpu":
-            device = {elf.name: [elf] for elf in (describe() for describe in DEVICE_ELFS)}
+            device = {elf.name: [elf] for elf in device_elfs(self.family)}
             yield from self._host_programs(device)
             yield self._manifest(_entries(host, True) | _entries(device, False))
         else:

@@ -12,6 +12,9 @@ from stages.layouts_npu import blocks_shape, pad_rows, padded_shape, to_blocks
 PANEL_ROWS = 16
 """Output rows per panel: one 64-byte line holds a pair of inputs for each, the operand of one `vdpbf16ps`."""
 
+KV_BLOCK_POSITIONS = 128
+"""Positions per block of a KV cache in panels: a block of one head stays in the first-level cache."""
+
 
 def panels_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     rows, cols = shape

@@ -74,18 +74,25 @@ class Planner:
         return self.plans
 
     def _prefill_layer(self, i: int) -> list[PlannedCall]:
-        return [self._project(i, "rms_gemms_rope"), self._attend(i, "flash_attn"), self._feed_forward(i, "o_ffn")]
+        return [
+            self._project(i, "rms_gemms_rope"),
+            self._attend(i, "flash_attn_panels"),
+            self._feed_forward(i, "o_ffn"),
+        ]
 
     def _decode_layer(self, i: int) -> list[PlannedCall]:
-        return [self._project(i, "rms_gemv_rope"), self._attend(i, "decode_attn"), self._feed_forward(i, "o_gemv_ffn")]
+        return [
+            self._project(i, "rms_gemv_rope"),
+            self._attend(i, "decode_attn_panels"),
+            self._feed_forward(i, "o_gemv_ffn"),
+        ]
 
     def _project(self, i: int, elf: str) -> PlannedCall:
-        tables = {"lut_q": "rope_table", "lut_k": "rope_table"}
-        new_rows = {"k_roped": f"k_cache.{i}@pos", "v": f"v_cache.{i}@pos"}
-        return self._call(elf, {"x_in": f"x.{i % 2}"} | tables | new_rows, i)
+        return self._call(elf, {"x_in": f"x.{i % 2}", "lut_q": "rope_table", "lut_k": "rope_table"}, i)
 
     def _attend(self, i: int, elf: str) -> PlannedCall:
-        return self._call(elf, {"q": "q_roped", "k": f"k_cache.{i}", "v": f"v_cache.{i}"})
+        caches = {slot: f"{slot}.{i}" for slot in ("k_cache", "v_cache")}
+        return self._call(elf, {"q": "q_roped", "k": "k_roped"} | caches)
 
     def _feed_forward(self, i: int, elf: str) -> PlannedCall:
         # Two activations in turn, so that no launch reads and writes the same one.
@@ -121,7 +128,7 @@ class Planner:
 
     def _describe(self, elf: Elf, slot: Slot, name: str, view: bool) -> Buffer:
         if name.startswith(("k_cache.", "v_cache.")):
-            return Buffer("cache", slot.dtype, self.shape(("max_seq", "kv_dim")))
+            return Buffer("cache", slot.dtype, self.shape(slot.shape))
         if slot.role in ("weight", "table"):
             return Buffer(slot.role, slot.dtype, self.shape(slot.shape), name, elf.layout_of(slot.name, self.target))
         return Buffer("activation", slot.dtype, self.shape(("seq", *slot.shape) if view else slot.shape))

@@ -31,8 +31,6 @@ SIGNATURES = {
     "rope": "tttiiii",
     "silu_and_mul": "tttii",
     "add": "tttii",
-    "flash_attention": "ttttiiiii",
-    "decode_attention": "ttttiiii",
     "append_kv_panels": "ttttiiii",
     "flash_attention_panels": "ttttiiiii",
     "decode_attention_panels": "ttttiiii",

@@ -212,6 +212,27 @@ def test_a_row_of_gemm_does_not_depend_on_the_other_rows_or_the_threads(library,
         np.testing.assert_array_equal(part.view(np.uint16), out[first : first + count].view(np.uint16))
 
 
+def test_what_an_earlier_call_left_in_scratch_does_not_matter(kernels, rng):
+    nan = guarded(np.full((40, 200), np.nan, BF16))
+    x, weight = normal(rng, 40, 77), normal(rng, 48, 77)
+    packed, out = guarded(panels(weight)), output((40, 48))
+    for name, sizes in (("gemm", (40, 200, 48)), ("gemv", (48, 200)), ("decode_attention_kv", (39, 5, 1, 40))):
+        wide_weight, nothing = guarded(panels(nan)), output((40, 200))
+        arguments = {
+            "gemm": (nan, wide_weight, nothing),
+            "gemv": (wide_weight, nan, nothing),
+            "decode_attention_kv": (nan, nan, nothing),
+        }
+        kernels(name, *arguments[name], *sizes)
+        kernels("gemm", x, packed, out, 40, 77, 48)
+        assert_within(out, *product(x, weight))
+        kernels("gemv", packed, x, out, 48, 77)
+        assert_within(out[:1], *product(x[:1], weight))
+        q, kv = normal(rng, 3 * 46), normal(rng, 9, 46)
+        kernels("decode_attention_panels", q, *kv_panels(kv, kv, 1, 46), out, 8, 3, 1, 46)
+        assert_within(out.ravel()[: q.size][None], *attention(q[None], kv, kv, 8, 3, 1, 46))
+
+
 @pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 17), (100, 64), (64, 2051)])
 def test_embed_takes_rows_out_of_panels(any_team, rng, vocab, cols):
     table = normal(rng, vocab, cols)
@@ -270,6 +291,20 @@ def attention(q, k, v, pos, heads, kv_heads, head_dim):
     return out, (U + 2 * (head_dim + 8) * U32 * magnitude + total * U32) * sizes
 
 
+def kv_panels(k, v, kv_heads, head_dim):
+    """The cache in panels that holds k and v, NaN where nothing was written."""
+    blocks, padded = (len(k) + 127) // 128, (head_dim + 15) // 16 * 16
+    rows = np.full((2, blocks * 128, kv_heads, padded), np.nan, BF16)
+    for cache, tensor in zip(rows, (k, v), strict=True):
+        cache[: len(tensor), :, :head_dim] = tensor.reshape(-1, kv_heads, head_dim)
+    if len(v) % 2:
+        rows[1, len(v), :, :head_dim] = 0  # the last position's partner
+    rows = rows.reshape(2, blocks, 128, kv_heads, padded).swapaxes(2, 3)
+    k_panels = rows[0, ..., :head_dim].reshape(blocks, kv_heads, 8, 16, head_dim // 2, 2).swapaxes(3, 4)
+    v_panels = rows[1].reshape(blocks, kv_heads, 64, 2, padded // 16, 16).transpose(0, 1, 4, 2, 5, 3)
+    return guarded(k_panels), guarded(v_panels)
+
+
 ATTENTION = [  # seq, pos, heads, kv_heads, head_dim
     (1, 0, 1, 1, 16),
     (5, 0, 4, 2, 16),
@@ -289,7 +324,7 @@ def test_flash_attention(any_team, rng, seq, pos, heads, kv_heads, head_dim):
     shape = (heads, kv_heads, head_dim)
     q, out = normal(rng, seq, heads * head_dim), output((seq, heads * head_dim))
     k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
-    any_team("flash_attention", q, k, v, out, seq, pos, *shape)
+    any_team("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, pos, *shape)
     assert_within(out, *attention(q, k, v, pos, *shape))
 
 
@@ -303,7 +338,7 @@ def test_decode_attention(kernels, library, rng, pos, heads, kv_heads, head_dim)
     for threads in (1, 3):
         team = Kernels(library, kernels.isa, threads)
         out = output(q.shape)
-        team("decode_attention", q, k, v, out, pos, *shape)
+        team("decode_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, pos, *shape)
         team.close()
         assert_within(out, *attention(q, k, v, pos, *shape))
         results.append(out.view(np.uint16))
@@ -312,37 +347,22 @@ def test_decode_attention(kernels, library, rng, pos, heads, kv_heads, head_dim)
 
 @pytest.mark.parametrize("pos", [0, 1, 128, 300])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (6, 3, 34)])
-def test_interleaved_cache_changes_no_bit(any_team, rng, pos, heads, kv_heads, head_dim):
-    """append_kv fills a cache position by position; attention over it equals attention over separate K and V."""
+def test_a_cache_in_rows_changes_no_bit(any_team, rng, pos, heads, kv_heads, head_dim):
+    """append_kv fills a cache position by position; attention over it equals attention over panels."""
     shape = (heads, kv_heads, head_dim)
     q = normal(rng, 1, heads * head_dim)
     k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
     cache = output((pos + 1, 2 * kv_heads * head_dim))
     for row in range(pos + 1):
         any_team("append_kv", guarded(k[row]), guarded(v[row]), cache, row, kv_heads, head_dim)
-    together, apart = output(q.shape), output(q.shape)
-    any_team("decode_attention_kv", q, cache, together, pos, *shape)
-    any_team("decode_attention", q, k, v, apart, pos, *shape)
-    np.testing.assert_array_equal(together.view(np.uint16), apart.view(np.uint16))
-
-
-def kv_panels(k, v, kv_heads, head_dim):
-    """The cache that append_kv_panels makes, NaN where nothing was written."""
-    blocks, padded = (len(k) + 127) // 128, (head_dim + 15) // 16 * 16
-    rows = np.full((2, blocks * 128, kv_heads, padded), np.nan, BF16)
-    for cache, tensor in zip(rows, (k, v), strict=True):
-        cache[: len(tensor), :, :head_dim] = tensor.reshape(-1, kv_heads, head_dim)
-    if len(v) % 2:
-        rows[1, len(v), :, :head_dim] = 0  # the last position's partner
-    rows = rows.reshape(2, blocks, 128, kv_heads, padded).swapaxes(2, 3)
-    k_panels = rows[0, ..., :head_dim].reshape(blocks, kv_heads, 8, 16, head_dim // 2, 2).swapaxes(3, 4)
-    v_panels = rows[1].reshape(blocks, kv_heads, 64, 2, padded // 16, 16).transpose(0, 1, 4, 2, 5, 3)
-    return k_panels.copy(), v_panels.copy()
+    over_rows, over_panels = output(q.shape), output(q.shape)
+    any_team("decode_attention_kv", q, cache, over_rows, pos, *shape)
+    any_team("decode_attention_panels", q, *kv_panels(k, v, kv_heads, head_dim), over_panels, pos, *shape)
+    np.testing.assert_array_equal(over_rows.view(np.uint16), over_panels.view(np.uint16))
 
 
 @pytest.mark.parametrize("seq, pos, heads, kv_heads, head_dim", ATTENTION)
-def test_cache_in_panels_changes_no_bit(any_team, rng, seq, pos, heads, kv_heads, head_dim):
-    shape = (heads, kv_heads, head_dim)
+def test_rows_come_into_panels_in_any_number(any_team, rng, seq, pos, heads, kv_heads, head_dim):
     k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
     expected = kv_panels(k, v, kv_heads, head_dim)
     k_panels, v_panels = (output(t.shape) for t in expected)
@@ -352,22 +372,13 @@ def test_cache_in_panels_changes_no_bit(any_team, rng, seq, pos, heads, kv_heads
     for got, want in zip((k_panels, v_panels), expected, strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
-    q, out, panels_out = normal(rng, seq, heads * head_dim), *(output((seq, heads * head_dim)) for _ in range(2))
-    any_team("flash_attention", q, k, v, out, seq, pos, *shape)
-    any_team("flash_attention_panels", q, k_panels, v_panels, panels_out, seq, pos, *shape)
-    np.testing.assert_array_equal(panels_out.view(np.uint16), out.view(np.uint16))
-    last = guarded(q[-1])
-    any_team("decode_attention", last, k, v, out[0], pos + seq - 1, *shape)
-    any_team("decode_attention_panels", last, k_panels, v_panels, panels_out[0], pos + seq - 1, *shape)
-    np.testing.assert_array_equal(panels_out[0].view(np.uint16), out[0].view(np.uint16))
-
 
 def test_large_scores_do_not_overflow(kernels, rng):
     seq, shape = 200, (2, 1, 64)
     q, out = normal(rng, seq, 128), output((seq, 128))
     q[...] = (wide(q) * 100).astype(BF16)
     k, v = normal(rng, seq, 64), normal(rng, seq, 64)
-    kernels("flash_attention", q, k, v, out, seq, 0, *shape)
+    kernels("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, 0, *shape)
     assert_within(out, *attention(q, k, v, 0, *shape))
 
 
@@ -375,18 +386,18 @@ def test_chunked_prefill_equals_one_shot_and_decode(kernels, rng):
     seq, shape = 300, (8, 2, 64)
     q, out = normal(rng, seq, 512), output((seq, 512))
     k, v = normal(rng, seq, 128), normal(rng, seq, 128)
-    kernels("flash_attention", q, k, v, out, seq, 0, *shape)
+    kernels("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, 0, *shape)
     _, bound = attention(q, k, v, 0, *shape)
     for first, last in [(0, 100), (100, 101), (101, 260), (260, 300)]:
         part = output((last - first, 512))
         # the cache ends where the chunk does
-        cache = guarded(k[:last]), guarded(v[:last])
-        kernels("flash_attention", guarded(q[first:last]), *cache, part, last - first, first, *shape)
+        cache = kv_panels(k[:last], v[:last], *shape[1:])
+        kernels("flash_attention_panels", guarded(q[first:last]), *cache, part, last - first, first, *shape)
         np.testing.assert_array_equal(part.view(np.uint16), out[first:last].view(np.uint16))
     for row in (0, 1, 99, 127, 128, 255, 256, 299):
         single = output((1, 512))
-        cache = guarded(k[: row + 1]), guarded(v[: row + 1])
-        kernels("decode_attention", guarded(q[row]), *cache, single, row, *shape)
+        cache = kv_panels(k[: row + 1], v[: row + 1], *shape[1:])
+        kernels("decode_attention_panels", guarded(q[row]), *cache, single, row, *shape)
         assert_within(single[0], wide(out[row]), 2 * bound[row])
 
 
@@ -404,7 +415,7 @@ def test_any_shape(kernels, data):
     q = normal(rng, seq, shape[0] * shape[2])
     k, v = (normal(rng, pos + seq, kv_heads * shape[2]) for _ in range(2))
     out = output(q.shape)
-    kernels("flash_attention", q, k, v, out, seq, pos, *shape)
+    kernels("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, pos, *shape)
     assert_within(out, *attention(q, k, v, pos, *shape))
 
 

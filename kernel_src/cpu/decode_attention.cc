@@ -1,20 +1,15 @@
 // decode_attention: attention of the one query row at position pos over positions 0 .. pos.
-// q, out bf16 [heads * head_dim]; k, v bf16 [>= pos + 1][kv_heads * head_dim], or together
-// kv bf16 [>= pos + 1][kv_heads][2][head_dim], or a cache in panels (kv_cache.h).
+// q, out bf16 [heads * head_dim]; the cache in panels (kv_cache.h), or rows of K and V together,
+// kv bf16 [>= pos + 1][kv_heads][2][head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads.
 #ifndef ISA
 #define KERNEL_FILE "decode_attention.cc"
 #include "each_isa.h"
 
-extern "C" void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos,
-                                 int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_rows, q, k, v, out, pos, heads, kv_heads, head_dim, head_dim, worker)
-}
-
 extern "C" void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
                                     int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_rows, q, kv, kv + head_dim, out, pos, heads, kv_heads, head_dim, 2 * head_dim, worker)
+    ISA_CALL(over_rows, q, kv, out, pos, heads, kv_heads, head_dim, worker)
 }
 
 extern "C" void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
@@ -123,10 +118,10 @@ static void decode_attention(const AttentionShape &shape, const bf16 *q, const K
         for (; head < end; head++) join(shape, partials, ranges, head, out);
 }
 
-static void over_rows(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
-                      int64_t kv_heads, int64_t head_dim, int64_t step, Worker &worker) {
+static void over_rows(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads, int64_t kv_heads,
+                      int64_t head_dim, Worker &worker) {
     const AttentionShape shape = {heads, kv_heads, head_dim};
-    decode_attention(shape, q, KvRows(shape, k, v, step), out, pos, worker);
+    decode_attention(shape, q, KvRows(shape, kv), out, pos, worker);
 }
 
 static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,

@@ -1,16 +1,9 @@
 // flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache.
-// q, out bf16 [seq][heads * head_dim]; k, v bf16 [>= pos + seq][kv_heads * head_dim], or a cache in panels
-// (kv_cache.h). Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are
+// in panels (kv_cache.h). q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are
 // rounded to bf16 before they meet V, relative to about the largest score so far.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
 #include "each_isa.h"
-
-extern "C" void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq,
-                                int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                Worker &worker) {
-    ISA_CALL(over_rows, q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker)
-}
 
 extern "C" void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
                                        int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
@@ -61,12 +54,6 @@ static void flash_attention(const AttentionShape &shape, const bf16 *q, const Kv
         }
         store_rows(tile, shape, count * group, out + start);
     }
-}
-
-static void over_rows(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
-                      int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
-    flash_attention(shape, q, KvRows(shape, k, v, head_dim), out, seq, pos, worker);
 }
 
 static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,

@@ -54,28 +54,22 @@ void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int
 // out = a + b, elementwise over [rows][cols].
 void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t rows, int64_t cols, Worker &worker);
 
-// Causal attention of rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1.
-// q, out [seq][heads * head_dim]; k, v [>= pos + seq][kv_heads * head_dim], the KV cache.
-void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
-                     int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker);
-
-// The same for the one row at position pos; contains a barrier.
-void decode_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
-                      int64_t kv_heads, int64_t head_dim, Worker &worker);
-
-// The same over a cache that keeps K and V of a head together, kv [>= pos + 1][kv_heads][2][head_dim].
-void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
-                         int64_t kv_heads, int64_t head_dim, Worker &worker);
-
-// A cache in panels, which attention streams without rearranging it. k_panels bf16 [P / 128][kv_heads]
+// A KV cache in panels, which attention streams without rearranging it. k_panels bf16 [P / 128][kv_heads]
 // [128][head_dim], v_panels bf16 [P / 128][kv_heads][128][D]; P is the number of positions, padded to a
 // multiple of 128, D is head_dim padded to a multiple of 16. The order within a block is in append_kv_panels.cc.
+// Appends k, v [rows][kv_heads * head_dim] at positions pos, pos + 1 ..
 void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows, int64_t pos,
                       int64_t kv_heads, int64_t head_dim, Worker &worker);
+// Causal attention of rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1; q, out [seq][heads * head_dim].
 void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out, int64_t seq,
                             int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker);
+// The same for the one row at position pos; contains a barrier.
 void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out, int64_t pos,
                              int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker);
+
+// The same over a cache in rows that keeps K and V of a head together, kv [>= pos + 1][kv_heads][2][head_dim].
+void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
+                         int64_t kv_heads, int64_t head_dim, Worker &worker);
 
 // Puts one position's k, v [kv_heads * head_dim] into row pos of such a cache.
 void append_kv(const bf16 *k, const bf16 *v, bf16 *kv, int64_t pos, int64_t kv_heads, int64_t head_dim,

@@ -1,7 +1,7 @@
 // The forms of a KV cache, as sources of blocks for AttentionTile. Included inside each instruction set.
 //
 //   KvPanels  K and V as attention reads them, [position / 128][head][block] (attention_core.h)
-//   KvRows    K and V by position, [position][head][head_dim], apart or together; blocks are packed when due
+//   KvRows    K and V by position, [position][head][2][head_dim]; blocks are packed when due
 namespace ISA {
 namespace {
 
@@ -139,17 +139,16 @@ INLINE void pack_v(const bf16 *rows, int64_t stride, int64_t count, int64_t dim,
 
 class KvRows {
 public:
-    // `step` elements from one head to the next.
-    KvRows(const AttentionShape &shape, const bf16 *k, const bf16 *v, int64_t step)
-        : shape_(shape), k_(k), v_(v), step_(step) {}
+    KvRows(const AttentionShape &shape, const bf16 *kv) : shape_(shape), kv_(kv) {}
 
     KvBlock take(AttentionTile &tile, Place at, int64_t count, Place next) const {
-        const int64_t stride = shape_.kv_heads * step_, dim = shape_.head_dim, from = at.begin * stride + at.head * step_;
-        const int64_t ahead = next.begin * stride + next.head * step_ - from;
+        const int64_t dim = shape_.head_dim, stride = shape_.kv_heads * 2 * dim;
+        const bf16 *const k = start(at), *const v = k + dim;
+        const int64_t ahead = start(next) - k;
         for (int64_t i = 0; i < count; i += panel_rows) {
             const int64_t rows = count - i < panel_rows ? count - i : panel_rows;
-            pack_k(k_ + from + i * stride, stride, rows, dim / 2, tile.k_scratch() + i * dim, ahead);
-            pack_v(v_ + from + i * stride, stride, rows, dim, tile.v_scratch() + i / 2 * line_elements,
+            pack_k(k + i * stride, stride, rows, dim / 2, tile.k_scratch() + i * dim, ahead);
+            pack_v(v + i * stride, stride, rows, dim, tile.v_scratch() + i / 2 * line_elements,
                    panel_size(block_positions), ahead);
         }
         return upcoming(tile, next);
@@ -159,9 +158,10 @@ public:
     KvBlock upcoming(AttentionTile &tile, Place) const { return {tile.k_scratch(), tile.v_scratch()}; }
 
 private:
+    const bf16 *start(Place at) const { return kv_ + (at.begin * shape_.kv_heads + at.head) * 2 * shape_.head_dim; }
+
     AttentionShape shape_;
-    const bf16 *k_, *v_;
-    int64_t step_;
+    const bf16 *kv_;
 };
 
 }  // namespace

@@ -46,6 +46,7 @@ def _panels(name: str) -> Arg:
 
 
 _WEIGHT = _panels("weight")
+_CACHE = ("k_panels", "v_panels")
 
 _KERNELS = (
     _kernel("rms_norm", ("x", "weight"), "rows cols eps"),
@@ -60,8 +61,15 @@ _KERNELS = (
     _kernel("silu_and_mul", ("gate", "up"), "rows cols"),
     _kernel("add", ("a", "b"), "rows cols"),
     _kernel("flash_attention", ("q", "k", "v"), "seq pos heads kv_heads head_dim"),
-    _kernel("decode_attention", ("q", "k", "v"), "pos heads kv_heads head_dim"),
+    _kernel("flash_attention_panels", ("q", *_CACHE), "seq pos heads kv_heads head_dim", source="flash_attention"),
+    _kernel("decode_attention_panels", ("q", *_CACHE), "pos heads kv_heads head_dim", source="decode_attention"),
     _kernel("decode_attention_kv", ("q", "kv"), "pos heads kv_heads head_dim", source="decode_attention"),
+    Kernel(
+        "append_kv_panels",
+        (Arg("k"), Arg("v"), *(Arg(name, written=True) for name in _CACHE)),
+        ("rows", "pos", "kv_heads", "head_dim"),
+        "append_kv_panels",
+    ),
     Kernel("append_kv", (Arg("k"), Arg("v"), Arg("kv", written=True)), ("pos", "kv_heads", "head_dim"), "append_kv"),
     _kernel("embed", (Arg("tokens", "i32"), _WEIGHT), "rows cols vocab"),
     _kernel("embed_rows", (Arg("tokens", "i32"), "weight"), "rows cols vocab"),
