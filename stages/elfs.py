@@ -227,7 +227,7 @@ def decode_attn_panels() -> Elf:
     return _attend_panels("decode_attn_panels", DECODE, "decode_attention_panels", host=True)
 
 
-def lm_head_gemv() -> Elf:
+def _lm_head(name: str, kernel_name: str, host: bool = False) -> Elf:
     """Vocabulary projection of one normed row. Logits stay f32: rounding them to bf16 makes ties."""
     b = _Builder()
     args = {
@@ -235,8 +235,17 @@ def lm_head_gemv() -> Elf:
         "weight": b.slot("w_vocab", ("vocab", "emb"), "weight"),
         "out": b.slot("logits", ("vocab",), "output", "f32"),
     }
-    b.launch("gemv_f32", args, out_cols="vocab", cols="emb")
-    return b.build("lm_head_gemv")
+    b.launch(kernel_name, args, out_cols="vocab", cols="emb")
+    return b.build(name, host)
+
+
+def lm_head_gemv() -> Elf:
+    return _lm_head("lm_head_gemv", "gemv_f32")
+
+
+def lm_head_rows() -> Elf:
+    """For the end of a prompt on targets whose vocabulary matrix is row-major: spares a second submission."""
+    return _lm_head("lm_head_rows", "gemv_rows_f32", host=True)
 
 
 def _embed(name: str, kernel_name: str) -> Elf:
@@ -291,7 +300,7 @@ _DEVICE_ELFS: dict[str, tuple[Callable[[], Elf], ...]] = {
 }
 _HOST_ELFS: dict[str, tuple[Callable[[], Elf], ...]] = {
     "cpu": (embed_tokens, decode_attn_panels, final_norm),
-    "npu": (embed_token_rows, decode_attn_kv, final_norm),
+    "npu": (embed_token_rows, decode_attn_kv, final_norm, lm_head_rows),
 }
 
 

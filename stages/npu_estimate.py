@@ -72,12 +72,12 @@ def decode_traffic(dimensions: Dimensions, grouping: str = "fused") -> tuple[int
     """(DDR bytes, weight bytes) of one token: every decode module as often as a token calls it."""
     moved = weights = 0
     layers = int(dimensions["layers"])
-    times = {"spec": {}, "fused": {"rms_gemv_rope": 1, "decode_layer": layers - 1, "decode_last": 1, "lm_head_gemv": 0}}
+    times = {"spec": {"lm_head_gemv": 1}, "fused": {"rms_gemv_rope": 1, "decode_layer": layers - 1, "decode_last": 1}}
     prefill = {group.name for group in groups(grouping) if group.prefill}
     for module in modules(dimensions, grouping, 128):
         if module.name in prefill:
             continue
-        calls = times[grouping].get(module.name, 1 if module.name == "lm_head_gemv" else layers)
+        calls = times[grouping].get(module.name, layers)
         moved += calls * sum(traffic.bytes for traffic in count(module.program))
         weights += calls * sum(_slot_bytes(slot.shape, slot.dtype) for slot in module.slots if slot.role == "weight")
     return moved, weights
@@ -86,16 +86,17 @@ def decode_traffic(dimensions: Dimensions, grouping: str = "fused") -> tuple[int
 def host_traffic(dimensions: Dimensions, grouping: str = "fused", bucket: int = 2048) -> dict[str, int]:
     """Bytes that cross between host and device, derived from slot roles: per prompt of `bucket` tokens, per token.
 
-    Slots that one call makes and another reads stay on the device. The host embeds, caches K and V and reads logits;
-    in decode it also attends.
+    Slots that one call makes and another reads stay on the device. The host embeds, caches K and V and takes the
+    logits; in decode it also attends. `fused` ends a prompt on the host: it reads the last row, and the logits that it
+    writes are flushed before the device's for the first token land on them.
     """
-    emb, layers, vocab = (int(dimensions[name]) for name in ("emb", "layers", "vocab"))
-    q_dim, kv_dim, head_dim = (int(dimensions[name]) for name in ("q_dim", "kv_dim", "head_dim"))
-    prompt = {"x": 2 * bucket * emb, "table": 4 * bucket * head_dim, "kv": layers * 4 * bucket * kv_dim}
-    prompt |= {"last row": 4 * emb, "logits": 4 * vocab}
-    token = {"x": 2 * emb, "table": 4 * head_dim, "q, k, v": layers * 2 * (q_dim + 2 * kv_dim)}
+    emb, layers, vocab, q_dim, kv_dim = (int(dimensions[n]) for n in ("emb", "layers", "vocab", "q_dim", "kv_dim"))
+    prompt = {"x": 2 * bucket * emb, "kv": layers * 4 * bucket * kv_dim}
+    prompt |= {"last row": 2 * emb, "logits": 4 * vocab}
+    token = {"x": 2 * emb, "q, k, v": layers * 2 * (q_dim + 2 * kv_dim)}
     token |= {"attention": layers * 2 * q_dim, "logits": 4 * vocab}
     if grouping == "spec":
+        prompt["final norm"] = 2 * emb
         token["final norm"] = 4 * emb
     return {"prompt": sum(prompt.values()), "token": sum(token.values())}
 

@@ -61,12 +61,11 @@ GROUPINGS: dict[str, tuple[Group, ...]] = {
             (("o_gemv_ffn", {}), ("final_norm", {"x": "output"}), ("lm_head_gemv", {"x": "normed"})),
             inside=("output", "normed"),
         ),
-        Group("lm_head_gemv", (("lm_head_gemv", {}),)),
     ),
 }
-"""`fused`: a prompt takes one call per layer and the LM head; a token takes `layers` + 1 calls, because the host
-attends between `rms_gemv_rope` and `o_gemv_ffn`: first `rms_gemv_rope`, then a `decode_layer` per layer but the last,
-then `decode_last`."""
+"""`fused`: a prompt takes one call per layer, all of one program, and the host makes its logits; a token takes
+`layers` + 1 calls, because the host attends between `rms_gemv_rope` and `o_gemv_ffn`: first `rms_gemv_rope`, then a
+`decode_layer` per layer but the last, then `decode_last`."""
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,16 @@ class NpuPlanner:
         yield self._device_call(self.groups[name], i)
 
     def _logits(self) -> list[PlannedCall]:
+        """Norm and LM head of the last row, by the host unless the grouping has a program for the latter."""
         x = f"x.{self.config.layers % 2}@last"
         norm = self._host_call("final_norm", {"x": x, "normed": "final_normed"})
-        return [norm, self._device_call(self.groups["lm_head_gemv"], self.config.layers, x="final_normed")]
+        if group := self.groups.get("lm_head_gemv"):
+            return [norm, self._device_call(group, self.config.layers, x="final_normed")]
+        return [norm, self._host_call("lm_head_rows", {"x": "final_normed", "w_vocab": self._vocabulary})]
+
+    @property
+    def _vocabulary(self) -> str:
+        return MODEL_WEIGHTS["w_embed"] if self.config.tied else "lm_head.weight"
 
     def _device_call(self, group: Group, i: int, bucket: int | None = None, **bound: str) -> PlannedCall:
         known = {**self.dimensions, "seq": bucket or self.buckets[0], "max_seq": bucket or self.buckets[0]}
@@ -108,7 +115,7 @@ class NpuPlanner:
         if slot in LAYER_WEIGHTS:
             return f"model.layers.{layer}.{LAYER_WEIGHTS[slot]}.weight"
         if slot == "w_vocab":
-            return MODEL_WEIGHTS["w_embed"] if self.config.tied else "lm_head.weight"
+            return self._vocabulary
         if slot == "q" and group.name == "flash_attn":
             return "q_roped"
         turn = {"x_in": layer, "x_residual": layer, "output": layer + 1}

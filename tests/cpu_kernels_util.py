@@ -26,6 +26,7 @@ SIGNATURES = {
     "gemm_silu": "ttttiii",
     "gemv": "tttii",
     "gemv_f32": "tttii",
+    "gemv_rows_f32": "tttii",
     "gemv_add": "ttttii",
     "gemv_silu": "ttttii",
     "rope": "tttiiii",

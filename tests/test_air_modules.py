@@ -98,7 +98,7 @@ def test_prefill_and_decode_share_one_copy_of_the_weights() -> None:
 
 
 def test_vocabulary_rows_are_padded_for_weight_and_logits_alike() -> None:
-    slots = {slot.name: slot for slot in module("lm_head_gemv", "fused", "demo").slots}
+    slots = {slot.name: slot for slot in module("lm_head_gemv", "spec", "demo").slots}
     assert slots["logits"].shape == (2048,) and slots["w_vocab"].shape == (2048, 256)
 
 

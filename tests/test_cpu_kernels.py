@@ -174,6 +174,14 @@ def test_gemv(any_team, rng, rows, cols, out_cols):
     np.testing.assert_array_equal(out.view(np.uint16), logits.astype(BF16).view(np.uint16))
 
 
+@pytest.mark.parametrize("rows, cols, out_cols", [*PROJECTIONS, (1, 31, 300), (1, 33, 9), (1, 2049, 1000)])
+def test_gemv_rows(any_team, rng, rows, cols, out_cols):
+    x, weight, out = normal(rng, cols), normal(rng, out_cols, cols), output(out_cols, np.float32)
+    any_team("gemv_rows_f32", weight, x, out, out_cols, cols)
+    expected, bound = product(x, weight)
+    assert np.all(np.abs(out - expected) <= bound + 1e-30)
+
+
 @pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS[2:9])
 def test_fused_epilogues_equal_the_separate_kernels(kernels, rng, rows, cols, out_cols):
     x, residual = normal(rng, rows, cols), normal(rng, rows, out_cols)

@@ -81,12 +81,12 @@ def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
 
 
 def test_submissions_and_traffic(fused: Path) -> None:
-    """A prompt takes one submission per layer and the LM head, a token layers + 1; weights are read once per token."""
+    """A prompt takes a program per layer, a token layers + 1; weights are read once per token."""
     llm = load(fused)
     layers = llm.manifest.model["layers"]
     llm.prefill([1, 2, 3])
     before = {name: traffic.submissions for name, traffic in llm.device.traffic().items()}
-    assert sum(before.values()) == layers + 1
+    assert sum(before.values()) == layers
     llm.decode(4)
     after = llm.device.traffic()
     assert sum(traffic.submissions for traffic in after.values()) - sum(before.values()) == layers + 1

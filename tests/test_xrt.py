@@ -31,6 +31,7 @@ from runtime.devices.xrt import XrtDevice
 from stages import air_to_host
 from stages.air.printer import to_mlir
 from stages.kernels import add
+from stages.npu_estimate import host_traffic
 from tests import pyxrt_standin
 from tests.conftest import ROOT, build
 from tests.pyxrt_standin import DECLARATIONS, install
@@ -372,22 +373,29 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     assert tokens == expected
     layers = manifest.model["layers"]
     listed = switches.get("runlist", True)
-    assert prefill["submissions"] == (2 if listed else layers + 1), "all layers, then the LM head behind a host norm"
-    assert prefill["runs"] == layers + 1
+    assert prefill["submissions"] == (1 if listed else layers), "the host makes the logits"
+    assert prefill["runs"] == layers
     for token in (first, *others):
         assert token["submissions"] == layers + 1
     model = manifest.model
     emb, q, kv = (2 * model[n] for n in ("emb", "heads", "kv_heads"))
     q, kv, logits = q * model["head_dim"], kv * model["head_dim"], 4 * manifest.buffers["logits"]["shape"][0]
     prompt = prefill["prompt"]
-    assert (prefill["to_device"], prefill["from_device"]) == (prompt * emb + emb, emb + logits)
-    for token in (first, *others):
+    assert (prefill["to_device"], prefill["from_device"]) == (prompt * emb, emb)
+    assert first["to_device"] == emb + layers * q + 4 * model["vocab"], "also flushes the prompt's logits"
+    for token in others:
         assert token["to_device"] == emb + layers * q
     assert first["from_device"] == layers * (q + 2 * kv) + logits + layers * prompt * 2 * kv, (
         "the prompt's K and V, once"
     )
     for token in others:
         assert token["from_device"] == layers * (q + 2 * kv) + logits
+    crossed = [sum(phase[way] for way in ("to_device", "from_device")) for phase in (prefill, first, others[0])]
+    dimensions = {**model, "q_dim": q // 2, "kv_dim": kv // 2}
+    assert host_traffic(dimensions, bucket=prompt) == {
+        "prompt": crossed[0] + crossed[1] - crossed[2],
+        "token": crossed[2],
+    }
 
 
 # The command line
@@ -412,7 +420,7 @@ def test_command_line(npu2: Path, tmp_path: Path) -> None:
     [
         ({"fail_alloc": 9}, "Cannot allocate memory"),
         ({"time_out": 3}, r"prefill_layer.64 \(call 3 of 4\) did not finish in time"),
-        ({"hang": 8, "runlist": False}, r"decode_layer \(call 2 of 3\) did not finish in time"),
+        ({"hang": 7, "runlist": False}, r"decode_layer \(call 2 of 3\) did not finish in time"),
         ({"vanish": 60}, "No such device"),
     ],
 )

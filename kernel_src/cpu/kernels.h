@@ -42,6 +42,10 @@ void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf
 void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
                int64_t out_cols, int64_t cols, Worker &worker);
 
+// gemv_f32 for a weight [out_cols][cols] whose rows are whole.
+void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                   Worker &worker);
+
 // Rotates the pairs (d, d + head_dim/2) of every head of row r by the angles of table row pos + r.
 // x, out [rows][heads * head_dim], may be the same; table [max_position][head_dim] = cosines, sines.
 void rope(const bf16 *x, const float *table, bf16 *out, int64_t rows, int64_t pos, int64_t heads,

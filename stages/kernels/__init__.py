@@ -57,6 +57,7 @@ _KERNELS = (
     _kernel("gemv_add", (_WEIGHT, "x", "residual"), "out_cols cols", source="gemv"),
     _kernel("gemv_silu", (_panels("gate"), _panels("up"), "x"), "out_cols cols", source="gemv"),
     _kernel("gemv_f32", (_WEIGHT, "x"), "out_cols cols", out="f32", source="gemv"),
+    _kernel("gemv_rows_f32", ("weight", "x"), "out_cols cols", out="f32", source="gemv_rows"),
     _kernel("rope", ("x", Arg("table", "f32")), "rows pos heads head_dim"),
     _kernel("silu_and_mul", ("gate", "up"), "rows cols"),
     _kernel("add", ("a", "b"), "rows cols"),
