@@ -66,6 +66,7 @@ def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str,
 
     def bound(call: Mapping[str, Any]) -> Call:
         name = call["program"]
-        return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"])
+        place = f"layer {call['layer'] + 1} of {manifest.model['layers']}" if "layer" in call else ""
+        return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"], place)
 
     return {phase: device.prepare([bound(call) for call in calls]) for phase, calls in manifest.plans.items()}

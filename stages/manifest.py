@@ -14,6 +14,9 @@ from stages.config import LlamaConfig, read_config, read_json, token_ids
 from stages.elfs import Elf, all_elfs
 from stages.files import file_digests, write_json
 
+_CALL = ("program", "buffers", "layer")
+"""Of a planned call; only calls of the NPU's programs say the layer (from 0), for messages."""
+
 
 def write_manifest(
     directory: Path, model: str, target: str, work: Path, programs: Mapping[str, Mapping[str, Any]]
@@ -37,8 +40,7 @@ def write_manifest(
             for name, program in programs.items()
         },
         "plans": {
-            phase: [{"program": program, "buffers": bound} for program, bound in calls]
-            for phase, calls in plan["calls"].items()
+            phase: [dict(zip(_CALL, call, strict=False)) for call in calls] for phase, calls in plan["calls"].items()
         },
         "files": files,
     }

@@ -108,7 +108,8 @@ class NpuPlanner:
         for slot in module_slots(group, known):
             reference = bound.get(slot.name) or self._reference(group, slot.name, layers[slot.name])
             references.append(self._buffer(slot, reference))
-        return (f"{group.name}.{bucket}" if bucket else group.name), references
+        name = f"{group.name}.{bucket}" if bucket else group.name
+        return (name, references, i) if i < self.config.layers else (name, references)
 
     def _reference(self, group: Group, slot: str, layer: int) -> str:
         """The buffer of a module's slot. `x.0` and `x.1` take turns, so that no launch reads and writes one buffer."""

@@ -35,14 +35,15 @@ LAYER_WEIGHTS = {
 }
 
 
-PlannedCall = tuple[str, list[str]]
+PlannedCall = tuple[str, list[str]] | tuple[str, list[str], int]
 
 
 @dataclass
 class Plans:
-    """`calls[phase]`: (program, buffer reference per slot) in order; a reference is `name`, `name@pos` or `name@last`.
+    """`calls[phase]`: (program, buffer reference per slot) in order, programs of the NPU with their layer behind.
 
-    `@pos` is the view from the row of the call's first position on, `@last` the view of its last row.
+    A reference is `name`, `name@pos` or `name@last`: `@pos` is the view from the row of the call's first position on,
+    `@last` the view of its last row.
     """
 
     buffers: dict[str, Buffer] = field(default_factory=dict)

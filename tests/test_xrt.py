@@ -144,14 +144,14 @@ class Adder:
         first, then = (self.device.load_program(programs / f"{stem}.so", stem, False) for stem in ("one", second))
         self.buffers = {name: self.device.alloc(BYTES) for name in ("a", "b", "sum", "out")}
         self.arrays = {name: self.array(name) for name in ("a", "b", "out")}
-        calls = [self._call(first, "a", "b", "sum"), self._call(then, "sum", "b", "out")]
+        calls = [self._call(first, "first", "a", "b", "sum"), self._call(then, "second", "sum", "b", "out")]
         self.submission = self.device.prepare(calls)
 
     def array(self, name: str) -> np.ndarray:
         return self.device.array(self.buffers[name], bfloat16, (ROWS, COLS))
 
-    def _call(self, program: Any, *names: str) -> Call:
-        return Call(program, [Binding(self.buffers[name], "", COLS * 2) for name in names], SLOTS)
+    def _call(self, program: Any, place: str, *names: str) -> Call:
+        return Call(program, [Binding(self.buffers[name], "", COLS * 2) for name in names], SLOTS, place)
 
     def run(self) -> None:
         self.arrays["a"][:], self.arrays["b"][:] = 1, 2
@@ -209,11 +209,11 @@ FAULTS = [
     ({"fail_alloc": 3}, r"driver has no .* more .*Cannot allocate memory.*locked memory"),
     ({"vanish": 1}, r"NPU cannot be opened.*No such device"),
     ({"vanish": 4}, r"No such device"),
-    ({"time_out": 1}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
-    ({"time_out": 2}, r"one \(call 2 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
-    ({"time_out": 4, "runlist": False}, r"one \(call 2 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
-    ({"hang": 3, "runlist": False}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
-    ({"hang": 3}, r"one \(call 1 of 2\) did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"time_out": 1}, r"one, first: did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"time_out": 2}, r"one, second: did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"time_out": 4, "runlist": False}, r"one, second: did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"hang": 3, "runlist": False}, r"one, first: did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
+    ({"hang": 3}, r"one, first: did not finish in time.*ERT_CMD_STATE_TIMEOUT"),
 ]
 
 
@@ -419,8 +419,9 @@ def test_command_line(npu2: Path, tmp_path: Path) -> None:
     ("switches", "message"),
     [
         ({"fail_alloc": 9}, "Cannot allocate memory"),
-        ({"time_out": 3}, r"prefill_layer.64 \(call 3 of 4\) did not finish in time"),
-        ({"hang": 7, "runlist": False}, r"decode_layer \(call 2 of 3\) did not finish in time"),
+        ({"time_out": 3}, r"prefill_layer.64, layer 3 of 4: did not finish in time"),
+        ({"hang": 7, "runlist": False}, r"decode_layer, layer 2 of 4: did not finish in time"),
+        ({"hang": 9, "runlist": False}, r"decode_last, layer 4 of 4: did not finish in time"),
         ({"vanish": 60}, "No such device"),
     ],
 )

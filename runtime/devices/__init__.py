@@ -27,6 +27,8 @@ class Call:
     bindings: Sequence[Binding]
     slots: Sequence[Mapping[str, Any]] = ()
     """Name, shape, role and dtype of each slot, as in the manifest."""
+    place: str = ""
+    """Where in the model it stands, for messages: `layer 3 of 16`."""
 
 
 class Submission(Protocol):

@@ -306,12 +306,11 @@ class XrtSubmission:
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
-        on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
-        places = _places(on_device)
         self._stretches: list[_Device | _Host] = [
-            _Device(session, list(part), places) if device else _Host(session, list(part))
+            _Device(session, list(part)) if device else _Host(session, list(part))
             for device, part in groupby(calls, lambda call: isinstance(call.program, XrtProgram))
         ]
+        on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
         self._inputs = [access for access in _accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -371,9 +370,9 @@ class _Host:
 class _Device:
     """Calls of device programs: one submission for each group that a run list can hold, else one each."""
 
-    def __init__(self, session: Session, calls: Sequence[Call], places: Iterator[str]) -> None:
+    def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
-        self._calls = [(call, next(places)) for call in calls]
+        self._calls = calls
         self._accesses = list(_accesses(calls))
         self._groups: list[_Single | _List] = []
 
@@ -399,7 +398,7 @@ class _Device:
             buffer.device_newer.add(low, high)
 
     def _grouped(self) -> Iterator[_Single | _List]:
-        runs = [_Run(self._session, call, where) for call, where in self._calls]
+        runs = [_Run(self._session, call) for call in self._calls]
         listed = hasattr(self._session.pyxrt, "runlist") and os.environ.get("LLAMA_NPU2_RUNLIST") != "0"
         for context, part in groupby(runs, lambda run: run.program.context):
             group = list(part)
@@ -409,27 +408,15 @@ class _Device:
                 yield from (_Single(self._session, run) for run in group)
 
 
-def _places(calls: Sequence[Call]) -> Iterator[str]:
-    """Where in a phase each call stands, for messages: a program runs once per layer."""
-    total: dict[str, int] = {}
-    for call in calls:
-        total[call.program.name] = total.get(call.program.name, 0) + 1
-    seen: dict[str, int] = {}
-    for call in calls:
-        name = call.program.name
-        seen[name] = seen.get(name, 0) + 1
-        yield f"{name} (call {seen[name]} of {total[name]})"
-
-
 class _Run:
     """One XRT run: a program with its arguments."""
 
-    def __init__(self, session: Session, call: Call, where: str) -> None:
+    def __init__(self, session: Session, call: Call) -> None:
         self.program: XrtProgram = call.program
-        self.where = where
+        self.where = f"{self.program.name}, {call.place}" if call.place else self.program.name
         self._moving: list[tuple[int, Access]] = []
         self._views: list[Any] = []
-        with failures(where):
+        with failures(self.where):
             self.run: Any = session.pyxrt.run(self.program.kernel)
         for index, (binding, slot) in enumerate(zip(call.bindings, call.slots, strict=True)):
             access = Access.of(binding, slot)
@@ -455,7 +442,7 @@ class _Run:
 
     def failed(self, state: str) -> UserError:
         late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
-        return UserError(f"{self.where} {late} on the NPU ({state}): see dmesg, and docs/ryzen-ai.md on timeouts")
+        return UserError(f"{self.where}: {late} on the NPU ({state}): see dmesg, and docs/ryzen-ai.md on timeouts")
 
 
 class _Single:
@@ -469,7 +456,7 @@ class _Single:
         run.move(seq, pos)
         session.counts.submissions += 1
         session.counts.runs += 1
-        with failures(f"{run.where} cannot run", "see dmesg, the NPU may be gone"):
+        with failures(f"{run.where}: cannot run", "see dmesg, the NPU may be gone"):
             run.run.start()
             session.running = partial(run.run.wait, TIMEOUT_MS)
             waited = session.running()
