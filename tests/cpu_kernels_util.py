@@ -68,6 +68,17 @@ def glue() -> str:
         "    for (int64_t i, end; chunks.next(i, end);)\n"
         "        for (; i < end; i++) __atomic_fetch_add(static_cast<int32_t *>(s[0]) + i, 1, __ATOMIC_SEQ_CST);\n"
         "}\n"
+        "// All workers but the first stay away until it has passed a barrier, or for two seconds.\n"
+        'extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {\n'
+        "    volatile int32_t *passed = static_cast<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;\n"
+        "    for (int i = 0; w->thread != 0 && i < 2000 && !(*seen = *passed); i++) usleep(1000);\n"
+        "    {\n"
+        "        Chunks chunks(*w, 100, 1);\n"
+        "        for (int64_t i, end; chunks.next(i, end);) ++*work;\n"
+        "    }\n"
+        "    w->barrier();\n"
+        "    if (w->thread == 0) *passed = 1;\n"
+        "}\n"
     )
     return "\n".join(lines)
 

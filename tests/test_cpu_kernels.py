@@ -451,6 +451,17 @@ def test_team_size_and_repeated_submissions(library):
     team.close()
 
 
+def test_a_barrier_does_not_wait_for_a_worker_without_work(library):
+    team = Kernels(library, "portable", 2)
+    state = guarded(np.zeros(3, np.int32))
+    for _ in range(3):
+        state[:] = 0
+        team("late", state)
+        passed, seen, work = state
+        assert (passed, seen, work) == (1, 1, 100)
+    team.close()
+
+
 def test_team_works_in_a_forked_child(library, rng):
     team = Kernels(library, "portable", 3)
     a, b, out = normal(rng, 50, 50), normal(rng, 50, 50), output((50, 50))

@@ -94,11 +94,8 @@ static void join(const AttentionShape &shape, Partials partials, int64_t ranges,
 }
 
 template <class Kv>
-static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
-                             Worker &worker) {
-    const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
-    float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
-    const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
+static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, int64_t pos, int64_t ranges,
+                          Partials partials, Worker &worker) {
     AttentionTile tile(shape, shape.heads, worker);
     const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
     Chunks chunks(worker, ranges * parts, 1);
@@ -112,6 +109,15 @@ static void decode_attention(const AttentionShape &shape, const bf16 *q, const K
         attend(tile, shape, kv, pos, task, following);
         keep(tile, shape, task, partials);
     }
+}
+
+template <class Kv>
+static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
+                             Worker &worker) {
+    const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
+    float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
+    const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
+    attend_ranges(shape, q, kv, pos, ranges, partials, worker);
     worker.barrier();
     Chunks joins(worker, shape.heads, 4);
     for (int64_t head, end; joins.next(head, end);)

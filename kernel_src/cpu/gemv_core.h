@@ -28,11 +28,6 @@ using Operand = float;
 INLINE Operand operand(bf16 x) { return to_float(x); }
 #endif
 
-INLINE void prepare(const bf16 *x, int64_t cols, Operand *operands) {
-    for (int64_t i = 0; i < cols; i++) operands[i] = operand(x[i]);
-    if (cols % 2 != 0) operands[cols] = 0;
-}
-
 #if ISA_LANES == 16
 
 using Sum = __m512;
@@ -113,15 +108,13 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        Operand *operands = worker.scratch<Operand>(cols_ + 1);
-        prepare(x, cols_, operands);
-        x_ = operands;
         // Some 128 KB and more at a time: less is not worth the handing out.
         const int64_t least = 65536 / (panel_size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
         int64_t panel, end, next, next_end;
         // The next chunk is taken before this one is done, so that its first lines are on their way.
         for (bool more = chunks.next(panel, end); more; panel = next, end = next_end) {
+            if (x_ == nullptr) x_ = prepare(x, worker.scratch<Operand>(cols_ + 1));
             more = chunks.next(next, next_end);
             if (!more) next = next_end = 0;
             while (panel < end) panel += multiply(panel, end - panel, next, next_end - next);
@@ -129,6 +122,12 @@ public:
     }
 
 private:
+    const Operand *prepare(const bf16 *x, Operand *operands) const {
+        for (int64_t i = 0; i < cols_; i++) operands[i] = operand(x[i]);
+        if (cols_ % 2 != 0) operands[cols_] = 0;
+        return operands;
+    }
+
     // As many of `count` panels as there is code for; returns how many.
     int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
         if (count >= 8 && most_streams >= 8) return multiply<most_streams>(panel, next, next_count);

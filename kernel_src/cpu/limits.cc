@@ -5,8 +5,8 @@
 //   double measure_bf16_peak(Team *, int64_t iterations)                     flop per second, vdpbf16ps
 //   double measure_f32_peak(Team *, int64_t iterations)                      flop per second, FMA
 //
-// All threads of the team take part. Pass more data than the caches hold, and some 10^6 iterations; take
-// the best of several calls. Without vdpbf16ps, bf16 is widened, and its peak is that of f32.
+// All threads of the team take part. Pass more data than the caches hold, and some 10^6 iterations per thread;
+// take the best of several calls. Without vdpbf16ps, bf16 is widened, and its peak is that of f32.
 #ifndef ISA
 #define KERNEL_FILE "limits.cc"
 #include "each_isa.h"
@@ -15,10 +15,11 @@ static void read_all(const char *data, int64_t bytes, Worker &worker) { ISA_CALL
 static double bf16_products(int64_t iterations) { ISA_CALL(bf16_products, iterations) }
 static double f32_products(int64_t iterations) { ISA_CALL(f32_products, iterations) }
 
+constexpr int64_t shares = 256;  // of a measurement's iterations, so that the team finishes together
+
 struct Measurement {
     const char *data;
     int64_t amount;
-    double flop;
 };
 
 static Measurement *argument(void *const *slots) { return static_cast<Measurement *>(slots[0]); }
@@ -27,14 +28,10 @@ static void entry_read(void *const *slots, const Dims *, Worker *worker) {
     read_all(argument(slots)->data, argument(slots)->amount, *worker);
 }
 
-static void entry_bf16(void *const *slots, const Dims *, Worker *worker) {
-    const double flop = bf16_products(argument(slots)->amount);
-    if (worker->thread == 0) argument(slots)->flop = flop * worker->threads;
-}
-
-static void entry_f32(void *const *slots, const Dims *, Worker *worker) {
-    const double flop = f32_products(argument(slots)->amount);
-    if (worker->thread == 0) argument(slots)->flop = flop * worker->threads;
+template <double products(int64_t iterations)>
+static void entry_products(void *const *slots, const Dims *, Worker *worker) {
+    Chunks chunks(*worker, shares, 1);
+    for (int64_t share, end; chunks.next(share, end);) products(argument(slots)->amount);
 }
 
 // Seconds that the team takes.
@@ -49,21 +46,24 @@ static double timed(Team *team, decltype(Call::entry) entry, Measurement &measur
     return static_cast<double>(end.tv_sec - start.tv_sec) + 1e-9 * static_cast<double>(end.tv_nsec - start.tv_nsec);
 }
 
+template <double products(int64_t iterations)>
+static double measure_peak(Team *team, int64_t iterations) {
+    Measurement measurement = {nullptr, iterations * team_threads(team) / shares + 1};
+    const double flop = products(1) * static_cast<double>(measurement.amount * shares);
+    return flop / timed(team, entry_products<products>, measurement);
+}
+
 extern "C" double measure_read_bandwidth(Team *team, const void *data, int64_t bytes) {
-    Measurement measurement = {static_cast<const char *>(data), bytes, 0};
+    Measurement measurement = {static_cast<const char *>(data), bytes};
     return static_cast<double>(bytes) / timed(team, entry_read, measurement);
 }
 
 extern "C" double measure_bf16_peak(Team *team, int64_t iterations) {
-    Measurement measurement = {nullptr, iterations, 0};
-    const double seconds = timed(team, entry_bf16, measurement);
-    return measurement.flop / seconds;
+    return measure_peak<bf16_products>(team, iterations);
 }
 
 extern "C" double measure_f32_peak(Team *team, int64_t iterations) {
-    Measurement measurement = {nullptr, iterations, 0};
-    const double seconds = timed(team, entry_f32, measurement);
-    return measurement.flop / seconds;
+    return measure_peak<f32_products>(team, iterations);
 }
 #else
 #include "vec.h"

@@ -4,13 +4,16 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <initializer_list>
 #include <new>
 
 #include "isa.h"
 
 struct Team {
     TeamState state;
-    alignas(64) Gate submitted;
+    alignas(64) Progress submitted;
+    alignas(64) Progress finished;  // submissions that the caller's helpers are through with, counted for each
+    uint32_t submissions = 0;
     const Call *calls = nullptr;
     int64_t count = 0;
     Dims dims = {};
@@ -36,12 +39,9 @@ int available_cpus() {
     return count > 0 ? static_cast<int>(count) : 1;
 }
 
-// A worker may leave the last barrier when the next submission is already being written: nothing of the
-// team's is read after that barrier.
 void run_calls(Team *team, Worker *worker) {
-    const Call *calls = team->calls;
-    for (int64_t left = team->count; left > 0; left--, calls++) {
-        calls->entry(calls->slots, &team->dims, worker);
+    for (int64_t i = 0; i < team->count; i++) {
+        team->calls[i].entry(team->calls[i].slots, &team->dims, worker);
         worker->barrier();
     }
 }
@@ -49,16 +49,17 @@ void run_calls(Team *team, Worker *worker) {
 struct Start {
     Team *team;
     Worker *worker;
-    uint32_t seen;
+    uint32_t submission;
 };
 
 void *work(void *argument) {
     Start start = *static_cast<Start *>(argument);
     delete static_cast<Start *>(argument);
-    for (;; start.seen++) {
-        start.team->submitted.wait(start.seen, start.team->idle_spin_ns);
+    for (;;) {
+        start.team->submitted.wait(++start.submission, start.team->idle_spin_ns);
         if (start.team->stopping) return nullptr;
         run_calls(start.team, start.worker);
+        start.team->finished.add(1);
     }
 }
 
@@ -66,7 +67,7 @@ bool start_threads(Team *team) {
     team->process = getpid();
     for (team->started = 1; team->started < team->threads; team->started++) {
         Worker *worker = &team->workers[team->started];
-        Start *start = new (std::nothrow) Start{team, worker, team->submitted.value.load()};
+        Start *start = new (std::nothrow) Start{team, worker, team->submissions};
         if (start == nullptr) return false;
         if (pthread_create(&team->handles[team->started], nullptr, work, start) != 0) {
             delete start;
@@ -78,18 +79,18 @@ bool start_threads(Team *team) {
 
 void stop_threads(Team *team) {
     team->stopping = true;
-    team->submitted.open();
+    team->submitted.add(1);
     for (int i = 1; i < team->started; i++) pthread_join(team->handles[i], nullptr);
     team->started = 1;
 }
 
 // A forked child has the memory of the team but not its threads.
 void restart_after_fork(Team *team) {
-    team->state.arrived.store(0);
-    team->state.phase.sleepers.store(0);
-    team->submitted.sleepers.store(0);
+    for (Progress *progress : {&team->state.done, &team->submitted, &team->finished}) progress->sleepers.store(0);
+    team->finished.value.store(team->submissions * static_cast<uint32_t>(team->threads - 1));
     for (int i = 0; i < team->threads; i++) {
         team->workers[i].loop = team->workers[0].loop;
+        team->workers[i].ahead = team->workers[0].ahead;
         team->workers[i].shared = team->workers[0].shared;
     }
     if (!start_threads(team)) abort();
@@ -136,13 +137,16 @@ extern "C" Team *team_create(int threads) {
 }
 
 extern "C" void team_run(Team *team, const Call *calls, int64_t count, const Dims *dims) {
-    if (count <= 0) return;  // no barrier would tell when the workers have read it
+    if (count <= 0) return;
     if (team->process != getpid()) restart_after_fork(team);
     team->calls = calls;
     team->count = count;
     team->dims = *dims;
-    team->submitted.open();
+    team->submissions++;
+    team->submitted.add(1);
     run_calls(team, &team->workers[0]);
+    // All is done, but workers that came too late for their part may still be walking through the calls.
+    team->finished.wait(team->submissions * static_cast<uint32_t>(team->threads - 1), team->state.spin_ns);
 }
 
 extern "C" int team_threads(Team *team) { return team->threads; }

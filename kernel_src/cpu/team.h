@@ -20,22 +20,23 @@ struct Dims {
 };
 
 // A counter that threads wait on: they spin for a while, because the wait is usually shorter than a
-// system call, and then sleep, because their core may be what the awaited thread needs.
-struct Gate {
+// system call, and then sleep, because their core may be what the awaited thread needs. It wraps around.
+struct Progress {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
 
-    void open() {
-        value.fetch_add(1);
+    void add(uint32_t count) {
+        value.fetch_add(count);
         if (sleepers.load() != 0)
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
-    void wait(uint32_t seen, int64_t spin_ns) {
-        if (spin(seen, spin_ns)) return;
+    // Returns when the counter has reached `goal`.
+    void wait(uint32_t goal, int64_t spin_ns) {
+        if (reached(value.load(std::memory_order_acquire), goal) || spin(goal, spin_ns)) return;
         sleepers.fetch_add(1);
-        while (value.load() == seen)
-            syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        for (uint32_t now = value.load(); !reached(now, goal); now = value.load())
+            syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
         sleepers.fetch_sub(1);
     }
 
@@ -54,10 +55,12 @@ private:
 #endif
     }
 
-    bool spin(uint32_t seen, int64_t spin_ns) {
+    static bool reached(uint32_t now, uint32_t goal) { return static_cast<int32_t>(now - goal) >= 0; }
+
+    bool spin(uint32_t goal, int64_t spin_ns) {
         for (int64_t deadline = 0;;) {
             for (int i = 0; i < 64; i++) {
-                if (value.load(std::memory_order_acquire) != seen) return true;
+                if (reached(value.load(std::memory_order_acquire), goal)) return true;
                 pause();
             }
             const int64_t now = now_ns();
@@ -85,8 +88,7 @@ struct Scratch {
 // What the workers of a team share. Lines that different threads write are kept apart.
 struct TeamState {
     int64_t spin_ns = 0;
-    alignas(64) std::atomic<uint32_t> arrived{0};
-    alignas(64) Gate phase;
+    alignas(64) Progress done;  // indices of loops (Chunks) whose work is done
     // Dynamic distribution: number of the loop (24 bits), next index to hand out (40 bits).
     alignas(64) std::atomic<uint64_t> handed_out{0};
     alignas(64) std::atomic<uint32_t> scratch_lock{0};
@@ -98,19 +100,14 @@ struct alignas(64) Worker {
     int threads = 1;
     TeamState *state = nullptr;
     uint32_t loop = 0;    // loops entered so far; all workers enter the same ones in the same order
+    uint32_t ahead = 0;   // what TeamState::done will be when the work of these loops is done
     uint32_t shared = 0;  // uses of shared scratch so far
     Scratch own;
 
-    // Returns when every worker of the team has called it.
+    // Returns when the work of all loops before it is done, by whomever. It does not wait for workers that have
+    // no part in that: one whose core is taken away follows later, finds nothing left to do, and holds nobody up.
     void barrier() {
-        if (threads == 1) return;
-        const uint32_t seen = state->phase.value.load();
-        if (state->arrived.fetch_add(1) + 1 == static_cast<uint32_t>(threads)) {
-            state->arrived.store(0);
-            state->phase.open();
-        } else {
-            state->phase.wait(seen, state->spin_ns);
-        }
+        if (threads > 1) state->done.wait(ahead, state->spin_ns);
     }
 
     // Memory of this worker alone, valid until the next call.
@@ -120,8 +117,8 @@ struct alignas(64) Worker {
     }
 
     // Memory that the team shares, the same for all workers that ask for the same size at the same
-    // place of the program. The user must pass a barrier between writing and finishing: then nobody
-    // is left in the use before the last one, and two areas are enough.
+    // place of the program, to be touched inside loops only. The user must pass a barrier between writing and
+    // finishing: then no work is left of the use before the last one, and two areas are enough.
     template <class T>
     T *shared_scratch(int64_t count) {
         Scratch &area = state->shared[shared++ % 2];
@@ -133,11 +130,13 @@ struct alignas(64) Worker {
     }
 };
 
-// Hands the indices 0 .. count-1 to the workers in chunks, in order, to whoever comes first.
+// Hands the indices 0 .. count-1 to the workers in chunks, in order, to whoever comes first. Everything that a
+// kernel writes for others, and everything that it reads of theirs, belongs to an index that was handed out.
 //
 // A worker leaves a loop only when all of it is handed out. So the shared counter needs no reset:
 // whoever first enters the next loop restarts it, and a latecomer that finds a later loop's number
-// knows that nothing is left of its own.
+// knows that nothing is left of its own. What a worker was given counts as done when its Chunks go out of scope,
+// which must be before the next barrier.
 class Chunks {
 public:
     // Chunks of `most`, and towards the end smaller ones down to `least`, so that the workers finish together.
@@ -148,7 +147,13 @@ public:
           most_(most < 1 ? 1 : most),
           least_(least < 1 ? 1 : least),
           share_(2 * worker.threads),
-          alone_(0) {}
+          alone_(0),
+          done_(worker.threads == 1 ? nullptr : &worker.state->done) {
+        worker.ahead += static_cast<uint32_t>(count);
+    }
+    ~Chunks() {
+        if (done_ != nullptr && given_ != 0) done_->add(given_);
+    }
     Chunks(Worker &worker, int64_t count, int64_t chunk) : Chunks(worker, count, chunk, chunk) {}
     Chunks(const Chunks &) = delete;
 
@@ -161,7 +166,10 @@ public:
             if (ahead > 0 || begin >= count_) return false;
             end = begin + chunk(count_ - begin);
             const uint64_t taken = loop_ | static_cast<uint64_t>(end);
-            if (counter_->compare_exchange_weak(seen, taken, std::memory_order_relaxed)) return true;
+            if (counter_->compare_exchange_weak(seen, taken, std::memory_order_relaxed)) {
+                given_ += static_cast<uint32_t>(end - begin);
+                return true;
+            }
         }
     }
 
@@ -177,6 +185,8 @@ private:
     uint64_t loop_;
     int64_t count_, most_, least_, share_;
     std::atomic<uint64_t> alone_;
+    Progress *done_;
+    uint32_t given_ = 0;
 };
 
 struct Call {
