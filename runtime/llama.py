@@ -6,9 +6,9 @@ Knows phases by name and buffers by name; what they compute and where is the man
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,8 @@ def _open_device(manifest: Manifest, threads: int):
     from runtime.devices.sim import SimDevice
     from runtime.devices.xrt import XrtDevice
 
-    devices = {"cpu": CpuDevice, "npu2-sim": SimDevice, "npu2": XrtDevice}
+    on_npu = partial(XrtDevice, model=manifest.model)
+    devices: dict[str, Callable[[Path, int], Any]] = {"cpu": CpuDevice, "npu2-sim": SimDevice, "npu2": on_npu}
     target = manifest.target.get("name", "")
     if target not in devices:
         raise UserError(f"{manifest.directory} is for target {target}, this runtime knows {', '.join(devices)}")

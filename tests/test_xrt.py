@@ -415,6 +415,21 @@ def test_command_line(npu2: Path, tmp_path: Path) -> None:
     assert "npu2, host programs on cpu" in run.stderr
 
 
+def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:
+    """numpy does the work of a `host.so` that was made for another machine: the same text."""
+    directory = tmp_path / "npu2"
+    shutil.copytree(npu2, directory, copy_function=os.link)
+    library = directory / "elf/host.so"
+    size = library.stat().st_size
+    library.unlink()
+    library.write_bytes(b"of another machine".ljust(size))
+    (native, numpy) = (_command(d, tmp_path, {}) for d in (npu2, directory))
+    assert (numpy.returncode, numpy.stdout) == (0, native.stdout)
+    said, times = numpy.stderr.splitlines()
+    assert re.fullmatch(r".*host.so cannot be loaded \(.*\): host programs run on numpy, slower", said)
+    assert times.endswith("npu2, host programs on numpy")
+
+
 @pytest.mark.parametrize(
     ("switches", "message"),
     [

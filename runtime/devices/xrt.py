@@ -9,6 +9,7 @@ which the time limit allows for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import math
 import os
@@ -27,6 +28,7 @@ import numpy as np
 
 from runtime.devices import Binding, Call, Submission
 from runtime.devices.cpu import CpuDevice
+from runtime.devices.host_numpy import NumpyDevice
 from runtime.devices.ranges import Range, Ranges
 from runtime.errors import UserError
 
@@ -164,9 +166,9 @@ class Access:
 class Session:
     """Everything that is held of the device; `close` gives it back in the order that XRT wants."""
 
-    def __init__(self, host_library: Path, threads: int) -> None:
+    def __init__(self, host_library: Path, threads: int, model: Mapping[str, Any]) -> None:
         self.pyxrt = import_pyxrt()
-        self.cpu = CpuDevice(host_library, threads)
+        self.cpu = host_device(host_library, threads, model)
         self.lock: int | None = None
         self.counts = Counts()
         self.contexts: list[Any] = []
@@ -248,10 +250,11 @@ class Session:
 
 
 class XrtDevice:
-    """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs."""
+    """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
+    `model` is the manifest's, for doing without them."""
 
-    def __init__(self, host_library: Path, threads: int = 0) -> None:
-        self._session = Session(host_library, threads)
+    def __init__(self, host_library: Path, threads: int = 0, model: Mapping[str, Any] | None = None) -> None:
+        self._session = Session(host_library, threads, model or {})
         self._cpu = self._session.cpu
         # Runs at the end of the process too, whatever way it ends, and before the bindings are unloaded.
         self._finalizer = weakref.finalize(self, self._session.close)
@@ -535,6 +538,16 @@ def import_pyxrt() -> Any:
             f"target npu2 needs XRT's Python bindings ({error}): install XRT and run its setup.sh, see doit doctor"
         ) from None
     return pyxrt
+
+
+def host_device(library: Path, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
+    """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
+    try:
+        ctypes.CDLL(str(library.resolve()))
+    except OSError as error:
+        print(f"{library} cannot be loaded ({error}): host programs run on numpy, slower", file=sys.stderr, flush=True)
+        return NumpyDevice(model)
+    return CpuDevice(library, threads)
 
 
 def exclusive_use() -> int:

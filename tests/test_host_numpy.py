@@ -1,0 +1,123 @@
+"""The host programs in numpy against the native ones, over shapes that are multiples of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.devices import Binding, Call
+from runtime.devices.cpu import CpuDevice
+from runtime.devices.host_numpy import PROGRAMS, NumpyDevice, wide
+from runtime.errors import UserError
+from runtime.plan import DTYPES
+from stages.elfs import Elf, host_elfs
+from stages.link import link_host
+from stages.modules import cpu_source
+from tests.conftest import build
+
+ELFS = {elf.name: elf for elf in host_elfs("npu")}
+SHAPES = [(33, 17, 3, 1, 10), (300, 64, 4, 2, 16), (5001, 95, 6, 6, 46)]
+POSITIONS = 300
+
+Native = Callable[[dict[str, Any]], CpuDevice]
+
+
+def model_of(shape: tuple[int, ...]) -> dict[str, Any]:
+    vocab, emb, heads, kv_heads, head_dim = shape
+    sizes = {"q_dim": heads * head_dim, "kv_dim": kv_heads * head_dim, "ffn": 8, "max_seq": POSITIONS, "eps": 1e-5}
+    return dict(vocab=vocab, emb=emb, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def model(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def native(model: dict[str, Any], artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`host.so` for the model's shape, from the objects of the demo model's."""
+    objects = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "build/objects"
+    directory = tmp_path_factory.mktemp("host")
+    (directory / "host.cc").write_text(cpu_source(list(ELFS.values()), model))
+    link_host(directory / "host.cc", sorted(objects.glob("*.o")), directory / "host.so")
+    return directory / "host.so"
+
+
+def described(elf: Elf, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Slots as the manifest has them."""
+    sizes = {name: size for name, size in model.items() if name != "max_seq"}
+    return [asdict(slot) | {"shape": [sizes.get(str(dim), dim) for dim in slot.shape]} for slot in elf.slots]
+
+
+def execute(device: Any, path: Path, elf: Elf, model: dict[str, Any], values: dict[str, np.ndarray], pos: int) -> None:
+    """Run one program; `values` are the slots' arrays, before and after."""
+    slots = described(elf, model)
+    buffers = {slot["name"]: device.alloc(values[slot["name"]].nbytes) for slot in slots}
+    for name, buffer in buffers.items():
+        buffer.bytes[:] = values[name].view(np.uint8).reshape(-1)
+    call = Call(device.load_program(path, elf.name, True), [Binding(b, "", 0) for b in buffers.values()], slots)
+    device.prepare([call]).run(len(values.get("tokens", [0])), pos)
+    for slot in slots:
+        name = slot["name"]
+        values[name] = device.array(buffers[name], DTYPES[slot["dtype"]], values[name].shape).copy()
+
+
+def random_slots(elf: Elf, model: dict[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    sizes = model | {"seq": 7}
+    values = {}
+    for slot in elf.slots:
+        shape = [sizes.get(str(dim), dim) for dim in slot.shape]
+        values[slot.name] = rng.standard_normal(shape, np.float32).astype(DTYPES[slot.dtype])
+    if "tokens" in values:
+        values["tokens"] = np.array([0, model["vocab"] - 1, 3, -1, model["vocab"], 3, 1], np.int32)
+    return values
+
+
+def both(native: Path, name: str, model: dict[str, Any], pos: int) -> list[dict[str, np.ndarray]]:
+    results = []
+    for device in (CpuDevice(native, 2), NumpyDevice(model)):
+        values = random_slots(ELFS[name], model, np.random.default_rng(pos))
+        execute(device, native, ELFS[name], model, values, pos)
+        results.append(values)
+        device.close()
+    return results
+
+
+def assert_same(a: np.ndarray, b: np.ndarray) -> None:
+    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def test_every_host_program_exists() -> None:
+    assert PROGRAMS.keys() == ELFS.keys()
+    with pytest.raises(UserError, match="program other exists only natively"):
+        NumpyDevice({}).load_program(Path("host.so"), "other")
+
+
+def test_embedding_is_the_same(native: Path, model: dict[str, Any]) -> None:
+    ours, theirs = both(native, "embed_token_rows", model, 0)
+    assert_same(ours["x"], theirs["x"])
+
+
+def test_norm_rounds_where_the_kernel_does(native: Path, model: dict[str, Any]) -> None:
+    ours, theirs = both(native, "final_norm", model, 0)
+    np.testing.assert_allclose(wide(ours["normed"]), wide(theirs["normed"]), rtol=2**-7)
+    assert (ours["normed"] == theirs["normed"]).mean() > 0.9, "but for sums on the other side of a tie"
+
+
+def test_logits_agree_to_the_rounding_of_their_sums(native: Path, model: dict[str, Any]) -> None:
+    ours, theirs = both(native, "lm_head_rows", model, 0)
+    sizes = np.abs(wide(theirs["w_vocab"])) @ np.abs(wide(theirs["x"]))
+    assert (np.abs(ours["logits"] - theirs["logits"]) <= 2 * model["emb"] * 2.0**-24 * sizes).all()
+
+
+@pytest.mark.parametrize("pos", [0, 1, 31, 299])
+def test_attention_appends_and_attends(native: Path, model: dict[str, Any], pos: int) -> None:
+    ours, theirs = both(native, "decode_attn_kv", model, pos)
+    assert_same(ours["kv"], theirs["kv"])
+    # Each rounds the weights and the result to bf16.
+    np.testing.assert_allclose(wide(ours["attn_out"]), wide(theirs["attn_out"]), rtol=2**-7, atol=2**-8)
