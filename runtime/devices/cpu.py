@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -87,7 +88,11 @@ class CpuDevice:
         """Map the file: no copy, and pages are shared with every process that runs the model."""
         if path not in self._files:
             with path.open("rb") as file:
-                self._files[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            with contextlib.suppress(AttributeError, OSError):
+                # Where kernel and file system can, the file is cached and mapped in huge pages: fewer faults and misses.
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._files[path] = mapping
         return Buffer(self._files[path], offset, nbytes)
 
     def array(self, buffer: Buffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
