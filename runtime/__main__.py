@@ -65,8 +65,13 @@ def once(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     sampling = sampling_options(options)
     with contextlib.closing(load(options.artifacts, options.threads)) as llm:
+        llm.notify = print_notice
         print_reply(options, llm, prompt, sampling)
     return 0
+
+
+def print_notice(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: dict[str, Any]) -> None:
@@ -97,6 +102,7 @@ def chat(options: argparse.Namespace) -> int:
 
     sampling = sampling_options(options)
     with contextlib.closing(load(options.artifacts, options.threads)) as llm:
+        llm.notify = print_notice
         return converse(options, llm, sampling)
 
 

@@ -71,6 +71,8 @@ class Llama:
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
+        self.notify: Callable[[str], object] = lambda line: None
+        """Gets a line when something takes longer than it must. The command line prints it."""
         self._history: list[int] = []
 
     @property
@@ -110,10 +112,19 @@ class Llama:
         the rest one by one. Rows past the tokens are computed and never read."""
         if self.position == 0:
             bucket = next((b for b in self._buckets if b >= len(ids)), self._buckets[-1])
+            if bucket < len(ids):
+                self.notify(self._too_long(len(ids)))
             self._run(f"prefill@{bucket}", ids[:bucket])
             ids = ids[bucket:]
         for token in ids:
             self._run("decode", [token])
+
+    def _too_long(self, tokens: int) -> str:
+        wanted = ",".join(map(str, [*self._buckets, 1 << (tokens - 1).bit_length()]))
+        return (
+            f"the prompt has {tokens} tokens, the largest bucket is {self._buckets[-1]}: "
+            f"{tokens - self._buckets[-1]} go one by one; doit compile buckets={wanted} makes a larger one"
+        )
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""

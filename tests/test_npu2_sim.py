@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,26 @@ def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
         logits.append(llm.prefill(ids))
         llm.close()
     np.testing.assert_allclose(logits[0], logits[1], atol=0.1 * np.abs(logits[1]).max())
+
+
+def test_command_line_says_what_a_larger_bucket_would_help(fused: Path) -> None:
+    prompt = "The capital of France is Paris. " * 40
+
+    def run(text: str) -> list[str]:
+        command = [sys.executable, "-m", "runtime", "--raw", "--max-tokens=1", str(fused), text]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()
+
+    llm = load(fused)
+    tokens = len(llm.encode(prompt, raw=True))
+    llm.close()
+    assert 128 < tokens <= 512
+    said, times = run(prompt)
+    assert said == (
+        f"the prompt has {tokens} tokens, the largest bucket is 128: {tokens - 128} go one by one; "
+        f"doit compile buckets=64,128,{256 if tokens <= 256 else 512} makes a larger one"
+    )
+    assert f"{tokens} prompt tokens" in times
+    assert len(run("The capital of France is")) == 1
 
 
 def test_submissions_and_traffic(fused: Path) -> None:
