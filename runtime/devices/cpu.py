@@ -90,7 +90,7 @@ class CpuDevice:
             with path.open("rb") as file:
                 mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             with contextlib.suppress(AttributeError, OSError):
-                # Where kernel and file system can, the file is cached and mapped in huge pages: fewer faults and misses.
+                # Where kernel and file system can, it is cached and mapped in huge pages: fewer faults and misses.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._files[path] = mapping
         return Buffer(self._files[path], offset, nbytes)
