@@ -60,6 +60,17 @@ def test_changed_weights_repack_and_compile_nothing(built: Path) -> None:
     }
 
 
+def test_changed_rotation_repacks_the_tables(built: Path) -> None:
+    """Only the values of a table change with it, no shape and no weight."""
+    before = snapshot(built / BUILT)
+    write_checkpoint(built / "model", rope_theta=500.0)
+    assert {"weights", "manifest"} <= ran(doit(*COMPILE, cwd=built))
+    after = snapshot(built / BUILT)
+    assert {name for name in after if name.startswith("weights/") and after[name] != before[name]} == {
+        "weights/tables.safetensors"
+    }
+
+
 def test_changed_shape_regenerates_programs_but_compiles_no_kernel(built: Path) -> None:
     write_checkpoint(built / "model", intermediate_size=128)
     tasks = ran(doit(*COMPILE, cwd=built))
