@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.devices.sim import SimProgram, open_library
+from runtime.devices.libraries import open_library
+from runtime.devices.sim import SimProgram
 
 DECLARATIONS = Path(__file__).parent / "pyxrt_declarations.txt"
 POISON, RELEASED = 0xFF, 0xDB

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 
-from runtime.devices.sim import SimProgram, Traffic, open_library
+from runtime.devices.libraries import open_library
+from runtime.devices.sim import SimProgram, Traffic
 from stages import air_to_host
 from stages.air.printer import to_mlir
 from stages.air_checks import public_function

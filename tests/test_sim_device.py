@@ -12,7 +12,8 @@ from ml_dtypes import bfloat16
 
 from runtime.devices import Binding, Call
 from runtime.devices.cpu import Buffer, CpuDevice
-from runtime.devices.sim import SimProgram, SimSubmission, open_library
+from runtime.devices.libraries import open_library
+from runtime.devices.sim import SimProgram, SimSubmission
 from runtime.errors import UserError
 from stages.kernels import add
 from tests.sim_support import aligned, compile_module

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.devices import Call
+from runtime.devices.libraries import open_library
 from runtime.errors import UserError
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -35,12 +37,12 @@ class Buffer:
 
 
 class CpuDevice:
-    """`threads=0` uses every CPU that this process may run on."""
+    """`threads=0` uses every CPU that this process may run on. `native_seconds`: time spent in programs so far."""
 
     def __init__(self, host_library: Path, threads: int = 0) -> None:
-        self._libraries: dict[Path, ctypes.CDLL] = {}
         self._files: dict[Path, mmap.mmap] = {}
-        library = self._library(host_library)
+        self.native_seconds = 0.0
+        library = open_library(host_library)
         library.team_create.restype = ctypes.c_void_p
         library.team_create.argtypes = [ctypes.c_int]
         library.team_run.restype = None
@@ -67,14 +69,6 @@ class CpuDevice:
     def description(self) -> str:
         return f"cpu, {self._native.isa_name().decode()}, {self.threads} threads"
 
-    def _library(self, path: Path) -> ctypes.CDLL:
-        if path not in self._libraries:
-            try:
-                self._libraries[path] = ctypes.CDLL(str(path.resolve()))
-            except OSError as error:
-                raise UserError(f"{path} cannot be loaded ({error}): rebuild it with doit compile") from None
-        return self._libraries[path]
-
     def alloc(self, nbytes: int, host: bool = False) -> Buffer:
         """Zero pages that cost memory only once touched, so a cache for the whole context is free until it fills."""
         size = max(nbytes, 1)
@@ -99,7 +93,7 @@ class CpuDevice:
         return buffer.bytes.view(dtype).reshape(shape)
 
     def load_program(self, path: Path, entry: str, host: bool) -> int:
-        address = ctypes.cast(getattr(self._library(path), entry), ctypes.c_void_p).value
+        address = ctypes.cast(getattr(open_library(path), entry), ctypes.c_void_p).value
         assert address is not None
         return address
 
@@ -107,7 +101,9 @@ class CpuDevice:
         return CpuSubmission(self, calls)
 
     def run_native(self, calls: Any, count: int, dims: _Dims) -> None:
+        started = time.perf_counter()
         self._native.team_run(self._team, calls, count, ctypes.byref(dims))
+        self.native_seconds += time.perf_counter() - started
 
     def measure_read(self, buffer: Buffer) -> float:
         """Bytes per second at which the team reads a buffer, with the pattern that reads fastest."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from runtime.devices import Binding, Call, Submission
 from runtime.devices.cpu import Buffer, CpuDevice
+from runtime.devices.libraries import open_library
 from runtime.errors import UserError
 
 _ERROR_BYTES = 512
@@ -98,7 +99,6 @@ class SimDevice:
 
     def __post_init__(self) -> None:
         self._cpu = CpuDevice(self.host_library, self.threads)
-        self._libraries: dict[Path, ctypes.CDLL] = {}
 
     @property
     def description(self) -> str:
@@ -116,9 +116,7 @@ class SimDevice:
     def load_program(self, path: Path, name: str, host: bool) -> Any:
         if host:
             return self._cpu.load_program(path, name, host)
-        if path not in self._libraries:
-            self._libraries[path] = open_library(path)
-        self.programs.append(SimProgram(self._libraries[path], name))
+        self.programs.append(SimProgram(open_library(path), name))
         return self.programs[-1]
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
@@ -130,13 +128,6 @@ class SimDevice:
 
     def close(self) -> None:
         self._cpu.close()
-
-
-def open_library(path: Path) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path.resolve()))
-    except OSError as error:
-        raise UserError(f"{path} cannot be loaded ({error}): rebuild it with doit compile") from None
 
 
 class SimSubmission:

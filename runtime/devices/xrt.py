@@ -9,7 +9,6 @@ which the time limit allows for.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import math
 import os
@@ -29,6 +28,7 @@ import numpy as np
 from runtime.devices import Binding, Call, Submission
 from runtime.devices.cpu import CpuDevice
 from runtime.devices.host_numpy import NumpyDevice
+from runtime.devices.libraries import open_library
 from runtime.devices.ranges import Range, Ranges
 from runtime.errors import UserError
 
@@ -543,9 +543,9 @@ def import_pyxrt() -> Any:
 def host_device(library: Path, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
     """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
     try:
-        ctypes.CDLL(str(library.resolve()))
-    except OSError as error:
-        print(f"{library} cannot be loaded ({error}): host programs run on numpy, slower", file=sys.stderr, flush=True)
+        open_library(library)
+    except UserError as error:
+        print(f"{error}; until then, host programs run on numpy, slower", file=sys.stderr, flush=True)
         return NumpyDevice(model)
     return CpuDevice(library, threads)
 
