@@ -7,6 +7,7 @@ because machines change speed from minute to minute. Rates are quoted as mean an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -16,11 +17,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,51 +32,101 @@ from runtime.llama import Llama, load
 PROMPTS = (128, 512, 2048)
 DEPTHS = (0, 512, 2048)
 GENERATED = 32
+LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
+"""Positions that the tests need at most."""
 COLD_PROMPT_TOKENS = 16
 PEAK_ITERATIONS = 2_000_000
+SETTLE = 0.1
+"""Seconds between engines: threads of one that still spin would take the cores from the next."""
+
+OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence["Engine"]]]
 
 
 @dataclass
 class Result:
-    """One test. `values`: one per repeat, in `unit`; `limit`: the median of the machine's limit beside it."""
+    """One test. `values`: one per repeat, in `unit`; `limits`: the machine's limit measured beside each; `peers`: what
+    others reached in the same repeats."""
 
     test: str
     unit: str
     values: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
+    peers: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
-        """Median of the part of the limit that was reached, run by run; None where no limit applies."""
-        pairs = zip(self.values, self.limits, strict=True) if self.limits else ()
-        shares = [value / limit for value, limit in pairs]
-        return statistics.median(shares) if shares else None
+        """Median of the part of the limit that was reached, repeat by repeat; None where no limit applies."""
+        return _median_ratio(self.values, self.limits)
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """How many times each peer's rate was reached: the median, repeat by repeat."""
+        return {name: _median_ratio(self.values, values) for name, values in self.peers.items()}
 
     def row(self) -> str:
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
-        share = "" if self.share is None else f"{self.share:.0%}"
+        share = "" if self.share is None else f"{self.share:.1%}"
         rate = f"{statistics.mean(self.values):10.2f} ± {spread:<8.2f}"
-        return f"| {self.test:18} | {statistics.median(self.values):10.2f} | {rate} | {self.unit:8} | {share:>5} |"
+        row = f"| {self.test:18} | {statistics.median(self.values):10.2f} | {rate} | {self.unit:8} | {share:>6} |"
+        peers = zip(self.peers.values(), self.ratios.values(), strict=True)
+        return row + "".join(f" {statistics.median(values):10.2f} {ratio:5.2f}x |" for values, ratio in peers)
 
 
-def run_bench(directory: str, threads: int, repeats: int, as_json: bool) -> None:
-    """Print the table, or one JSON object. Raises UserError for targets other than `cpu`."""
+def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | None:
+    if not others:
+        return None
+    return statistics.median(value / other for value, other in zip(values, others, strict=True))
+
+
+class Engine(Protocol):
+    """Something that runs the same checkpoint. Both calls return seconds."""
+
+    name: str
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        """Process a prompt from an empty context."""
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        """Process tokens one by one behind the first `depth` of the context."""
+
+
+class Ours:
+    """The runtime as an `Engine`."""
+
+    name = "llama-npu2"
+
+    def __init__(self, llm: Llama) -> None:
+        self._llm = llm
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        self._llm.reset()
+        return _timed(lambda: self._llm.prefill(ids))
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        self._llm.rewind(depth)
+        return _timed(lambda: [self._llm.decode(token) for token in ids])
+
+
+def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_peers: OpenPeers | None = None) -> None:
+    """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn.
+
+    Raises UserError for targets other than `cpu`.
+    """
     with contextlib.closing(load(directory, threads)) as llm:
         if not isinstance(llm.device, CpuDevice):
             raise UserError(f"{directory}: --bench measures the cpu target only")
-        results = []
-        if not as_json:
-            print(header(llm), flush=True)
-        for result in Bench(llm, repeats).results():
-            results.append(result)
+        with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
+            bench = Bench(llm, repeats, peers)
             if not as_json:
-                print(result.row(), flush=True)
-        for result in cold_start(directory, llm, repeats):
-            results.append(result)
-            if not as_json:
-                print(result.row(), flush=True)
+                print(header(llm, [peer.name for peer in bench.peers]), flush=True)
+            results = []
+            for result in itertools.chain(bench.results(), cold_start(directory, llm, repeats)):
+                results.append(result)
+                if not as_json:
+                    print(result.row(), flush=True)
         if as_json:
-            print(json.dumps({"machine": machine(llm), "results": [asdict(r) | {"share": r.share} for r in results]}))
+            rows = [asdict(r) | {"share": r.share, "ratios": r.ratios} for r in results]
+            print(json.dumps({"machine": machine(llm), "results": rows}))
 
 
 def machine(llm: Llama) -> dict[str, Any]:
@@ -95,21 +146,23 @@ def _lines(path: str) -> list[str]:
     return []
 
 
-def header(llm: Llama) -> str:
+def header(llm: Llama, peers: Sequence[str]) -> str:
     about = machine(llm)
     size = sum(entry["size"] for name, entry in llm.manifest.files.items() if name.startswith("weights/"))
     return (
         f"{about['model']}, {size / 2**30:.2f} GiB of weights; {about['device']}; {about['cpu']}\n\n"
-        f"| {'test':18} | {'median':>10} | {'mean ± deviation':>21} | {'unit':8} | limit |\n"
-        f"|{'-' * 20}|{'-' * 11}:|{'-' * 22}:|{'-' * 10}|------:|"
+        f"| {'test':18} | {'median':>10} | {'mean ± deviation':>21} | {'unit':8} |  limit |"
+        + "".join(f" {name:>17} |" for name in peers)
+        + f"\n|{'-' * 20}|{'-' * 11}:|{'-' * 22}:|{'-' * 10}|-------:|"
+        + "".join(f"{'-' * 18}:|" for _ in peers)
     )
 
 
 class Bench:
-    """The tests that run inside one process, on a loaded model."""
+    """The tests on a loaded model, and on its peers in turn."""
 
-    def __init__(self, llm: Llama, repeats: int) -> None:
-        self.llm, self.repeats = llm, repeats
+    def __init__(self, llm: Llama, repeats: int, peers: Sequence[Engine] = ()) -> None:
+        self.llm, self.repeats, self.peers = llm, repeats, peers
         self.device: CpuDevice = llm.device
         self.generator = np.random.default_rng(0)
         self.config = llm.manifest.model
@@ -127,6 +180,7 @@ class Bench:
             yield self.prefill(rows)
         for depth in (depth for depth in DEPTHS if depth + GENERATED < room):
             yield self.decode(depth)
+        yield self.host_overhead()
 
     def _repeat(self, test: str, unit: str, measure: Callable[[], float]) -> Result:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
@@ -140,39 +194,63 @@ class Bench:
 
     def prefill(self, rows: int) -> Result:
         """Tokens per second of a prompt; the limit is the bf16 peak over the arithmetic of one token."""
-        result = Result(f"pp{rows}", "tokens/s")
         flop = self._prefill_flop(rows)
-        for repeat in range(self.repeats + 1):
-            peak = self.device.measure_peak("bf16", PEAK_ITERATIONS)
-            self.llm.reset()
-            seconds = _timed(lambda: self.llm.prefill(self.tokens(rows)))
-            if repeat:
-                result.values.append(rows / seconds)
-                result.limits.append(rows * peak / flop)
-        return result
+
+        def limit() -> float:
+            return rows * self.device.measure_peak("bf16", PEAK_ITERATIONS) / flop
+
+        return self._compare(f"pp{rows}", limit, lambda engine, ids: engine.prefill(ids), rows)
 
     def decode(self, depth: int) -> Result:
         """Tokens per second behind `depth` tokens; the limit is the read bandwidth over the bytes of one token."""
-        result = Result(f"tg{GENERATED} @ {depth}", "tokens/s")
-        read = (
-            sum(self.weights.values())
-            + 4 * self.config["layers"] * depth * self.config["kv_heads"] * self.config["head_dim"]
-        )
-        self.llm.reset()
+        cache = 4 * self.config["layers"] * depth * self.config["kv_heads"] * self.config["head_dim"]
+        read = sum(self.weights.values()) + cache
         if depth:
-            self.llm.prefill(self.tokens(depth))
+            prompt = self.tokens(depth)
+            for engine in (Ours(self.llm), *self.peers):
+                engine.prefill(prompt)
+        return self._compare(
+            f"tg{GENERATED} @ {depth}",
+            lambda: self.read_bandwidth() / read,
+            lambda engine, ids: engine.decode(depth, ids),
+            GENERATED,
+        )
+
+    def _compare(
+        self, test: str, limit: Callable[[], float], run: Callable[[Engine, list[int]], float], count: int
+    ) -> Result:
+        """Rates of all engines, one after the other in every repeat; the first repeat only warms up.
+
+        The limit is measured before and after ours, and the mean of both counts, because machines change speed.
+        """
+        result = Result(test, "tokens/s", peers={peer.name: [] for peer in self.peers})
         for repeat in range(self.repeats + 1):
-            bandwidth = self.read_bandwidth()
-            self.llm.rewind(depth)
-            seconds = _timed(partial(self._generate, self.tokens(GENERATED)))
+            ids = self.tokens(count)
+            before = limit()
+            rate = count / run(Ours(self.llm), ids)
+            limits = (before + limit()) / 2
+            rates = {}
+            for peer in self.peers:
+                time.sleep(SETTLE)
+                rates[peer.name] = count / run(peer, ids)
+            time.sleep(SETTLE)
             if repeat:
-                result.values.append(GENERATED / seconds)
-                result.limits.append(bandwidth / read)
+                result.values.append(rate)
+                result.limits.append(limits)
+                for name, value in rates.items():
+                    result.peers[name].append(value)
         return result
 
-    def _generate(self, ids: list[int]) -> None:
-        for token in ids:
-            self.llm.decode(token)
+    def host_overhead(self) -> Result:
+        """Percent of a generated token's time that is spent outside of kernels: sampling, text, binding, Python."""
+        result = Result("host per token", "%")
+        for _ in range(self.repeats):
+            pieces = self.llm.generate("Once upon a time", raw=True, max_tokens=GENERATED)
+            next(pieces, None)
+            native = self.device.native_seconds
+            whole = _timed(partial(list, pieces))
+            result.values.append(100 * (1 - (self.device.native_seconds - native) / whole))
+        return result
 
     def _prefill_flop(self, rows: int) -> float:
         """Two per weight and row (the LM head's for one row), four per head element and attended pair."""

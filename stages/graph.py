@@ -14,7 +14,7 @@ from doit.exceptions import TaskFailed
 from runtime.errors import UserError
 from stages.checkpoint import ArtifactsOnly, copy_tokenizer, record_checkpoint, resolve
 from stages.elfs import Elf, device_elfs, host_elfs
-from stages.files import Turn
+from stages.files import Turn, content_digest
 from stages.fusion import fuse
 from stages.link import host_elf
 from stages.manifest import write_manifest
@@ -126,7 +126,7 @@ class Graph:
             "Pack the weights into blobs.",
             partial(pack_weights, self.source, self.directory),
             [WEIGHTS],
-            [self.directory / CHECKPOINT, self.directory / PLAN],
+            [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PLAN],
         )
 
     def _object(self, source: str) -> Step:
@@ -203,8 +203,17 @@ class Graph:
         return self._command(self._bench)
 
     def _bench(self) -> TaskFailed | None:
-        as_json = ["--json"] if self.options.json else []
-        return self._runtime("--bench", *as_json, f"--threads={self.options.threads}", "--", str(self.directory))
+        from runtime.bench import run_bench
+        from stages.peers import open_peers
+
+        options = self.options
+        gguf = self.artifacts / ".cache/gguf" / f"{content_digest(self.directory / CHECKPOINT)}.gguf"
+        try:
+            peers = partial(open_peers, options.peer_list(), self.source, gguf)
+            run_bench(str(self.directory), options.threads, options.repeats, options.json, peers)
+        except UserError as error:
+            return TaskFailed(str(error))
+        return None
 
     def verify(self) -> Task:
         return self._command(self._verify)

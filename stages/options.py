@@ -10,6 +10,7 @@ from typing import Any
 from runtime.errors import UserError
 
 TARGETS = ("cpu", "npu2-sim", "npu2")
+PEERS = ("llama.cpp", "transformers")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Options:
     threads: int = 0
     full: bool = False
     json: bool = False
+    peers: str = ""
+    repeats: int = 5
 
     def bucket_list(self) -> tuple[int, ...]:
         """Row counts that static-shape targets are compiled for. Raises UserError."""
@@ -43,6 +46,13 @@ class Options:
         if bad := [bucket for bucket in buckets if bucket < 64 or bucket % 64]:
             raise UserError(f"buckets={self.buckets}: {bad[0]} is not a positive multiple of 64")
         return tuple(buckets)
+
+    def peer_list(self) -> tuple[str, ...]:
+        """Programs to compare with. Raises UserError."""
+        names = tuple(name for name in self.peers.split(",") if name)
+        if bad := [name for name in names if name not in PEERS]:
+            raise UserError(f"peers={self.peers}: {bad[0]} is unknown: choose among {', '.join(PEERS)}")
+        return names
 
 
 def parse_options(given: Mapping[str, str]) -> Options:
@@ -57,6 +67,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
         values[name] = _PARSERS[known[name].split(" ")[0]](name, text)
     options = Options(**values)
     options.bucket_list()
+    options.peer_list()
     if options.target and options.target not in TARGETS:
         close = difflib.get_close_matches(options.target, TARGETS, 1, 0.3)
         hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(TARGETS)}"
@@ -65,6 +76,7 @@ def parse_options(given: Mapping[str, str]) -> Options:
     _check_range("temperature", options.temperature, 0)
     _check_range("top_k", options.top_k, 0)
     _check_range("threads", options.threads, 0)
+    _check_range("repeats", options.repeats, 1)
     if not 0 < options.top_p <= 1:
         raise UserError(f"top_p={options.top_p}: must be above 0 and at most 1")
     return options
