@@ -68,6 +68,8 @@ def glue() -> str:
         "    for (int64_t i, end; chunks.next(i, end);)\n"
         "        for (; i < end; i++) __atomic_fetch_add(static_cast<int32_t *>(s[0]) + i, 1, __ATOMIC_SEQ_CST);\n"
         "}\n"
+        "// The first worker comes late to what is behind it.\n"
+        'extern "C" void entry_nap(void *const *, const Dims *, Worker *w) { if (w->thread == 0) usleep(50000); }\n'
         "// All workers but the first stay away until it has passed a barrier, or for two seconds.\n"
         'extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {\n'
         "    volatile int32_t *passed = static_cast<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;\n"

@@ -451,6 +451,27 @@ def test_team_size_and_repeated_submissions(library):
     team.close()
 
 
+@pytest.mark.parametrize("kernel", ["append_kv", "embed_rows", "gemv_rows_f32"])
+def test_a_late_worker_leaves_no_work_undone_at_a_barrier(library, rng, kernel):
+    team = Kernels(library, "portable", 2)
+    a, b, table = normal(rng, 64), normal(rng, 64), normal(rng, 33, 64)
+    written, copy = output((128,)), output((128,))
+    logits = written.view(np.float32)
+    tokens = guarded(np.array([5, 7], np.int32))
+    calls = {
+        "append_kv": team.call("append_kv", a, b, written, 0, 2, 32),
+        "embed_rows": team.call("embed_rows", tokens, table, written, 2, 64, 33),
+        "gemv_rows_f32": team.call("gemv_rows_f32", table, a, logits, 33, 64),
+    }
+    zeros = guarded(np.zeros(128, BF16))
+    for _ in range(3):
+        written[:] = 0
+        team.run(team.call("nap"), calls[kernel], team.call("add", written, zeros, copy, 1, 128))
+        np.testing.assert_array_equal(copy, written)
+        assert written.astype(np.float32).any()
+    team.close()
+
+
 def test_a_barrier_does_not_wait_for_a_worker_without_work(library):
     team = Kernels(library, "portable", 2)
     state = guarded(np.zeros(3, np.int32))

@@ -6,10 +6,12 @@
 
 extern "C" void embed_rows(const int32_t *tokens, const bf16 *table, bf16 *out, int64_t rows, int64_t cols,
                            int64_t vocab, Worker &worker) {
-    for (int64_t row = worker.thread; row < rows; row += worker.threads) {
-        if (tokens[row] >= 0 && tokens[row] < vocab)
-            memcpy(out + row * cols, table + tokens[row] * cols, cols * sizeof(bf16));
-        else
-            memset(out + row * cols, 0, cols * sizeof(bf16));
-    }
+    Chunks chunks(worker, rows, 8);
+    for (int64_t row, end; chunks.next(row, end);)
+        for (; row < end; row++) {
+            if (tokens[row] >= 0 && tokens[row] < vocab)
+                memcpy(out + row * cols, table + tokens[row] * cols, cols * sizeof(bf16));
+            else
+                memset(out + row * cols, 0, cols * sizeof(bf16));
+        }
 }
