@@ -76,6 +76,11 @@ def task_bench():
     return graph.bench()
 
 
+def task_profile():
+    """Show where the time of a prompt and of a token goes, program by program."""
+    return graph.profile()
+
+
 def task_verify():
     """Compare greedy decoding with transformers in bf16, token by token."""
     return graph.verify()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +29,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=0, help="0: all CPUs of this process (default)")
     add("--chat", action="store_true", help="hold a conversation, one line per turn")
     add("--bench", action="store_true", help="measure speed and memory against the machine's limits (cpu target)")
-    add("--repeats", type=int, default=5, help="with --bench: runs of each test (default %(default)s)")
+    add("--profile", action="store_true", help="show where the time of a prompt and of a token goes")
+    add("--repeats", type=int, default=5, help="with --bench and --profile: runs of each (default %(default)s)")
     return parser.parse_args(arguments)
 
 
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
     options = parse(arguments)
     try:
-        return bench(options) if options.bench else chat(options) if options.chat else once(options)
+        return _command(options)(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -46,6 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _command(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    return bench if options.bench or options.profile else chat if options.chat else once
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -89,10 +95,11 @@ def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: di
 
 def bench(options: argparse.Namespace) -> int:
     from runtime.bench import run_bench
+    from runtime.profile import run_profile
 
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats}: must be at least 1")
-    run_bench(options.artifacts, options.threads, options.repeats, options.json)
+    (run_bench if options.bench else run_profile)(options.artifacts, options.threads, options.repeats, options.json)
     return 0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from runtime.chat import ChatTemplate
 from runtime.errors import UserError
 from runtime.manifest import Manifest
-from runtime.plan import Memory, load_phases
+from runtime.plan import Memory, bind_calls
 from runtime.sampling import Sampler, sampler
 from runtime.text import TextStream, Tokenizer
 
@@ -63,10 +63,11 @@ class Llama:
     def __init__(self, manifest: Manifest, threads: int = 0) -> None:
         self.manifest = manifest
         self.device = _open_device(manifest, threads)
-        self._memory = Memory(manifest, self.device)
-        self._phases = load_phases(manifest, self.device, self._memory)
-        self._tokens = self._memory.array("tokens")
-        self._logits = self._memory.array("logits")[: manifest.model["vocab"]]
+        self.memory = Memory(manifest, self.device)
+        self.calls = bind_calls(manifest, self.device, self.memory)
+        self._phases = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
+        self._tokens = self.memory.array("tokens")
+        self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
         self._buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
@@ -90,7 +91,7 @@ class Llama:
 
     def buffer(self, name: str) -> Any:
         """The device's buffer of that name in the manifest."""
-        return self._memory.bind(name).buffer
+        return self.memory.bind(name).buffer
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""

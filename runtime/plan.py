@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from runtime.devices import Binding, Call, Device, Submission
+from runtime.devices import Binding, Call, Device
 from runtime.errors import UserError
 from runtime.manifest import Manifest
 
@@ -57,8 +57,8 @@ class Memory:
         return Binding(self._buffers[name], view, self._nbytes(name) // max(rows, 1))
 
 
-def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str, Submission]:
-    """One prepared submission per phase of the manifest's plans."""
+def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
+    """Load the programs and bind the slots of every call of the manifest's plans."""
     programs = {
         name: device.load_program(manifest.directory / spec["file"], spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
@@ -69,4 +69,4 @@ def load_phases(manifest: Manifest, device: Device, memory: Memory) -> dict[str,
         place = f"layer {call['layer'] + 1} of {manifest.model['layers']}" if "layer" in call else ""
         return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"], place)
 
-    return {phase: device.prepare([bound(call) for call in calls]) for phase, calls in manifest.plans.items()}
+    return {phase: [bound(call) for call in calls] for phase, calls in manifest.plans.items()}

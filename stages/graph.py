@@ -215,6 +215,14 @@ class Graph:
             return TaskFailed(str(error))
         return None
 
+    def profile(self) -> Task:
+        return self._command(self._profile)
+
+    def _profile(self) -> TaskFailed | None:
+        as_json = ["--json"] if self.options.json else []
+        counts = (f"--threads={self.options.threads}", f"--repeats={self.options.repeats}")
+        return self._runtime("--profile", *as_json, *counts, "--", str(self.directory))
+
     def verify(self) -> Task:
         return self._command(self._verify)
 

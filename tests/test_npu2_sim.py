@@ -64,9 +64,9 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
         for filler in (1, 2):
             llm.reset()
             llm._tokens[:] = filler
-            llm._memory.array(f"x.{layers % 2}")[:] = filler
+            llm.memory.array(f"x.{layers % 2}")[:] = filler
             llm._run(phase, ids)
-            states.append(llm._memory.array(f"x.{layers % 2}")[len(ids) - 1].copy())
+            states.append(llm.memory.array(f"x.{layers % 2}")[len(ids) - 1].copy())
     for state in states[1:]:
         np.testing.assert_array_equal(state.view(np.uint16), states[0].view(np.uint16))
     llm.close()
