@@ -1,20 +1,16 @@
 """Lowers an AIR module to host C++ that executes it: the launch grid, segments, herd tiles and every DMA as written.
 
-Reads only the MLIR. Tile functions are the C++ that the NPU runs, compiled against `kernel_src/sim`. The result is one
-shared object whose entry `NAME` has the signature of `ENTRY` below and whose string `NAME_info` (JSON) says what the
-slots and launches are. A program the hardware would refuse is refused here, or by the entry in one line.
+Reads only the MLIR. The result calls tile functions; its entry `NAME` has the signature of `ENTRY` below and its string
+`NAME_info` (JSON) says what the slots and launches are. A program the hardware would refuse is refused here, or by the
+entry in one line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
@@ -39,20 +35,11 @@ from stages.air.dialect import (
     memory_space,
 )
 from stages.air_checks import Side, buffer_bytes, element_bytes, name_of, public_function
-from stages.air_text import parse_mlir
-from stages.object_cache import cached_object
-from stages.objects import run_compiler
-from stages.toolchain import host_compiler_fingerprint
-
-SOURCES = Path(__file__).resolve().parent.parent / "kernel_src"
-HEADERS = tuple(SOURCES / name for name in ("aie2p/tile.h", "sim/device.hpp", "sim/device.cc", "sim/aie_api/aie.hpp"))
-"""What every program is made from, besides its tile functions."""
 
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
 """`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
 filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
 
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-w")
 FENCE_BYTES = 64
 
 _INTEGER_OPS = {
@@ -65,86 +52,11 @@ _INTEGER_OPS = {
 _IGNORED = (scf.YieldOp, LaunchTerminatorOp, SegmentTerminatorOp, HerdTerminatorOp, func.ReturnOp, memref.DeallocOp)
 
 
-@dataclass(frozen=True)
-class TileObject:
-    """An object a module links: a source of `kernel_src/aie2p` and the macros that the object's name spells out."""
-
-    name: str
-    source: Path
-    defines: tuple[str, ...]
-
-    @staticmethod
-    def parse(name: str) -> TileObject:
-        """`gemm_tk32_tm64_tn128.o` -> gemm.cc with TK=32, TM=64, TN=128 and the variant's suffix."""
-        stems = [p for p in sorted((SOURCES / "aie2p").glob("*.cc")) if name.startswith(p.stem + "_")]
-        match = re.fullmatch(r"(?:_[a-z_]+?\d+)+", name[len(stems[-1].stem) : -2]) if stems else None
-        if not name.endswith(".o") or match is None:
-            raise UserError(f"object {name}: no source in kernel_src/aie2p has this name")
-        pairs = re.findall(r"_([a-z_]+?)(\d+)(?=_|$)", match.group())
-        return TileObject(
-            name, stems[-1], (*(f"-D{k.upper()}={v}" for k, v in pairs), f"-DVARIANT={match.group()[1:]}")
-        )
-
-
-DEVICE = TileObject("device.o", SOURCES / "sim/device.cc", ())
-"""What every program runs on; links like a tile function."""
-
-
-def tile_objects(module: ModuleOp) -> list[TileObject]:
-    """What the module's declarations link, each once, in order."""
-    names = dict.fromkeys(
-        op.attributes["link_with"].data  # type: ignore[attr-defined]
-        for op in module.body.block.ops
-        if isinstance(op, func.FuncOp) and op.is_declaration
-    )
-    return [TileObject.parse(name) for name in names]
-
-
 def lower(module: ModuleOp, ping_pong: bool = True) -> str:
     """Host C++ of a module; refuses what `air_checks.check` refuses."""
     module.verify()
     air_checks.check(module, ping_pong)
     return _Lowering(module).source()
-
-
-def build(
-    mlir: str,
-    target: Path,
-    work: Path,
-    cache: Path,
-    checks: bool = True,
-    flags: Sequence[str] = (),
-    ping_pong: bool = True,
-) -> Path:
-    """Lower, compile and link MLIR text, as given to `aircc`, to the shared object `target`.
-
-    `cache`: objects of tile functions and of the device, shared between programs and named by content. `checks`:
-    fences and never-written bytes at run time. `flags`: more compiler options. Raises UserError.
-    """
-    module = parse_mlir(mlir)
-    work.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = work / f"{public_function(module).sym_name.data}.cc"
-    source.write_text(lower(module, ping_pong))
-    options = [*FLAGS, f"-DSIM_CHECKS={int(checks)}", f"-I{SOURCES / 'sim'}", *flags]
-    program = source.with_suffix(".o")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        host = pool.submit(run_compiler, [*options, "-c", str(source), "-o", str(program)], str(source))
-        objects = list(pool.map(lambda part: compile_object(part, options, cache), [DEVICE, *tile_objects(module)]))
-        host.result()
-    run_compiler(["-shared", "-Wl,-Bsymbolic", "-o", str(target), str(program), *map(str, objects)], target.name)
-    return target
-
-
-def compile_object(part: TileObject, options: Sequence[str], cache: Path) -> Path:
-    """The object for the simulator, from `cache` when its content and options are known there."""
-
-    def make(output: Path) -> list[Path]:
-        run_compiler([*options, *part.defines, "-c", str(part.source), "-o", str(output)], str(part.source))
-        return [part.source, *HEADERS]
-
-    made_by = (host_compiler_fingerprint(), tuple(options), part.defines)
-    return cached_object(cache, Path(part.name).stem, made_by, [part.source, *HEADERS], make).path
 
 
 def _c_type(kind: object) -> str:

@@ -11,13 +11,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.errors import UserError
 from stages.files import write_atomic
-from stages.peano import compile_tile
+from stages.tile_objects import object_path
 from stages.toolchain import aiecc, aircc, need_npu_tools, peano
 
 TIME_LIMIT = 3600
@@ -45,21 +44,15 @@ class Job:
     objects: Mapping[str, Path] = field(default_factory=dict)
 
 
-def npu_elf(module: Path, program: str, cache: Path, work: Path, time_limit: int = TIME_LIMIT) -> list[Path]:
+def npu_elf(module: Path, program: str, work: Path, time_limit: int = TIME_LIMIT) -> list[Path]:
     """Step action: `elf/PROGRAM.elf` and `build/logs/PROGRAM.log` from a module's MLIR and the JSON beside it
-    (function, objects, options). Returns the kernel sources and headers that its objects were made from.
+    (function, objects, options). Returns the objects that it links.
 
     Raises UserError. When aircc fails, its log is left in the artifact directory.
     """
     need_npu_tools()
     about = json.loads(module.with_suffix(".json").read_text())
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tiles = {
-            name: pool.submit(compile_tile, name, stem, flags, cache)
-            for name, (stem, *flags) in about["objects"].items()
-        }
-        made = {name: tile.result() for name, tile in tiles.items()}
-    objects = {name: tile.path for name, tile in made.items()}
+    objects = {name: object_path(module.parents[1], stem, name) for name, (stem, *_) in about["objects"].items()}
     job = Job(program, module.read_text(), about["function"], about["options"], objects)
     scratch = work / "aircc"
     log = link(job, scratch, module.parents[1] / "logs" / f"{program}.log", time_limit)
@@ -67,7 +60,7 @@ def npu_elf(module: Path, program: str, cache: Path, work: Path, time_limit: int
     (scratch / ELF).rename(work / "elf" / f"{program}.elf")
     write_atomic(work / "build/logs" / f"{program}.log", log.encode())
     shutil.rmtree(scratch)
-    return sorted({path for tile in made.values() for path in tile.read})
+    return list(objects.values())
 
 
 def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> str:

@@ -19,6 +19,10 @@ class OneLineReporter(ConsoleReporter):
 
     desc = "one line per task that runs, one line per failure"
 
+    def __init__(self, outstream: Any, options: Any) -> None:
+        super().__init__(outstream, options)
+        self._said: set[str] = set()
+
     def execute_task(self, task) -> None:
         if task.actions and not (task.meta or {}).get("quiet"):
             self.write(f"{task.title()}\n")
@@ -27,8 +31,10 @@ class OneLineReporter(ConsoleReporter):
         pass
 
     def add_failure(self, task, fail: BaseFail) -> None:
-        if fail.report:
-            message = fail.get_msg() if fail.traceback else fail.message
+        message = fail.get_msg() if fail.traceback else fail.message
+        if fail.report and message not in self._said:
+            # Tasks that run at the same time may miss the same tool.
+            self._said.add(message)
             print(f"error: {message}", file=sys.stderr, flush=True)
 
     def complete_run(self) -> None:

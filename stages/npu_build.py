@@ -1,15 +1,12 @@
-"""The NPU targets' programs: module text for the compiler, and for `npu2-sim` the same text as a host shared object."""
+"""The modules of the NPU targets: text for the compiler, and beside it what else a program's build needs to know."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stages.air_text import parse_mlir
-from stages.air_to_host import HEADERS, SOURCES, build, tile_objects
 from stages.config import read_config
 from stages.files import write_json
 from stages.npu_modules import build_module, groups
@@ -34,12 +31,3 @@ def _description(module: Any) -> Mapping[str, Any]:
         "objects": {variant.object: [variant.stem, *variant.flags()] for variant in module.variants},
         "options": module.options,
     }
-
-
-def sim_elf(module: Path, program: str, cache: Path, work: Path) -> list[Path]:
-    """Step action: lower a module to host C++ and link it with its tile functions; returns the sources it read."""
-    text = module.read_text()
-    with tempfile.TemporaryDirectory() as scratch:
-        build(text, work / "elf" / f"{program}.so", Path(scratch), cache)
-    read = [*HEADERS, *(tile.source for tile in tile_objects(parse_mlir(text)))]
-    return sorted({path.relative_to(SOURCES.parent) for path in read})

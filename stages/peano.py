@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 from runtime.errors import UserError
 from stages.object_cache import CachedObject, cached_object
 from stages.objects import read_dependencies
+from stages.tile_objects import TILE_SOURCES, write_tile_objects
 from stages.toolchain import aie_api, need_npu_tools, peano, peano_fingerprint
 
-TILE_SOURCES = Path("kernel_src/aie2p")
 FLAGS = (
     "--target=aie2p-none-unknown-elf",
     "-O2",
@@ -25,13 +24,14 @@ FLAGS = (
 )
 
 
-def tile_object(name: str, stem: str, flags: Sequence[str], cache: Path, work: Path) -> list[Path]:
-    """Step action: one object variant as `build/objects/NAME`. Returns the project headers that it includes."""
-    made = compile_tile(name, stem, flags, cache)
-    output = work / "build/objects" / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(made.path, output)
-    return [path for path in made.read if path.suffix != ".cc"]
+def npu_objects(stem: str, descriptions: Sequence[Path], cache: Path, work: Path) -> list[Path]:
+    """Step action: the objects of one kernel that modules ask for. Returns the source and the headers it includes.
+
+    Raises UserError, which names every tool of the target that is missing.
+    """
+    if peano_fingerprint() is None:
+        need_npu_tools()
+    return write_tile_objects(stem, descriptions, lambda name, flags: compile_tile(name, stem, flags, cache), work)
 
 
 def compile_tile(name: str, stem: str, flags: Sequence[str], cache: Path) -> CachedObject:

@@ -155,8 +155,12 @@ class Step:
     """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
 
     @property
+    def _file_name(self) -> str:
+        return re.sub("[:/]", "-", self.name)
+
+    @property
     def _receipt_path(self) -> Path:
-        return self.project.directory / RECEIPTS / f"{self.name.replace(':', '-')}.json"
+        return self.project.directory / RECEIPTS / f"{self._file_name}.json"
 
     def receipt(self) -> dict[str, Any] | None:
         try:
@@ -227,7 +231,7 @@ class Step:
         return None
 
     def _build(self) -> None:
-        work = self.project.directory / WORK / self.name.replace(":", "-")
+        work = self.project.directory / WORK / self._file_name
         if self.is_current():
             return
         old = self.receipt() or {"outputs": {}}

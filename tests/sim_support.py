@@ -12,7 +12,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from runtime.devices.libraries import open_library
 from runtime.devices.sim import SimProgram, Traffic
-from stages import air_to_host
+from stages import sim_build
 from stages.air.printer import to_mlir
 from stages.air_checks import public_function
 
@@ -33,7 +33,7 @@ def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = T
     key = hashlib.sha256(f"{mlir}{flags}{checks}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():
-        air_to_host.build(mlir, target, _WORK / key, _WORK / "objects", checks, ["-O1", *flags])
+        sim_build.build(mlir, target, _WORK / key, _WORK / "objects", checks, ["-O1", *flags])
     return SimProgram(open_library(target), public_function(module).sym_name.data)
 
 

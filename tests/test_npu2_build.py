@@ -21,7 +21,8 @@ from stages import aircc, doctor, known_good, peano, toolchain
 from stages.air.printer import to_mlir
 from stages.kernels import add
 from stages.npu_modules import build_module, groups
-from tests.conftest import ROOT
+from stages.tile_objects import object_path
+from tests.conftest import ROOT, build, doit, ran
 
 FACTS = ROOT / "tests/aircc_options.txt"
 DIMENSIONS = {
@@ -113,6 +114,9 @@ def module(tmp_path: Path) -> Path:
         "objects": {OBJECT: ["add", "-DCOUNT=2048", "-DVARIANT=count2048"]},
     }
     path.with_suffix(".json").write_text(json.dumps(about))
+    linked = object_path(tmp_path / "artifacts/build", "add", OBJECT)
+    linked.parent.mkdir(parents=True)
+    linked.write_text("an object")
     return path
 
 
@@ -120,7 +124,7 @@ def make(module: Path, tmp_path: Path, **options: Any) -> list[Path]:
     work = tmp_path / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    return aircc.npu_elf(module, "hello.128", tmp_path / "cache", work, **options)
+    return aircc.npu_elf(module, "hello.128", work, **options)
 
 
 def options_of(help_text: str) -> set[str]:
@@ -158,8 +162,7 @@ def check_options(arguments: list[str]) -> list[str]:
 
 
 def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: Path) -> None:
-    read = make(module, tmp_path)
-    assert read == [Path("kernel_src/aie2p/add.cc"), Path("kernel_src/aie2p/tile.h")]
+    assert make(module, tmp_path) == [tmp_path / "artifacts/build/objects/aie2p/add" / OBJECT], "what it linked"
     produced = {p.relative_to(tmp_path / "work").as_posix() for p in (tmp_path / "work").rglob("*") if p.is_file()}
     assert produced == {"elf/hello.128.elf", "build/logs/hello.128.log"}
     record = json.loads((tools / "record.json").read_text())
@@ -170,27 +173,35 @@ def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: P
     assert str(tools / "other") in record["path"].split(":")
 
 
+def objects_of(module: Path, tmp_path: Path, stem: str = "add") -> list[Path]:
+    return peano.npu_objects(stem, [module.with_suffix(".json")], tmp_path / "cache", tmp_path / "work")
+
+
 def test_objects_are_compiled_for_the_npu_once(tools: Path, module: Path, tmp_path: Path) -> None:
-    make(module, tmp_path)
+    read = objects_of(module, tmp_path)
+    assert read == [Path("kernel_src/aie2p/add.cc"), Path("kernel_src/aie2p/tile.h")], "the source and its headers"
+    made = tmp_path / "work/build/objects/aie2p/add" / OBJECT
+    assert made.read_text().endswith("-DCOUNT=2048 -DVARIANT=count2048")
     arguments = json.loads((tools / "cc.json").read_text())["args"]
-    assert {"--target=aie2p-none-unknown-elf", "-O2", "-std=c++20", "-DCOUNT=2048", "-DVARIANT=count2048"} <= set(
-        arguments
-    )
+    assert {"--target=aie2p-none-unknown-elf", "-O2", "-std=c++20"} <= set(arguments)
     assert f"-I{tools / 'include'}" in arguments
     (tools / "cc.json").unlink()
-    make(module, tmp_path)
+    objects_of(module, tmp_path)
     assert not (tools / "cc.json").exists(), "it came from the cache"
-    made = peano.compile_tile("add_count64.o", "add", ["-DCOUNT=64", "-DVARIANT=count64"], tmp_path / "cache")
-    assert made.path.read_text().endswith("-DCOUNT=64 -DVARIANT=count64")
-    made.path.write_text("damaged")
-    again = peano.compile_tile("add_count64.o", "add", ["-DCOUNT=64", "-DVARIANT=count64"], tmp_path / "cache")
-    assert again.path.read_text() != "damaged"
+    for stored in (tmp_path / "cache").glob("*.o"):
+        stored.write_text("damaged")
+    objects_of(module, tmp_path)
+    assert made.read_text().endswith("-DCOUNT=2048 -DVARIANT=count2048")
 
 
-def test_object_of_a_step(tools: Path, tmp_path: Path) -> None:
-    headers = peano.tile_object("add_count64.o", "add", ["-DCOUNT=64"], tmp_path / "cache", tmp_path / "work")
-    assert headers == [Path("kernel_src/aie2p/tile.h")]
-    assert (tmp_path / "work/build/objects/add_count64.o").is_file()
+def test_objects_of_a_kernel_are_what_modules_ask_for(tools: Path, module: Path, tmp_path: Path) -> None:
+    del tools
+    other = module.with_name("other.json")
+    objects = {f"add_count{n}.o": ["add", f"-DCOUNT={n}", f"-DVARIANT=count{n}"] for n in (64, 2048)}
+    other.write_text(json.dumps({"objects": objects | {"rope_hd64.o": ["rope", "-DHD=64", "-DVARIANT=hd64"]}}))
+    peano.npu_objects("add", [module.with_suffix(".json"), other], tmp_path / "cache", tmp_path / "work")
+    assert {p.name for p in (tmp_path / "work/build/objects/aie2p").rglob("*.o")} == {"add_count64.o", OBJECT}
+    assert objects_of(module, tmp_path, "rope") == [], "nothing asks for it"
 
 
 @pytest.mark.parametrize("grouping", ["spec", "fused"])
@@ -201,6 +212,90 @@ def test_every_program_gets_options_that_aircc_has(tools: Path, grouping: str) -
         command = aircc.command_line(aircc.Job(group.name, "", built.name, built.options))
         assert check_options(command[1:]) == ["air.mlir"]
         assert command[command.index("--xclbin-instance-name") + 1] == group.name
+
+
+# The graph, with fakes that keep what matters: an object is its source without comments, an ELF what is simulated
+
+FAKE_PEANO = """
+if "--version" in args:
+    sys.exit(print("fake 22.1.0"))
+source = pathlib.Path(next(a for a in args if a.endswith(".cc")))
+text = [a for a in args if a.startswith("-D")]
+for line in source.read_text().splitlines():
+    code, _, comment = line.partition("//")
+    if code and (not comment.startswith(" only ") or comment[6:] in args):
+        text.append(code)
+pathlib.Path(args[args.index("-o") + 1]).write_text("\\n".join(text))
+pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {source} kernel_src/aie2p/tile.h")
+"""
+FAKE_AIRCC = """
+if "--version" in args:
+    sys.exit(print("fake 22.1.0"))
+name = args[args.index("--xclbin-instance-name") + 1]
+made = [p for p in pathlib.Path(os.environ["SIMULATED"]).iterdir() if p.name in (f"{name}.so", f"{name}.64.so")]
+objects = [p.read_bytes() for p in sorted(pathlib.Path.cwd().glob("*.o"))]
+pathlib.Path(args[args.index("--elf-name") + 1]).write_bytes(made[0].read_bytes() + b"".join(objects))
+"""
+COMPILE = ("compile", "model=models/demo", "target=npu2", "buckets=64")
+LINKS_SILU = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, artifacts: Path) -> dict[str, str]:
+    """An environment with everything that builds for the NPU."""
+    root = tmp_path / "fakes"
+    script(root / "bin/aircc", FAKE_AIRCC)
+    script(root / "bin/aiecc", FAKE_AIRCC)
+    script(root / "peano/bin/clang++", FAKE_PEANO)
+    (root / "include/aie_api").mkdir(parents=True)
+    (root / "include/aie_api/aie.hpp").write_text("")
+    simulated = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "elf"
+    return {
+        "PATH": f"{root}/bin:{os.environ['PATH']}",
+        "PEANO_INSTALL_DIR": str(root / "peano"),
+        "AIE_API_INCLUDE": str(root / "include"),
+        "SIMULATED": str(simulated),
+    }
+
+
+def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fakes: dict[str, str]) -> None:
+    first = ran(doit(*COMPILE, cwd=built, env=fakes))
+    assert {"object:aie2p/gemm", "object:aie2p/silu_and_mul", "elf:rms_gemv_rope", "manifest"} | LINKS_SILU <= first
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == set()
+    source = built / "kernel_src/aie2p/silu_and_mul.cc"
+    source.write_text(source.read_text() + "\n// a comment\n")
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul"}
+    source.write_text(source.read_text() + "int more;\n")
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
+    (wide,) = {name for name in _linked(built, "prefill_layer.64") if name.startswith("silu")}
+    flag = f"-DCOUNT={wide.removeprefix('silu_and_mul_count').removesuffix('.o')}"
+    source.write_text(source.read_text() + f"int wide; // only {flag}\n")
+    changed = {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == changed, "decode links another variant"
+    header = built / "kernel_src/aie2p/tile.h"
+    header.write_text(header.read_text() + "\n// a comment\n")
+    objects = {f"object:aie2p/{path.stem}" for path in header.parent.glob("*.cc")}
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == objects
+
+
+def _linked(checkout: Path, program: str) -> set[str]:
+    return set(json.loads((checkout / f"artifacts/demo/npu2/build/modules/{program}.json").read_text())["objects"])
+
+
+def test_artifacts_of_another_machine_need_no_tools(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
+    """Copied into a checkout on a machine that has nothing but Python and XRT: no task runs, text comes."""
+    ran(doit(*COMPILE, cwd=built, env=fakes))
+    other = tmp_path / "other"
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    shutil.copytree(built / "artifacts/demo/npu2", other / "artifacts/demo/npu2")
+    (other / "pyxrt.py").write_text("import tests.pyxrt_standin\n")
+    (tmp_path / "empty").mkdir()
+    nothing = dict.fromkeys(("PEANO_INSTALL_DIR", "AIE_API_INCLUDE", "CXX", "PATH"), str(tmp_path / "empty"))
+    bindings = {"PYTHONPATH": f"{other}{os.pathsep}{ROOT}", "PYXRT_STANDIN": "{}", "TMPDIR": str(tmp_path)}
+    assert ran(doit(*COMPILE, cwd=other, env=nothing)) == set()
+    prompt = ("run", *COMPILE[1:], "prompt=The capital of France is", "raw=1", "max_tokens=4")
+    run = doit(*prompt, cwd=other, env=nothing | bindings)
+    assert (run.returncode, run.stdout.partition(".")[0]) == (0, " Paris"), run.stderr
 
 
 FAILURES: dict[str, tuple[dict[str, str], str]] = {
@@ -263,7 +358,7 @@ def test_source_that_does_not_compile(tools: Path, module: Path, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"add.cc does not compile for the NPU as add_count2048.o: add.cc:7:3: error: no such"
     ):
-        make(module, tmp_path)
+        objects_of(module, tmp_path)
 
 
 def test_missing_tools_are_named_in_one_line(
@@ -275,8 +370,11 @@ def test_missing_tools_are_named_in_one_line(
     monkeypatch.setenv("PEANO_INSTALL_DIR", str(tmp_path / "nowhere"))
     forget_tools()
     assert toolchain.npu_fingerprint() is None
-    with pytest.raises(UserError, match="target npu2 needs aircc, Peano, not found on this machine: see doit doctor"):
-        make(module, tmp_path)
+    for action in (make, objects_of):
+        with pytest.raises(
+            UserError, match="target npu2 needs aircc, Peano, not found on this machine: see doit doctor"
+        ):
+            action(module, tmp_path)
 
 
 # Doctor

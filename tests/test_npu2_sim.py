@@ -120,15 +120,26 @@ def test_submissions_and_traffic(fused: Path) -> None:
 
 
 def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: Path) -> None:
-    """A comment in a tile function relowers its programs and stops there; the MLIR is untouched."""
+    """A comment in a tile function stops at its objects; a change reaches the programs that link them, and no other."""
     del fused  # its tile objects are in the session's cache, not in this checkout's
     arguments = ("compile", "target=npu2-sim", "buckets=64", "model=models/demo")
     first = ran(doit(*arguments, cwd=built))
-    assert {"module:prefill_layer.64", "elf:prefill_layer.64", "elf:decode_last", "manifest"} <= first
+    assert {"module:prefill_layer.64", "object:aie2p/gemm", "object:sim/device", "elf:decode_last", "manifest"} <= first
     assert ran(doit(*arguments, cwd=built)) == set()
     source = built / "kernel_src/aie2p/silu_and_mul.cc"
     source.write_text(source.read_text() + "\n// a comment\n")
-    assert ran(doit(*arguments, cwd=built)) == {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+    assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}
+    source.write_text(source.read_text() + '\nextern "C" int added_for_a_test() { return 7; }\n')
+    linked = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+    assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul", "manifest"} | linked
+    # One variant: only prefill's rows are this wide.
+    source.write_text(source.read_text().replace("return 7;", "return COUNT > 1000 ? 8 : 7;"))
+    tasks = ran(doit(*arguments, cwd=built))
+    objects = built / "artifacts/demo/npu2-sim/build/objects/aie2p/silu_and_mul"
+    assert len(list(objects.glob("*.o"))) > 1
+    assert tasks == {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
+    next(objects.glob("*.o")).unlink()
+    assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}, "the same object again"
 
 
 def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> None:
@@ -142,6 +153,8 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
     assert len(run.stderr.strip().splitlines()) == 1
     assert "aircc" in run.stderr
     assert "doit doctor" in run.stderr
+    parallel = doit("-n", "3", "compile", "target=npu2", f"buckets={BUCKETS}", f"artifacts={artifacts}")
+    assert parallel.stderr == run.stderr, "one line also when several steps miss them at once"
     directory = artifacts / "demo/npu2"
     assert {p.name for p in (directory / "build/modules").glob("prefill*.mlir")} == {
         "prefill_layer.64.mlir",

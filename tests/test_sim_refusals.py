@@ -14,7 +14,7 @@ from xdsl.dialects import arith, func, memref
 from xdsl.dialects.builtin import IndexType, ModuleOp, StringAttr
 
 from runtime.errors import UserError
-from stages import air_checks, air_to_host
+from stages import air_checks, air_to_host, sim_build
 from stages.air.builder import L1, L2, Buffer, Builder, memref_type
 from stages.air.dialect import DmaMemcpyNdOp, HerdOp
 from stages.air.externs import Variant
@@ -387,8 +387,8 @@ def test_an_unknown_operation_is_named() -> None:
 
 def test_an_object_without_source_is_named() -> None:
     with pytest.raises(UserError, match=r"object fft_n8\.o: no source"):
-        air_to_host.TileObject.parse("fft_n8.o")
-    tile = air_to_host.TileObject.parse("flash_attention_hd64_kr32_qr64.o")
+        sim_build.TileObject.parse("fft_n8.o")
+    tile = sim_build.TileObject.parse("flash_attention_hd64_kr32_qr64.o")
     assert tile.source.name == "flash_attention.cc"
     assert tile.defines == ("-DHD=64", "-DKR=32", "-DQR=64", "-DVARIANT=hd64_kr32_qr64")
 

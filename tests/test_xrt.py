@@ -28,7 +28,7 @@ from runtime.devices import Binding, Call
 from runtime.devices import xrt as xrt_module
 from runtime.devices.ranges import Ranges
 from runtime.devices.xrt import XrtDevice
-from stages import air_to_host
+from stages import sim_build
 from stages.air.printer import to_mlir
 from stages.kernels import add
 from stages.npu_estimate import host_traffic
@@ -125,7 +125,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
     text = to_mlir(add.build(add.plan(ROWS, COLS)).module)
     for name in ("one", "two"):
         mlir = text.replace("func.func @add(", f"func.func @{name}(")
-        air_to_host.build(mlir, directory / f"{name}.so", directory / name, artifacts / ".cache/tiles")
+        sim_build.build(mlir, directory / f"{name}.so", directory / name, artifacts / ".cache/tiles")
     return directory
 
 
