@@ -138,7 +138,9 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: 
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
-        return f"aircc crashed ({signal.Signals(-status).name})" + (f": {error}" if error else "")
+        # One pass of mlir-air changes a container while it walks it, which shows with many launches if at all.
+        said = f": {error}" if error else ""
+        return f"aircc crashed ({signal.Signals(-status).name}){said}: try again, or grouping=spec with smaller modules"
     if status:
         return f"aircc: {error or 'no message'}{_unit(job, error, scratch)}"
     elf = scratch / ELF
