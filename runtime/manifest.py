@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.cpu_features import cpu_features
 from runtime.errors import UserError
 
 FORMAT = 1
@@ -24,7 +25,7 @@ class Manifest:
 
     directory: Path
     model: Mapping[str, Any]
-    target: Mapping[str, str]
+    target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
     programs: Mapping[str, Mapping[str, Any]]
     plans: Mapping[str, list[Mapping[str, Any]]]
@@ -47,6 +48,12 @@ class Manifest:
             raise UserError(
                 f"{self.directory} was built for {built['system']} {built['machine']}, this machine is "
                 f"{here['system']} {here['machine']}: build it here with doit compile"
+            )
+        needed = self.target.get("features", ())
+        if missing := sorted(set(needed) - set(cpu_features()) if needed else ()):
+            raise UserError(
+                f"{self.directory} was built for a CPU with {', '.join(missing)}, which this one does not have: "
+                "build it here with doit compile"
             )
 
     def _check_plans(self) -> None:

@@ -24,6 +24,7 @@ from stages.options import Options
 from stages.pack import pack_weights
 from stages.plans import write_plan
 from stages.steps import Digests, Project, Step, doit_task
+from stages.tile_objects import FEATURES
 from stages.toolchain import host_compiler_fingerprint, npu, npu_fingerprint, pyxrt
 
 CONFIG = Path("build/config.json")
@@ -168,6 +169,7 @@ class Graph:
             WEIGHTS,
             Path("tokenizer"),
             *map(Path, sorted({str(p["file"]) for p in programs.values()})),
+            *([FEATURES] if self.target == "npu2-sim" else []),
         ]
         return self.step(
             "manifest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from runtime.manifest import FORMAT
 from stages.config import LlamaConfig, read_config, read_json, token_ids
 from stages.elfs import Elf, all_elfs
 from stages.files import file_digests, write_json
+from stages.tile_objects import FEATURES
 
 _CALL = ("program", "buffers", "layer")
 """Of a planned call; only calls of the NPU's programs say the layer (from 0), for messages."""
@@ -33,7 +35,8 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "model": {"name": model, **asdict(config), "eos": end_tokens(directory, config)},
-        "target": {"name": target, "system": sys.platform, "machine": platform.machine()},
+        "target": {"name": target, "system": sys.platform, "machine": platform.machine()}
+        | _features(directory, target),
         "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
         "programs": {
             name: {**program, "slots": _slots(directory, config, elfs.get(str(program["entry"])), name)}
@@ -45,6 +48,11 @@ def write_manifest(
         "files": files,
     }
     write_json(work / "manifest.json", manifest)
+
+
+def _features(directory: Path, target: str) -> dict[str, Any]:
+    """What the CPU must have. Host kernels choose at run time; the simulator's objects are for the CPU that made them."""
+    return {"features": json.loads((directory / FEATURES).read_text())} if target == "npu2-sim" else {}
 
 
 def _slots(directory: Path, config: LlamaConfig, elf: Elf | None, program: str) -> Any:

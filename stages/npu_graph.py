@@ -15,8 +15,8 @@ from stages.npu_plans import NpuProgram, npu_programs
 from stages.peano import npu_objects
 from stages.sim_build import DEVICE_OBJECT, sim_device, sim_elf, sim_objects
 from stages.steps import Step
-from stages.tile_objects import DIRECTORY, TILE_SOURCES
-from stages.toolchain import host_compiler_fingerprint, npu_fingerprint, peano_fingerprint
+from stages.tile_objects import DIRECTORY, FEATURES, TILE_SOURCES
+from stages.toolchain import native_fingerprint, npu_fingerprint, peano_fingerprint
 
 if TYPE_CHECKING:
     from stages.graph import Graph
@@ -76,7 +76,7 @@ def _npu_object(graph: Graph, stem: str, descriptions: Sequence[Path]) -> Step:
 
 def _sim_object(graph: Graph, stem: str, descriptions: Sequence[Path]) -> Step:
     action = partial(sim_objects, stem, descriptions, graph.artifacts / ".cache/tiles")
-    return _object(graph, stem, action, descriptions, tool=host_compiler_fingerprint)
+    return _object(graph, stem, action, descriptions, tool=native_fingerprint)
 
 
 def _object(graph: Graph, stem: str, action: Any, descriptions: Sequence[Path], **more: Any) -> Step:
@@ -96,8 +96,8 @@ def _sim_device(graph: Graph) -> Step:
         "object:sim/device",
         "Compile what every simulated program runs on.",
         partial(sim_device, graph.artifacts / ".cache/tiles"),
-        ["build" / DEVICE_OBJECT],
-        tool=host_compiler_fingerprint,
+        ["build" / DEVICE_OBJECT, FEATURES],
+        tool=native_fingerprint,
     )
 
 
@@ -109,7 +109,7 @@ def _simulated(graph: Graph, program: NpuProgram, objects: tuple[str, ...]) -> S
         partial(sim_elf, module, program.name),
         [_file(graph, program)],
         [module],
-        tool=host_compiler_fingerprint,
+        tool=native_fingerprint,
         after=objects,
     )
 

@@ -17,14 +17,16 @@ from pathlib import Path
 from xdsl.dialects import func
 from xdsl.dialects.builtin import ModuleOp
 
+from runtime.cpu_features import cpu_features
 from runtime.errors import UserError
 from stages.air_checks import public_function
 from stages.air_text import parse_mlir
 from stages.air_to_host import lower
+from stages.files import write_json
 from stages.object_cache import CachedObject, cached_object
 from stages.objects import run_compiler
-from stages.tile_objects import object_path, write_tile_objects
-from stages.toolchain import host_compiler_fingerprint
+from stages.tile_objects import FEATURES, object_path, write_tile_objects
+from stages.toolchain import native_fingerprint
 
 SOURCES = Path(__file__).resolve().parent.parent / "kernel_src"
 HEADERS = tuple(SOURCES / name for name in ("aie2p/tile.h", "sim/device.hpp", "sim/aie_api/aie.hpp"))
@@ -79,11 +81,13 @@ def sim_objects(stem: str, descriptions: Sequence[Path], cache: Path, work: Path
 
 
 def sim_device(cache: Path, work: Path) -> list[Path]:
-    """Step action: the object that every simulated program runs on. Returns its source and headers."""
+    """Step action: the object that every simulated program runs on, and what of this CPU they are compiled for. Returns
+    its source and headers."""
     made = compile_object(DEVICE, options(), cache)
     output = work / "build" / DEVICE_OBJECT
     output.parent.mkdir(parents=True)
     shutil.copyfile(made.path, output)
+    write_json(work / FEATURES, cpu_features())
     return _relative(made.read)
 
 
@@ -143,7 +147,7 @@ def compile_object(part: TileObject, chosen: Sequence[str], cache: Path) -> Cach
         run_compiler([*chosen, *part.defines, "-c", str(part.source), "-o", str(output)], str(part.source))
         return [part.source, *HEADERS]
 
-    made_by = (host_compiler_fingerprint(), tuple(chosen), part.defines)
+    made_by = (native_fingerprint(), tuple(chosen), part.defines)
     return cached_object(cache, Path(part.name).stem, made_by, [part.source, *HEADERS], make)
 
 

@@ -13,6 +13,8 @@ from stages.object_cache import CachedObject
 
 TILE_SOURCES = Path("kernel_src/aie2p")
 DIRECTORY = Path("build/objects/aie2p")
+FEATURES = Path("build/objects/sim/features.json")
+"""Instruction sets that the simulator's objects may use, which the manifest asks of a machine that runs them."""
 
 
 def object_path(build: Path, stem: str, name: str) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from runtime.cpu_features import cpu_features
 from runtime.errors import UserError
 from stages.known_good import NPU1_DEVICE, NPU2_COLUMNS, NPU2_DEVICES
 
@@ -55,6 +56,12 @@ def host_compiler_fingerprint() -> str | None:
         return None
     run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     return f"{(run.stdout or run.stderr).partition(chr(10))[0].strip()} for {platform.machine()}"
+
+
+def native_fingerprint() -> str | None:
+    """The same for objects that use all of this machine's CPU."""
+    compiler = host_compiler_fingerprint()
+    return compiler and f"{compiler} with {' '.join(cpu_features())}"
 
 
 # The NPU's tools

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import Llama, load
+from runtime import Llama, UserError, cpu_features, load
+from runtime.manifest import Manifest
+from stages import toolchain
 from tests.conftest import ROOT, build, doit, ran
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -140,6 +142,25 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
     assert tasks == {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
     next(objects.glob("*.o")).unlink()
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}, "the same object again"
+
+
+def test_a_cpu_that_lacks_what_the_objects_use_is_refused(
+    fused: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = Manifest.open(fused).target["features"]
+    assert needed, "compiled for this CPU"
+    assert "features" not in Manifest.open(demo).target, "host kernels choose at run time"
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu {' '.join(needed[1:])} tsc\n")
+    monkeypatch.setattr(cpu_features, "CPUINFO", cpuinfo)
+    with pytest.raises(
+        UserError, match=f"built for a CPU with {needed[0]}, which this one does not have: build it here"
+    ):
+        Manifest.open(fused)
+    before = toolchain.native_fingerprint()
+    cpuinfo.write_text(f"flags : {' '.join(needed)}\n")
+    assert Manifest.open(fused)
+    assert toolchain.native_fingerprint() != before, "and doit compile builds it again"
 
 
 def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> None:
