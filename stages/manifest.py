@@ -35,8 +35,7 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "model": {"name": model, **asdict(config), "eos": end_tokens(directory, config)},
-        "target": {"name": target, "system": sys.platform, "machine": platform.machine()}
-        | _features(directory, target),
+        "target": {"name": target, **_machine(directory, target)},
         "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
         "programs": {
             name: {**program, "slots": _slots(directory, config, elfs.get(str(program["entry"])), name)}
@@ -50,9 +49,11 @@ def write_manifest(
     write_json(work / "manifest.json", manifest)
 
 
-def _features(directory: Path, target: str) -> dict[str, Any]:
-    """What the CPU must have. Host kernels choose at run time; the simulator's objects are for the CPU that made them."""
-    return {"features": json.loads((directory / FEATURES).read_text())} if target == "npu2-sim" else {}
+def _machine(directory: Path, target: str) -> dict[str, Any]:
+    """What must be equal where this runs and, for the simulator, what the CPU must have: host kernels choose when loaded,
+    its objects are for the CPU that made them."""
+    machine = {"system": sys.platform, "machine": platform.machine()}
+    return machine | ({"features": json.loads((directory / FEATURES).read_text())} if target == "npu2-sim" else {})
 
 
 def _slots(directory: Path, config: LlamaConfig, elf: Elf | None, program: str) -> Any:

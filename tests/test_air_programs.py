@@ -143,7 +143,9 @@ def _in_herd(op: Operation) -> bool:
     ("plan", "limit"),
     [
         (lambda: rms_norm.plan(8, 65536, 1e-5), "L1"),
-        (lambda: gemv.plan(2048, 1 << 18), "L1"),
+        (lambda: gemv.plan(2048, 1 << 18), "no tile size fits L1"),
+        (lambda: gemv.plan(64, 32), "no tile size fits cols = 32 into two chunks of whole vectors"),
+        (lambda: gemm.plan(128, 256, 1024, head_dim=1024), "no tile size fits whole heads of 1024 into 512 columns"),
         (lambda: rope.plan(8, 512, 128), "L1"),
         (lambda: flash_attention.plan(512, 8, 8, 512), "L1"),
         (lambda: gemm.plan(100, 64, 64), "rows = 100"),

@@ -89,6 +89,7 @@ def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first
         for k in limits.divisors(chunk, limits.BLOCK, TILE)
         if herd_rows * n % (head_dim or 1) == 0
     ]
+    limits.first(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", range(len(candidates)))
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
     candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES and c.x_chunk // limits.BLOCK <= limits.WRAP]

@@ -78,6 +78,7 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
+    limits.first(what, f"cols = {cols} into two chunks of whole vectors ({limits.VECTOR})", range(len(shapes)))
     shapes = [
         (r, m, k) for r, m, k in shapes if limits.fits_l1(limits.copies(cols // k) * m * k * 2, cols * 2, m * 4, m * 2)
     ]
