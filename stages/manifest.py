@@ -50,7 +50,7 @@ def write_manifest(
 
 
 def _machine(directory: Path, target: str) -> dict[str, Any]:
-    """What must be equal where this runs and, for the simulator, what the CPU must have: host kernels choose when loaded,
+    """What must be equal where this runs and, for the simulator, what the CPU must have: host kernels choose at load,
     its objects are for the CPU that made them."""
     machine = {"system": sys.platform, "machine": platform.machine()}
     return machine | ({"features": json.loads((directory / FEATURES).read_text())} if target == "npu2-sim" else {})
