@@ -36,6 +36,7 @@ LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
 """Positions that the tests need at most."""
 COLD_PROMPT_TOKENS = 16
 PEAK_ITERATIONS = 2_000_000
+READ_PASSES = 9
 SETTLE = 0.1
 """Seconds between engines: threads of one that still spin would take the cores from the next."""
 
@@ -186,8 +187,8 @@ class Bench:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
 
     def read_bandwidth(self) -> float:
-        """Bytes per second of reading the weights themselves."""
-        return max(self.device.measure_read(self.llm.buffer(self.largest)) for _ in range(2))
+        """Bytes per second of reading the weights themselves, as sustained over several passes."""
+        return statistics.median(self.device.measure_read(self.llm.buffer(self.largest)) for _ in range(READ_PASSES))
 
     def tokens(self, count: int) -> list[int]:
         return self.generator.integers(0, self.config["vocab"], count).tolist()
