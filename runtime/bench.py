@@ -35,7 +35,7 @@ GENERATED = 32
 LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
 """Positions that the tests need at most."""
 COLD_PROMPT_TOKENS = 16
-PEAK_ITERATIONS = 2_000_000
+PEAK_ITERATIONS = 10_000_000
 READ_PASSES = 9
 SETTLE = 0.1
 """Seconds between engines: threads of one that still spin would take the cores from the next."""
