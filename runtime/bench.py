@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from runtime.devices.cpu import CpuDevice
-from runtime.errors import UserError
 from runtime.llama import Llama, load
 
 PROMPTS = (128, 512, 2048)
@@ -111,17 +110,15 @@ class Ours:
 def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_peers: OpenPeers | None = None) -> None:
     """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn.
 
-    Raises UserError for targets other than `cpu`.
+    Raises UserError.
     """
     with contextlib.closing(load(directory, threads)) as llm:
-        if not isinstance(llm.device, CpuDevice):
-            raise UserError(f"{directory}: --bench measures the cpu target only")
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
             bench = Bench(llm, repeats, peers)
             if not as_json:
                 print(header(llm, [peer.name for peer in bench.peers]), flush=True)
             results = []
-            for result in itertools.chain(bench.results(), cold_start(directory, llm, repeats)):
+            for result in itertools.chain(bench.results(), cold_start(directory, llm, threads, repeats)):
                 results.append(result)
                 if not as_json:
                     print(result.row(), flush=True)
@@ -160,11 +157,12 @@ def header(llm: Llama, peers: Sequence[str]) -> str:
 
 
 class Bench:
-    """The tests on a loaded model, and on its peers in turn."""
+    """The tests on a loaded model, and on its peers in turn. Limits are those of the CPU, for the target `cpu`."""
 
     def __init__(self, llm: Llama, repeats: int, peers: Sequence[Engine] = ()) -> None:
         self.llm, self.repeats, self.peers = llm, repeats, peers
-        self.device: CpuDevice = llm.device
+        self.device = llm.device
+        self.limited = isinstance(llm.device, CpuDevice)
         self.generator = np.random.default_rng(0)
         self.config = llm.manifest.model
         self.weights = _matrix_bytes(llm)
@@ -172,16 +170,22 @@ class Bench:
 
     def results(self) -> Iterator[Result]:
         """Limits first, then prefill and decode, each repeat with its limit measured right beside it."""
+        if self.limited:
+            yield from self._limits()
+        # Beyond the largest bucket, a prompt would be measured token by token.
+        longest = self.llm.buckets[-1] if self.llm.buckets else self.llm.context_length
+        for rows in (rows for rows in PROMPTS if rows <= longest):
+            yield self.prefill(rows)
+        for depth in (depth for depth in DEPTHS if depth <= longest and depth + GENERATED < self.llm.context_length):
+            yield self.decode(depth)
+        if self.limited:
+            yield self.host_overhead()
+
+    def _limits(self) -> Iterator[Result]:
         self.read_bandwidth()
         yield self._repeat("read bandwidth", "GB/s", lambda: self.read_bandwidth() / 1e9)
         yield self._repeat("bf16 peak", "GFLOP/s", lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS) / 1e9)
         yield self._repeat("f32 peak", "GFLOP/s", lambda: self.device.measure_peak("f32", PEAK_ITERATIONS) / 1e9)
-        room = self.llm.context_length
-        for rows in (rows for rows in PROMPTS if rows <= room):
-            yield self.prefill(rows)
-        for depth in (depth for depth in DEPTHS if depth + GENERATED < room):
-            yield self.decode(depth)
-        yield self.host_overhead()
 
     def _repeat(self, test: str, unit: str, measure: Callable[[], float]) -> Result:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
@@ -227,9 +231,9 @@ class Bench:
         result = Result(test, "tokens/s", peers={peer.name: [] for peer in self.peers})
         for repeat in range(self.repeats + 1):
             ids = self.tokens(count)
-            before = limit()
+            before = limit() if self.limited else 0.0
             rate = count / run(Ours(self.llm), ids)
-            limits = (before + limit()) / 2
+            after = limit() if self.limited else 0.0
             rates = {}
             for peer in self.peers:
                 time.sleep(SETTLE)
@@ -237,7 +241,7 @@ class Bench:
             time.sleep(SETTLE)
             if repeat:
                 result.values.append(rate)
-                result.limits.append(limits)
+                result.limits += [(before + after) / 2] * self.limited
                 for name, value in rates.items():
                     result.peers[name].append(value)
         return result
@@ -275,7 +279,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def cold_start(directory: str, llm: Llama, repeats: int) -> Iterator[Result]:
+def cold_start(directory: str, llm: Llama, threads: int, repeats: int) -> Iterator[Result]:
     """New processes, page cache warm: until the first piece of text, and the most memory that one held."""
     count = max(1, COLD_PROMPT_TOKENS - 1)
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
@@ -287,7 +291,7 @@ def cold_start(directory: str, llm: Llama, repeats: int) -> Iterator[Result]:
         prompt,
         "--raw",
         "--max-tokens=2",
-        f"--threads={llm.device.threads}",
+        f"--threads={threads}",
     ]
     first, loaded = Result("cold start", "s"), Result("load", "s")
     for _ in range(repeats):
@@ -299,7 +303,7 @@ def cold_start(directory: str, llm: Llama, repeats: int) -> Iterator[Result]:
             process.stdout.read()
 
         def reload() -> None:
-            load(directory, llm.device.threads).close()
+            load(directory, threads).close()
 
         loaded.values.append(_timed(reload))
     yield loaded

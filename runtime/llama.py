@@ -68,7 +68,7 @@ class Llama:
         self._phases = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
-        self._buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
+        self.buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
@@ -96,7 +96,7 @@ class Llama:
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""
         ids = self._checked(token_ids)
-        if self._buckets:
+        if self.buckets:
             self._prefill_bucket(ids)
         else:
             self._prefill_chunks(ids)
@@ -112,7 +112,7 @@ class Llama:
         """Programs of static shape start at position 0: the smallest bucket that holds the tokens, else the largest and
         the rest one by one. Rows past the tokens are computed and never read."""
         if self.position == 0:
-            bucket = next((b for b in self._buckets if b >= len(ids)), self._buckets[-1])
+            bucket = next((b for b in self.buckets if b >= len(ids)), self.buckets[-1])
             if bucket < len(ids):
                 self.notify(self._too_long(len(ids)))
             self._run(f"prefill@{bucket}", ids[:bucket])
@@ -121,10 +121,10 @@ class Llama:
             self._run("decode", [token])
 
     def _too_long(self, tokens: int) -> str:
-        wanted = ",".join(map(str, [*self._buckets, 1 << (tokens - 1).bit_length()]))
+        wanted = ",".join(map(str, [*self.buckets, 1 << (tokens - 1).bit_length()]))
         return (
-            f"the prompt has {tokens} tokens, the largest bucket is {self._buckets[-1]}: "
-            f"{tokens - self._buckets[-1]} go one by one; doit compile buckets={wanted} makes a larger one"
+            f"the prompt has {tokens} tokens, the largest bucket is {self.buckets[-1]}: "
+            f"{tokens - self.buckets[-1]} go one by one; doit compile buckets={wanted} makes a larger one"
         )
 
     def decode(self, token_id: int) -> np.ndarray:
@@ -198,7 +198,7 @@ class Llama:
                 f"the prompt has {len(ids)} tokens, the model's context is {self.context_length}: shorten the prompt"
             )
         shared = _common_prefix(self._history, ids[:-1]) if keep_context else 0
-        if self._buckets and len(ids) - shared > MAX_STEPPED_TOKENS:
+        if self.buckets and len(ids) - shared > MAX_STEPPED_TOKENS:
             shared = 0
         del self._history[shared:]
         self.stats = Stats(prompt_tokens=len(ids) - shared)

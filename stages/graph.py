@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -211,7 +212,8 @@ class Graph:
         options = self.options
         gguf = self.artifacts / ".cache/gguf" / f"{content_digest(self.directory / CHECKPOINT)}.gguf"
         try:
-            peers = partial(open_peers, options.peer_list(), self.source, gguf)
+            cpus = options.threads or len(os.sched_getaffinity(0))
+            peers = partial(open_peers, options.peer_list(), self.source, gguf, cpus)
             run_bench(str(self.directory), options.threads, options.repeats, options.json, peers)
         except UserError as error:
             return TaskFailed(str(error))

@@ -123,8 +123,8 @@ class Peer:
 
 
 @contextlib.contextmanager
-def open_peers(names: Sequence[str], source: Source, gguf: Path, llm: Llama) -> Iterator[list[Peer]]:
-    """Start the named peers on the checkpoint of `source`, with as many threads and as long a context as `llm` has.
+def open_peers(names: Sequence[str], source: Source, gguf: Path, threads: int, llm: Llama) -> Iterator[list[Peer]]:
+    """Start the named peers on the checkpoint of `source`, with as long a context as `llm` has.
 
     `gguf` is where the checkpoint's conversion is or goes. Raises UserError.
     """
@@ -137,7 +137,7 @@ def open_peers(names: Sequence[str], source: Source, gguf: Path, llm: Llama) -> 
         checkpoint = source.fetch() if names else Path()
         for name in names:
             model = _converted(checkpoint, gguf) if name == "llama.cpp" else checkpoint
-            peers.append(Peer(name, model, llm.device.threads, context))
+            peers.append(Peer(name, model, threads, context))
             stack.callback(peers[-1].close)
         yield peers
 

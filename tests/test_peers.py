@@ -75,7 +75,7 @@ def test_transformers_runs_the_same_model(artifacts: Path, tmp_path: Path) -> No
 @needs_llama_cpp
 def test_a_peer_measures_in_its_own_process_and_its_end_is_one_line(demo: Path, tmp_path: Path) -> None:
     llm = load(demo, 1)
-    with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", llm) as (
+    with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", 1, llm) as (
         peer,
     ):
         assert 0 < peer.prefill([1, 2, 3]) < 60
@@ -89,7 +89,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     llm = load(demo, 1)
     with pytest.raises(UserError, match=r"llama_cpp: pip install -e '.\[bench\]'"):
-        with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", llm):
+        with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", 1, llm):
             pass
     llm.close()
 

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from runtime import UserError, load
+from runtime import UserError, bench, load
 from runtime.devices import Binding, Call
 from runtime.devices import xrt as xrt_module
 from runtime.devices.ranges import Ranges
@@ -396,6 +396,23 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
         "prompt": crossed[0] + crossed[1] - crossed[2],
         "token": crossed[2],
     }
+
+
+def test_bench_measures_what_the_buckets_hold(
+    npu2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install()
+    for name, value in {
+        "PROMPTS": (16, 512),
+        "DEPTHS": (0, 16, 512),
+        "GENERATED": 2,
+        "cold_start": lambda *_: (),
+    }.items():
+        monkeypatch.setattr(bench, name, value)
+    bench.run_bench(str(npu2), 2, 1, as_json=True)
+    results = {r["test"]: r for r in json.loads(capsys.readouterr().out)["results"]}
+    assert set(results) == {"pp16", "tg2 @ 0", "tg2 @ 16"}, "nothing token by token, and no limit of the CPU"
+    assert all(r["share"] is None and r["values"][0] > 0 for r in results.values())
 
 
 # The command line
