@@ -12,11 +12,13 @@ from stages.files import write_json
 from stages.npu_modules import build_module, groups
 
 
-def write_module(directory: Path, program: str, group: str, work: Path, grouping: str, bucket: int) -> None:
+def write_module(
+    directory: Path, program: str, group: str, work: Path, grouping: str, bucket: int, bfp16: bool
+) -> None:
     """Step action: MLIR of one program, and beside it what else its compilation needs to know, as JSON."""
     dimensions = read_config(directory / "build/config.json").dimensions()
     wanted = next(g for g in groups(grouping) if g.name == group)
-    module = build_module(wanted, dimensions, bucket)
+    module = build_module(wanted, dimensions, bucket, bfp16=bfp16)
     path = work / "build/modules" / f"{program}.mlir"
     path.parent.mkdir(parents=True)
     path.write_text(module.text())

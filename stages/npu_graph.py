@@ -58,7 +58,11 @@ def _module(graph: Graph, program: NpuProgram) -> Step:
         partial(write_module, graph.directory, program.name, program.group.name),
         [_mlir(program), _mlir(program).with_suffix(".json")],
         [graph.directory / "build/config.json"],
-        arguments={"grouping": graph.options.grouping, "bucket": program.bucket},
+        arguments={
+            "grouping": graph.options.grouping,
+            "bucket": program.bucket,
+            "bfp16": graph.options.matmul == "bfp16" and program.group.prefill,
+        },
     )
 
 

@@ -125,13 +125,13 @@ def modules(dimensions: Dimensions, grouping: str = "fused", bucket: int = BUCKE
         yield build_module(group, dimensions, bucket)
 
 
-def build_module(group: Group, dimensions: Dimensions, bucket: int, pos: int = 0) -> NpuModule:
+def build_module(group: Group, dimensions: Dimensions, bucket: int, pos: int = 0, bfp16: bool = False) -> NpuModule:
     """One module for `bucket` rows whose first position is `pos` (decode modules ignore both).
 
     `dimensions`: the names `stages.elfs` uses (vocab, emb, ffn, heads, kv_heads, head_dim, q_dim, kv_dim, eps).
-    UserError names the hardware limit that a shape breaks.
+    `bfp16`: see `gemm.Plan`. UserError names the hardware limit that a shape breaks.
     """
-    known = {**dimensions, "seq": bucket, "max_seq": pos + bucket, "pos": pos}
+    known = {**dimensions, "seq": bucket, "max_seq": pos + bucket, "pos": pos, "bfp16": bfp16}
     launches = [wired for name, renamed in group.parts for wired in _wire(name, renamed, known)]
     plans = [_PLANS[wired.kernel](wired) for wired in launches]
     slots = module_slots(group, known)
@@ -191,8 +191,10 @@ def _in_ddr(slot: NpuSlot, group: Group, known: Dimensions) -> NpuSlot:
 
 
 def _plan_gemm(w: _Wired) -> gemm.Plan:
-    shape = (w.integer("rows"), w.integer("cols"), w.integer("out_cols"))
-    return gemm.plan(*shape, w.integer("head_dim"), w.integer("pos")) if w.args["out"] == "kv" else gemm.plan(*shape)
+    shape, bfp16 = (w.integer("rows"), w.integer("cols"), w.integer("out_cols")), bool(w.scalars["bfp16"])
+    if w.args["out"] == "kv":
+        return gemm.plan(*shape, w.integer("head_dim"), w.integer("pos"), bfp16)
+    return gemm.plan(*shape, bfp16=bfp16)
 
 
 def _plan_rope(w: _Wired) -> rope.Plan:

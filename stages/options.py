@@ -11,6 +11,8 @@ from runtime.errors import UserError
 
 TARGETS = ("cpu", "npu2-sim", "npu2")
 PEERS = ("llama.cpp", "transformers")
+MATMULS = ("bf16", "bfp16")
+"""How the NPU projects a prompt's rows: exact products of bf16, or block floating point (`gemm.Plan.bfp16`)."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Options:
     artifacts: str = "artifacts"
     buckets: str = "128,512,2048"
     grouping: str = "fused"
+    matmul: str = "bf16"
     prompt: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
@@ -72,6 +75,8 @@ def parse_options(given: Mapping[str, str]) -> Options:
         close = difflib.get_close_matches(options.target, TARGETS, 1, 0.3)
         hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(TARGETS)}"
         raise UserError(f"target={options.target} is unknown: {hint}")
+    if options.matmul not in MATMULS:
+        raise UserError(f"matmul={options.matmul}: choose one of {', '.join(MATMULS)}")
     _check_range("max_tokens", options.max_tokens, 1)
     _check_range("temperature", options.temperature, 0)
     _check_range("top_k", options.top_k, 0)

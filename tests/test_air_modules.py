@@ -136,6 +136,15 @@ def test_channels_keep_their_ends_when_stitched() -> None:
     assert len(declared) == 1 and ends == set(declared)
 
 
+@pytest.mark.parametrize("name", ["prefill_layer", "decode_layer"])
+def test_block_floating_point_is_another_object_and_nothing_else(name: str) -> None:
+    group = next(g for g in groups("fused") if g.name == name)
+    exact, fast = (build_module(group, LLAMA, 128, bfp16=bfp16) for bfp16 in (False, True))
+    assert fast.text().replace("_bfp1_", "_") == exact.text()
+    changed = {v.stem for v in fast.variants} - {v.stem for v in set(fast.variants) & set(exact.variants)}
+    assert changed == ({"gemm"} if name == "prefill_layer" else set())
+
+
 def test_unknown_grouping_is_refused() -> None:
     with pytest.raises(UserError, match="fused"):
         groups("all")

@@ -154,6 +154,8 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "top_p_zero": (("run", "prompt=hi", "top_p=0"), "top_p=0"),
     "top_k_negative": (("run", "prompt=hi", "top_k=-2"), "top_k=-2"),
     "raw_is_text": (("run", "prompt=hi", "raw=maybe"), "raw=maybe"),
+    "unknown_matmul": (("compile", "target=npu2", "matmul=fp8"), "matmul=fp8: choose one of bf16, bfp16"),
+    "no_repeats": (("bench", "repeats=0"), "repeats=0: must be at least 1"),
     "no_such_model": (("compile", "model=/no/such/directory"), "/no/such/directory"),
     "unknown_random": (("compile", "model=random:llama-9"), "random:llama-9"),
     "model_name_of_nothing": (("compile", "model=llama"), "model=llama"),

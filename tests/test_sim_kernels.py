@@ -122,10 +122,10 @@ def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.nda
     return ULP * magnitude(want) + weight.shape[1] * F32 * (magnitude(x) @ magnitude(weight).T)
 
 
-def run_gemm(plan: gemm.Plan, x: np.ndarray, weight: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
+def run_gemm(plan: gemm.Plan, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     width = plan.out_cols * (2 if plan.head_dim else 1)
     out = empty(plan.first_row + plan.rows, width)
-    got = execute(gemm.build(plan), x, to_blocks(weight), out, flags=flags)[plan.first_row :]
+    got = execute(gemm.build(plan), x, to_blocks(weight), out)[plan.first_row :]
     if plan.head_dim is None:
         return got
     halves = got.reshape(plan.rows, -1, 2, plan.head_dim)
@@ -159,7 +159,7 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
 def test_gemm_in_block_floating_point() -> None:
     """Eight values share the exponent of the largest: each is off by at most 2^-7 of it, on both sides."""
     x, weight = random(64, 64, seed=11), random(32, 64, seed=12)
-    got = run_gemm(gemm.plan(64, 64, 32), x, weight, flags=("-DAIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16=1",))
+    got = run_gemm(gemm.plan(64, 64, 32, bfp16=True), x, weight)
     want = gemm.reference(x, weight)
     largest = [magnitude(m).reshape(len(m), -1, 8).max(axis=2).repeat(8, axis=1) for m in (x, weight)]
     error = 2.0**-7 * (

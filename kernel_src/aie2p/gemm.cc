@@ -1,6 +1,10 @@
 // One tile of c += a @ b with f32 accumulators, in 8x8 blocks (each block contiguous, row-major).
 // a bf16 [TM/8][TK/8][8][8], b bf16 [TN/8][TK/8][8 k][8 n].
 // c is raw storage of TM*TN f32 in blocks [TM/8][TN/8][8][8]; after gemm_out its first half holds them as bf16.
+// BFP: products in block floating point, eight values to an exponent, which the matrix unit does several times faster.
+#if BFP
+#define AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16 1
+#endif
 #include "tile.h"
 
 namespace {

@@ -32,6 +32,7 @@ class Plan:
     `x_chunk` = `cols`: a block of `8 * tile_m` rows of `x` stays in L2 while all weights pass by, so `x` is read from
     DDR once. Less (rows too wide to stay): the block passes through L2 in chunks, once per block of output columns.
     `head_dim`: the output is the V halves of `[K | V]` heads, from `first_row` on; None: plain rows.
+    `bfp16`: the core multiplies in block floating point, eight values to an exponent: faster, less exact.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Plan:
     x_chunk: int
     head_dim: int | None = None
     first_row: int = 0
+    bfp16: bool = False
 
     @property
     def block_m(self) -> int:
@@ -59,7 +61,8 @@ class Plan:
 
     @property
     def variant(self) -> Variant:
-        return Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n)
+        block_float = {"BFP": 1} if self.bfp16 else {}
+        return Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **block_float)
 
     def __str__(self) -> str:
         x = (
@@ -73,7 +76,9 @@ class Plan:
         )
 
 
-def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0) -> Plan:
+def plan(
+    rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0, bfp16: bool = False
+) -> Plan:
     """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps
     are even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
     what = f"gemm {rows}x{cols}x{out_cols}"
@@ -82,7 +87,7 @@ def plan(rows: int, cols: int, out_cols: int, head_dim: int | None = None, first
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     candidates = [
-        Plan(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row)
+        Plan(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
         for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
