@@ -70,10 +70,10 @@ def glue() -> str:
         "}\n"
         "// The first worker comes late to what is behind it.\n"
         'extern "C" void entry_nap(void *const *, const Dims *, Worker *w) { if (w->thread == 0) usleep(50000); }\n'
-        "// All workers but the first stay away until it has passed a barrier, or for two seconds.\n"
+        "// All workers but the first stay away until it has passed a barrier, or for ten seconds.\n"
         'extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {\n'
         "    volatile int32_t *passed = static_cast<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;\n"
-        "    for (int i = 0; w->thread != 0 && i < 2000 && !(*seen = *passed); i++) usleep(1000);\n"
+        "    for (int i = 0; w->thread != 0 && i < 10000 && !(*seen = *passed); i++) usleep(1000);\n"
         "    {\n"
         "        Chunks chunks(*w, 100, 1);\n"
         "        for (int64_t i, end; chunks.next(i, end);) ++*work;\n"
