@@ -20,6 +20,9 @@ struct Team {
     bool stopping = false;
     int64_t idle_spin_ns = 0;
     int threads = 0;
+    bool crowded = false;  // fewer CPUs than threads
+    cpu_set_t cpus = {};   // the team's, as long as nobody takes some away
+    int caller_cpu = -1;   // where the helpers do not run
     int started = 1;  // workers with a thread, the caller's included
     pid_t process = 0;
     Worker *workers = nullptr;
@@ -77,6 +80,17 @@ bool start_threads(Team *team) {
     return true;
 }
 
+// On a small machine the scheduler does not search for an idle CPU: it wakes a thread where it ran last or where the
+// waker runs, and two threads that sleep in turns may share one CPU for long. So the helpers leave the caller's alone.
+void keep_apart(Team *team) {
+    const int here = sched_getcpu();
+    if (here == team->caller_cpu || here < 0 || here >= CPU_SETSIZE || team->crowded) return;
+    team->caller_cpu = here;
+    cpu_set_t others = team->cpus;
+    CPU_CLR(static_cast<size_t>(here), &others);
+    for (int i = 1; i < team->started; i++) pthread_setaffinity_np(team->handles[i], sizeof others, &others);
+}
+
 void stop_threads(Team *team) {
     team->stopping = true;
     team->submitted.add(1);
@@ -94,6 +108,7 @@ void restart_after_fork(Team *team) {
         team->workers[i].shared = team->workers[0].shared;
     }
     if (!start_threads(team)) abort();
+    team->caller_cpu = -1;
 }
 
 }  // namespace
@@ -116,9 +131,9 @@ extern "C" Team *team_create(int threads) {
     const int cpus = available_cpus();
     team->threads = threads > 0 ? threads : cpus;
     // With fewer CPUs than threads, the awaited thread may need this very CPU.
-    const bool crowded = team->threads > cpus;
-    team->state.spin_ns = crowded ? 0 : barrier_spin_ns;
-    team->idle_spin_ns = crowded ? 0 : idle_spin_ns;
+    team->crowded = team->threads > cpus || sched_getaffinity(0, sizeof team->cpus, &team->cpus) != 0;
+    team->state.spin_ns = team->crowded ? 0 : barrier_spin_ns;
+    team->idle_spin_ns = team->crowded ? 0 : idle_spin_ns;
     team->workers = static_cast<Worker *>(aligned_alloc(64, sizeof(Worker) * static_cast<size_t>(team->threads)));
     team->handles = static_cast<pthread_t *>(calloc(static_cast<size_t>(team->threads), sizeof(pthread_t)));
     if (team->workers != nullptr)
@@ -139,6 +154,7 @@ extern "C" Team *team_create(int threads) {
 extern "C" void team_run(Team *team, const Call *calls, int64_t count, const Dims *dims) {
     if (count <= 0) return;
     if (team->process != getpid()) restart_after_fork(team);
+    keep_apart(team);
     team->calls = calls;
     team->count = count;
     team->dims = *dims;
