@@ -63,13 +63,14 @@ class Result:
         """How many times each peer's rate was reached: the median, repeat by repeat."""
         return {name: _median_ratio(self.values, values) for name, values in self.peers.items()}
 
-    def row(self) -> str:
+    def row(self, peers: Sequence[str] = ()) -> str:
+        """A row of the table; `peers`: the columns it ends with, empty where a peer has no part in the test."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
         share = "" if self.share is None else f"{self.share:.1%}"
         rate = f"{statistics.mean(self.values):10.2f} ± {spread:<8.2f}"
         row = f"| {self.test:18} | {statistics.median(self.values):10.2f} | {rate} | {self.unit:8} | {share:>6} |"
-        peers = zip(self.peers.values(), self.ratios.values(), strict=True)
-        return row + "".join(f" {statistics.median(values):10.2f} {ratio:5.2f}x |" for values, ratio in peers)
+        rates = {name: f"{statistics.median(v):10.2f} {self.ratios[name]:5.2f}x" for name, v in self.peers.items()}
+        return row + "".join(f" {rates.get(name, ''):17} |" for name in peers)
 
 
 def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | None:
@@ -115,13 +116,14 @@ def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_pe
     with contextlib.closing(load(directory, threads)) as llm:
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
             bench = Bench(llm, repeats, peers)
+            names = [peer.name for peer in bench.peers]
             if not as_json:
-                print(header(llm, [peer.name for peer in bench.peers]), flush=True)
+                print(header(llm, names), flush=True)
             results = []
             for result in itertools.chain(bench.results(), cold_start(directory, llm, threads, repeats)):
                 results.append(result)
                 if not as_json:
-                    print(result.row(), flush=True)
+                    print(result.row(names), flush=True)
         if as_json:
             rows = [asdict(r) | {"share": r.share, "ratios": r.ratios} for r in results]
             print(json.dumps({"machine": machine(llm), "results": rows}))

@@ -103,4 +103,4 @@ def test_ratios_are_medians_over_repeats() -> None:
     result = Result("pp512", "tokens/s", [10, 40, 30], [20, 50, 50], {"llama.cpp": [5, 10, 10]})
     assert result.share == 0.6
     assert result.ratios == {"llama.cpp": 3.0}
-    assert result.row().endswith("|      10.00  3.00x |")
+    assert result.row(["llama.cpp", "other"]).endswith(f"|      10.00  3.00x | {'':17} |")
