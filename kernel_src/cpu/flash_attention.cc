@@ -1,6 +1,6 @@
-// flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache.
-// in panels (kv_cache.h). q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its weights are
-// rounded to bf16 before they meet V, relative to about the largest score so far.
+// flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache in panels (kv_cache.h).
+// q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
+// weights are rounded to bf16 before they meet V, relative to about the largest score so far.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
 #include "each_isa.h"
@@ -8,7 +8,7 @@
 extern "C" void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
                                        int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
                                        int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_panels, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
+    ISA_CALL(flash_attention, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
 }
 #else
 #include "vec.h"
@@ -29,11 +29,12 @@ static void store_rows(const AttentionTile &tile, const AttentionShape &shape, i
     }
 }
 
-template <class Kv>
-static void flash_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t seq,
-                            int64_t pos, Worker &worker) {
+static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
+                            int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    const KvPanels kv(shape, k, v);
     const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
-    // Rows enough to pay for packing K and V, and few enough for their sums to stay in L2.
+    // Rows enough to pay for reading K and V, and few enough for their sums to stay in L2.
     const int64_t wanted = group < 288 ? 288 / group : 1;
     const int64_t positions = wanted < seq ? wanted : seq;
     const int64_t tiles = (seq + positions - 1) / positions;
@@ -54,12 +55,6 @@ static void flash_attention(const AttentionShape &shape, const bf16 *q, const Kv
         }
         store_rows(tile, shape, count * group, out + start);
     }
-}
-
-static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
-                        int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
-    flash_attention(shape, q, KvPanels(shape, k, v), out, seq, pos, worker);
 }
 
 }  // namespace ISA

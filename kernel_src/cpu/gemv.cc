@@ -27,6 +27,7 @@ extern "C" void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const 
 #else
 #include "vec.h"
 #include "epilogue.h"
+#include "operand.h"
 #include "gemv_core.h"
 
 namespace ISA {

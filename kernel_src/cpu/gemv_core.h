@@ -19,15 +19,6 @@ INLINE void prefetch_starts(const bf16 *panels, int64_t count, int64_t size) {
         for (int64_t p = 0; p < count; p++) prefetch(panels + (p * size + k) * line_elements);
 }
 
-// x, zero-padded to pairs, as products take it.
-#if ISA_LANES == 16
-using Operand = bf16;
-INLINE Operand operand(bf16 x) { return x; }
-#else
-using Operand = float;
-INLINE Operand operand(bf16 x) { return to_float(x); }
-#endif
-
 #if ISA_LANES == 16
 
 using Sum = __m512;
@@ -114,7 +105,7 @@ public:
         int64_t panel, end, next, next_end;
         // The next chunk is taken before this one is done, so that its first lines are on their way.
         for (bool more = chunks.next(panel, end); more; panel = next, end = next_end) {
-            if (x_ == nullptr) x_ = prepare(x, worker.scratch<Operand>(cols_ + 1));
+            if (x_ == nullptr) x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1));
             more = chunks.next(next, next_end);
             if (!more) next = next_end = 0;
             while (panel < end) panel += multiply(panel, end - panel, next, next_end - next);
@@ -122,12 +113,6 @@ public:
     }
 
 private:
-    const Operand *prepare(const bf16 *x, Operand *operands) const {
-        for (int64_t i = 0; i < cols_; i++) operands[i] = operand(x[i]);
-        if (cols_ % 2 != 0) operands[cols_] = 0;
-        return operands;
-    }
-
     // As many of `count` panels as there is code for; returns how many.
     int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
         if (count >= 8 && most_streams >= 8) return multiply<most_streams>(panel, next, next_count);

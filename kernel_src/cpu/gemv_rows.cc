@@ -12,6 +12,7 @@ extern "C" void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int
 }
 #else
 #include "vec.h"
+#include "operand.h"
 
 namespace ISA {
 
@@ -20,8 +21,6 @@ constexpr int streams = ISA_LANES == 4 ? 4 : 8;  // their sums stay in registers
 
 // sum + one line of a row times one of x, lane by lane.
 #if ISA_LANES == 16
-using Operand = bf16;
-INLINE Operand operand(bf16 x) { return x; }
 INLINE f32v add_line(f32v sum, const bf16 *row, const Operand *x) {
     // In assembly for the reason that gemv_core.h gives.
     const __m512i part = _mm512_loadu_si512(x);
@@ -29,8 +28,6 @@ INLINE f32v add_line(f32v sum, const bf16 *row, const Operand *x) {
     return sum;
 }
 #else
-using Operand = float;
-INLINE Operand operand(bf16 x) { return to_float(x); }
 INLINE f32v add_line(f32v sum, const bf16 *row, const Operand *x) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < line_elements; i += lanes) sum += load_bf16(row + i) * load<f32v>(x + i);
@@ -63,11 +60,12 @@ static void dot_rows(const bf16 *weight, const Operand *x, float *out, int64_t s
 
 static void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
                           Worker &worker) {
-    Operand *operands = worker.scratch<Operand>(cols + line_elements);
-    for (int64_t i = 0; i < cols + line_elements; i++) operands[i] = i < cols ? operand(x[i]) : Operand{};
+    const Operand *operands = nullptr;
     const int64_t run = stream_bytes / (2 * cols) + 1;
     Chunks chunks(worker, out_cols, streams * run, streams);
     for (int64_t row, end; chunks.next(row, end);) {
+        if (operands == nullptr)
+            operands = prepare(x, cols, cols + line_elements, worker.scratch<Operand>(cols + line_elements));
         const int64_t length = (end - row) / streams, whole = row + streams * length;
         for (int64_t r = row; r < row + length; r++)
             dot_rows<streams>(weight + r * cols, operands, out + r, length, cols);

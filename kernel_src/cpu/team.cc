@@ -35,9 +35,10 @@ namespace {
 // takes its core from others.
 constexpr int64_t barrier_spin_ns = 100'000, idle_spin_ns = 100'000;
 
-int available_cpus() {
-    cpu_set_t set;
+// How many CPUs the process may run on; `set` says which, or nothing where the system does not.
+int available_cpus(cpu_set_t &set) {
     if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    CPU_ZERO(&set);
     const long count = sysconf(_SC_NPROCESSORS_ONLN);
     return count > 0 ? static_cast<int>(count) : 1;
 }
@@ -128,10 +129,10 @@ extern "C" Team *team_create(int threads) {
     void *memory = aligned_alloc(alignof(Team), sizeof(Team));
     if (memory == nullptr) return nullptr;
     Team *team = new (memory) Team();
-    const int cpus = available_cpus();
+    const int cpus = available_cpus(team->cpus);
     team->threads = threads > 0 ? threads : cpus;
     // With fewer CPUs than threads, the awaited thread may need this very CPU.
-    team->crowded = team->threads > cpus || sched_getaffinity(0, sizeof team->cpus, &team->cpus) != 0;
+    team->crowded = team->threads > cpus;
     team->state.spin_ns = team->crowded ? 0 : barrier_spin_ns;
     team->idle_spin_ns = team->crowded ? 0 : idle_spin_ns;
     team->workers = static_cast<Worker *>(aligned_alloc(64, sizeof(Worker) * static_cast<size_t>(team->threads)));
