@@ -28,7 +28,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     add("--threads", type=int, default=0, help="0: all CPUs of this process (default)")
     add("--chat", action="store_true", help="hold a conversation, one line per turn")
-    add("--bench", action="store_true", help="measure speed and memory against the machine's limits (cpu target)")
+    add("--bench", action="store_true", help="measure speed and memory; target cpu against the machine's limits")
     add("--profile", action="store_true", help="show where the time of a prompt and of a token goes")
     add("--repeats", type=int, default=5, help="with --bench and --profile: runs of each (default %(default)s)")
     return parser.parse_args(arguments)

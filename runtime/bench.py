@@ -233,9 +233,9 @@ class Bench:
         result = Result(test, "tokens/s", peers={peer.name: [] for peer in self.peers})
         for repeat in range(self.repeats + 1):
             ids = self.tokens(count)
-            before = limit() if self.limited else 0.0
+            limits = [limit()] if self.limited else []
             rate = count / run(Ours(self.llm), ids)
-            after = limit() if self.limited else 0.0
+            limits += [limit()] if self.limited else []
             rates = {}
             for peer in self.peers:
                 time.sleep(SETTLE)
@@ -243,7 +243,7 @@ class Bench:
             time.sleep(SETTLE)
             if repeat:
                 result.values.append(rate)
-                result.limits += [(before + after) / 2] * self.limited
+                result.limits += [statistics.mean(limits)] if limits else []
                 for name, value in rates.items():
                     result.peers[name].append(value)
         return result
@@ -269,10 +269,8 @@ class Bench:
 
 def _matrix_bytes(llm: Llama) -> dict[str, int]:
     """Bytes of every weight that a decoded token reads in full; the embedding only if the LM head shares it."""
-    calls = [call for call in llm.manifest.plans["decode"] if call["program"] != "embed_tokens"]
-    names = {reference for call in calls for reference in call["buffers"]}
-    specs = {name: llm.manifest.buffers[name] for name in names if "@" not in name}
-    return {name: 2 * math.prod(spec["shape"]) for name, spec in specs.items() if spec["kind"] == "weight"}
+    calls = llm.manifest.plans["decode"]
+    return {name: 2 * math.prod(shape) for call in calls for name, shape in llm.manifest.weights_read(call).items()}
 
 
 def _timed(work: Callable[[], Any]) -> float:

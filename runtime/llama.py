@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -234,18 +234,25 @@ class Llama:
         self.device.close()
 
 
-def _open_device(manifest: Manifest, threads: int):
-    from runtime.devices.cpu import CpuDevice
-    from runtime.devices.sim import SimDevice
-    from runtime.devices.xrt import XrtDevice
+def _open_device(manifest: Manifest, threads: int) -> Any:
+    """The device of the manifest's target; the others are not even imported."""
+    hosts = (spec["file"] for spec in manifest.programs.values() if spec["host"])
+    library = manifest.directory / min(hosts, default="")
+    match manifest.target.get("name", ""):
+        case "cpu":
+            from runtime.devices.cpu import CpuDevice
 
-    on_npu = partial(XrtDevice, model=manifest.model)
-    devices: dict[str, Callable[[Path, int], Any]] = {"cpu": CpuDevice, "npu2-sim": SimDevice, "npu2": on_npu}
-    target = manifest.target.get("name", "")
-    if target not in devices:
-        raise UserError(f"{manifest.directory} is for target {target}, this runtime knows {', '.join(devices)}")
-    hosts = {spec["file"] for spec in manifest.programs.values() if spec["host"]}
-    return devices[target](manifest.directory / min(hosts), threads)
+            return CpuDevice(library, threads)
+        case "npu2-sim":
+            from runtime.devices.sim import SimDevice
+
+            return SimDevice(library, threads)
+        case "npu2":
+            from runtime.devices.xrt import XrtDevice
+
+            return XrtDevice(library, threads, manifest.model)
+        case target:
+            raise UserError(f"{manifest.directory} is for target {target}, this runtime knows cpu, npu2-sim, npu2")
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

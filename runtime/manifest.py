@@ -41,6 +41,12 @@ class Manifest:
         manifest._check_plans()
         return manifest
 
+    def weights_read(self, call: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the weights that a call of a plan reads in full; an embedding only picks rows."""
+        specs = {name: self.buffers[name] for name in call["buffers"] if "@" not in name}
+        weights = {name: tuple(spec["shape"]) for name, spec in specs.items() if spec["kind"] == "weight"}
+        return {} if "tokens" in specs else weights
+
     def _check_machine(self) -> None:
         here = {"system": sys.platform, "machine": platform.machine()}
         built = {key: self.target.get(key) for key in here}

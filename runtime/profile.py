@@ -11,9 +11,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -66,10 +65,9 @@ def run_profile(directory: str, threads: int, repeats: int, as_json: bool) -> No
 def _phases(llm: Llama) -> Iterator[tuple[str, int, int]]:
     """(phase, rows, first position): a prompt, and a token behind as many."""
     rows = min(PROMPT, llm.context_length - 1)
-    buckets = [int(name.partition("@")[2]) for name in llm.manifest.plans if "@" in name]
-    if buckets:
-        rows = max((b for b in buckets if b <= rows), default=min(buckets))
-    yield (f"prefill@{rows}" if buckets else "prefill"), rows, 0
+    if llm.buckets:
+        rows = max((b for b in llm.buckets if b <= rows), default=llm.buckets[0])
+    yield (f"prefill@{rows}" if llm.buckets else "prefill"), rows, 0
     yield "decode", 1, min(DEPTH, llm.context_length - 1)
 
 
@@ -84,7 +82,8 @@ def profile(llm: Llama, phase: str, rows: int, position: int, repeats: int) -> I
         name = call["program"]
         line = lines.setdefault(name, Line(f"{phase} @ {position}", name, rows=_rows(llm, name, rows)))
         line.calls += 1
-        line.weight_bytes += _bytes_read(llm, call)
+        matrices = (shape for shape in llm.manifest.weights_read(call).values() if len(shape) > 1)
+        line.weight_bytes += sum(2 * math.prod(shape) for shape in matrices)
     for repeat in range(repeats + 1):
         spent = dict.fromkeys(lines, 0.0)
         for call, submission in zip(plan, submissions, strict=True):
@@ -101,11 +100,3 @@ def _rows(llm: Llama, program: str, rows: int) -> int:
     """Rows that a program multiplies its weights with."""
     shapes = [slot["shape"] for slot in llm.manifest.programs[program]["slots"]]
     return rows if any(shape[0] in ("seq", rows) for shape in shapes) else 1
-
-
-def _bytes_read(llm: Llama, call: Mapping[str, Any]) -> int:
-    """Bytes of the matrices that a call multiplies with; an embedding only picks rows."""
-    if "tokens" in call["buffers"]:
-        return 0
-    specs = [llm.manifest.buffers[reference.partition("@")[0]] for reference in call["buffers"]]
-    return sum(2 * math.prod(s["shape"]) for s in specs if s["kind"] == "weight" and len(s["shape"]) > 1)

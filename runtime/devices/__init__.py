@@ -18,6 +18,10 @@ class Binding:
     view: str
     row_bytes: int
 
+    def offset(self, seq: int, pos: int) -> int:
+        """Where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
+        return {"": 0, "pos": pos, "last": seq - 1}[self.view] * self.row_bytes
+
 
 @dataclass(frozen=True)
 class Call:

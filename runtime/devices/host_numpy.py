@@ -123,8 +123,7 @@ class NumpySubmission:
 
 def _slot(slot: Mapping[str, Any], binding: Binding, seq: int, pos: int) -> np.ndarray:
     """A slot as an array: `seq` rows where its shape says so, all that the buffer has where it says `max_seq`."""
-    start = {"": 0, "pos": pos, "last": seq - 1}[binding.view] * binding.row_bytes
-    items = binding.buffer.bytes[start:].view(DTYPES[slot["dtype"]])
+    items = binding.buffer.bytes[binding.offset(seq, pos) :].view(DTYPES[slot["dtype"]])
     if "max_seq" in slot["shape"]:
         return items
     shape = [seq if dim == "seq" else dim for dim in slot["shape"]]

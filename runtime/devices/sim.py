@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.devices import Binding, Call, Submission
+from runtime.devices import Call, Submission
 from runtime.devices.cpu import Buffer, CpuDevice
 from runtime.devices.libraries import open_library
 from runtime.errors import UserError
@@ -152,7 +152,7 @@ class _SimCall:
         addresses = []
         needs = zip(self._bindings, self._program.slots, self._program.slot_bytes, strict=True)
         for binding, slot, nbytes in needs:
-            offset = _offset(binding, seq, pos)
+            offset = binding.offset(seq, pos)
             if offset + nbytes > binding.buffer.bytes.nbytes:
                 raise UserError(
                     f"npu2-sim refuses {self._program.name}: slot {slot} needs {nbytes} bytes from {offset} on, "
@@ -160,8 +160,3 @@ class _SimCall:
                 )
             addresses.append(binding.buffer.address + offset)
         self._program.run(addresses)
-
-
-def _offset(binding: Binding, seq: int, pos: int) -> int:
-    rows = {"": 0, "pos": pos, "last": seq - 1}[binding.view]
-    return rows * binding.row_bytes

@@ -137,9 +137,6 @@ class Access:
         reads = not writes or first == "max_seq"
         return Access(binding.buffer, binding, slot["name"], str(first), nbytes, reads, writes)
 
-    def offset(self, seq: int, pos: int) -> int:
-        return {"": 0, "pos": pos, "last": seq - 1}[self.binding.view] * self.binding.row_bytes
-
     def read(self, seq: int, pos: int) -> Range:
         if self.rows == "max_seq":
             return 0, (pos if self.writes else pos + seq) * self.binding.row_bytes
@@ -151,7 +148,7 @@ class Access:
         return self._range(seq, pos)
 
     def _range(self, seq: int, pos: int) -> Range:
-        start = self.offset(seq, pos)
+        start = self.binding.offset(seq, pos)
         size = self.nbytes or (self.binding.row_bytes if self.binding.view else self.buffer.nbytes)
         if self.rows == "seq":
             size = seq * self.binding.row_bytes
@@ -436,7 +433,7 @@ class _Run:
         """Point the arguments that follow the position at where it is."""
         views = []
         for index, access in self._moving:
-            views.append(access.buffer.view(access.offset(seq, pos), access.nbytes))
+            views.append(access.buffer.view(access.binding.offset(seq, pos), access.nbytes))
             self._set(index, views[-1])
         self._views = views
 
