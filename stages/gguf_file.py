@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stages.checkpoint import Checkpoint
-from stages.config import LlamaConfig, inverse_frequencies
+from stages.config import LlamaConfig, RopeScaling, inverse_frequencies
 
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -91,6 +92,6 @@ def _rotary_order(name: str, weight: np.ndarray, config: LlamaConfig) -> np.ndar
 
 def _frequency_factors(config: LlamaConfig) -> np.ndarray:
     """What llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    factors: np.ndarray = config.rope_theta**-exponent / inverse_frequencies(config)
+    unscaled = replace(config, rope_scaling=RopeScaling())
+    factors: np.ndarray = inverse_frequencies(unscaled) / inverse_frequencies(config)
     return factors.astype(np.float32)

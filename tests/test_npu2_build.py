@@ -84,18 +84,26 @@ sys.exit(int(os.environ.get("AIRCC_STATUS", "0")))
 """
 
 
+def install(root: Path, clang: str, aircc: str, aiecc: str) -> dict[str, str]:
+    """Write fakes of every tool that builds for the NPU; returns the environment in which they are found."""
+    script(root / "peano/bin/clang++", clang)
+    script(root / "bin/aircc", aircc)
+    script(root / "other/aiecc", aiecc)
+    (root / "include/aie_api").mkdir(parents=True)
+    (root / "include/aie_api/aie.hpp").write_text("")
+    return {
+        "PATH": f"{root}/bin:{root}/other:{os.environ['PATH']}",
+        "PEANO_INSTALL_DIR": str(root / "peano"),
+        "AIE_API_INCLUDE": str(root / "include"),
+    }
+
+
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fakes of every tool, which record what they were asked."""
     root = tmp_path / "tools"
-    script(root / "peano/bin/clang++", COMPILER)
-    script(root / "bin/aircc", AIRCC)
-    script(root / "other/aiecc", RECORD)
-    (root / "include/aie_api").mkdir(parents=True)
-    (root / "include/aie_api/aie.hpp").write_text("")
-    monkeypatch.setenv("PATH", f"{root}/bin:{root}/other:{os.environ['PATH']}")
-    monkeypatch.setenv("PEANO_INSTALL_DIR", str(root / "peano"))
-    monkeypatch.setenv("AIE_API_INCLUDE", str(root / "include"))
+    for name, value in install(root, COMPILER, AIRCC, RECORD).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECORD", str(root / "record.json"))
     monkeypatch.setenv("RECORD_CC", str(root / "cc.json"))
     monkeypatch.setenv("AIRCC_MAKES", r"\x7fELF..\0add\0")
@@ -244,18 +252,8 @@ LINKS_SILU = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
 def fakes(tmp_path: Path, artifacts: Path) -> dict[str, str]:
     """An environment with everything that builds for the NPU."""
     root = tmp_path / "fakes"
-    script(root / "bin/aircc", FAKE_AIRCC)
-    script(root / "bin/aiecc", FAKE_AIRCC)
-    script(root / "peano/bin/clang++", FAKE_PEANO)
-    (root / "include/aie_api").mkdir(parents=True)
-    (root / "include/aie_api/aie.hpp").write_text("")
     simulated = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "elf"
-    return {
-        "PATH": f"{root}/bin:{os.environ['PATH']}",
-        "PEANO_INSTALL_DIR": str(root / "peano"),
-        "AIE_API_INCLUDE": str(root / "include"),
-        "SIMULATED": str(simulated),
-    }
+    return install(root, FAKE_PEANO, FAKE_AIRCC, FAKE_AIRCC) | {"SIMULATED": str(simulated)}
 
 
 def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fakes: dict[str, str]) -> None:
