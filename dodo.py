@@ -11,91 +11,93 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stages.command_line import DOIT_CONFIG, graph  # noqa: F401 - doit reads DOIT_CONFIG
+from stages.commands.tasks import command, group, report_complete, step
+from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
 
 
 def task_checkpoint():
     """Resolve model=..., check every tensor's name, shape and type, record what was found."""
-    return graph.task("checkpoint")
+    return step("checkpoint")
 
 
 def task_tokenizer():
     """Copy the tokenizer, its chat template and the generation settings."""
-    return graph.task("tokenizer")
+    return step("tokenizer")
 
 
 def task_plan():
     """Derive which buffers there are and which program runs on which, phase by phase."""
-    return graph.task("plan")
+    return step("plan")
 
 
 def task_weights():
     """Pack the weights into blobs, in the layout that the kernels read."""
-    return graph.task("weights")
-
-
-def task_object():
-    """Compile each kernel source to an object."""
-    yield from graph.tasks("object")
+    return step("weights")
 
 
 def task_module():
-    """Derive each program's source from its ELF description."""
-    yield from graph.tasks("module")
+    """Derive each program's source from the parts it joins."""
+    yield from group("module")
+
+
+def task_object():
+    """Compile each kernel source to objects."""
+    yield from group("object")
 
 
 def task_elf():
     """Link each program."""
-    yield from graph.tasks("elf")
+    yield from group("elf")
 
 
 def task_manifest():
     """Describe the artifact directory: slots, plans, weights, digests."""
-    return graph.task("manifest")
+    return step("manifest")
 
 
 def task_compile():
     """Build the artifact directory: everything that is stale, nothing else."""
-    return graph.compile()
+    return report_complete()
 
 
 def task_generate():
     """Generate text from prompt=... (what `doit run prompt=...` does)."""
-    return graph.generate()
+    return command("generate")
 
 
 def task_chat():
     """Hold a conversation with the model in the terminal."""
-    return graph.chat()
+    return command("chat")
 
 
 def task_bench():
     """Measure prefill, decode, start and memory against what the machine can do."""
-    return graph.bench()
+    return command("bench")
 
 
 def task_profile():
     """Show where the time of a prompt and of a token goes, program by program."""
-    return graph.profile()
+    return command("profile")
 
 
 def task_verify():
     """Compare greedy decoding with transformers in bf16, token by token."""
-    return graph.verify()
+    return command("verify")
 
 
 def task_doctor():
     """Say which tools and devices this machine has, and what therefore works; json=1."""
-    return graph.doctor()
+    return command("doctor", built=False)
 
 
 def task_estimate():
     """Estimate DDR traffic, arithmetic and time of every launch on the NPU."""
-    return graph.estimate()
+    return command("estimate", built=False)
 
 
 def task_why():
     """Say for each step whether it is current, and if not, why."""
-    return graph.why()
+    return command("why", built=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import platform
 import sys
 from collections.abc import Mapping
@@ -10,20 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runtime.manifest import FORMAT
-from stages.config import LlamaConfig, read_config, read_json, token_ids
-from stages.elfs import Elf, all_elfs
-from stages.files import file_digests, write_json
-from stages.tile_objects import FEATURES
-
-_CALL = ("program", "buffers", "layer")
-"""Of a planned call; only calls of the NPU's programs say the layer (from 0), for messages."""
+from llama_npu2.manifest import FORMAT
+from stages.engine.files import file_digests, read_json, write_json
+from stages.model.config import Config, ConfigFields
+from stages.model.families import read_config
+from stages.weights.formats import formats
 
 
 def write_manifest(
-    directory: Path, model: str, target: str, work: Path, programs: Mapping[str, Mapping[str, Any]]
+    directory: Path,
+    model: str,
+    work: Path,
+    programs: Mapping[str, Mapping[str, Any]],
+    target: Mapping[str, Any],
 ) -> None:
-    """Step action: collect what is in the artifact `directory`. `programs`: name -> file, entry point, on the host?"""
+    """Step action: collect what is in the artifact `directory`.
+
+    `programs`: name -> file, entry point, on the host?, and the module in whose description its slots are. `target`:
+    name, device, and what it asks of a machine.
+    """
     config = read_config(directory / "build/config.json")
     plan = read_json(directory / "build/plan.json")
     weights = read_json(directory / "build/weights.json")
@@ -31,53 +36,38 @@ def write_manifest(
     files = dict(weights["files"])
     for name in [*sorted({str(program["file"]) for program in programs.values()}), *tokenizer]:
         files[name] = file_digests(directory / name)
-    elfs = all_elfs()
     manifest = {
         "format": FORMAT,
         "model": {"name": model, **asdict(config), "eos": end_tokens(directory, config)},
-        "target": {"name": target, **_machine(directory, target)},
+        "target": {**target, "system": sys.platform, "machine": platform.machine()},
         "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
-        "programs": {
-            name: {**program, "slots": _slots(directory, config, elfs.get(str(program["entry"])), name)}
-            for name, program in programs.items()
-        },
-        "plans": {
-            phase: [dict(zip(_CALL, call, strict=False)) for call in calls] for phase, calls in plan["calls"].items()
-        },
+        "programs": {name: _program(directory, name, **program) for name, program in programs.items()},
+        "plans": {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()},
         "files": files,
     }
     write_json(work / "manifest.json", manifest)
 
 
-def _machine(directory: Path, target: str) -> dict[str, Any]:
-    """What must be equal where this runs and, for the simulator, what the CPU must have: host kernels choose at load,
-    its objects are for the CPU that made them."""
-    machine = {"system": sys.platform, "machine": platform.machine()}
-    return machine | ({"features": json.loads((directory / FEATURES).read_text())} if target == "npu2-sim" else {})
+def _program(directory: Path, name: str, module: str, **entry: Any) -> dict[str, Any]:
+    described = read_json(directory / "build/modules" / f"{module}.json")["programs"]
+    return {**entry, **described[name]}
 
 
-def _slots(directory: Path, config: LlamaConfig, elf: Elf | None, program: str) -> Any:
-    """A program's slots: the module's own if it has one, because groupings join and rearrange them.
-
-    Dimensions are numbers but for `seq` and `max_seq`, which say what a call touches of a longer buffer.
-    """
-    module = directory / "build/modules" / f"{program}.json"
-    if module.is_file():
-        return read_json(module)["slots"]
-    assert elf is not None
-    known = {name: size for name, size in config.dimensions().items() if name != "max_seq"}
-    return [asdict(slot) | {"shape": [known.get(str(dim), dim) for dim in slot.shape]} for slot in elf.slots]
+def _call(layer: int | None, **call: Any) -> dict[str, Any]:
+    return call if layer is None else {**call, "layer": layer}
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    """Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table."""
     if name in packed:
-        return {"kind": spec["kind"], "layout": spec["layout"], **packed[name]}
-    return {"kind": spec["kind"], "dtype": spec["dtype"], "shape": spec["shape"]}
+        about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
+        return {**about, "values": math.prod(spec["shape"]), **packed[name]}
+    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"]}
 
 
-def end_tokens(directory: Path, config: LlamaConfig) -> tuple[int, ...]:
+def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:
     """Ids that end a reply: `generation_config.json` decides where it says something, as in transformers."""
     path = directory / "tokenizer/generation_config.json"
-    if path.is_file() and (ids := read_json(path).get("eos_token_id")) is not None:
-        return token_ids(ids, config.vocab, f"{path}: eos_token_id")
+    if path.is_file() and (values := read_json(path)).get("eos_token_id") is not None:
+        return ConfigFields(values, str(path)).token_ids("eos_token_id", config.vocab)
     return config.eos

@@ -16,8 +16,10 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
-from stages.checkpoint import write_byte_tokenizer
-from stages.config import LlamaConfig, parse_config
+from stages.model import families
+from stages.model.checkpoint import write_byte_tokenizer
+from stages.model.config import Config
+from stages.model.families import parse_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,20 +42,18 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def random_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights in float32 that leave no part of the model without effect on the logits."""
     generator = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in config.tensor_shapes().items():
+    for name, shape in families.tensors(config).items():
         scale = 1.0 / np.sqrt(shape[-1]) if len(shape) == 2 else 0.2
         tensor = generator.standard_normal(shape, np.float32) * scale
         tensors[name] = (tensor if len(shape) == 2 else tensor + 1).astype(np.float32)
     return tensors
 
 
-def write_checkpoint(
-    directory: Path, shards: int = 1, dtype: Any = bfloat16, seed: int = 0, **changes: Any
-) -> LlamaConfig:
+def write_checkpoint(directory: Path, shards: int = 1, dtype: Any = bfloat16, seed: int = 0, **changes: Any) -> Config:
     """A small random checkpoint in Hugging Face format; `changes` override fields of `CONFIG` (None removes one)."""
     directory.mkdir(parents=True, exist_ok=True)
     raw = {key: value for key, value in (CONFIG | changes).items() if value is not None}

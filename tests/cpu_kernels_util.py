@@ -5,100 +5,110 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-SOURCES = Path(__file__).parents[1] / "kernel_src" / "cpu"
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti"]
+from llama_npu2.cpu_features import cpu_features
+from stages.engine.objects import compile_object
+from stages.engine.places import KERNELS as SOURCES
+from stages.kernels import Kernel
+from stages.kernels import kernels as all_kernels
+from stages.targets.cpu.objects import FLAGS, INCLUDE, compile_host
+from stages.targets.cpu.prototypes import prototypes, scalar_type, tensor_type
+from stages.targets.cpu.toolchain import need_host_compiler
+from stages.weights.formats import formats
+
+CPU = SOURCES / "cpu"
+STRICT = (*FLAGS, "-Werror")
 BF16 = ml_dtypes.bfloat16
 U = 2.0**-8  # unit roundoff of bf16
 U32 = 2.0**-24  # unit roundoff of f32
 
-# kernel: its tensors (t) and scalars (i: int64, f: float) in the order of its arguments.
-SIGNATURES = {
-    "rms_norm": "tttiif",
-    "gemm": "tttiii",
-    "gemm_add": "ttttiii",
-    "gemm_silu": "ttttiii",
-    "gemv": "tttii",
-    "gemv_f32": "tttii",
-    "gemv_rows_f32": "tttii",
-    "gemv_add": "ttttii",
-    "gemv_silu": "ttttii",
-    "rope": "tttiiii",
-    "silu_and_mul": "tttii",
-    "add": "tttii",
-    "append_kv_panels": "ttttiiii",
-    "flash_attention_panels": "ttttiiiii",
-    "decode_attention_panels": "ttttiiii",
-    "decode_attention_kv": "tttiiii",
-    "append_kv": "tttiii",
-    "embed": "tttiii",
-    "embed_rows": "tttiii",
+HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
+PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
+_NEEDED = {
+    "avx512bf16": {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
 }
+
+# Entries for tests of the team, and what they take.
+_TEAM_ENTRIES = {"nothing": (), "nap": (), "count": ("tensor", "int64", "int64"), "late": ("tensor",)}
+_TEAM_SOURCE = """
+extern "C" void entry_nothing(void *const *, const Dims *, Worker *w) { w->barrier(); }
+
+// Every worker adds what it was handed to the counts of the indices.
+extern "C" void entry_count(void *const *s, const Dims *, Worker *w) {
+    Chunks chunks(*w, take<int64_t>(s[1]), take<int64_t>(s[2]));
+    for (int64_t i, end; chunks.next(i, end);)
+        for (; i < end; i++) __atomic_fetch_add(take<int32_t *>(s[0]) + i, 1, __ATOMIC_SEQ_CST);
+}
+
+// The first worker comes late to what is behind it.
+extern "C" void entry_nap(void *const *, const Dims *, Worker *w) { if (w->thread == 0) usleep(50000); }
+
+// All workers but the first stay away until it has passed a barrier, or for ten seconds.
+extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {
+    volatile int32_t *passed = take<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;
+    for (int i = 0; w->thread != 0 && i < 10000 && !(*seen = *passed); i++) usleep(1000);
+    {
+        Chunks chunks(*w, 100, 1);
+        for (int64_t i, end; chunks.next(i, end);) ++*work;
+    }
+    w->barrier();
+    if (w->thread == 0) *passed = 1;
+}
+"""
+
+
+def machine_isas() -> list[str]:
+    """Instruction sets of the kernels that this machine has, best first."""
+    return [*(isa for isa, needed in _NEEDED.items() if needed <= set(cpu_features())), PLAIN_ISA]
 
 
 def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
-    lines = [
-        '#include "kernels.h"',
-        "#include <cstring>",
-        "struct Any {",
-        "    void *bits;",
-        "    template <class T> operator T *() const { return static_cast<T *>(bits); }",
-        "    operator int64_t() const { return reinterpret_cast<int64_t>(bits); }",
-        "    operator float() const { float f; memcpy(&f, &bits, 4); return f; }",
-        "};",
-    ]
-    for name, kinds in SIGNATURES.items():
-        types = {"i": "static_cast<int64_t>", "f": "static_cast<float>", "t": ""}
-        arguments = ", ".join(f"{types[kind]}(Any{{s[{i}]}})" for i, kind in enumerate(kinds))
-        lines.append(
-            f'extern "C" void entry_{name}(void *const *s, const Dims *, Worker *w) {{ ::{name}({arguments}, *w); }}'
-        )
-    lines.append(
-        'extern "C" void entry_nothing(void *const *, const Dims *, Worker *w) { w->barrier(); }\n'
-        "// Every worker adds what it was handed to the counts of the indices.\n"
-        'extern "C" void entry_count(void *const *s, const Dims *, Worker *w) {\n'
-        "    Chunks chunks(*w, static_cast<int64_t>(Any{s[1]}), static_cast<int64_t>(Any{s[2]}));\n"
-        "    for (int64_t i, end; chunks.next(i, end);)\n"
-        "        for (; i < end; i++) __atomic_fetch_add(static_cast<int32_t *>(s[0]) + i, 1, __ATOMIC_SEQ_CST);\n"
-        "}\n"
-        "// The first worker comes late to what is behind it.\n"
-        'extern "C" void entry_nap(void *const *, const Dims *, Worker *w) { if (w->thread == 0) usleep(50000); }\n'
-        "// All workers but the first stay away until it has passed a barrier, or for ten seconds.\n"
-        'extern "C" void entry_late(void *const *s, const Dims *, Worker *w) {\n'
-        "    volatile int32_t *passed = static_cast<int32_t *>(s[0]), *seen = passed + 1, *work = passed + 2;\n"
-        "    for (int i = 0; w->thread != 0 && i < 10000 && !(*seen = *passed); i++) usleep(1000);\n"
-        "    {\n"
-        "        Chunks chunks(*w, 100, 1);\n"
-        "        for (int64_t i, end; chunks.next(i, end);) ++*work;\n"
-        "    }\n"
-        "    w->barrier();\n"
-        "    if (w->thread == 0) *passed = 1;\n"
-        "}\n"
-    )
-    return "\n".join(lines)
+    take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
+    return "\n".join(["#include <cstring>", prototypes(HOST.values()), take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+
+
+def _entry(kernel: Kernel) -> str:
+    types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.params)]
+    arguments = [f"take<{kind}>(s[{i}])" for i, kind in enumerate(types)]
+    head = f'extern "C" void entry_{kernel.name}(void *const *s, const Dims *, Worker *w)'
+    return f"{head} {{ ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
 
 
 def build(directory: Path) -> Path:
-    """One shared object with all kernels, the team and the glue."""
+    """One shared object with all kernels, the team and the glue, compiled as a build does it, without a warning."""
     (directory / "glue.cc").write_text(glue())
-    compiler = os.environ.get("CXX", "g++").split()
-    jobs = []
-    for source in [*sorted(SOURCES.glob("*.cc")), directory / "glue.cc"]:
-        out = directory / f"{source.stem}.o"
-        command = [*compiler, *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-c", str(source), "-o", str(out)]
-        jobs.append((out, subprocess.Popen(command)))
-    for out, job in jobs:
-        assert job.wait() == 0, f"{out.name} does not compile"
-    library = directory / "kernels.so"
-    subprocess.run([*compiler, "-shared", "-o", str(library), *(str(out) for out, _ in jobs), "-lpthread"], check=True)
+    sources = [*sorted(CPU.glob("*.cc")), directory / "glue.cc"]
+    objects = [directory / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, output: compile_host(source, output, STRICT), sources, objects))
+    return link(objects, directory / "kernels.so")
+
+
+def build_object(source: Path, output: Path, *flags: str) -> Path:
+    """The object of one file that includes headers of the kernels; UserError if it does not compile."""
+    compile_object([*need_host_compiler(), *FLAGS, INCLUDE, *flags], source, output, source.name)
+    return output
+
+
+def link(objects: Sequence[Path], library: Path) -> Path:
+    command = [*need_host_compiler(), "-shared", "-o", str(library), *map(str, objects), "-lpthread"]
+    subprocess.run(command, check=True)
     return library
+
+
+def _kinds(kernel: Kernel) -> Sequence[str]:
+    return [*("tensor" for _ in kernel.args), *(param.kind for param in kernel.params)]
 
 
 class Dims(ctypes.Structure):
@@ -138,12 +148,12 @@ class Kernels:
 
     def call(self, name: str, *arguments) -> Call:
         """A call for `run`; keeps nothing alive but the slots."""
-        kinds = SIGNATURES.get(name, "tii")
-        slots = (ctypes.c_void_p * max(1, len(arguments)))()
-        for i, (kind, value) in enumerate(zip(kinds, arguments, strict=False)):
-            if kind == "t":
+        kinds = _kinds(HOST[name]) if name in HOST else _TEAM_ENTRIES[name]
+        slots = (ctypes.c_void_p * max(1, len(kinds)))()
+        for i, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
+            if kind == "tensor":
                 slots[i] = value.ctypes.data
-            elif kind == "i":
+            elif kind == "int64":
                 slots[i] = ctypes.c_void_p(int(value)).value
             else:
                 slots[i] = int(np.float32(value).view(np.uint32))
@@ -179,8 +189,5 @@ def output(shape, dtype=BF16) -> np.ndarray:
 
 
 def panels(weight: np.ndarray) -> np.ndarray:
-    """[N][K] to [N/16][K/2][16][2], padded with zeros: the layout of panels.h."""
-    n, k = weight.shape
-    padded = np.zeros(((n + 15) // 16 * 16, (k + 1) // 2 * 2), weight.dtype)
-    padded[:n, :k] = weight
-    return padded.reshape(len(padded) // 16, 16, -1, 2).transpose(0, 2, 1, 3).copy()
+    """A weight bf16 `[N, K]` as the host's kernels read it."""
+    return formats()["bf16"].pack(weight, "panels")

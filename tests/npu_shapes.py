@@ -1,31 +1,53 @@
-"""Dimensions of the models that every NPU module must exist for."""
+"""Models that every program of the array must exist for, and the array's programs by name."""
 
 from __future__ import annotations
 
+from stages.model.config import Config
+from stages.model.families import parse_config
+from stages.model.grouping import Program, programs
+from stages.model.presets import PRESETS
+from stages.targets.npu2 import TARGET
+from stages.targets.npu2.groupings import GROUPINGS
 
-def _dimensions(
-    vocab: int, emb: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int
-) -> dict[str, float]:
-    return {
-        "vocab": vocab,
-        "emb": emb,
-        "ffn": ffn,
-        "heads": heads,
-        "kv_heads": kv_heads,
+
+def model(
+    vocab: int, emb: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int = 1, eps: float = 1e-5
+) -> Config:
+    fields = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": emb,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "q_dim": heads * head_dim,
-        "kv_dim": kv_heads * head_dim,
-        "layers": layers,
-        "eps": 1e-5,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": eps,
     }
+    return parse_config(fields, "a test's config.json")
 
 
-MODELS = {
-    "demo": _dimensions(2000, 256, 768, 4, 2, 64, 4),
-    "Llama-3.2-1B": _dimensions(128256, 2048, 8192, 32, 8, 64, 16),
-    "Llama-3.2-3B": _dimensions(128256, 3072, 8192, 24, 8, 128, 28),
-    "SmolLM2-135M": _dimensions(49152, 576, 1536, 9, 3, 64, 30),
-    "SmolLM2-360M": _dimensions(49152, 960, 2560, 15, 5, 64, 32),
-    "SmolLM2-1.7B": _dimensions(49152, 2048, 8192, 32, 32, 64, 24),
-    "TinyLlama-1.1B": _dimensions(32000, 2048, 5632, 32, 4, 64, 22),
-}
+DEMO = model(2000, 256, 768, 4, 2, 64, layers=4)
+"""The shipped model's, but for a vocabulary that is no whole number of blocks."""
+
+MODELS = {"demo": DEMO, **{name: parse_config(fields, name) for name, fields in PRESETS.items()}}
+
+
+def device_programs(grouping: str, *buckets: int) -> list[Program]:
+    """What runs on the array, a prompt's programs once per bucket (128 if none is given)."""
+    return [p for p in programs("llama", GROUPINGS[grouping], buckets or (128,)) if not p.host]
+
+
+def device_program(name: str, grouping: str = "fused", bucket: int = 128) -> Program:
+    return next(program for program in device_programs(grouping, bucket) if program.entry == name)
+
+
+def layout(program: Program, slot: str) -> str:
+    """In which the kernels of the array take a slot."""
+    (found,) = {
+        part.layout_of(own, TARGET.kernel_set)
+        for part, wired in zip(program.parts, program.wiring, strict=True)
+        for own, name in wired.items()
+        if name == slot
+    }
+    return found

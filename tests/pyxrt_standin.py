@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.devices.libraries import open_library
-from runtime.devices.sim import SimProgram
+from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices.sim import SimProgram
 
 DECLARATIONS = Path(__file__).parent / "pyxrt_declarations.txt"
 POISON, RELEASED = 0xFF, 0xDB
@@ -38,6 +38,8 @@ class World:
     add_config: bool = True
     merge: bool = False
     """Whether a context takes ELFs whose kernels have one name if the instances differ; XRT does not."""
+    fail_config: str = ""
+    """What XRT says when an ELF is added to a context, if not that a name is taken."""
     fail_alloc: int = 0
     """The n-th buffer object cannot be allocated."""
     time_out: int = 0
@@ -124,6 +126,8 @@ class _Context:
 
 class hw_context(_Context):
     def add_config(self, elf_: elf) -> None:
+        if WORLD.fail_config:
+            raise RuntimeError(WORLD.fail_config)
         if not WORLD.merge or {name for old in self.elfs for name in old.instances} & elf_.instances:
             raise RuntimeError("kernel already exists, cannot use this ELF with this hw ctx\n")
         self.elfs.append(_typed(elf_, elf))
@@ -332,7 +336,7 @@ def _execute(program: SimProgram, arguments: list[bo]) -> None:
 
 
 def _written(program: SimProgram, slot: str) -> int:
-    return sum(launch.get(slot, (0, 0))[1] for launch in program.traffic().slots)
+    return sum(launch.get(slot, (0, 0))[1] for launch in program.counters().slots)
 
 
 def install(**switches: Any) -> World:

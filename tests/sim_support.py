@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from xdsl.dialects import func
 from xdsl.dialects.builtin import ModuleOp
 
-from runtime.devices.libraries import open_library
-from runtime.devices.sim import SimProgram, Traffic
-from stages import sim_build
-from stages.air.printer import to_mlir
-from stages.air_checks import public_function
+from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices.sim import Counters, SimProgram
+from stages.air import Variant, to_mlir
+from stages.air.analysis import public_function
+from stages.engine.places import KERNELS
+from stages.targets.npu2_sim.modules import DEVICE
+from stages.targets.npu2_sim.objects import compile_tile, options
+from stages.targets.npu2_sim.programs import link
 
 _WORK = Path(tempfile.mkdtemp(prefix="sim-tests-"))
 
@@ -28,22 +33,43 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return out
 
 
+def variant(name: str) -> Variant:
+    """What an object's name spells out: `gemm_tk32_tm64_tn128.o` -> gemm with TK=32, TM=64, TN=128."""
+    stem = max((p.stem for p in (KERNELS / "aie2p").glob("*.cc") if name.startswith(f"{p.stem}_")), key=len)
+    pairs = re.findall(r"_([a-z_]+?)(\d+)(?=_|\.o$)", name.removeprefix(stem))
+    found = Variant.of(stem, **{macro.upper(): int(value) for macro, value in pairs})
+    assert found.object == name
+    return found
+
+
+def objects(module: ModuleOp, chosen: Sequence[str]) -> list[Path]:
+    """What a module's declarations link, and the device."""
+    names = {
+        op.attributes["link_with"].data  # type: ignore[attr-defined]
+        for op in module.body.block.ops
+        if isinstance(op, func.FuncOp) and op.is_declaration
+    }
+    cache = _WORK / "objects"
+    made = [compile_tile(f"aie2p/{v.stem}", cache, v.object, v.flags(), chosen) for v in map(variant, sorted(names))]
+    return [each.path for each in (*made, compile_tile(DEVICE, cache, "device.o", (), chosen))]
+
+
 def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = True) -> SimProgram:
-    mlir = to_mlir(module)
-    key = hashlib.sha256(f"{mlir}{flags}{checks}".encode()).hexdigest()[:16]
+    chosen = options(checks, ["-O1", *flags])
+    key = hashlib.sha256(f"{to_mlir(module)}{chosen}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():
-        sim_build.build(mlir, target, _WORK / key, _WORK / "objects", checks, ["-O1", *flags])
+        link(module, objects(module, chosen), target, _WORK / key, chosen)
     return SimProgram(open_library(target), public_function(module).sym_name.data)
 
 
 def run(
     module: ModuleOp, arrays: Sequence[np.ndarray], flags: Sequence[str] = (), reverse: bool = False
-) -> tuple[list[np.ndarray], Traffic]:
+) -> tuple[list[np.ndarray], Counters]:
     """Execute a module on copies of `arrays`, one per slot in order; what the slots hold afterwards, and the counts."""
     program = compile_module(module, flags)
     slots = [aligned(a) for a in arrays]
     for slot, nbytes, name in zip(slots, program.slot_bytes, program.slots, strict=True):
         assert slot.nbytes == nbytes, f"slot {name}: array of {slot.nbytes} bytes for {nbytes}"
     program.run([s.ctypes.data for s in slots], reverse)
-    return slots, program.traffic()
+    return slots, program.counters()

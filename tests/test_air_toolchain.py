@@ -10,20 +10,20 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from xdsl.dialects.builtin import MemRefType
 
-from stages.air.builder import Program
-from stages.air.externs import Variant
-from stages.air.printer import to_mlir
-from stages.npu_modules import BUCKETS, GROUPINGS, Group, build_module, groups
-from stages.peano import compile_tile
-from stages.toolchain import peano
-from tests.npu_shapes import MODELS
+from stages.air import AirModule, Variant, to_mlir
+from stages.model.grouping import Program
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.modules import BUCKETS, build_module
+from stages.targets.npu2.objects import compile_tile
+from stages.targets.npu2.toolchain import peano
+from tests.npu_shapes import MODELS, device_programs
 from tests.test_air_programs import PROGRAMS
 
 pytestmark = [
@@ -35,7 +35,7 @@ pytestmark = [
 TILING = ("--air-runtime-loop-tiling-sizes=2",) * 2
 
 
-def compile_module(work: Path, text: str, name: str, variants: list[Variant], options: tuple[str, ...]) -> Path:
+def compile_module(work: Path, text: str, name: str, variants: Sequence[Variant], options: Sequence[str]) -> Path:
     """Run aircc in `work`; returns its last intermediate module."""
     (work / "air.mlir").write_text(text)
     for variant in variants:
@@ -43,7 +43,8 @@ def compile_module(work: Path, text: str, name: str, variants: list[Variant], op
         if peano() is None:
             target.write_text("placeholder")
         else:
-            shutil.copyfile(compile_tile(variant.object, variant.stem, variant.flags(), work / "cache").path, target)
+            made = compile_tile(f"aie2p/{variant.stem}", work / "cache", variant.object, variant.flags())
+            shutil.copyfile(made.path, target)
     command = ["aircc", "--device", "npu2", "air.mlir", "--output-format", "elf", "--elf-name", "out.elf"]
     command += ["--xclbin-instance-name", name, "--peano", os.environ["PEANO_INSTALL_DIR"], "--no-xchesscc"]
     command += ["--no-xbridge", "--tmpdir", "air_project", *options]
@@ -55,12 +56,12 @@ def compile_module(work: Path, text: str, name: str, variants: list[Variant], op
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_descriptors_reach_every_element(name: str, tmp_path: Path) -> None:
-    program = PROGRAMS[name]()
-    variants = sorted(program.variants, key=lambda variant: variant.object)
-    function = program.function.sym_name.data
-    lowered = compile_module(tmp_path, to_mlir(program.module), function, variants, TILING)
-    if len(program.launches) == 1:
-        touched = touched_elements(lowered.read_text(), program)
+    made = PROGRAMS[name]()
+    variants = sorted(made.variants, key=lambda variant: variant.object)
+    function = made.function.sym_name.data
+    lowered = compile_module(tmp_path, to_mlir(made.module), function, variants, TILING)
+    if len(made.launches) == 1:
+        touched = touched_elements(lowered.read_text(), made)
         half = {"out"} if "into KV" in name else set()
         for slot, elements in touched.items():
             expected = program_rows(name) if slot in half else 1.0
@@ -75,10 +76,10 @@ def program_rows(name: str) -> float:
 _DESCRIPTOR = re.compile(r"aie\.dma_bd\(%arg(\d+) : memref<[^>]*>, (\d+), (\d+)(?:, \[([^\]]*)\])?")
 
 
-def touched_elements(text: str, program: Program) -> dict[str, np.ndarray]:
+def touched_elements(text: str, made: AirModule) -> dict[str, np.ndarray]:
     """Slot -> which elements some DDR descriptor of the run-time sequence reads or writes."""
     touched = {}
-    for argument in program.function.body.block.args:
+    for argument in made.function.body.block.args:
         assert isinstance(argument.type, MemRefType)
         touched[str(argument.name_hint)] = np.zeros(int(np.prod(argument.type.get_shape())), bool)
     order = list(touched)
@@ -90,21 +91,17 @@ def touched_elements(text: str, program: Program) -> dict[str, np.ndarray]:
     return touched
 
 
-def cases() -> Iterator[tuple[str, Group, int]]:
-    for model in ("demo", "Llama-3.2-1B", "Llama-3.2-3B", "SmolLM2-360M"):
+def cases() -> Iterator[tuple[str, str, Program]]:
+    for model in ("demo", "llama-3.2-1b", "llama-3.2-3b", "smollm2-360m"):
         for grouping in GROUPINGS:
-            for group in groups(grouping):
-                for bucket in BUCKETS if group.prefill else BUCKETS[:1]:
-                    yield model, group, bucket
+            for program in device_programs(grouping, *BUCKETS):
+                yield f"{model}-{grouping}-{program.name}", model, program
 
 
 @pytest.mark.parametrize(
-    ("model", "group", "bucket"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=[pytest.mark.slow] * (case[0] != "demo"))
-        for case in cases()
-    ],
+    ("model", "program"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (case[0] != "demo")) for name, *case in cases()],
 )
-def test_modules_are_accepted(model: str, group: Group, bucket: int, tmp_path: Path) -> None:
-    module = build_module(group, MODELS[model], bucket)
+def test_modules_are_accepted(model: str, program: Program, tmp_path: Path) -> None:
+    module = build_module(program, MODELS[model].dimensions())
     compile_module(tmp_path, module.text(), module.name, module.variants, module.options)

@@ -108,7 +108,9 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "truncated_header": (truncate("model.safetensors", 0.001), "is damaged"),
     "corrupt_header": (lambda m: flip(m / "model.safetensors", 8), "is damaged"),
     "missing_tensor": (edit_tensors(lambda t: t.pop(NORM)), NORM),
-    "unexpected_tensor": (edit_tensors(lambda t: t.update(bias=t[NORM])), "unexpected tensor bias"),
+    "no_architecture": (set_config(architectures=None, model_type="qwen2"), 'model_type = "qwen2"'),
+    "neither_architecture_nor_type": (set_config(architectures=None, model_type=None), "model_type = null"),
+    "unexpected_tensor": (edit_tensors(lambda t: t.update(bias=t[NORM])), "ignore=bias leaves it out"),
     "wrong_shape": (edit_tensors(lambda t: t.update({Q: t[Q][:-1].copy()})), Q),
     "wrong_dtype": (edit_tensors(lambda t: t.update({Q: t[Q].astype(np.float64)})), "F64"),
     "integer_dtype": (edit_tensors(lambda t: t.update({Q: t[Q].astype(np.int8)})), "I8"),
@@ -128,6 +130,21 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0xFF
     path.write_bytes(data)
+
+
+def test_tensors_that_may_be_ignored(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    edit_tensors(lambda t: t.update({"extra.one": t[NORM], "extra.two": t[NORM], "other": t[NORM]}))(tmp_path / "model")
+    command = ("checkpoint", f"model={tmp_path / 'model'}", f"artifacts={tmp_path / 'artifacts'}")
+    one_line(doit(*command, "ignore=extra.*"), "unexpected tensor other")
+    assert doit(*command, "ignore=extra.*,other").returncode == 0
+
+
+def test_the_model_type_will_do_for_an_architecture(tmp_path: Path) -> None:
+    """As in transformers: some checkpoints have no `architectures`."""
+    write_checkpoint(tmp_path / "model", architectures=None)
+    command = ("checkpoint", f"model={tmp_path / 'model'}", f"artifacts={tmp_path / 'artifacts'}")
+    assert doit(*command).returncode == 0
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -155,6 +172,10 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "top_k_negative": (("run", "prompt=hi", "top_k=-2"), "top_k=-2"),
     "raw_is_text": (("run", "prompt=hi", "raw=maybe"), "raw=maybe"),
     "unknown_matmul": (("compile", "target=npu2", "matmul=fp8"), "matmul=fp8: choose one of bf16, bfp16"),
+    "unknown_grouping": (
+        ("compile", "target=npu2-sim", "grouping=spec"),
+        "grouping=spec: target npu2-sim has separate, ",
+    ),
     "no_repeats": (("bench", "repeats=0"), "repeats=0: must be at least 1"),
     "no_such_model": (("compile", "model=/no/such/directory"), "/no/such/directory"),
     "unknown_random": (("compile", "model=random:llama-9"), "random:llama-9"),
@@ -179,8 +200,8 @@ RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
     "empty_prompt": (("",), "prompt is empty"),
     "long_prompt": (("word " * 9000,), "context is"),
     "bad_temperature": (("hi", "--temperature=-1"), "temperature=-1"),
-    "bad_tokens": (("hi", "--max-tokens=0"), "--max-tokens 0"),
-    "bad_threads": (("hi", "--threads=-3"), "--threads -3"),
+    "bad_tokens": (("hi", "--max-tokens=0"), "max_tokens=0: must be at least 1"),
+    "bad_threads": (("hi", "--threads=-3"), "threads=-3: must be at least 0"),
 }
 
 
@@ -211,6 +232,9 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
     "manifest_not_json": (truncate("manifest.json", 0.5), "cannot be read"),
     "manifest_is_list": (write("manifest.json", "[]"), "not a manifest"),
     "manifest_from_the_future": (edit_manifest(lambda m: m.update(format=99)), "format 99"),
+    "manifest_of_an_older_release": (edit_manifest(lambda m: m.update(format=1)), "run doit compile"),
+    "unknown_device": (edit_manifest(lambda m: m["target"].update(device="gpu")), "gpu"),
+    "device_outside": (edit_manifest(lambda m: m["target"].update(device="../os")), "../os"),
     "manifest_lacks_section": (edit_manifest(lambda m: m.pop("plans")), "lacks the section plans"),
     "other_machine": (edit_manifest(lambda m: m["target"].update(machine="riscv64")), "riscv64"),
     "missing_blob": (remove("weights/layer_000.safetensors"), "layer_000.safetensors is missing"),
@@ -275,8 +299,8 @@ def test_compiler_error_is_one_line(built: Path) -> None:
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.errors import UserError
-    from stages import toolchain
+    from llama_npu2.errors import UserError
+    from stages.targets.cpu import toolchain
 
     monkeypatch.setattr(toolchain, "host_compiler", lambda: None)
     monkeypatch.delenv("CXX", raising=False)
@@ -310,8 +334,8 @@ def test_hub_refusals(error: str, fragment: str, monkeypatch: pytest.MonkeyPatch
     import huggingface_hub
     from huggingface_hub import errors
 
-    from runtime.errors import UserError
-    from stages.checkpoint import HubSource
+    from llama_npu2.errors import UserError
+    from stages.model.checkpoint import HubSource
 
     kind = getattr(errors, error)
 
@@ -329,7 +353,7 @@ def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyP
 
     import huggingface_hub
 
-    from stages.checkpoint import HubSource
+    from stages.model.checkpoint import HubSource
 
     asked: dict[str, Any] = {}
 

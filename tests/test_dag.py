@@ -33,20 +33,20 @@ def test_touching_every_file_rebuilds_nothing(built: Path) -> None:
 def test_comment_recompiles_one_object_and_stops(built: Path) -> None:
     source = built / "kernel_src/cpu/gemv.cc"
     source.write_text(source.read_text() + "\n// a comment\n")
-    assert ran(doit(*COMPILE, cwd=built)) == {"object:gemv"}
+    assert ran(doit(*COMPILE, cwd=built)) == {"object:cpu/gemv"}
 
 
 def test_changed_kernel_relinks_only_its_users(built: Path) -> None:
     source = built / "kernel_src/cpu/rope.cc"
     addition = '#ifndef ADDED\n#define ADDED\nextern "C" int added_for_a_test() { return 7; }\n#endif\n'
     source.write_text(addition + source.read_text())
-    assert ran(doit(*COMPILE, cwd=built)) == {"object:rope", "elf:rms_gemms_rope", "elf:rms_gemv_rope", "manifest"}
+    assert ran(doit(*COMPILE, cwd=built)) == {"object:cpu/rope", "elf:rms_gemms_rope", "elf:rms_gemv_rope", "manifest"}
 
 
 def test_changed_header_recompiles_its_readers(built: Path) -> None:
     header = built / "kernel_src/cpu/attention_core.h"
     header.write_text(header.read_text() + "\n// a comment\n")
-    assert ran(doit(*COMPILE, cwd=built)) == {"object:flash_attention", "object:decode_attention"}
+    assert ran(doit(*COMPILE, cwd=built)) == {"object:cpu/flash_attention", "object:cpu/decode_attention"}
 
 
 def test_changed_weights_repack_and_compile_nothing(built: Path) -> None:
@@ -86,10 +86,75 @@ def test_fewer_layers_leave_no_stale_blob(built: Path) -> None:
 
 
 def test_changed_stage_code_reruns_that_stage(built: Path) -> None:
-    code = built / "stages/modules.py"
+    code = built / "stages/targets/cpu/modules.py"
     code.write_text(code.read_text() + "\n# a comment\n")
     tasks = ran(doit(*COMPILE, cwd=built))
     assert tasks == {t for t in tasks if t.startswith("module:")} != set()
+
+
+def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> None:
+    """And syncs, which follow roles, with it; the program itself stays."""
+    family = built / "stages/model/parts/llama.py"
+    text = family.read_text()
+    slot = 'gate = b.slot("gate", rows.act("ffn"), "scratch")'
+    assert slot in text
+    family.write_text(text.replace(slot, slot.replace("scratch", "output")))
+    (built / "stages/targets/cpu/fusion.py").write_text("def fuse(part):\n    return part.launches\n")
+
+    def role() -> str:
+        slots = json.loads((built / BUILT / "manifest.json").read_text())["programs"]["o_ffn"]["slots"]
+        return next(slot["role"] for slot in slots if slot["name"] == "gate")
+
+    before = role()
+    tasks = ran(doit(*COMPILE, cwd=built))
+    assert {"module:o_ffn", "manifest"} <= tasks and not tasks & {"weights", "checkpoint"}
+    assert (before, role()) == ("scratch", "output")
+
+
+def test_another_bucket_packs_nothing_and_fewer_leave_nothing(built: Path) -> None:
+    """Programs come and go with the buckets, their receipts too; the weights of all are the same."""
+    sim = built / "artifacts/model/npu2-sim"
+
+    def compiled(buckets: str) -> set[str]:
+        return ran(doit("compile", "model=wide", "target=npu2-sim", f"buckets={buckets}", cwd=built))
+
+    write_checkpoint(built / "wide", hidden_size=128, intermediate_size=128, head_dim=32, max_position_embeddings=256)
+    sim = built / "artifacts/wide/npu2-sim"
+    assert "weights" in compiled("128")
+    one = {name for name in snapshot(sim) if not name.startswith("build/objects")}
+    tasks = compiled("128,256")
+    assert "elf:prefill_layer.256" in tasks and "weights" not in tasks
+    more = compiled("128")
+    assert "weights" not in more and "manifest" in more
+    assert {name for name in snapshot(sim) if not name.startswith("build/objects")} == one
+
+
+def test_what_no_step_makes_any_more_is_removed(built: Path) -> None:
+    receipts = built / BUILT / "build/receipts"
+    gone = built / BUILT / "elf/vanished.so"
+    gone.write_bytes(b"program")
+    receipt = json.loads((receipts / "elf-o_ffn.json").read_text()) | {"outputs": {"elf/vanished.so": "0"}}
+    (receipts / "elf-vanished.json").write_text(json.dumps(receipt))
+    assert ran(doit(*COMPILE, cwd=built)) == set()
+    assert not gone.exists() and not (receipts / "elf-vanished.json").exists()
+    assert (built / BUILT / "elf/o_ffn.so").exists()
+
+
+STEPS_FROM_ELSEWHERE = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from stages.commands.options import parse_options
+from stages.graph import Build
+for step in Build(parse_options({"artifacts": sys.argv[3]})).steps.values():
+    assert step.run() is None, step.name
+"""
+
+
+def test_steps_do_not_depend_on_the_working_directory(built: Path, tmp_path: Path) -> None:
+    """Kernels, the demo model and objects are found from anywhere."""
+    command = [sys.executable, "-c", STEPS_FROM_ELSEWHERE, built, built / "runtime", built / "artifacts"]
+    subprocess.run(list(map(str, command)), cwd=tmp_path, check=True)
+    assert ran(doit("compile", cwd=built)) == set()
 
 
 def test_every_damaged_artifact_is_repaired(built: Path) -> None:
@@ -126,7 +191,7 @@ def test_new_compiler_version_recompiles(built: Path, tmp_path: Path) -> None:
     wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "other compiler 99" && exit\nexec {real} "$@"\n')
     wrapper.chmod(0o755)
     tasks = ran(doit(*COMPILE, cwd=built, env={"CXX": str(wrapper)}))
-    assert {"object:gemm", "elf:o_ffn"} <= tasks
+    assert {"object:cpu/gemm", "elf:o_ffn"} <= tasks
 
 
 def without_compiler(tmp_path: Path) -> dict[str, str]:
@@ -138,8 +203,8 @@ def without_compiler(tmp_path: Path) -> dict[str, str]:
 def test_copied_artifacts_are_up_to_date_elsewhere(built: Path, tmp_path: Path) -> None:
     """In another checkout, on a machine without a compiler and without the checkpoint: no task runs, text comes."""
     other = tmp_path / "other"
-    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "model", "__pycache__"))
-    shutil.copytree(built / "artifacts", other / "artifacts")
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(other / "model")
     assert ran(doit(*COMPILE, cwd=other, env=without_compiler(tmp_path))) == set()
     command = [sys.executable, "-m", "runtime", str(BUILT), "hello", "--max-tokens", "3"]
     run = subprocess.run(

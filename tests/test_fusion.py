@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import load
-from stages.elfs import all_elfs
-from stages.fusion import fuse
+from llama_npu2 import load
+from stages.model.parts import part
+from stages.targets.cpu.fusion import fuse
 from tests.conftest import doit, ran
 
 
-def names(elf: str) -> list[str]:
-    return [launch.kernel.name for launch in fuse(all_elfs()[elf])]
+def names(name: str) -> list[str]:
+    return [launch.kernel.name for launch in fuse(part("llama", name))]
 
 
 def test_what_is_joined() -> None:
@@ -23,7 +23,7 @@ def test_what_is_joined() -> None:
 
 
 def test_bound_as_the_separate_launches_were() -> None:
-    first, _, swiglu, last = fuse(all_elfs()["o_ffn"])
+    first, _, swiglu, last = fuse(part("llama", "o_ffn"))
     assert first.args == {"x": "attn_out", "weight": "wo", "residual": "x_residual", "out": "res1"}
     assert swiglu.args == {"x": "normed2", "gate": "w_gate", "up": "w_up", "out": "swiglu"}
     assert last.args == {"x": "swiglu", "weight": "w_down", "residual": "res1", "out": "output"}
@@ -39,9 +39,9 @@ def test_results_are_bit_identical(built: Path) -> None:
         return rows
 
     fused = logits()
-    fusion = built / "stages/fusion.py"
+    fusion = built / "stages/targets/cpu/fusion.py"
     text = fusion.read_text()
-    fusion.write_text(text.replace("launches, joined = list(elf.launches), []", "return elf.launches"))
+    fusion.write_text(text.replace("launches, joined = list(part.launches), []", "return part.launches"))
     assert fusion.read_text() != text
     assert {"elf:o_ffn", "elf:o_gemv_ffn"} <= ran(doit("compile", "model=model", cwd=built))
     np.testing.assert_array_equal(logits().view(np.uint32), fused.view(np.uint32))

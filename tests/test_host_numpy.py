@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.devices import Binding, Call
-from runtime.devices.cpu import CpuDevice
-from runtime.devices.host_numpy import PROGRAMS, NumpyDevice, wide
-from runtime.errors import UserError
-from runtime.plan import DTYPES
-from stages.elfs import Elf, host_elfs
-from stages.link import link_host
-from stages.modules import cpu_source
+from llama_npu2.devices import Binding, Call
+from llama_npu2.devices.cpu import CpuDevice
+from llama_npu2.devices.host_numpy import PROGRAMS, NumpyDevice, wide
+from llama_npu2.dtypes import DTYPES
+from llama_npu2.errors import UserError
+from stages.model.config import Config, RopeScaling
+from stages.model.grouping import programs
+from stages.targets import targets
+from stages.targets.cpu.modules import cpu_source, described_slots
+from stages.targets.cpu.programs import link_host
 from tests.conftest import build
 
-ELFS = {elf.name: elf for elf in host_elfs("npu")}
+NPU2 = targets()["npu2"]
+GROUPING = NPU2.groupings[NPU2.default_grouping]
+PARTS = {program.entry: program.parts[0] for program in programs("llama", GROUPING) if program.host}
 SHAPES = [(33, 17, 3, 1, 10), (300, 64, 4, 2, 16), (5001, 95, 6, 6, 46)]
 POSITIONS = 300
+ROWS = 7
 
 Native = Callable[[dict[str, Any]], CpuDevice]
 
 
 def model_of(shape: tuple[int, ...]) -> dict[str, Any]:
     vocab, emb, heads, kv_heads, head_dim = shape
-    sizes = {"q_dim": heads * head_dim, "kv_dim": kv_heads * head_dim, "ffn": 8, "max_seq": POSITIONS, "eps": 1e-5}
-    return dict(vocab=vocab, emb=emb, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    sizes = {"vocab": vocab, "emb": emb, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    others = {"ffn": 8, "layers": 1, "max_seq": POSITIONS, "eps": 1e-5, "tied": True, "eos": (), "family": "llama"}
+    return dict(Config(rope_theta=1e4, rope_scaling=RopeScaling(), **sizes, **others).dimensions())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -41,48 +46,45 @@ def model(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def native(model: dict[str, Any], artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`host.so` for the model's shape, from the objects of the demo model's."""
-    objects = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "build/objects"
+    objects = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "build/objects/cpu"
     directory = tmp_path_factory.mktemp("host")
-    (directory / "host.cc").write_text(cpu_source(list(ELFS.values()), model))
-    link_host(directory / "host.cc", sorted(objects.glob("*.o")), directory / "host.so")
+    (directory / "host.cc").write_text(cpu_source(list(PARTS.values()), model))
+    link_host(directory / "host.cc", sorted(objects.rglob("*.o")), directory / "host.so")
     return directory / "host.so"
 
 
-def described(elf: Elf, model: dict[str, Any]) -> list[dict[str, Any]]:
-    """Slots as the manifest has them."""
-    sizes = {name: size for name, size in model.items() if name != "max_seq"}
-    return [asdict(slot) | {"shape": [sizes.get(str(dim), dim) for dim in slot.shape]} for slot in elf.slots]
-
-
-def execute(device: Any, path: Path, elf: Elf, model: dict[str, Any], values: dict[str, np.ndarray], pos: int) -> None:
+def execute(
+    device: Any, path: Path, name: str, slots: list[dict[str, Any]], values: dict[str, np.ndarray], pos: int
+) -> None:
     """Run one program; `values` are the slots' arrays, before and after."""
-    slots = described(elf, model)
     buffers = {slot["name"]: device.alloc(values[slot["name"]].nbytes) for slot in slots}
-    for name, buffer in buffers.items():
-        buffer.bytes[:] = values[name].view(np.uint8).reshape(-1)
-    call = Call(device.load_program(path, elf.name, True), [Binding(b, "", 0) for b in buffers.values()], slots)
+    for slot, buffer in buffers.items():
+        buffer.bytes[:] = values[slot].view(np.uint8).reshape(-1)
+    call = Call(device.load_program(path, name, True), [Binding(b, "", 0) for b in buffers.values()], slots)
     device.prepare([call]).run(len(values.get("tokens", [0])), pos)
     for slot in slots:
-        name = slot["name"]
-        values[name] = device.array(buffers[name], DTYPES[slot["dtype"]], values[name].shape).copy()
+        array = values[slot["name"]]
+        values[slot["name"]] = device.array(buffers[slot["name"]], DTYPES[slot["dtype"]], array.shape).copy()
 
 
-def random_slots(elf: Elf, model: dict[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    sizes = model | {"seq": 7}
+def random_values(slots: list[dict[str, Any]], vocab: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """An array per slot; of tokens, some that are none."""
+    sizes = {"seq": ROWS, "max_seq": POSITIONS}
     values = {}
-    for slot in elf.slots:
-        shape = [sizes.get(str(dim), dim) for dim in slot.shape]
-        values[slot.name] = rng.standard_normal(shape, np.float32).astype(DTYPES[slot.dtype])
+    for slot in slots:
+        shape = [sizes.get(dim, dim) for dim in slot["shape"]]
+        values[slot["name"]] = rng.standard_normal(shape, np.float32).astype(DTYPES[slot["dtype"]])
     if "tokens" in values:
-        values["tokens"] = np.array([0, model["vocab"] - 1, 3, -1, model["vocab"], 3, 1], np.int32)
+        values["tokens"] = np.array([0, vocab - 1, 3, -1, vocab, 3, 1], np.int32)
     return values
 
 
 def both(native: Path, name: str, model: dict[str, Any], pos: int) -> list[dict[str, np.ndarray]]:
     results = []
     for device in (CpuDevice(native, 2), NumpyDevice(model)):
-        values = random_slots(ELFS[name], model, np.random.default_rng(pos))
-        execute(device, native, ELFS[name], model, values, pos)
+        slots = described_slots(PARTS[name], model)
+        values = random_values(slots, model["vocab"], np.random.default_rng(pos))
+        execute(device, native, name, slots, values, pos)
         results.append(values)
         device.close()
     return results
@@ -93,7 +95,7 @@ def assert_same(a: np.ndarray, b: np.ndarray) -> None:
 
 
 def test_every_host_program_exists() -> None:
-    assert PROGRAMS.keys() == ELFS.keys()
+    assert PROGRAMS.keys() == PARTS.keys()
     with pytest.raises(UserError, match="program other exists only natively"):
         NumpyDevice({}).load_program(Path("host.so"), "other")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from runtime import load
+from llama_npu2 import load
 from tests.conftest import ROOT, build, write_checkpoint
 
 pytestmark = pytest.mark.verify
@@ -75,7 +75,7 @@ def transformers_logits(checkpoint: Path, ids: list[int], dtype: str) -> np.ndar
     """Float32 logits of every position."""
     import torch
 
-    from stages.verify import load_transformers
+    from stages.commands.verify import load_transformers
 
     with torch.no_grad():
         return load_transformers(checkpoint, dtype)(torch.tensor([ids])).logits[0].float().numpy()
@@ -85,7 +85,7 @@ def bf16_values(checkpoint: Path, root: Path) -> Path:
     """The checkpoint with its weights rounded to bf16: what both bf16 pipelines start from."""
     import torch
 
-    from stages.verify import load_transformers
+    from stages.commands.verify import load_transformers
 
     if not root.exists():
         load_transformers(checkpoint, "bfloat16").to(torch.float32).save_pretrained(root)
@@ -102,7 +102,7 @@ LENGTHS = (1, 2, 17, 64, 99)
 _OUR_LOGITS = """
 import json, sys
 import numpy as np
-from runtime import load
+from llama_npu2 import load
 directory, out, ids, lengths = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
 llm, rows = load(directory), []
 for length in lengths:
@@ -156,13 +156,13 @@ def test_prefill_agrees_with_single_steps(case: tuple[Path, Path, int]) -> None:
 
 
 def test_verify_passes_on_the_demo(demo: Path) -> None:
-    from stages.verify import PROMPTS, verify
+    from stages.commands.verify import PROMPTS, verify
 
     assert verify(demo, Path("models/demo"), len(PROMPTS))
 
 
 def test_verify_fails_on_other_weights(demo: Path, tmp_path: Path) -> None:
-    from stages.verify import verify
+    from stages.commands.verify import verify
 
     copy = tmp_path / "cpu"
     shutil.copytree(demo, copy)

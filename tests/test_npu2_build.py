@@ -16,33 +16,34 @@ from typing import Any
 
 import pytest
 
-from runtime.errors import UserError
-from stages import aircc, doctor, known_good, peano, toolchain
-from stages.air.printer import to_mlir
-from stages.kernels import add
-from stages.npu_modules import build_module, groups
-from stages.tile_objects import object_path
+from llama_npu2.errors import UserError
+from stages.air import to_mlir
+from stages.commands import doctor
+from stages.engine.objects import OBJECTS
+from stages.engine.places import KERNELS
+from stages.kernels import kernels
+from stages.targets.cpu import toolchain as host_toolchain
+from stages.targets.npu2 import known_good, objects, programs, toolchain
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.modules import build_module
 from tests.conftest import ROOT, build, doit, ran
+from tests.npu_shapes import DEMO, device_program, device_programs
 
 FACTS = ROOT / "tests/aircc_options.txt"
-DIMENSIONS = {
-    "vocab": 2048,
-    "emb": 256,
-    "ffn": 768,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "q_dim": 256,
-    "kv_dim": 128,
-    "max_seq": 2048,
-    "eps": 1e-5,
-}
-HELLO = to_mlir(add.build(add.plan(64, 256)).module)
+
+
+def _hello() -> str:
+    add = kernels()["add"]
+    assert add.tiling and add.program
+    return to_mlir(add.program(add.tiling({"rows": 64, "cols": 256})).module)
+
+
+HELLO = _hello()
 OBJECT = "add_count2048.o"
 
 
 def forget_tools() -> None:
-    for find in (*toolchain.NPU_TOOLS.values(), toolchain.host_compiler_fingerprint):
+    for find in (*toolchain.NPU_TOOLS.values(), host_toolchain.host_compiler_fingerprint):
         find.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -69,7 +70,7 @@ record = {"args": args, "cwd": str(here), "files": sorted(p.name for p in here.i
 COMPILER = f"""{RECORD}
 pathlib.Path(os.environ["RECORD_CC"]).write_text(json.dumps(record))
 source = next(a for a in args if a.endswith(".cc"))
-headers = "kernel_src/aie2p/tile.h /opt/api/aie_api/aie.hpp"
+headers = f"{{pathlib.Path(source).with_name('tile.h')}} /opt/api/aie_api/aie.hpp"
 pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {{source}} {{headers}}")
 pathlib.Path(args[args.index("-o") + 1]).write_text(" ".join(a for a in args if a.startswith("-D")))
 """
@@ -119,10 +120,10 @@ def module(tmp_path: Path) -> Path:
     about = {
         "function": "add",
         "options": ["--debug-ir"],
-        "objects": {OBJECT: ["add", "-DCOUNT=2048", "-DVARIANT=count2048"]},
+        "objects": {OBJECT: ["aie2p/add", "-DCOUNT=2048", "-DVARIANT=count2048"]},
     }
     path.with_suffix(".json").write_text(json.dumps(about))
-    linked = object_path(tmp_path / "artifacts/build", "add", OBJECT)
+    linked = tmp_path / "artifacts" / OBJECTS / "aie2p/add" / OBJECT
     linked.parent.mkdir(parents=True)
     linked.write_text("an object")
     return path
@@ -132,7 +133,7 @@ def make(module: Path, tmp_path: Path, **options: Any) -> list[Path]:
     work = tmp_path / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    return aircc.npu_elf(module, "hello.128", work, **options)
+    return programs.write_program(module, "hello.128", work, **options)
 
 
 def options_of(help_text: str) -> set[str]:
@@ -181,14 +182,16 @@ def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: P
     assert str(tools / "other") in record["path"].split(":")
 
 
-def objects_of(module: Path, tmp_path: Path, stem: str = "add") -> list[Path]:
-    return peano.npu_objects(stem, [module.with_suffix(".json")], tmp_path / "cache", tmp_path / "work")
+def objects_of(module: Path, tmp_path: Path, source: str = "aie2p/add") -> list[Path]:
+    work = tmp_path / "objects"
+    shutil.rmtree(work, ignore_errors=True)
+    return objects.write_objects(source, [module], tmp_path / "cache", work)
 
 
 def test_objects_are_compiled_for_the_npu_once(tools: Path, module: Path, tmp_path: Path) -> None:
     read = objects_of(module, tmp_path)
-    assert read == [Path("kernel_src/aie2p/add.cc"), Path("kernel_src/aie2p/tile.h")], "the source and its headers"
-    made = tmp_path / "work/build/objects/aie2p/add" / OBJECT
+    assert read == [KERNELS / "aie2p/add.cc", KERNELS / "aie2p/tile.h"], "the source and its headers"
+    made = tmp_path / "objects" / OBJECTS / "aie2p/add" / OBJECT
     assert made.read_text().endswith("-DCOUNT=2048 -DVARIANT=count2048")
     arguments = json.loads((tools / "cc.json").read_text())["args"]
     assert {"--target=aie2p-none-unknown-elf", "-O2", "-std=c++20"} <= set(arguments)
@@ -204,22 +207,23 @@ def test_objects_are_compiled_for_the_npu_once(tools: Path, module: Path, tmp_pa
 
 def test_objects_of_a_kernel_are_what_modules_ask_for(tools: Path, module: Path, tmp_path: Path) -> None:
     del tools
-    other = module.with_name("other.json")
-    objects = {f"add_count{n}.o": ["add", f"-DCOUNT={n}", f"-DVARIANT=count{n}"] for n in (64, 2048)}
-    other.write_text(json.dumps({"objects": objects | {"rope_hd64.o": ["rope", "-DHD=64", "-DVARIANT=hd64"]}}))
-    peano.npu_objects("add", [module.with_suffix(".json"), other], tmp_path / "cache", tmp_path / "work")
-    assert {p.name for p in (tmp_path / "work/build/objects/aie2p").rglob("*.o")} == {"add_count64.o", OBJECT}
-    assert objects_of(module, tmp_path, "rope") == [], "nothing asks for it"
+    other = module.with_name("other.mlir")
+    wanted = {f"add_count{n}.o": ["aie2p/add", f"-DCOUNT={n}", f"-DVARIANT=count{n}"] for n in (64, 2048)}
+    wanted["rope_hd64.o"] = ["aie2p/rope", "-DHD=64", "-DVARIANT=hd64"]
+    other.with_suffix(".json").write_text(json.dumps({"objects": wanted}))
+    objects.write_objects("aie2p/add", [module, other], tmp_path / "cache", tmp_path / "work")
+    assert {p.name for p in (tmp_path / "work" / OBJECTS).rglob("*.o")} == {"add_count64.o", OBJECT}
+    assert objects_of(module, tmp_path, "aie2p/rope") == [], "nothing asks for it"
 
 
-@pytest.mark.parametrize("grouping", ["spec", "fused"])
+@pytest.mark.parametrize("grouping", GROUPINGS)
 def test_every_program_gets_options_that_aircc_has(tools: Path, grouping: str) -> None:
     del tools
-    for group in groups(grouping):
-        built = build_module(group, DIMENSIONS, 128)
-        command = aircc.command_line(aircc.Job(group.name, "", built.name, built.options))
+    for program in device_programs(grouping):
+        built = build_module(program, DEMO.dimensions())
+        command = programs.command_line(programs.Job(program.name, "", built.name, built.options))
         assert check_options(command[1:]) == ["air.mlir"]
-        assert command[command.index("--xclbin-instance-name") + 1] == group.name
+        assert command[command.index("--xclbin-instance-name") + 1] == program.entry
 
 
 # The graph, with fakes that keep what matters: an object is its source without comments, an ELF what is simulated
@@ -234,7 +238,7 @@ for line in source.read_text().splitlines():
     if code and (not comment.startswith(" only ") or comment[6:] in args):
         text.append(code)
 pathlib.Path(args[args.index("-o") + 1]).write_text("\\n".join(text))
-pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {source} kernel_src/aie2p/tile.h")
+pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {source} {source.with_name('tile.h')}")
 """
 FAKE_AIRCC = """
 if "--version" in args:
@@ -345,7 +349,7 @@ def test_stack_is_raised_for_aircc_alone(
 
     before, hard = resource.getrlimit(resource.RLIMIT_STACK)
     make(module, tmp_path)
-    wanted = aircc.STACK_BYTES if hard == resource.RLIM_INFINITY else min(aircc.STACK_BYTES, hard)
+    wanted = programs.STACK_BYTES if hard == resource.RLIM_INFINITY else min(programs.STACK_BYTES, hard)
     assert int(report.read_text()) == wanted
     assert resource.getrlimit(resource.RLIMIT_STACK)[0] == before
 
@@ -450,7 +454,7 @@ def test_doctor_without_any_tool(laptop: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("PEANO_INSTALL_DIR", str(tmp_path))
     monkeypatch.setenv("AIE_API_INCLUDE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pyxrt", None)
-    monkeypatch.setattr(toolchain, "host_compiler_fingerprint", lambda: None)
+    monkeypatch.setattr(host_toolchain, "host_compiler_fingerprint", lambda: None)
     for find in toolchain.NPU_TOOLS.values():
         find.cache_clear()  # type: ignore[attr-defined]
     verdicts = doctor.conclusions(doctor.report(tmp_path))
@@ -495,14 +499,14 @@ def test_real_aircc_has_the_options(real: Path) -> None:
     assert options_of(run.stdout) >= _facts().keys()
 
 
-def link_real(real: Path, monkeypatch: pytest.MonkeyPatch, mlir: str, objects: list[str], **job: Any) -> str:
+def link_real(real: Path, monkeypatch: pytest.MonkeyPatch, mlir: str, linked: list[str], **job: Any) -> str:
     if toolchain.peano() is None:
         # Enough to find it; the first step that needs it fails.
         script(real / "peano/bin/clang++", "sys.exit(1)")
         monkeypatch.setenv("PEANO_INSTALL_DIR", str(real / "peano"))
         toolchain.peano.cache_clear()
-    described = aircc.Job("hello", mlir, **job, objects=dict.fromkeys(objects, real / OBJECT))
-    return aircc.link(described, real / "scratch", real / "hello.log", 1200)
+    described = programs.Job("hello", mlir, **job, objects=dict.fromkeys(linked, real / OBJECT))
+    return programs.link(described, real / "scratch", real / "hello.log", 1200)
 
 
 @pytest.mark.toolchain
@@ -514,7 +518,7 @@ def test_real_aircc_makes_an_elf(real: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert without_peano, error
         assert re.search(r"Peano|opt|llc|clang", str(error) + (real / "hello.log").read_text())
     else:
-        assert aircc.has_instance((real / "scratch/out.elf").read_bytes(), "add")
+        assert programs.has_instance((real / "scratch/out.elf").read_bytes(), "add")
 
 
 REFUSED = {
@@ -539,14 +543,15 @@ def test_real_aircc_refusal_names_the_launch(real: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.toolchain
 @pytest.mark.slow
-@pytest.mark.parametrize(("grouping", "name"), [(g, group.name) for g in ("spec", "fused") for group in groups(g)])
+@pytest.mark.parametrize(
+    ("grouping", "name"), [(g, program.entry) for g in GROUPINGS for program in device_programs(g)]
+)
 def test_real_aircc_takes_every_program(real: Path, monkeypatch: pytest.MonkeyPatch, grouping: str, name: str) -> None:
-    group = next(group for group in groups(grouping) if group.name == name)
-    built = build_module(group, DIMENSIONS, 128)
+    built = build_module(device_program(name, grouping), DEMO.dimensions())
     without_peano = toolchain.peano() is None
-    objects = [variant.object for variant in built.variants]
+    linked = [variant.object for variant in built.variants]
     try:
-        link_real(real, monkeypatch, built.text(), objects, function=built.name, options=built.options)
+        link_real(real, monkeypatch, built.text(), linked, function=built.name, options=built.options)
     except UserError as error:
         assert without_peano, error
         assert re.search(r"Peano|opt|llc|clang", str(error) + (real / "hello.log").read_text())

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import Llama, UserError, cpu_features, load
-from runtime.manifest import Manifest
-from stages import toolchain
+from llama_npu2 import Llama, UserError, cpu_features, load
+from llama_npu2.dtypes import nbytes
+from llama_npu2.manifest import Manifest
+from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.conftest import ROOT, build, doit, ran
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -26,10 +27,10 @@ def fused(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spec(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("spec")
+def separate(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("separate")
     shutil.copytree(artifacts / ".cache", root / ".cache")
-    return build("demo", root, target="npu2-sim", buckets="64", grouping="spec")
+    return build("demo", root, target="npu2-sim", buckets="64", grouping="separate")
 
 
 def greedy(llm: Llama, ids: list[int], count: int) -> list[int]:
@@ -47,9 +48,9 @@ def test_simulated_npu_completes(fused: Path, prompt: str, start: str) -> None:
     llm.close()
 
 
-def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, spec: Path, demo: Path) -> None:
+def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, separate: Path, demo: Path) -> None:
     chosen = []
-    for directory in (fused, spec, demo):
+    for directory in (fused, separate, demo):
         llm = load(directory)
         chosen.append(greedy(llm, llm.encode("The capital of Italy is", raw=True), 4))
         llm.close()
@@ -116,7 +117,7 @@ def test_submissions_and_traffic(fused: Path) -> None:
     assert sum(traffic.submissions for traffic in after.values()) - sum(before.values()) == layers + 1
     layer = after["decode_layer"]
     slots = llm.manifest.programs["decode_layer"]["slots"]
-    weights = sum(2 * int(np.prod(slot["shape"])) for slot in slots if slot["role"] == "weight")
+    weights = sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots if slot["role"] == "weight")
     assert layer.read < 1.1 * weights * (layers - 1), "each weight byte is read once per token"
     llm.close()
 
@@ -157,15 +158,15 @@ def test_a_cpu_that_lacks_what_the_objects_use_is_refused(
         UserError, match=f"built for a CPU with {needed[0]}, which this one does not have: build it here"
     ):
         Manifest.open(fused)
-    before = toolchain.native_fingerprint()
+    before = native_fingerprint()
     cpuinfo.write_text(f"flags : {' '.join(needed)}\n")
     assert Manifest.open(fused)
-    assert toolchain.native_fingerprint() != before, "and doit compile builds it again"
+    assert native_fingerprint() != before, "and doit compile builds it again"
 
 
 def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> None:
     """Without the NPU's compiler all up to MLIR and weight blobs is built, then one line says what is missing."""
-    from stages.toolchain import npu_fingerprint
+    from stages.targets.npu2.toolchain import npu_fingerprint
 
     if npu_fingerprint() is not None:
         pytest.skip("the NPU's tools are on this machine")
@@ -192,7 +193,7 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
 def test_verify_passes(fused: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.verify import verify
+    from stages.commands.verify import verify
 
     assert verify(fused, ROOT / "models/demo", 2)
 
@@ -208,7 +209,7 @@ def test_bad_buckets_are_one_line(buckets: str, tmp_path: Path) -> None:
 def test_bad_grouping_is_one_line(tmp_path: Path) -> None:
     run = doit("compile", "target=npu2-sim", "grouping=nice", f"artifacts={tmp_path}")
     assert run.returncode != 0
-    assert run.stderr.strip().splitlines() == ["ERROR: grouping=nice: choose one of spec, fused"]
+    assert run.stderr.strip().splitlines() == ["ERROR: grouping=nice: target npu2-sim has separate, fused"]
 
 
 def test_estimate_says_what_a_token_moves() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import UserError, load
-from runtime.bench import Result
-from stages import peers
-from stages.checkpoint import Checkpoint, LocalSource
-from stages.options import parse_options
+from llama_npu2 import UserError, load
+from llama_npu2.bench import Result, table
+from stages.commands import peers, verify
+from stages.commands.options import parse_options
+from stages.model.checkpoint import Checkpoint, LocalSource
 from tests.conftest import ROOT, build, write_checkpoint
 
 needs_llama_cpp = pytest.mark.skipif(
@@ -55,7 +55,7 @@ def steps_alike(peer, directory: Path) -> None:
     ids=["default", "untied", "llama3 rope"],
 )
 def test_llama_cpp_runs_the_same_model(changes: dict, artifacts: Path, tmp_path: Path) -> None:
-    from stages.gguf_file import write_gguf
+    from stages.commands.gguf_file import write_gguf
 
     directory = tmp_path / "checkpoint"
     write_checkpoint(directory, **changes)
@@ -73,7 +73,10 @@ def test_transformers_runs_the_same_model(artifacts: Path, tmp_path: Path) -> No
 
 
 @needs_llama_cpp
-def test_a_peer_measures_in_its_own_process_and_its_end_is_one_line(demo: Path, tmp_path: Path) -> None:
+def test_a_peer_measures_in_its_own_process_and_its_end_is_one_line(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     llm = load(demo, 1)
     with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", 1, llm) as (
         peer,
@@ -83,6 +86,16 @@ def test_a_peer_measures_in_its_own_process_and_its_end_is_one_line(demo: Path, 
         with pytest.raises(UserError, match=r"^peers=llama.cpp: .*decode"):
             peer.prefill([10**9])
     llm.close()
+
+
+def test_a_peer_starts_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong is the peer's own business: its module was found, and not a namesake."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stages").mkdir()
+    peer = peers.Peer("onnx", Path("model"), 1, 64)
+    with pytest.raises(UserError, match=r"^peers=onnx: KeyError: 'onnx'"):
+        peer.prefill([1])
+    peer.close()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Path) -> None:
@@ -99,8 +112,47 @@ def test_an_unknown_peer_is_refused() -> None:
         parse_options({"peers": "llama.cpp,onnx"})
 
 
+def logits(*best: int) -> np.ndarray:
+    """Of nine tokens, in this order of preference, the others equal."""
+    row = np.zeros(9, np.float32)
+    row[list(best)] = range(len(best), 0, -1)
+    return row
+
+
+@pytest.mark.parametrize(("last", "passed"), [((1, 2), True), ((2, 3, 4, 5, 6, 1), False)])
+def test_verify_counts_every_position_after_a_difference(
+    last: tuple[int, ...], passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides go on with the reference's token, and a bad rank in the very last position still fails."""
+    ours = [logits(1, 2)] * verify.TOKENS
+    ours[3], ours[10], ours[-1] = logits(2, 1), logits(5, 1), logits(*last)
+    steps, fed = iter(ours), list[int]()
+
+    class Ours:
+        def encode(self, prompt: str, raw: bool) -> list[int]:
+            return [0]
+
+        def reset(self) -> None:
+            pass
+
+        def prefill(self, ids: list[int]) -> np.ndarray:
+            return next(steps)
+
+        def decode(self, token: int) -> np.ndarray:
+            fed.append(token)
+            return next(steps)
+
+    monkeypatch.setattr(verify, "TransformersSteps", lambda model: lambda ids: logits(1, 2))
+    comparison = verify.compare(Ours(), None, "prompt")  # type: ignore[arg-type]
+    assert fed == [1] * (verify.TOKENS - 1)
+    assert (comparison.equal, comparison.first) == (30 if passed else 29, 3)
+    assert comparison.ranks == ((2, 1) if passed else (2, 5))
+    assert comparison.passed == passed
+
+
 def test_ratios_are_medians_over_repeats() -> None:
     result = Result("pp512", "tokens/s", [10, 40, 30], [20, 50, 50], {"llama.cpp": [5, 10, 10]})
     assert result.share == 0.6
     assert result.ratios == {"llama.cpp": 3.0}
-    assert result.row(["llama.cpp", "other"]).endswith(f"|      10.00  3.00x | {'':17} |")
+    names = ["llama.cpp", "other"]
+    assert table(names).row(*result.cells(names)).endswith(f"|      10.00  3.00x | {'':17} |")

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime import Llama, UserError, load
-from runtime.chat import ChatTemplate
-from runtime.sampling import sampler
-from runtime.text import TextStream, Tokenizer
+from llama_npu2 import Llama, UserError, load
+from llama_npu2.__main__ import parse
+from llama_npu2.chat import ChatTemplate
+from llama_npu2.dtypes import nbytes
+from llama_npu2.options import Running, Sampling, chosen, to_arguments
+from llama_npu2.sampling import sampler
+from llama_npu2.text import TextStream, Tokenizer
 from tests.conftest import ROOT, build, doit, write_checkpoint
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -53,8 +60,8 @@ def test_doit_run_prints_the_completion(demo: Path) -> None:
     assert "tokens/s" in run.stderr
 
 
-def test_chunked_prefill_equals_single_steps(artifacts: Path, tmp_path: Path) -> None:
-    """A prompt of several chunks, up to the very end of the context."""
+def test_chunked_prefill_equals_one_and_steps_agree(artifacts: Path, tmp_path: Path) -> None:
+    """A prompt of several chunks, up to the very end of the context. Single steps add in another order."""
     write_checkpoint(tmp_path / "long", max_position_embeddings=1200, vocab_size=64)
     llm = load(build(tmp_path / "long", artifacts))
     ids = np.random.default_rng(0).integers(0, 64, 1200).tolist()
@@ -62,7 +69,8 @@ def test_chunked_prefill_equals_single_steps(artifacts: Path, tmp_path: Path) ->
     assert llm.position == 1200
     llm.reset()
     llm.prefill(ids[:700])
-    llm.prefill(ids[700:1195])
+    np.testing.assert_array_equal(llm.prefill(ids[700:]), at_once)
+    llm.rewind(1195)
     steps = [llm.decode(token) for token in ids[1195:]]
     np.testing.assert_allclose(steps[-1], at_once, atol=0.1 * at_once.std())
     with pytest.raises(UserError, match="1201 tokens exceed"):
@@ -141,13 +149,14 @@ def test_conversation_reuses_the_cache(llm: Llama) -> None:
     whole = len(llm.encode(messages))
     second = "".join(llm.generate(messages, keep_context=True))
     assert llm.stats.prompt_tokens < whole / 2
-    assert second
+    assert second == "".join(llm.generate(messages)), "as from a fresh cache"
+    assert llm.stats.prompt_tokens == whole
 
 
 @pytest.fixture
 def byte_tokenizer(tmp_path: Path) -> Tokenizer:
-    from stages.checkpoint import write_byte_tokenizer
-    from stages.config import parse_config
+    from stages.model.checkpoint import write_byte_tokenizer
+    from stages.model.families import parse_config
     from tests.conftest import CONFIG
 
     write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path)
@@ -185,7 +194,7 @@ LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], np.float32))
 
 
 def frequencies(**options: float) -> np.ndarray:
-    draw = sampler(seed=0, **options)  # type: ignore[arg-type]
+    draw = sampler(Sampling(seed=0, **options))  # type: ignore[arg-type]
     return np.bincount([draw(LOGITS) for _ in range(20000)], minlength=5) / 20000
 
 
@@ -237,6 +246,79 @@ def test_prompt_from_standard_input(demo: Path) -> None:
     assert run_module(demo, "-", "--raw", stdin="The capital of France is").stdout.startswith(" Paris")
 
 
+def test_check_finds_a_flipped_bit(demo: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(demo, tmp_path / "copy")
+    count = len(json.loads((copy / "manifest.json").read_text())["files"])
+    whole = run_module(copy, "--check")
+    assert whole.returncode == 0, whole.stderr
+    assert re.fullmatch(rf"{count} files, \d+\.\d\d GiB: all as built \(\d+\.\d s\)\n", whole.stdout)
+    blob = copy / "weights/layer_001.safetensors"
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    damaged = run_module(copy, "--check")
+    assert (damaged.returncode, damaged.stdout) == (1, "")
+    assert damaged.stderr == f"error: {blob} is not what was built: copy the directory again or run doit compile\n"
+
+
+@pytest.mark.parametrize("device", ["tpu", "libraries", "xrt.session", "../cpu", None, ["cpu"]])
+def test_only_a_device_of_the_runtime_is_opened(demo: Path, tmp_path: Path, device: Any) -> None:
+    copy = shutil.copytree(demo, tmp_path / "copy", copy_function=os.link)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["target"]["device"] = device
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"is for the device .*, which this runtime does not have"):
+        load(copy)
+
+
+@pytest.mark.parametrize("section", ["buffers", "programs"])
+def test_an_unknown_dtype_is_refused(demo: Path, tmp_path: Path, section: str) -> None:
+    copy = shutil.copytree(demo, tmp_path / "copy", copy_function=os.link)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    first = next(iter(manifest[section].values()))
+    (first if section == "buffers" else first["slots"][0])["dtype"] = "f8"
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="dtype f8 is none of bf16, f32, i32, i8"):
+        load(copy)
+
+
+OUT_OF_BOUNDS = [
+    ({"max_tokens": 0}, "max_tokens=0: must be at least 1"),
+    ({"temperature": -0.5}, "temperature=-0.5: must be at least 0"),
+    ({"temperature": math.nan}, "temperature=nan: must be finite and at least 0"),
+    ({"temperature": math.inf}, "temperature=inf: must be finite and at least 0"),
+    ({"top_k": -1}, "top_k=-1: must be at least 0"),
+    ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
+    ({"top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
+    ({"seed": -1}, "seed=-1: must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), OUT_OF_BOUNDS, ids=lambda value: str(value)[:30])
+def test_options_are_refused_alike_everywhere(llm: Llama, given: dict[str, Any], message: str) -> None:
+    from stages.commands.options import parse_options
+
+    (name, value), *_ = given.items()
+    for use in (
+        lambda: next(llm.generate("hi", **given)),
+        lambda: parse_options({name: str(value)}),
+        lambda: chosen(Sampling, parse(["DIR", f"--{name.replace('_', '-')}={value}"])),
+    ):
+        with pytest.raises(UserError) as caught:
+            use()
+        assert str(caught.value).replace(".0:", ":") == message
+
+
+def test_options_survive_a_command_line() -> None:
+    options = Sampling(max_tokens=3, temperature=0.5, seed=7, stop=("a b", "-x"))
+    arguments = parse(["DIR", *to_arguments(options, Sampling), *to_arguments(Running(threads=2), Running)])
+    assert chosen(Sampling, arguments) == options
+    assert chosen(Running, arguments) == Running(threads=2)
+    assert Sampling(stop="one").stop == ("one",)  # type: ignore[arg-type]
+
+
 def test_chat_session(demo: Path) -> None:
     run = run_module(demo, "--chat", stdin="The capital of France is\n/reset\nThe capital of Italy is\n/exit\n")
     first, second = run.stdout.splitlines()
@@ -244,11 +326,20 @@ def test_chat_session(demo: Path) -> None:
     assert "Rome" in second
 
 
-def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
-    code = "import sys, runtime.__main__, runtime.llama, runtime.devices.cpu, runtime.devices.sim; "
-    code += "print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def loaded_by(code: str) -> dict[str, str]:
+    """Modules that a fresh process has after `code`, and their files."""
+    code += "\nimport json; print(json.dumps({n: getattr(m, '__file__', None) or '' for n, m in sys.modules.items()}))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "runtime")}
+    command = [sys.executable, "-c", f"import sys\n{code}"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    modules: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return modules
+
+
+def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
+    names = ["__main__", "llama", "bench", "profile", "check", "devices.cpu", "devices.sim", "devices.xrt"]
+    modules = loaded_by("\n".join(f"import llama_npu2.{name}" for name in names))
     forbidden = {
         "stages",
         "doit",
@@ -260,7 +351,19 @@ def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
         "xxhash",
         "filelock",
     }
-    assert not forbidden & set(run.stdout.split())
+    assert not forbidden & {name.partition(".")[0] for name in modules}
+
+
+def test_options_load_no_numpy() -> None:
+    assert "numpy" not in loaded_by("import llama_npu2.__main__; llama_npu2.__main__.parse(['DIR', 'hi'])")
+
+
+def test_no_module_is_loaded_under_two_names(demo: Path) -> None:
+    start = f"import runpy\nsys.argv = ['runtime', {str(demo)!r}, 'hi', '--max-tokens=1']\n"
+    modules = loaded_by(start + "try: runpy.run_module('runtime', run_name='__main__')\nexcept SystemExit: pass")
+    files = [file for name, file in modules.items() if file.startswith(str(ROOT)) and name != "__main__"]
+    assert str(ROOT / "runtime/llama_npu2/llama.py") in files
+    assert len(files) == len(set(files))
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
@@ -298,10 +401,13 @@ def test_profile_splits_a_prompt_and_a_token_by_program(demo: Path) -> None:
         # every weight once: what is packed, but for norms, tables and the LM head's second use as the embedding
         matrices = [b for b in manifest["buffers"].values() if b["kind"] == "weight" and len(b["shape"]) > 1]
         assert sum(line["weight_bytes"] for line in of_phase.values()) == sum(
-            2 * math.prod(b["shape"]) for b in matrices
+            nbytes(b["dtype"], b["shape"]) for b in matrices
         )
-        assert of_phase["lm_head_gemv"]["rows"] == 1
-    assert "| o_ffn " in run_module(demo, "--profile", "--repeats=1").stdout
+        model = manifest["model"]
+        assert of_phase["lm_head_gemv"]["values"] == model["vocab"] * model["emb"]
+    table = run_module(demo, "--profile", "--repeats=1").stdout
+    assert "| o_ffn " in table
+    assert {line.count("|") for line in table.splitlines()[2:]} == {8}
 
 
 def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: Path) -> None:

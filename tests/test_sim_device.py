@@ -10,32 +10,33 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from runtime.devices import Binding, Call
-from runtime.devices.cpu import Buffer, CpuDevice
-from runtime.devices.libraries import open_library
-from runtime.devices.sim import SimProgram, SimSubmission
-from runtime.errors import UserError
+from llama_npu2.devices import Binding, Call, HostBuffer
+from llama_npu2.devices.cpu import CpuDevice
+from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices.sim import SimProgram, SimSubmission
+from llama_npu2.errors import UserError
 from stages.kernels import add
 from tests.sim_support import aligned, compile_module
 
 ROWS, COLS = 8, 64
 
 
-class Memory:
+class Memory(HostBuffer):
     """A buffer as the device hands it out."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = aligned(array)
-        self.bytes = self.array.reshape(-1).view(np.uint8)
-        self.address = self.bytes.ctypes.data
+        super().__init__(self.array.reshape(-1).view(np.uint8))
 
 
 def program() -> SimProgram:
-    return compile_module(add.build(add.plan(ROWS, COLS)).module)
+    (kernel,) = add.KERNELS
+    assert kernel.tiling and kernel.program
+    return compile_module(kernel.program(kernel.tiling({"rows": ROWS, "cols": COLS})).module)
 
 
 def bind(memory: Memory, view: str = "") -> Binding:
-    return Binding(cast(Buffer, memory), view, COLS * 2)
+    return Binding(memory, view, memory.array.strides[0])
 
 
 def submission(calls: list[Call]) -> SimSubmission:
@@ -71,16 +72,16 @@ def test_a_buffer_shorter_than_its_slot_is_refused() -> None:
         run.run(ROWS, 3)
 
 
-def test_traffic_adds_up_over_runs() -> None:
+def test_counters_add_up_over_runs() -> None:
     code, memory = program(), [rows(ROWS, seed) for seed in range(3)]
     for _ in range(2):
         code.run([m.address for m in memory])
-    traffic = code.traffic()
-    size = ROWS * COLS * 2
-    assert traffic.submissions == 2
-    assert traffic.slots == [{"a": (2 * size, 0), "b": (2 * size, 0), "out": (0, 2 * size)}]
-    assert (traffic.read, traffic.written) == (4 * size, 2 * size)
-    assert sum(traffic.calls) == 2 * 8
+    counters = code.counters()
+    size = memory[0].bytes.nbytes
+    assert counters.submissions == 2
+    assert counters.slots == [{"a": (2 * size, 0), "b": (2 * size, 0), "out": (0, 2 * size)}]
+    assert (counters.read, counters.written) == (4 * size, 2 * size)
+    assert sum(counters.calls) == 2 * 8
 
 
 def test_missing_files_and_programs_are_named(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from stages.air.builder import Program
-from stages.kernels import add, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul
-from stages.layouts_npu import pad_rows, to_blocks
+from stages.air import AirModule
+from stages.kernels import add, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope, silu_and_mul
+from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.sim_support import run
 
 ULP = 2.0**-7
@@ -30,10 +30,16 @@ def empty(*shape: int, dtype: type = bfloat16) -> np.ndarray:
     return np.full(shape, np.nan, dtype)
 
 
-def execute(program: Program, *arrays: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
+def by_element(name: str, rows: int, cols: int) -> AirModule:
+    build = kernels()[name].program
+    assert build
+    return build(elementwise.tile(name, rows, cols))
+
+
+def execute(made: AirModule, *arrays: np.ndarray, flags: tuple[str, ...] = ()) -> np.ndarray:
     """The last slot after a run; the run backwards must give the same bytes."""
-    forward, _ = run(program.module, arrays, flags)
-    backward, _ = run(program.module, arrays, flags, reverse=True)
+    forward, _ = run(made.module, arrays, flags)
+    backward, _ = run(made.module, arrays, flags, reverse=True)
     assert forward[-1].tobytes() == backward[-1].tobytes(), "the result depends on the order of tiles"
     return forward[-1]
 
@@ -56,7 +62,7 @@ SHAPES = [(128, 256), (1, 2048), (128, 576), (1, 960), (24, 48)]
 @pytest.mark.parametrize("rows, cols", SHAPES)
 def test_add(rows: int, cols: int) -> None:
     a, b = random(rows, cols, seed=1), random(rows, cols, seed=2)
-    got = execute(add.build(add.plan(rows, cols)), a, b, empty(rows, cols))
+    got = execute(by_element("add", rows, cols), a, b, empty(rows, cols))
     assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
 
 
@@ -64,7 +70,7 @@ def test_add(rows: int, cols: int) -> None:
 def test_silu_and_mul(rows: int, cols: int) -> None:
     gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
     gate[0, :40] = np.linspace(-100, 100, 40)
-    got = execute(silu_and_mul.build(silu_and_mul.plan(rows, cols)), gate, up, empty(rows, cols))
+    got = execute(by_element("silu_and_mul", rows, cols), gate, up, empty(rows, cols))
     with np.errstate(over="ignore"):
         want = silu_and_mul.reference(gate, up)
     # The core has no e^x below 2^-126: the activation of gate < -87 is zero to within that.
@@ -76,8 +82,8 @@ def test_silu_of_every_number() -> None:
     gate = np.arange(2**16, dtype=np.uint16).view(bfloat16)
     gate[~np.isfinite(gate.astype(np.float32))] = 0
     up = np.ones_like(gate)
-    program = silu_and_mul.build(silu_and_mul.plan(16, 2**12))
-    got = execute(program, gate.reshape(16, -1), up.reshape(16, -1), empty(16, 2**12)).reshape(-1)
+    made = by_element("silu_and_mul", 16, 2**12)
+    got = execute(made, gate.reshape(16, -1), up.reshape(16, -1), empty(16, 2**12)).reshape(-1)
     with np.errstate(over="ignore"):
         wide = gate.astype(np.float64)
         want = (wide / (1 + np.exp(-wide))).astype(np.float32).astype(bfloat16)
@@ -92,7 +98,7 @@ def test_silu_of_every_number() -> None:
 def test_rms_norm(rows: int, cols: int, scale: float) -> None:
     """The smallest scale is that of epsilon's root."""
     x, weight = random(rows, cols, seed=5, scale=scale), random(cols, seed=6)
-    got = execute(rms_norm.build(rms_norm.plan(rows, cols, 1e-5)), x, weight, empty(rows, cols))
+    got = execute(rms_norm.build(rms_norm.tile(rows, cols, 1e-5)), x, weight, empty(rows, cols))
     want = rms_norm.reference(x, weight, 1e-5)
     # Two roundings in a row: a unit of the first becomes at most two of the second.
     assert_close(got, want, 2 * ULP * magnitude(want))
@@ -106,7 +112,7 @@ def test_rope(rows: int, heads: int, head_dim: int, interleaved: bool) -> None:
     x, angles = random(rows, heads * head_dim, seed=7), np.random.default_rng(8).normal(size=(rows, head_dim // 2)) * 50
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     out = empty(rows, (2 if interleaved else 1) * heads * head_dim)
-    got = execute(rope.build(rope.plan(rows, heads, head_dim, interleaved)), x, table, out)
+    got = execute(rope.build(rope.tile(rows, heads, head_dim, interleaved)), x, table, out)
     if interleaved:
         pairs = got.reshape(rows, heads, 2, head_dim)
         assert np.isnan(pairs[:, :, 1].astype(np.float32)).all(), "rope wrote where V goes"
@@ -122,15 +128,15 @@ def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.nda
     return ULP * magnitude(want) + weight.shape[1] * F32 * (magnitude(x) @ magnitude(weight).T)
 
 
-def run_gemm(plan: gemm.Plan, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    width = plan.out_cols * (2 if plan.head_dim else 1)
-    out = empty(plan.first_row + plan.rows, width)
-    got = execute(gemm.build(plan), x, to_blocks(weight), out)[plan.first_row :]
-    if plan.head_dim is None:
+def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    width = tiling.out_cols * (2 if tiling.head_dim else 1)
+    out = empty(tiling.first_row + tiling.rows, width)
+    got = execute(gemm.build(tiling), x, to_blocks(weight), out)[tiling.first_row :]
+    if tiling.head_dim is None:
         return got
-    halves = got.reshape(plan.rows, -1, 2, plan.head_dim)
+    halves = got.reshape(tiling.rows, -1, 2, tiling.head_dim)
     assert np.isnan(halves[:, :, 0].astype(np.float32)).all(), "the product wrote where K goes"
-    return halves[:, :, 1].reshape(plan.rows, -1)
+    return halves[:, :, 1].reshape(tiling.rows, -1)
 
 
 @pytest.mark.parametrize(
@@ -148,18 +154,18 @@ def run_gemm(plan: gemm.Plan, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     ids=str,
 )
 def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int | None) -> None:
-    """Also with `x` passing through L2 in chunks, which the planner does only where rows are too wide to stay."""
-    plan = gemm.plan(rows, cols, out_cols, **options)
-    plan = replace(plan, x_chunk=x_chunk, tile_k=min(plan.tile_k, 32)) if x_chunk else plan
+    """Also with `x` passing through L2 in chunks, which `tile` does only where rows are too wide to stay."""
+    tiling = gemm.tile(rows, cols, out_cols, **options)
+    tiling = replace(tiling, x_chunk=x_chunk, tile_k=min(tiling.tile_k, 32)) if x_chunk else tiling
     x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)
-    got, want = run_gemm(plan, x, weight), gemm.reference(x, weight)
+    got, want = run_gemm(tiling, x, weight), gemm.reference(x, weight)
     assert_close(got, want, product_bound(x, weight, want))
 
 
 def test_gemm_in_block_floating_point() -> None:
     """Eight values share the exponent of the largest: each is off by at most 2^-7 of it, on both sides."""
     x, weight = random(64, 64, seed=11), random(32, 64, seed=12)
-    got = run_gemm(gemm.plan(64, 64, 32, bfp16=True), x, weight)
+    got = run_gemm(gemm.tile(64, 64, 32, bfp16=True), x, weight)
     want = gemm.reference(x, weight)
     largest = [magnitude(m).reshape(len(m), -1, 8).max(axis=2).repeat(8, axis=1) for m in (x, weight)]
     error = 2.0**-7 * (
@@ -180,13 +186,13 @@ def test_gemm_in_block_floating_point() -> None:
     ],
 )
 def test_gemv(out_cols: int, cols: int, dtype: str, blocked: bool) -> None:
-    plan = gemv.plan(out_cols, cols, dtype, blocked)
+    tiling = gemv.tile(out_cols, cols, dtype, blocked)
     weight, x = random(out_cols, cols, seed=13), random(cols, seed=14)
-    kind = bfloat16 if dtype == "bf16" else np.float32
+    kind, reference = {"bf16": (bfloat16, gemv.reference), "f32": (np.float32, gemv.reference_f32)}[dtype]
     packed = to_blocks(weight) if blocked else pad_rows(weight)
-    got = execute(gemv.build(plan), packed, x, empty(plan.padded, dtype=kind))
+    got = execute(gemv.build(tiling), packed, x, empty(tiling.padded, dtype=kind))
     assert (got[out_cols:] == 0).all(), "padded rows have logits"
-    want = gemv.reference(weight, x, kind)
+    want = reference(weight, x)
     bound = product_bound(x[None], weight, want[None])[0]
     assert_close(got[:out_cols], want, bound if dtype == "bf16" else bound - ULP * magnitude(want))
 
@@ -212,9 +218,9 @@ ATTENTION = [
 def test_flash_attention(seq: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, exp2_ulp: bool) -> None:
     """Also with the core's exponential off by one unit in every lane: its error is not published."""
     q, k, v, kv = attention_case(seq, heads, kv_heads, dim, pos, scale)
-    plan = flash_attention.plan(seq, heads, kv_heads, dim, pos)
+    tiling = flash_attention.tile(seq, heads, kv_heads, dim, pos)
     flags = ("-DAIE_SIM_EXP2_ULP",) if exp2_ulp else ()
-    got = execute(flash_attention.build(plan), q, kv, empty(seq, heads * dim), flags=flags)
+    got = execute(flash_attention.build(tiling), q, kv, empty(seq, heads * dim), flags=flags)
     want = flash_attention.reference(q, k, v, pos, heads, kv_heads)
     # Weights carry an error of half a unit (2^-8), with a bad exponential one and a half, in numerator and sum alike;
     # scores up to 2^9 carry 2^-16 of themselves into the exponent (times ln 2).
@@ -235,10 +241,10 @@ def score_bound(q: np.ndarray, k: np.ndarray, dim: int) -> float:
 
 def test_attention_reads_nothing_past_a_position() -> None:
     """Changing later keys and values leaves earlier rows alone, to the byte."""
-    plan = flash_attention.plan(128, 4, 2, 64)
+    tiling = flash_attention.tile(128, 4, 2, 64)
     q, _, _, kv = attention_case(128, 4, 2, 64, 0, 1.0)
     changed = kv.copy()
     changed[77:] = random(51, kv.shape[1], seed=99, scale=100)
-    out = [execute(flash_attention.build(plan), q, t, empty(128, 256)) for t in (kv, changed)]
+    out = [execute(flash_attention.build(tiling), q, t, empty(128, 256)) for t in (kv, changed)]
     assert out[0][:77].tobytes() == out[1][:77].tobytes()
     assert out[0][77:].tobytes() != out[1][77:].tobytes()

@@ -23,21 +23,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from runtime import UserError, bench, load
-from runtime.devices import Binding, Call
-from runtime.devices import xrt as xrt_module
-from runtime.devices.ranges import Ranges
-from runtime.devices.xrt import XrtDevice
-from stages import sim_build
-from stages.air.printer import to_mlir
+from llama_npu2 import UserError, bench, load
+from llama_npu2.devices import Binding, Call, xrt
+from llama_npu2.devices.xrt import XrtDevice, session
+from llama_npu2.devices.xrt.ranges import Ranges
+from llama_npu2.dtypes import nbytes
+from stages.air import parse_mlir, to_mlir
+from stages.commands.estimate import host_traffic
 from stages.kernels import add
-from stages.npu_estimate import host_traffic
+from stages.model.families import read_config
+from stages.targets.npu2_sim.objects import options
+from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
 from tests.conftest import ROOT, build
 from tests.pyxrt_standin import DECLARATIONS, install
+from tests.sim_support import objects
 
 ROWS, COLS = 4, 64
 PROMPT = "The capital of France is"
+HEADS = ("heads", "kv_heads")
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +55,7 @@ def npu2(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("npu2") / "npu2"
     shutil.copytree(simulated, directory, copy_function=os.link, ignore=shutil.ignore_patterns("build"))
     manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["target"]["name"] = "npu2"
+    manifest["target"] |= {"name": "npu2", "device": "xrt"}
     (directory / "manifest.json").unlink()
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
@@ -59,8 +63,8 @@ def npu2(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(xrt_module.tempfile, "gettempdir", lambda: str(tmp_path))
-    return tmp_path / xrt_module.LOCK
+    monkeypatch.setattr(session.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / session.LOCK
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +110,11 @@ def test_standin_has_the_declared_interface() -> None:
 
 def test_runtime_uses_only_what_is_declared() -> None:
     names = {name.split(".")[0] for name, _ in _declared()} | {"xclBOSyncDirection", "ert_cmd_state"}
-    tree = ast.parse(Path(xrt_module.__file__).read_text())
+    sources = [path.read_text() for directory in xrt.__path__ for path in Path(directory).glob("*.py")]
     used = {
         node.attr
-        for node in ast.walk(tree)
+        for source in sources
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("pyxrt")
     }
     assert {"device", "elf", "run", "runlist", "bo", "ext"} <= used <= names
@@ -119,13 +124,15 @@ def test_runtime_uses_only_what_is_declared() -> None:
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two programs `one` and `two`, each out = a + b."""
     directory = tmp_path_factory.mktemp("programs")
-    text = to_mlir(add.build(add.plan(ROWS, COLS)).module)
+    (kernel,) = add.KERNELS
+    assert kernel.tiling and kernel.program
+    text = to_mlir(kernel.program(kernel.tiling({"rows": ROWS, "cols": COLS})).module)
     for name in ("one", "two"):
-        mlir = text.replace("func.func @add(", f"func.func @{name}(")
-        sim_build.build(mlir, directory / f"{name}.so", directory / name, artifacts / ".cache/tiles")
+        module = parse_mlir(text.replace("func.func @add(", f"func.func @{name}("))
+        link(module, objects(module, options()), directory / f"{name}.so", directory / name)
     return directory
 
 
@@ -133,7 +140,8 @@ SLOTS = [
     {"name": name, "shape": [ROWS, COLS], "role": role, "dtype": "bf16"}
     for name, role in (("a", "input"), ("b", "input"), ("out", "output"))
 ]
-BYTES = ROWS * COLS * 2
+ROW = nbytes("bf16", [COLS])
+BYTES = ROWS * ROW
 
 
 class Adder:
@@ -151,7 +159,7 @@ class Adder:
         return self.device.array(self.buffers[name], bfloat16, (ROWS, COLS))
 
     def _call(self, program: Any, place: str, *names: str) -> Call:
-        return Call(program, [Binding(self.buffers[name], "", COLS * 2) for name in names], SLOTS, place)
+        return Call(program, [Binding(self.buffers[name], "", ROW) for name in names], SLOTS, place)
 
     def run(self) -> None:
         self.arrays["a"][:], self.arrays["b"][:] = 1, 2
@@ -195,7 +203,7 @@ def test_views_follow_the_position(simulated: Path, programs: Path) -> None:
     rows[:] = np.arange(3 * ROWS)[:, None]
     result = device.array(out, bfloat16, (ROWS, COLS))
     program = device.load_program(programs / "one.so", "one", False)
-    bindings = [Binding(table, "pos", COLS * 2), Binding(zero, "", COLS * 2), Binding(out, "", COLS * 2)]
+    bindings = [Binding(table, "pos", ROW), Binding(zero, "", ROW), Binding(out, "", ROW)]
     submission = device.prepare([Call(program, bindings, SLOTS)])
     for pos in (0, 3, 2 * ROWS):
         submission.run(1, pos)
@@ -227,6 +235,12 @@ def test_fault_is_one_line_and_leaks_nothing(
         for _ in range(3):
             adder.run()
     assert "\n" not in str(caught.value)
+
+
+def test_only_a_taken_name_makes_another_context(simulated: Path, programs: Path) -> None:
+    install(fail_config="DRM_IOCTL_AMDXDNA_CONFIG_HWCTX IOCTL failed (err=-12): Cannot allocate memory\n")
+    with pytest.raises(UserError, match=r"two.so cannot be loaded beside other programs: .*Cannot allocate memory"):
+        Adder(simulated, programs, "two")
 
 
 def test_device_is_gone_at_any_call(simulated: Path, programs: Path) -> None:
@@ -378,11 +392,14 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     for token in (first, *others):
         assert token["submissions"] == layers + 1
     model = manifest.model
-    emb, q, kv = (2 * model[n] for n in ("emb", "heads", "kv_heads"))
-    q, kv, logits = q * model["head_dim"], kv * model["head_dim"], 4 * manifest.buffers["logits"]["shape"][0]
+    emb, q, kv = (nbytes("bf16", size) for size in ([model["emb"]], *([model[n], model["head_dim"]] for n in HEADS)))
+    logits = manifest.nbytes("logits")
     prompt = prefill["prompt"]
     assert (prefill["to_device"], prefill["from_device"]) == (prompt * emb, emb)
-    assert first["to_device"] == emb + layers * q + 4 * model["vocab"], "also flushes the prompt's logits"
+    flushed = emb + nbytes("f32", [model["vocab"]])
+    assert first["to_device"] == emb + layers * q + flushed, (
+        "also the prompt's last row and logits, which the host made"
+    )
     for token in others:
         assert token["to_device"] == emb + layers * q
     assert first["from_device"] == layers * (q + 2 * kv) + logits + layers * prompt * 2 * kv, (
@@ -391,8 +408,7 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     for token in others:
         assert token["from_device"] == layers * (q + 2 * kv) + logits
     crossed = [sum(phase[way] for way in ("to_device", "from_device")) for phase in (prefill, first, others[0])]
-    dimensions = {**model, "q_dim": q // 2, "kv_dim": kv // 2}
-    assert host_traffic(dimensions, bucket=prompt) == {
+    assert host_traffic(read_config(ROOT / "models/demo/config.json"), bucket=prompt) == {
         "prompt": crossed[0] + crossed[1] - crossed[2],
         "token": crossed[2],
     }

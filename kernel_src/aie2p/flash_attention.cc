@@ -13,17 +13,20 @@
 
 namespace {
 
-constexpr unsigned BLOCK = 64, HALF = 32;
-constexpr unsigned QUERY_BLOCKS = QR / 8, KEY_BLOCKS = KR / 8, DIM_BLOCKS = HD / 8;
-static_assert(QR % 8 == 0 && KR % 8 == 0 && HD % 8 == 0);
+constexpr unsigned QUERY_BLOCKS = QR / EDGE, KEY_BLOCKS = KR / EDGE, DIM_BLOCKS = HD / EDGE;
+static_assert(QR % EDGE == 0 && KR % EDGE == 0 && HD % EDGE == 0);
+static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16, and DISTANCE is half of one");
+// Keys of half a score block.
+constexpr unsigned KEYS = EDGE / 2;
 // Query blocks that share each gathered block of K or V.
 constexpr unsigned GROUP = QUERY_BLOCKS % 4 == 0 ? 4 : QUERY_BLOCKS % 2 == 0 ? 2 : 1;
 // Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.
 constexpr float MASKED = -1048576.0f;
 constexpr float LOG2E = 1.44269504088896341f;
 
-using Block = aie::mmul<8, 8, 8, bfloat16, bfloat16>;
+using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
 using Half = aie::vector<float, HALF>;
+using PerQuery = aie::vector<float, EDGE>;
 
 constexpr float root(float x) {
     float r = x;
@@ -31,14 +34,14 @@ constexpr float root(float x) {
     return r;
 }
 
-// Query minus key inside half a score block: lane = key * 8 + query.
+// Query minus key inside half a score block: lane = key * EDGE + query.
 alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,  2,  3, 4, 5, 6,
                                           -2, -1, 0,  1,  2, 3, 4, 5, -3, -2, -1, 0,  1, 2, 3, 4};
 
-// An 8x8 block whose rows lie 2*HD apart.
+// A block whose rows lie 2*HD apart.
 aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
     aie::vector<bfloat16, BLOCK> out;
-    for (unsigned r = 0; r < 8; ++r) out.insert(r, aie::load_v<8>(rows + r * 2 * HD));
+    for (unsigned r = 0; r < EDGE; ++r) out.insert(r, aie::load_v<EDGE>(rows + r * 2 * HD));
     return out;
 }
 
@@ -53,10 +56,10 @@ void store_block(float *to, const aie::accum<accfloat, BLOCK> &value) {
         aie::store_v(to + h * HALF, value.template extract<HALF>(h).template to_vector<float>());
 }
 
-// Over the four keys of half a block, per query.
-aie::vector<float, 8> maximum_of_keys(const Half &v) {
-    const aie::vector<float, 16> two = aie::max(v.template extract<16>(0), v.template extract<16>(1));
-    return aie::max(two.template extract<8>(0), two.template extract<8>(1));
+// Over the keys of half a block, per query.
+PerQuery maximum_of_keys(const Half &v) {
+    const auto two = aie::max(v.template extract<2 * EDGE>(0), v.template extract<2 * EDGE>(1));
+    return aie::max(two.template extract<EDGE>(0), two.template extract<EDGE>(1));
 }
 
 // work[query block][key block] = K Q^T, f32 blocks [8 keys][8 queries].
@@ -65,7 +68,7 @@ void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
         for (unsigned key = 0; key < KEY_BLOCKS; ++key) {
             Block sum[GROUP];
             for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
-                const aie::vector<bfloat16, BLOCK> k = gather(kv + key * 8 * 2 * HD + d * 8);
+                const aie::vector<bfloat16, BLOCK> k = gather(kv + key * EDGE * 2 * HD + d * EDGE);
                 for (unsigned g = 0; g < GROUP; ++g)
                     sum[g].mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
             }
@@ -76,13 +79,13 @@ void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
 
 // Scales the scores of one query block to the log2 domain and masks; returns their maximum, per query.
 // Key j of this tile is visible to query i of this block iff i - j >= first_visible.
-aie::vector<float, 8> scale_and_mask(float *work, int32 first_visible) {
+PerQuery scale_and_mask(float *work, int32 first_visible) {
     const Pair<HALF> scale = split<HALF>(LOG2E / root(HD));
     Half top = aie::broadcast<float, HALF>(MASKED);
     for (unsigned half = 0; half < 2 * KEY_BLOCKS; ++half, work += HALF) {
         Half y = product(split(aie::load_v<HALF>(work)), scale).template to_vector<float>();
-        const int32 bound = first_visible + static_cast<int32>(half * 4);
-        if (bound > -3)
+        const int32 bound = first_visible + static_cast<int32>(half * KEYS);
+        if (bound > 1 - static_cast<int32>(KEYS))
             y = aie::select(y, aie::broadcast<float, HALF>(MASKED),
                             aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
         top = aie::max(top, y);
@@ -93,7 +96,7 @@ aie::vector<float, 8> scale_and_mask(float *work, int32 first_visible) {
 
 // Replaces the scores of one query block by bf16 weights 2^(y - top), blocks [8 queries][8 keys] at the scores' places.
 // Returns the sums of the rounded weights, per query.
-aie::vector<float, 8> weights(float *work, const aie::vector<float, 8> &top) {
+PerQuery weights(float *work, const PerQuery &top) {
     const Half subtrahend = repeat<HALF>(top);
     aie::accum<accfloat, HALF> sum = aie::zeros<accfloat, HALF>();
     for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += BLOCK) {
@@ -103,14 +106,14 @@ aie::vector<float, 8> weights(float *work, const aie::vector<float, 8> &top) {
             sum = aie::add(sum, p);
             block.insert(h, p);
         }
-        aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, 8, 8));
+        aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, EDGE, EDGE));
     }
     return sum_of_rows(sum.template to_vector<float>());
 }
 
 // Multiplies the rows of one query block of acc by powers of two, one per query.
-void rescale(float *acc, const aie::vector<bfloat16, 8> &factor) {
-    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), 8, 8);
+void rescale(float *acc, const aie::vector<bfloat16, EDGE> &factor) {
+    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), EDGE, EDGE);
     for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i, acc += HALF) {
         const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(i % 2);
         aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
@@ -119,25 +122,25 @@ void rescale(float *acc, const aie::vector<bfloat16, 8> &factor) {
 
 // Softmax step of one query block.
 void advance(float *work, float *acc, float *maximum, float *sum, int32 first_visible) {
-    const aie::vector<float, 8> highest = scale_and_mask(work, first_visible), before = aie::load_v<8>(maximum);
-    const auto above = aie::add(highest, aie::broadcast<float, 8>(0.5f));
+    const PerQuery highest = scale_and_mask(work, first_visible), before = aie::load_v<EDGE>(maximum);
+    const auto above = aie::add(highest, aie::broadcast<float, EDGE>(0.5f));
     const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(above));
-    const aie::vector<float, 8> top = aie::max(before, rounded_up);
-    const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, 8>(-127.0f));
-    const aie::vector<float, 8> added = weights(work, top);
-    // Eight lanes are fewer than an accumulator has: the factor is applied to copies.
+    const PerQuery top = aie::max(before, rounded_up);
+    const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, EDGE>(-127.0f));
+    const PerQuery added = weights(work, top);
+    // A row of a block is less than an accumulator has: the factor is applied to copies.
     const auto factor = aie::accum<accfloat, HALF>(power_of_two(repeat<HALF>(change))).template to_vector<bfloat16>();
-    const auto kept = exact_product(repeat<HALF>(aie::load_v<8>(sum)), factor).template to_vector<float>();
-    aie::store_v(sum, aie::add(kept.template extract<8>(0), added));
+    const auto kept = exact_product(repeat<HALF>(aie::load_v<EDGE>(sum)), factor).template to_vector<float>();
+    aie::store_v(sum, aie::add(kept.template extract<EDGE>(0), added));
     aie::store_v(maximum, top);
-    if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<8>(0));
+    if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<EDGE>(0));
 }
 
 // acc += P V
 void accumulate(const float *work, const bfloat16 *kv, float *acc) {
     for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
         aie::vector<bfloat16, BLOCK> v[KEY_BLOCKS];
-        for (unsigned key = 0; key < KEY_BLOCKS; ++key) v[key] = gather(kv + key * 8 * 2 * HD + HD + d * 8);
+        for (unsigned key = 0; key < KEY_BLOCKS; ++key) v[key] = gather(kv + key * EDGE * 2 * HD + HD + d * EDGE);
         for (unsigned query = 0; query < QUERY_BLOCKS; ++query) {
             float *block = acc + (query * DIM_BLOCKS + d) * BLOCK;
             Block sum(load_block(block));
@@ -152,7 +155,7 @@ void accumulate(const float *work, const bfloat16 *kv, float *acc) {
 // 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
 Pair<16> reciprocals(const float *x) {
     alignas(64) float out[16] = {};
-    for (unsigned i = 0; i < 8; ++i) {
+    for (unsigned i = 0; i < EDGE; ++i) {
         const float estimate = aie::inv(x[i]);
         out[i] = estimate * (2.0f - x[i] * estimate);
     }
@@ -162,11 +165,12 @@ Pair<16> reciprocals(const float *x) {
 }  // namespace
 
 extern "C" void AIE_FN(fa_init)(bfloat16 *q, float *acc, float *stats) {
-    for (unsigned i = 0; i < QR * HD; i += BLOCK) aie::store_v(q + i, aie::transpose(aie::load_v<BLOCK>(q + i), 8, 8));
+    for (unsigned i = 0; i < QR * HD; i += BLOCK)
+        aie::store_v(q + i, aie::transpose(aie::load_v<BLOCK>(q + i), EDGE, EDGE));
     for (unsigned i = 0; i < QR * HD; i += HALF) aie::store_v(acc + i, aie::zeros<float, HALF>());
-    for (unsigned i = 0; i < QR; i += 8) {
-        aie::store_v(stats + i, aie::broadcast<float, 8>(MASKED));
-        aie::store_v(stats + QR + i, aie::zeros<float, 8>());
+    for (unsigned i = 0; i < QR; i += EDGE) {
+        aie::store_v(stats + i, aie::broadcast<float, EDGE>(MASKED));
+        aie::store_v(stats + QR + i, aie::zeros<float, EDGE>());
     }
 }
 
@@ -177,17 +181,17 @@ extern "C" void AIE_FN(fa_step)(int32 q_row, int32 k_row, const bfloat16 *q, con
     use_nearest_even();
     scores(q, kv, work);
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query)
-        advance(work + query * KEY_BLOCKS * BLOCK, acc + query * DIM_BLOCKS * BLOCK, stats + query * 8,
-                stats + QR + query * 8, k_row - q_row - static_cast<int32>(query * 8));
+        advance(work + query * KEY_BLOCKS * BLOCK, acc + query * DIM_BLOCKS * BLOCK, stats + query * EDGE,
+                stats + QR + query * EDGE, k_row - q_row - static_cast<int32>(query * EDGE));
     accumulate(work, kv, acc);
 }
 
 extern "C" void AIE_FN(fa_out)(float *acc, const float *stats, bfloat16 *q) {
     use_nearest_even();
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query, acc += DIM_BLOCKS * BLOCK, q += DIM_BLOCKS * BLOCK) {
-        const Pair<16> inverse = reciprocals(stats + QR + query * 8);
-        const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<8>(0)), 8, 8);
-        const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<8>(0)), 8, 8);
+        const Pair<16> inverse = reciprocals(stats + QR + query * EDGE);
+        const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<EDGE>(0)), EDGE, EDGE);
+        const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<EDGE>(0)), EDGE, EDGE);
         for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i) {
             const Pair<HALF> by{hi.template extract<HALF>(i % 2), lo.template extract<HALF>(i % 2)};
             const auto value = product(split(aie::load_v<HALF>(acc + i * HALF)), by);

@@ -9,23 +9,24 @@
 
 namespace {
 
-constexpr unsigned BLOCK = 64, ROWS = TM / 8, COLS = TN / 8, DEPTH = TK / 8;
-static_assert(TM % 8 == 0 && TN % 8 == 0 && TK % 8 == 0);
+constexpr unsigned ROWS = TM / EDGE, COLS = TN / EDGE, DEPTH = TK / EDGE;
+static_assert(TM % EDGE == 0 && TN % EDGE == 0 && TK % EDGE == 0);
+static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16");
 // Blocks of c held in accumulator registers at once.
 constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
 
-using Block = aie::mmul<8, 8, 8, bfloat16, bfloat16>;
+using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
 
 aie::accum<accfloat, BLOCK> load_block(const float *c) {
     aie::accum<accfloat, BLOCK> out;
     for (unsigned half = 0; half < 2; ++half)
-        out.insert(half, aie::accum<accfloat, 32>(aie::load_v<32>(c + 32 * half)));
+        out.insert(half, aie::accum<accfloat, HALF>(aie::load_v<HALF>(c + half * HALF)));
     return out;
 }
 
 void store_block(float *c, const aie::accum<accfloat, BLOCK> &value) {
     for (unsigned half = 0; half < 2; ++half)
-        aie::store_v(c + 32 * half, value.template extract<32>(half).template to_vector<float>());
+        aie::store_v(c + half * HALF, value.template extract<HALF>(half).template to_vector<float>());
 }
 
 // HIGH x WIDE blocks of c, over all of TK.
@@ -45,7 +46,7 @@ void multiply(const bfloat16 *a, const bfloat16 *b, float *c) {
 }  // namespace
 
 extern "C" void AIE_FN(gemm_zero)(float *c) {
-    for (unsigned i = 0; i < TM * TN; i += 32) aie::store_v(c + i, aie::zeros<float, 32>());
+    for (unsigned i = 0; i < TM * TN; i += HALF) aie::store_v(c + i, aie::zeros<float, HALF>());
 }
 
 extern "C" void AIE_FN(gemm_step)(const bfloat16 *a, const bfloat16 *b, float *c) {

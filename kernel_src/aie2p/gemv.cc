@@ -6,23 +6,23 @@ namespace {
 
 #if BLOCKED
 
-constexpr unsigned BLOCK = 64;
-static_assert(ROWS % 8 == 0 && KC % 8 == 0);
+static_assert(ROWS % EDGE == 0 && KC % EDGE == 0);
+static_assert(EDGE == 8, "a vector holds a block in bf16, or half of one in f32");
 
-// Lane 8 * k + n of the result holds x[k].
+// Lane EDGE * k + n of the result holds x[k].
 aie::vector<bfloat16, BLOCK> spread(const bfloat16 *x) {
-    return aie::transpose(repeat<BLOCK>(aie::load_v<8>(x)), 8, 8);
+    return aie::transpose(repeat<BLOCK>(aie::load_v<EDGE>(x)), EDGE, EDGE);
 }
 
 void add_product(const bfloat16 *a, const bfloat16 *x, float *acc) {
     aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
-    for (unsigned k = 0; k < KC; k += 8, a += BLOCK) sum = aie::mac(sum, aie::load_v<BLOCK>(a), spread(x + k));
-    const auto high = sum.template extract<32>(1).template to_vector<float>();
-    const auto four = aie::add(sum.template extract<32>(0), high).template to_vector<float>();
-    aie::store_v(acc, aie::add(aie::load_v<8>(acc), sum_of_rows(four)));
+    for (unsigned k = 0; k < KC; k += EDGE, a += BLOCK) sum = aie::mac(sum, aie::load_v<BLOCK>(a), spread(x + k));
+    const auto high = sum.template extract<HALF>(1).template to_vector<float>();
+    const auto four = aie::add(sum.template extract<HALF>(0), high).template to_vector<float>();
+    aie::store_v(acc, aie::add(aie::load_v<EDGE>(acc), sum_of_rows(four)));
 }
 
-constexpr unsigned SHARING = 8;
+constexpr unsigned SHARING = EDGE;
 
 #else
 

@@ -6,6 +6,13 @@
 
 #include <aie_api/aie.hpp>
 
+#ifndef LAYOUT_BLOCK
+#error "The constants of the layout come from stages/weights/constants.py: compile with the flags of its macros()."
+#endif
+
+// Matrices lie in square blocks of EDGE rows, each contiguous. A vector holds one in bf16, or half of one in f32.
+constexpr unsigned EDGE = LAYOUT_BLOCK, BLOCK = EDGE * EDGE, HALF = BLOCK / 2;
+
 // A function's symbol ends in its variant, so that two shapes of one kernel can live in one module.
 #define AIE_JOIN(name, variant) name##_##variant
 #define AIE_EXPAND(name, variant) AIE_JOIN(name, variant)
@@ -74,16 +81,17 @@ inline aie::vector<float, L> power_of_two(const aie::vector<float, L> &n) {
     return aie::upshift(biased, 23).template cast_to<float>();
 }
 
-// Eight lanes over and over.
+// One row of a block over and over.
 template <unsigned L, typename T>
-inline aie::vector<T, L> repeat(const aie::vector<T, 8> &v) {
+inline aie::vector<T, L> repeat(const aie::vector<T, EDGE> &v) {
     aie::vector<T, L> out;
-    for (unsigned i = 0; i < L / 8; ++i) out.insert(i, v);
+    for (unsigned i = 0; i < L / EDGE; ++i) out.insert(i, v);
     return out;
 }
 
-// The sum of four rows of eight lanes.
-inline aie::vector<float, 8> sum_of_rows(const aie::vector<float, 32> &v) {
-    const aie::vector<float, 16> two = aie::add(v.extract<16>(0), v.extract<16>(1));
-    return aie::add(two.extract<8>(0), two.extract<8>(1));
+// The sum of the rows of half a block.
+inline aie::vector<float, EDGE> sum_of_rows(const aie::vector<float, HALF> &v) {
+    static_assert(EDGE == 8, "half a block is four rows");
+    const aie::vector<float, 2 * EDGE> two = aie::add(v.extract<2 * EDGE>(0), v.extract<2 * EDGE>(1));
+    return aie::add(two.extract<EDGE>(0), two.extract<EDGE>(1));
 }

@@ -3,8 +3,8 @@
 #define KERNEL_FILE "add.cc"
 #include "each_isa.h"
 
-extern "C" void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t rows, int64_t cols,
-                    Worker &worker) {
+KERNEL void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t rows, int64_t cols,
+                Worker &worker) {
     ISA_CALL(add, a, b, out, rows * cols, worker)
 }
 #else

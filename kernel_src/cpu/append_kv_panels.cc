@@ -1,10 +1,10 @@
-// append_kv_panels: rows of K and V into a KV cache in panels, the form in which attention reads it.
-// k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 ..
+// append_kv_panels: rows of K and V into a KV cache in panels, which attention streams without rearranging it.
+// k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 .. The cache is in blocks of 128 positions:
 // k_panels bf16 [position / 128][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
 // v_panels bf16 [position / 128][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
 #include <cstring>
 
-#include "kernels.h"
+#include "kernel.h"
 #include "panels.h"
 
 static void append_k(const bf16 *k, bf16 *block, int64_t offset, int64_t head_dim) {
@@ -23,8 +23,8 @@ static void append_v(const bf16 *v, bf16 *block, int64_t offset, int64_t head_di
     }
 }
 
-extern "C" void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows,
-                                 int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+KERNEL void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows,
+                             int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
     const int64_t padded = panel_count(head_dim) * panel_rows;
     // By panels of positions: no two workers write the same line.
     const int64_t first = pos / panel_rows, panels = panel_count(pos + rows) - first;

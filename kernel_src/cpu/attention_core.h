@@ -1,15 +1,16 @@
 // Attention of query rows over blocks of the KV cache, with an online softmax. Included inside each
 // instruction set.
 //
-// A block is 128 positions of one KV head in panels (panels.h), K with positions as outputs and V with
-// positions as columns, so that both products are tile():
+// A block is 128 positions (kv_block_positions) of one KV head in panels (panels.h), K with positions as outputs and V
+// with positions as columns, so that both products are tile():
 //   K [position / 16][d / 2][position % 16][2]
 //   V [d / 16][position / 2][d % 16][2], d padded to a multiple of 16
 // What happens to a row depends on its positions alone, not on the rows it is computed with.
 namespace ISA {
 namespace {
 
-constexpr int64_t block_positions = kv_block_positions;
+static_assert(kv_block_positions == 128, "K and V of a block, 32 KiB for a head of 64, stay in the first-level cache");
+static_assert(kv_block_positions % (tile_panels * panel_rows) == 0, "scores are made for whole groups of panels");
 
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
@@ -37,14 +38,14 @@ constexpr float top_slack = 8.0f;
 struct AttentionScratch {
     bf16 *k, *v;    // one block
     bf16 *q;        // [rows][head_dim]
-    float *scores;  // [tile_rows][block_positions]
-    bf16 *weights;  // [tile_rows][block_positions]
+    float *scores;  // [tile_rows][kv_block_positions]
+    bf16 *weights;  // [tile_rows][kv_block_positions]
     float *out;     // [rows][padded_dim]
     float *sums;    // [rows][lanes]
     float *tops;    // [rows]
 
     static AttentionScratch make(const AttentionShape &shape, int64_t rows, Worker &worker) {
-        const int64_t dim = shape.padded_dim(), block = block_positions;
+        const int64_t dim = shape.padded_dim(), block = kv_block_positions;
         const int64_t sizes[] = {block * dim * 2,       block * dim * 2, rows * dim * 2,   tile_rows * block * 4,
                                  tile_rows * block * 2, rows * dim * 4,  rows * lanes * 4, rows * 4};
         char *starts[8];
@@ -109,8 +110,8 @@ private:
         if (most == 0) return;
         score(block.k, next.k - block.k, row, rows, most);
         for (int64_t r = 0; r < rows; r++)
-            weigh(row + r, visible[r], most, scratch_.scores + r * block_positions,
-                  scratch_.weights + r * block_positions);
+            weigh(row + r, visible[r], most, scratch_.scores + r * kv_block_positions,
+                  scratch_.weights + r * kv_block_positions);
         add_values(block.v, next.v - block.v, row, rows, most);
     }
 
@@ -121,7 +122,7 @@ private:
         args.x = scratch_.q + row * shape_.head_dim;
         args.x_stride = shape_.head_dim;
         args.pairs = shape_.head_dim / 2;
-        args.out_stride = block_positions;
+        args.out_stride = kv_block_positions;
         args.accumulate = false;
         args.ahead = ahead;
         for (int64_t panel = 0; panel < panel_count(positions); panel += tile_panels) {
@@ -162,10 +163,10 @@ private:
 
     // out += weights @ v.
     void add_values(const bf16 *v, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
-        const int64_t size = panel_size(block_positions), panels = shape_.dim_panels();
+        const int64_t size = panel_size(kv_block_positions), panels = shape_.dim_panels();
         TileArgs args;
         args.x = scratch_.weights;
-        args.x_stride = block_positions;
+        args.x_stride = kv_block_positions;
         args.pairs = pair_count(positions);
         args.out_stride = shape_.padded_dim();
         args.accumulate = true;

@@ -1,20 +1,21 @@
-// decode_attention: attention of the one query row at position pos over positions 0 .. pos.
-// q, out bf16 [heads * head_dim]; the cache in panels (kv_cache.h), or rows of K and V together,
-// kv bf16 [>= pos + 1][kv_heads][2][head_dim].
+// Attention of the one query row at position pos over positions 0 .. pos; contains a barrier:
+//   decode_attention_panels  over a KV cache in panels (append_kv_panels.cc)
+//   decode_attention_kv      over one in rows that keep K and V of a head together (append_kv.cc)
+// q, out bf16 [heads * head_dim]; kv bf16 [>= pos + 1][kv_heads][2][head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads.
 #ifndef ISA
 #define KERNEL_FILE "decode_attention.cc"
 #include "each_isa.h"
 
-extern "C" void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
-                                    int64_t kv_heads, int64_t head_dim, Worker &worker) {
+KERNEL void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
+                                int64_t kv_heads, int64_t head_dim, Worker &worker) {
     ISA_CALL(over_rows, q, kv, out, pos, heads, kv_heads, head_dim, worker)
 }
 
-extern "C" void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
-                                        int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                        Worker &worker) {
+KERNEL void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
+                                    int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                    Worker &worker) {
     ISA_CALL(over_panels, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
 }
 #else
@@ -25,7 +26,7 @@ extern "C" void decode_attention_panels(const bf16 *q, const bf16 *k_panels, con
 
 namespace ISA {
 
-constexpr int64_t range_positions = 2 * block_positions;
+constexpr int64_t range_positions = 2 * kv_block_positions;
 
 // Results of all ranges: [range][head] states and [range][head][padded_dim] sums.
 struct Partials {
@@ -56,8 +57,8 @@ struct Task {
 template <class Kv>
 static void attend(AttentionTile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
                    const Task &next) {
-    for (int64_t begin = task.begin; begin < task.end; begin += block_positions) {
-        const int64_t left = task.end - begin, count = left < block_positions ? left : block_positions;
+    for (int64_t begin = task.begin; begin < task.end; begin += kv_block_positions) {
+        const int64_t left = task.end - begin, count = left < kv_block_positions ? left : kv_block_positions;
         const Place block_after = left > count ? Place{task.kv_begin, begin + count} : Place{next.kv_begin, next.begin};
         for (int64_t head = task.kv_begin; head < task.kv_end; head++) {
             const Place after = head + 1 < task.kv_end ? Place{head + 1, begin} : block_after;

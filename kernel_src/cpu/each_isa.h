@@ -17,7 +17,7 @@
 #include <cstring>
 
 #include "isa.h"
-#include "kernels.h"
+#include "kernel.h"
 #include "panels.h"
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,9 +1,10 @@
-// embed: out[r] = row tokens[r] of a matrix in the panel layout (panels.h), which is the tied LM head.
+// embed: out[r] = row tokens[r] of a matrix in the panel layout (panels.h), which is the tied LM head;
+// zeros for a token outside of the vocabulary.
 // tokens i32 [rows], table bf16 panels of [vocab][cols], out bf16 [rows][cols].
 // One row is a column of 4-byte pairs in its panel, 64 bytes apart; the copy is spread over the team.
 #include <cstring>
 
-#include "kernels.h"
+#include "kernel.h"
 #include "panels.h"
 
 static void copy_pairs(const bf16 *panel, bf16 *out, int64_t cols, int64_t begin, int64_t end) {
@@ -13,8 +14,8 @@ static void copy_pairs(const bf16 *panel, bf16 *out, int64_t cols, int64_t begin
     if (whole < end) out[cols - 1] = panel[whole * line_elements];
 }
 
-extern "C" void embed(const int32_t *tokens, const bf16 *table_panels, bf16 *out, int64_t rows,
-                      int64_t cols, int64_t vocab, Worker &worker) {
+KERNEL void embed(const int32_t *tokens, const bf16 *table_panels, bf16 *out, int64_t rows,
+                  int64_t cols, int64_t vocab, Worker &worker) {
     const int64_t pairs = pair_count(cols);
     Chunks chunks(worker, rows * pairs, 512);
     for (int64_t begin, end; chunks.next(begin, end);) {

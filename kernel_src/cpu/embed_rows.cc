@@ -1,11 +1,12 @@
-// embed_rows: out[r] = row tokens[r] of a row-major matrix, for targets whose LM head keeps rows whole.
+// embed_rows: out[r] = row tokens[r] of a row-major matrix, for targets whose LM head keeps rows whole;
+// zeros for a token outside of the vocabulary.
 // tokens i32 [rows], table bf16 [vocab][cols], out bf16 [rows][cols].
 #include <cstring>
 
-#include "kernels.h"
+#include "kernel.h"
 
-extern "C" void embed_rows(const int32_t *tokens, const bf16 *table, bf16 *out, int64_t rows, int64_t cols,
-                           int64_t vocab, Worker &worker) {
+KERNEL void embed_rows(const int32_t *tokens, const bf16 *table, bf16 *out, int64_t rows, int64_t cols,
+                       int64_t vocab, Worker &worker) {
     Chunks chunks(worker, rows, 8);
     for (int64_t row, end; chunks.next(row, end);)
         for (; row < end; row++) {

@@ -1,13 +1,14 @@
-// flash_attention: causal attention of query rows pos .. pos + seq - 1 over the KV cache in panels (kv_cache.h).
+// flash_attention_panels: causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV
+// cache in panels (append_kv_panels.cc).
 // q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
 // weights are rounded to bf16 before they meet V, relative to about the largest score so far.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
 #include "each_isa.h"
 
-extern "C" void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
-                                       int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
-                                       int64_t head_dim, Worker &worker) {
+KERNEL void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
+                                   int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
+                                   int64_t head_dim, Worker &worker) {
     ISA_CALL(flash_attention, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
 }
 #else
@@ -46,9 +47,9 @@ static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o
         const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
         const int64_t start = first * stride + head * group * shape.head_dim;
         tile.start(q + start, count, group, stride);
-        for (int64_t begin = 0; begin < end; begin += block_positions) {
-            const bool last = begin + block_positions >= end;
-            const int64_t block = last ? end - begin : block_positions;
+        for (int64_t begin = 0; begin < end; begin += kv_block_positions) {
+            const bool last = begin + kv_block_positions >= end;
+            const int64_t block = last ? end - begin : kv_block_positions;
             const Place next = {head, last ? begin : begin + block};
             const KvBlock taken = kv.take(tile, {head, begin}, block, next);
             tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);

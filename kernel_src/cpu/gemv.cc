@@ -1,27 +1,32 @@
-// gemv, gemv_f32, gemv_add, gemv_silu: weight @ x for a single row x, with an epilogue.
-// weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], out bf16 or f32 [out_cols].
+// weight @ x for a single row x, with an epilogue:
+//   gemv       out = weight @ x
+//   gemv_f32   the same, not rounded
+//   gemv_add   out = bf16(weight @ x) + residual; residual may be out
+//   gemv_silu  out = silu_and_mul(bf16(gate @ x), bf16(up @ x))
+// weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], residual bf16 [out_cols], out bf16, for gemv_f32
+// f32 [out_cols].
 // Bound by memory: each panel is read once, front to back, by one thread.
 #ifndef ISA
 #define KERNEL_FILE "gemv.cc"
 #include "each_isa.h"
 
-extern "C" void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
-                     Worker &worker) {
+KERNEL void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                 Worker &worker) {
     ISA_CALL(gemv, weight_panels, x, out, out_cols, cols, worker)
 }
 
-extern "C" void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
-                         int64_t cols, Worker &worker) {
+KERNEL void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
+                     int64_t cols, Worker &worker) {
     ISA_CALL(gemv_f32, weight_panels, x, out, out_cols, cols, worker)
 }
 
-extern "C" void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf16 *out,
-                         int64_t out_cols, int64_t cols, Worker &worker) {
+KERNEL void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf16 *out,
+                     int64_t out_cols, int64_t cols, Worker &worker) {
     ISA_CALL(gemv_add, weight_panels, x, residual, out, out_cols, cols, worker)
 }
 
-extern "C" void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
-                          int64_t out_cols, int64_t cols, Worker &worker) {
+KERNEL void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
+                      int64_t out_cols, int64_t cols, Worker &worker) {
     ISA_CALL(gemv_silu, gate_panels, up_panels, x, out, out_cols, cols, worker)
 }
 #else

@@ -21,6 +21,8 @@ INLINE void prefetch_starts(const bf16 *panels, int64_t count, int64_t size) {
 
 #if ISA_LANES == 16
 
+static_assert(panel_rows == lanes, "a line is one operand of vdpbf16ps, and its sums are one register");
+
 using Sum = __m512;
 
 INLINE __m512bh load_pair(const Operand *x) {
@@ -30,14 +32,18 @@ INLINE __m512bh load_pair(const Operand *x) {
 }
 
 // sums[p] += line k of panel p * pair k of x. The product is in assembly, because a separate load would
-// take a register and a slot of the window for each line, and with them 6 % of the bandwidth.
+// take a register and a slot of the window for each line, and with them 6 % of the bandwidth. Its last operand
+// tells the compiler what is read, so that no store to it is moved or dropped.
 template <int P, bool ahead>
 INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Sum *sums) {
     const __m512bh pair = load_pair(x + 2 * k);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
         if (ahead) prefetch(panels[p] + (k + prefetch_lines) * line_elements);
-        asm("vdpbf16ps (%2,%3), %1, %0" : "+v"(sums[p]) : "v"(pair), "r"(panels[p]), "r"(k * 64));
+        asm("vdpbf16ps (%2,%3), %1, %0"
+            : "+v"(sums[p])
+            : "v"(pair), "r"(panels[p]), "r"(k * 64),
+              "m"(*(const bf16(*)[line_elements])(panels[p] + k * line_elements)));
     }
 }
 
@@ -45,6 +51,8 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Su
 
 // Without fused products, the two columns of a pair are summed apart: one chain would take too long.
 constexpr int chains = ISA_LANES == 4 ? 2 : 1;
+
+static_assert(panel_rows % lanes == 0, "a line is whole registers");
 
 struct Sum {
     f32v part[chains][panel_rows / lanes];
@@ -73,7 +81,7 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Su
 
 #endif
 
-// sums[P][16] = P panels @ x. Starts reading `next_count` panels at `next` before it is done.
+// sums[P][panel_rows] = P panels @ x. Starts reading `next_count` panels at `next` before it is done.
 template <int P>
 void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, float *sums, const bf16 *next,
                          int64_t next_count) {

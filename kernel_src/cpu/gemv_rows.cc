@@ -1,4 +1,4 @@
-// gemv_rows_f32: weight @ x for a row-major weight, for targets whose LM head keeps rows whole.
+// gemv_rows_f32: out = weight @ x, not rounded, for a row-major weight, for targets whose LM head keeps rows whole.
 // weight bf16 [out_cols][cols], x bf16 [cols], out f32 [out_cols].
 // Bound by memory, which a core reads fastest from several long sequential streams (gemv_core.h): a chunk is cut into
 // runs of whole rows, and a step takes one line of each run.
@@ -6,8 +6,8 @@
 #define KERNEL_FILE "gemv_rows.cc"
 #include "each_isa.h"
 
-extern "C" void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
-                              Worker &worker) {
+KERNEL void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                          Worker &worker) {
     ISA_CALL(gemv_rows_f32, weight, x, out, out_cols, cols, worker)
 }
 #else

@@ -21,7 +21,7 @@ public:
 
 private:
     KvBlock locate(Place at) const {
-        const int64_t index = (at.begin / block_positions * shape_.kv_heads + at.head) * block_positions;
+        const int64_t index = (at.begin / kv_block_positions * shape_.kv_heads + at.head) * kv_block_positions;
         return {k_ + index * shape_.head_dim, v_ + index * shape_.padded_dim()};
     }
 
@@ -31,16 +31,18 @@ private:
 
 #if ISA_LANES == 16
 
+static_assert(panel_rows == lanes, "a square of words, one register for each row of a panel, is what is transposed");
+
 // 16 x 16 words: brings together 2, then 4 rows within each quarter, then the quarters.
 INLINE void transpose(__m512i *rows) {
-    __m512i pairs[16], fours[16];
+    __m512i pairs[lanes], fours[lanes];
 #pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
+    for (int i = 0; i < lanes; i += 2) {
         pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
         pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
+    for (int i = 0; i < lanes; i += 4) {
         fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
         fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
         fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
@@ -64,29 +66,29 @@ INLINE __m512i load_row(const bf16 *row, __mmask16 mask, int64_t ahead) {
     return _mm512_maskz_loadu_epi32(mask, row);
 }
 
-// panel[pair][16][2] = `count` <= 16 rows of `pairs` pairs each, `stride` elements apart; other rows 0.
+// panel[pair][16][2] = `count` <= panel_rows rows of `pairs` pairs each, `stride` elements apart; other rows 0.
 // Fetches what lies `ahead` elements behind each row.
 INLINE void pack_k(const bf16 *rows, int64_t stride, int64_t count, int64_t pairs, bf16 *panel, int64_t ahead) {
-    for (int64_t first = 0; first < pairs; first += 16, rows += 32, panel += 16 * line_elements) {
-        const int64_t left = pairs - first < 16 ? pairs - first : 16;
+    for (int64_t first = 0; first < pairs; first += lanes, rows += 2 * lanes, panel += lanes * line_elements) {
+        const int64_t left = pairs - first < lanes ? pairs - first : lanes;
         const __mmask16 mask = static_cast<__mmask16>((1u << left) - 1);
-        __m512i square[16];
-        if (count == 16) {
+        __m512i square[panel_rows];
+        if (count == panel_rows) {
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < 16; i++) square[i] = load_row(rows + i * stride, mask, ahead);
+            for (int64_t i = 0; i < panel_rows; i++) square[i] = load_row(rows + i * stride, mask, ahead);
         } else {
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < 16; i++)
+            for (int64_t i = 0; i < panel_rows; i++)
                 square[i] = i < count ? load_row(rows + i * stride, mask, ahead) : _mm512_setzero_si512();
         }
         transpose(square);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < 16; i++)
+        for (int64_t i = 0; i < lanes; i++)
             if (i < left) _mm512_storeu_si512(panel + i * line_elements, square[i]);
     }
 }
 
-// Two rows' 32 or fewer elements to two lines of 16 x 2, `step` elements apart.
+// Two rows' elements, for as many as two panels, to a line of 16 x 2 each, `step` elements apart.
 INLINE void interleave(__m512i even, __m512i odd, bool both, bf16 *lines, int64_t step) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38,
                                          6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -103,9 +105,9 @@ INLINE __m512i load_row(const bf16 *row, __mmask32 mask, int64_t ahead) {
 // lines[d / 16][row / 2][16][2] = `count` rows of V, panels `step` elements apart; an odd last row's partner 0.
 INLINE void pack_v(const bf16 *rows, int64_t stride, int64_t count, int64_t dim, bf16 *lines, int64_t step,
                    int64_t ahead) {
-    for (int64_t d = 0; d < dim; d += 32, lines += 2 * step) {
-        const __mmask32 mask = dim - d < 32 ? (1u << (dim - d)) - 1 : ~0u;
-        const bool both = dim - d > 16;
+    for (int64_t d = 0; d < dim; d += 2 * panel_rows, lines += 2 * step) {
+        const __mmask32 mask = dim - d < 2 * panel_rows ? (1u << (dim - d)) - 1 : ~0u;
+        const bool both = dim - d > panel_rows;
         int64_t i = 0;
         for (; i + 2 <= count; i += 2) {
             const bf16 *even = rows + i * stride + d;
@@ -149,7 +151,7 @@ public:
             const int64_t rows = count - i < panel_rows ? count - i : panel_rows;
             pack_k(k + i * stride, stride, rows, dim / 2, tile.k_scratch() + i * dim, ahead);
             pack_v(v + i * stride, stride, rows, dim, tile.v_scratch() + i / 2 * line_elements,
-                   panel_size(block_positions), ahead);
+                   panel_size(kv_block_positions), ahead);
         }
         return upcoming(tile, next);
     }

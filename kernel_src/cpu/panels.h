@@ -7,11 +7,16 @@
 
 #include <cstdint>
 
-constexpr int64_t panel_rows = 16;
+#if !defined(LAYOUT_PANEL_ROWS) || !defined(LAYOUT_KV_BLOCK_POSITIONS)
+#error "The constants of the layout come from stages/weights/constants.py: compile with the flags of its macros()."
+#endif
+
+constexpr int64_t panel_rows = LAYOUT_PANEL_ROWS;
 constexpr int64_t line_elements = 2 * panel_rows;
+static_assert(panel_rows == 16, "16 outputs x 2 inputs in bf16 are one line of 64 bytes");
 
 // Positions in a block of a KV cache in panels.
-constexpr int64_t kv_block_positions = 128;
+constexpr int64_t kv_block_positions = LAYOUT_KV_BLOCK_POSITIONS;
 
 inline int64_t panel_count(int64_t rows) { return (rows + panel_rows - 1) / panel_rows; }
 inline int64_t pair_count(int64_t cols) { return (cols + 1) / 2; }

@@ -3,8 +3,8 @@
 #define KERNEL_FILE "silu_and_mul.cc"
 #include "each_isa.h"
 
-extern "C" void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int64_t cols,
-                             Worker &worker) {
+KERNEL void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int64_t cols,
+                         Worker &worker) {
     ISA_CALL(silu_and_mul, gate, up, out, rows * cols, worker)
 }
 #else

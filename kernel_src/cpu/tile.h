@@ -20,6 +20,8 @@ struct TileArgs {
 
 #if ISA_LANES == 16
 
+static_assert(panel_rows == lanes, "a line is one operand of vdpbf16ps, and its sums are one register");
+
 INLINE __m512i load_pair(const bf16 *x) {
     int32_t pair;
     __builtin_memcpy(&pair, x, 4);
@@ -70,6 +72,7 @@ void tile(const TileArgs &args) {
 
 #else
 
+static_assert(panel_rows % lanes == 0, "a line is whole registers");
 constexpr int panel_vectors = panel_rows / lanes;
 constexpr int64_t strip_pairs = 256;
 

@@ -17,6 +17,7 @@ thread_local const char *where = "";
 
 namespace {
 
+constexpr bool CHECKS = SIM_CHECKS;
 constexpr std::int64_t FENCE = 64;
 constexpr std::uint32_t NEVER_WRITTEN = 0xffffffffu;
 
@@ -85,9 +86,7 @@ Memory::Memory(std::int64_t bytes)
 Memory::~Memory() { ::operator delete[](storage_, std::align_val_t{64}); }
 
 Buffer Memory::claim(std::int64_t offset, std::int64_t bytes) {
-#if SIM_CHECKS
-    std::memset(storage_ + offset, 0xff, static_cast<std::size_t>(bytes + FENCE));
-#endif
+    if (CHECKS) std::memset(storage_ + offset, 0xff, static_cast<std::size_t>(bytes + FENCE));
     return {storage_ + offset, bytes, -1};
 }
 
@@ -98,9 +97,7 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
     Walk write(to, dst_start), read(from, src_start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
-#if SIM_CHECKS
-        if (src.slot < 0) check_written(source, run);
-#endif
+        if (CHECKS && src.slot < 0) check_written(source, run);
         std::memcpy(dst.data + write.next(), source, static_cast<std::size_t>(run));
     }
     if (!count) return;
@@ -142,9 +139,7 @@ void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_
     Walk read(from, start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
-#if SIM_CHECKS
-        check_written(source, run);
-#endif
+        if (CHECKS) check_written(source, run);
         item.insert(item.end(), source, source + run);
     }
     state_->items[static_cast<std::size_t>(x * state_->size_y + y)].push_back(std::move(item));
@@ -179,14 +174,11 @@ void called(Launch &launch, std::initializer_list<Buffer> buffers) {
     ++*launch.calls;
     *launch.macs += static_cast<std::int64_t>(aie::sim::counters.macs);
     aie::sim::counters.macs = 0;
-#if SIM_CHECKS
+    if (!CHECKS) return;
     for (const Buffer &b : buffers)
         for (std::int64_t i = 0; i < FENCE; ++i)
             if (b.data[b.bytes + i] != 0xff)
                 refuse("wrote past the end of a buffer of " + std::to_string(b.bytes) + " bytes");
-#else
-    (void)buffers;
-#endif
 }
 
 void start_core() { aie::tile::current().set_rounding(aie::rounding_mode::floor); }

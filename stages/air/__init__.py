@@ -1,4 +1,37 @@
-"""The AIR dialect in xDSL: operations, printer, builder, stitching, hardware limits, traffic counts.
+"""MLIR-AIR in xDSL: the dialect and its text, a builder, stitching, analysis, the limits of the hardware, checks.
 
-Knows the array and its rules; must not know what a transformer is.
+Knows the array and its rules; must not know what it computes. Names are looked up when they are first used: xDSL takes
+a third of a second to import, and most builds find that no program is to be made.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stages.air.builder import AirModule, Builder, Channel, Index, MemRef, Number, memref_type  # noqa: F401
+    from stages.air.checks import check  # noqa: F401
+    from stages.air.dialect import L1, L2, L3  # noqa: F401
+    from stages.air.externs import Variant  # noqa: F401
+    from stages.air.stitching import stitch  # noqa: F401
+    from stages.air.text import parse_mlir, to_mlir  # noqa: F401
+    from stages.air.traffic import Traffic, count  # noqa: F401
+
+_PUBLIC = {
+    "builder": ("AirModule", "Builder", "Channel", "Index", "MemRef", "Number", "memref_type"),
+    "checks": ("check",),
+    "dialect": ("L1", "L2", "L3"),
+    "externs": ("Variant",),
+    "stitching": ("stitch",),
+    "text": ("parse_mlir", "to_mlir"),
+    "traffic": ("Traffic", "count"),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value

@@ -1,6 +1,6 @@
 """Writing AIR programs the way they are read: nested `with` blocks, Python numbers, values captured where used.
 
-Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a kernel never
+Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a program never
 lists its operands; constants are made once per isolated block.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import (
+    FixedBitwidthType,
     FloatAttr,
     FunctionType,
     IndexType,
@@ -22,24 +23,28 @@ from xdsl.dialects.builtin import (
     UnitAttr,
     bf16,
     f32,
+    i8,
     i32,
 )
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 
-from stages.air import dialect
-from stages.air.dialect import L1, L2, L3
+from stages.air import analysis, dialect
+from stages.air.dialect import L3
 from stages.air.externs import Variant
 
-DTYPES: dict[str, Attribute] = {"bf16": bf16, "f32": f32, "i32": i32}
+ELEMENT_TYPES: dict[str, FixedBitwidthType] = {"bf16": bf16, "f32": f32, "i32": i32, "i8": i8}
 
 Shape = Sequence[int]
 
 
 def memref_type(shape: Shape, dtype: str = "bf16", space: int = L3) -> MemRefType:
-    """Memref of `shape`; spaces other than DDR are written as 32-bit integers, as AIR expects."""
+    """Memref of `shape`; spaces other than DDR are written as 32-bit integers, as AIR expects. TypeError if `dtype` is
+    not in `ELEMENT_TYPES`."""
+    if dtype not in ELEMENT_TYPES:
+        raise TypeError(f"dtype {dtype!r} is none of {', '.join(ELEMENT_TYPES)}")
     if space == L3:
-        return MemRefType(DTYPES[dtype], shape)
-    return MemRefType(DTYPES[dtype], shape, memory_space=IntegerAttr(space, 32))
+        return MemRefType(ELEMENT_TYPES[dtype], shape)
+    return MemRefType(ELEMENT_TYPES[dtype], shape, memory_space=IntegerAttr(space, 32))
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ Number = Index | int
 
 
 @dataclass(frozen=True)
-class Buffer:
+class MemRef:
     """A memref and, optionally, the access pattern with which a DMA walks it."""
 
     value: SSAValue
@@ -81,10 +86,10 @@ class Buffer:
     sizes: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
 
-    def at(self, *dims: tuple[Number, int, int]) -> Buffer:
+    def at(self, *dims: tuple[Number, int, int]) -> MemRef:
         """The same buffer walked by `(offset, size, stride)` per dimension, outermost first."""
         offsets, sizes, strides = zip(*dims, strict=True)
-        return Buffer(self.value, offsets, sizes, strides)
+        return MemRef(self.value, offsets, sizes, strides)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Program:
+class AirModule:
     """A verified module with one public function, and the object variants its calls link."""
 
     module: ModuleOp
@@ -101,11 +106,11 @@ class Program:
 
     @property
     def function(self) -> func.FuncOp:
-        return next(op for op in self.module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration)
+        return analysis.public_function(self.module)
 
     @property
     def launches(self) -> list[dialect.LaunchOp]:
-        return [op for op in self.function.body.block.ops if isinstance(op, dialect.LaunchOp)]
+        return analysis.launches(self.module)
 
 
 @dataclass
@@ -134,13 +139,13 @@ class Builder:
             value.name_hint = hint
         self.function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
         self._scopes = [_Scope(block, [block], owned=set(block.args))]
-        self.args = {hint: Buffer(value) for hint, value in zip(args, block.args, strict=True)}
+        self.args = {hint: MemRef(value) for hint, value in zip(args, block.args, strict=True)}
 
-    def finish(self) -> Program:
+    def finish(self) -> AirModule:
         self._scopes[0].block.add_op(func.ReturnOp())
         self.module.body.block.add_op(self.function)
         self.module.verify()
-        return Program(self.module, frozenset(self.variants))
+        return AirModule(self.module, frozenset(self.variants))
 
     # values
 
@@ -209,20 +214,18 @@ class Builder:
         return f"{self.function.sym_name.data}_{level}_{self._named}"
 
     @contextmanager
-    def _level(self, kind: type[dialect._Hierarchy], grid: Shape, name: str | None = None) -> Iterator[list[Index]]:
+    def _level(self, kind: type[dialect.Hierarchy], grid: Shape, name: str | None = None) -> Iterator[list[Index]]:
         sizes = [self.index(size) for size in grid]
         block = Block(arg_types=[IndexType()] * (2 * kind.RANK))
         scope = _Scope(block, [block], owned=set(block.args))
         self._scopes.append(scope)
         yield [Index(self, value) for value in block.args[: kind.RANK]]
-        terminator = {dialect.LaunchOp: dialect.LaunchTerminatorOp, dialect.SegmentOp: dialect.SegmentTerminatorOp}
-        block.add_op(terminator.get(kind, dialect.HerdTerminatorOp)())
         self._scopes.pop()
         attributes: dict[str, Attribute] = {} if name is None else {"sym_name": StringAttr(name)}
         if scope.links:
             (link,) = scope.links
             attributes["link_with"] = StringAttr(link)
-        self.emit(kind(sizes, [self.resolve(value) for value in scope.captured], block, attributes))
+        self.emit(kind(sizes, [self.resolve(value) for value in scope.captured], Region(block), attributes))
 
     @contextmanager
     def loop(self, count: int) -> Iterator[Number]:
@@ -243,13 +246,13 @@ class Builder:
     # memory and calls
 
     @contextmanager
-    def alloc(self, space: int, *shapes: Shape | tuple[Shape, str]) -> Iterator[list[Buffer]]:
+    def alloc(self, space: int, *shapes: Shape | tuple[Shape, str]) -> Iterator[list[MemRef]]:
         """Buffers in L1 or L2 that live for the block; a shape alone is bf16, `(shape, dtype)` says otherwise."""
         buffers = []
         for entry in shapes:
             shape, dtype = entry if isinstance(entry[-1], str) else (entry, "bf16")
             kind = memref_type(shape, dtype, space)  # type: ignore[arg-type]
-            buffers.append(Buffer(self.emit(memref.AllocOp([], [], kind)).results[0]))
+            buffers.append(MemRef(self.emit(memref.AllocOp([], [], kind)).results[0]))
         yield buffers
         for buffer in buffers:
             self.emit(memref.DeallocOp.get(buffer.value))
@@ -260,20 +263,20 @@ class Builder:
         self.module.body.block.add_op(dialect.ChannelOp(channel.name, size, broadcast_shape))
         return channel
 
-    def put(self, channel: Channel, indices: Sequence[Number], source: Buffer) -> None:
+    def put(self, channel: Channel, indices: Sequence[Number], source: MemRef) -> None:
         self.emit(dialect.ChannelPutOp(channel.name, [self.index(n) for n in indices], *self._side(source)))
 
-    def get(self, channel: Channel, indices: Sequence[Number], target: Buffer) -> None:
+    def get(self, channel: Channel, indices: Sequence[Number], target: MemRef) -> None:
         self.emit(dialect.ChannelGetOp(channel.name, [self.index(n) for n in indices], *self._side(target)))
 
-    def dma(self, dst: Buffer, src: Buffer) -> None:
+    def dma(self, dst: MemRef, src: MemRef) -> None:
         self.emit(dialect.DmaMemcpyNdOp(*self._side(dst), *self._side(src)))
 
-    def _side(self, side: Buffer) -> tuple[SSAValue, dialect.Pattern]:
+    def _side(self, side: MemRef) -> tuple[SSAValue, dialect.Pattern]:
         offsets, sizes, strides = ([self.index(n) for n in part] for part in (side.offsets, side.sizes, side.strides))
         return self.resolve(side.value), (offsets, sizes, strides)
 
-    def call(self, variant: Variant, function: str, *args: Buffer | Number | float) -> None:
+    def call(self, variant: Variant, function: str, *args: MemRef | Number | float) -> None:
         """Call a tile function: buffers as memrefs, indices and ints as i32, floats as f32."""
         values = [self._argument(arg) for arg in args]
         symbol = variant.symbol(function)
@@ -286,8 +289,8 @@ class Builder:
         self._scopes[-1].links.add(variant.object)
         self.emit(func.CallOp(symbol, values, []))
 
-    def _argument(self, arg: Buffer | Number | float) -> SSAValue:
-        if isinstance(arg, Buffer):
+    def _argument(self, arg: MemRef | Number | float) -> SSAValue:
+        if isinstance(arg, MemRef):
             return self.resolve(arg.value)
         if isinstance(arg, Index):
             return self.emit(arith.IndexCastOp(self.resolve(arg.value), i32)).results[0]
@@ -306,6 +309,3 @@ def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.Fu
     op.attributes["link_with"] = StringAttr(link_with)
     op.attributes["llvm.emit_c_interface"] = UnitAttr()
     return op
-
-
-__all__ = ["L1", "L2", "L3", "Buffer", "Builder", "Channel", "Index", "Number", "Program", "declaration", "memref_type"]

@@ -6,12 +6,13 @@ tile of a rectangle of cores. All three are isolated from above: what they use, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self, TypeVar
 
 from xdsl.dialects.arith import ConstantOp
 from xdsl.dialects.builtin import ArrayAttr, IndexType, IntegerAttr, MemRefType, StringAttr, SymbolRefAttr, i64
-from xdsl.ir import Attribute, Block, BlockArgument, Dialect, Operation, Region, SSAValue
+from xdsl.ir import Attribute, BlockArgument, Dialect, Operation, Region, SSAValue
 from xdsl.irdl import (
     AttrSizedOperandSegments,
     IRDLOperation,
@@ -23,11 +24,14 @@ from xdsl.irdl import (
     traits_def,
     var_operand_def,
 )
+from xdsl.parser import Parser, UnresolvedOperand
 from xdsl.printer import Printer
-from xdsl.traits import IsolatedFromAbove, IsTerminator, SingleBlockImplicitTerminator
+from xdsl.traits import IsolatedFromAbove, IsTerminator, SingleBlockImplicitTerminator, ensure_terminator
 from xdsl.utils.exceptions import VerifyException
 
 L3, L2, L1 = 0, 1, 2
+
+Op = TypeVar("Op", bound=Operation)
 
 Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
 """Offsets, sizes and strides."""
@@ -49,6 +53,14 @@ def constant_of(value: SSAValue) -> int | None:
     return attribute.value.data if isinstance(attribute, IntegerAttr) else None
 
 
+def enclosing(op: Operation, kind: type[Op]) -> Op | None:
+    """The nearest operation of a kind around `op`."""
+    parent = op.parent_op()
+    while parent is not None and not isinstance(parent, kind):
+        parent = parent.parent_op()
+    return parent
+
+
 @irdl_op_definition
 class LaunchTerminatorOp(IRDLOperation):
     name = "air.launch_terminator"
@@ -67,7 +79,7 @@ class HerdTerminatorOp(IRDLOperation):
     traits = traits_def(IsTerminator())
 
 
-class _Hierarchy(IRDLOperation):
+class Hierarchy(IRDLOperation):
     """Shared by the three levels: `sizes` (0 or 2 of them) span a grid, `args` are the values handed in.
 
     Block arguments are the grid position, the grid sizes, then one per handed-in value.
@@ -80,16 +92,21 @@ class _Hierarchy(IRDLOperation):
     irdl_options = (AttrSizedOperandSegments(),)
 
     RANK: ClassVar[int] = 2
-    PARENT: ClassVar[str | None] = None
+    PARENT: ClassVar[type[Operation] | None] = None
+    GRID: ClassVar[str] = " "
+    """What is printed before the grid."""
 
     def __init__(
         self,
         sizes: Sequence[SSAValue],
         args: Sequence[SSAValue],
-        block: Block,
-        attributes: dict[str, Attribute] | None = None,
+        body: Region,
+        attributes: Mapping[str, Attribute] | None = None,
     ) -> None:
-        super().__init__(operands=[list(sizes), list(args)], regions=[Region(block)], attributes=attributes or {})
+        """The one block of `body` need not have its terminator yet."""
+        super().__init__(operands=[list(sizes), list(args)], regions=[body], attributes=attributes or {})
+        for trait in self.get_traits_of_type(SingleBlockImplicitTerminator):
+            ensure_terminator(self, trait)
 
     @property
     def ids(self) -> tuple[BlockArgument, ...]:
@@ -118,64 +135,105 @@ class _Hierarchy(IRDLOperation):
         expected = [IndexType()] * (2 * self.RANK) + [a.type for a in self.args]
         if [a.type for a in self.body.block.args] != expected:
             raise VerifyException(f"{self.name}: block arguments do not match operands")
-        parent = self.parent_op()
-        if self.PARENT and parent is not None and _enclosing(self, self.PARENT) is None:
-            raise VerifyException(f"{self.name}: must be inside {self.PARENT}")
+        if self.PARENT is not None and self.parent_op() is not None and enclosing(self, self.PARENT) is None:
+            raise VerifyException(f"{self.name}: must be inside {self.PARENT.name}")
 
     def print(self, printer: Printer) -> None:
         if self.sym_name is not None:
             printer.print_string(f" @{self.sym_name.data}")
         if self.RANK:
-            kind = " tile" if self.name == "air.herd" else ""
-            printer.print_string(f"{kind} (")
+            printer.print_string(f"{self.GRID}(")
             printer.print_list(self.ids, printer.print_ssa_value)
-            printer.print_string(") in (")
-            printer.print_list(tuple(zip(self.size_args, self.sizes, strict=True)), lambda p: _binding(printer, *p))
-            printer.print_string(")")
+            printer.print_string(") in ")
+            _print_bindings(printer, self.size_args, self.sizes)
         if self.args:
-            printer.print_string(" args(")
-            printer.print_list(tuple(zip(self.body_args, self.args, strict=True)), lambda p: _binding(printer, *p))
-            printer.print_string(") : ")
+            printer.print_string(" args")
+            _print_bindings(printer, self.body_args, self.args)
+            printer.print_string(" : ")
             printer.print_list([a.type for a in self.args], printer.print_attribute)
         hidden = ("operandSegmentSizes", "sym_name")
         printer.print_op_attributes(self.attributes, reserved_attr_names=hidden, print_keyword=True)
         printer.print_string(" ")
         printer.print_region(self.body, print_entry_block_args=False, print_block_terminators=False)
 
+    @classmethod
+    def parse(cls, parser: Parser) -> Self:
+        name = parser.parse_optional_symbol_name()
+        named: list[Parser.UnresolvedArgument] = []
+        sizes: Sequence[SSAValue] = ()
+        if cls.RANK:
+            if cls.GRID.strip():
+                parser.parse_keyword(cls.GRID.strip())
+            ids = parser.parse_comma_separated_list(parser.Delimiter.PAREN, lambda: _parse_argument(parser))
+            parser.parse_keyword("in")
+            position = parser.pos
+            size_args, outer = _parse_bindings(parser)
+            named = [*ids, *size_args]
+            sizes = parser.resolve_operands(outer, [IndexType()] * len(outer), position)
+        arguments = [argument.resolve(IndexType()) for argument in named]
+        values: Sequence[SSAValue] = ()
+        if parser.parse_optional_keyword("args"):
+            position = parser.pos
+            inner, outer = _parse_bindings(parser)
+            parser.parse_punctuation(":")
+            types = parser.parse_comma_separated_list(parser.Delimiter.NONE, parser.parse_type)
+            values = parser.resolve_operands(outer, types, position)
+            arguments += [argument.resolve(kind) for argument, kind in zip(inner, types, strict=True)]
+        written = parser.parse_optional_attr_dict_with_keyword()
+        attributes: dict[str, Attribute] = {} if written is None else dict(written.data)
+        if name is not None:
+            attributes["sym_name"] = name
+        return cls(sizes, values, parser.parse_region(arguments), attributes)
 
-def _binding(printer: Printer, inner: SSAValue, outer: SSAValue) -> None:
+
+def _print_bindings(printer: Printer, inner: Sequence[SSAValue], outer: Sequence[SSAValue]) -> None:
+    with printer.in_parens():
+        printer.print_list(tuple(zip(inner, outer, strict=True)), lambda pair: _print_binding(printer, *pair))
+
+
+def _print_binding(printer: Printer, inner: SSAValue, outer: SSAValue) -> None:
     printer.print_ssa_value(inner)
     printer.print_string("=")
     printer.print_ssa_value(outer)
 
 
-def _enclosing(op: Operation, name: str) -> Operation | None:
-    parent = op.parent_op()
-    while parent is not None and parent.name != name:
-        parent = parent.parent_op()
-    return parent
+def _parse_argument(parser: Parser) -> Parser.UnresolvedArgument:
+    return parser.parse_argument(expect_type=False)
+
+
+def _parse_bindings(parser: Parser) -> tuple[list[Parser.UnresolvedArgument], list[UnresolvedOperand]]:
+    """Names inside and values outside of `(%inner=%outer, ...)`."""
+
+    def binding() -> tuple[Parser.UnresolvedArgument, UnresolvedOperand]:
+        inner = _parse_argument(parser)
+        parser.parse_punctuation("=")
+        return inner, parser.parse_unresolved_operand()
+
+    pairs = parser.parse_comma_separated_list(parser.Delimiter.PAREN, binding)
+    return [inner for inner, _ in pairs], [outer for _, outer in pairs]
 
 
 @irdl_op_definition
-class LaunchOp(_Hierarchy):
+class LaunchOp(Hierarchy):
     name = "air.launch"
     traits = traits_def(IsolatedFromAbove(), SingleBlockImplicitTerminator(LaunchTerminatorOp))
 
 
 @irdl_op_definition
-class SegmentOp(_Hierarchy):
+class SegmentOp(Hierarchy):
     name = "air.segment"
     RANK: ClassVar[int] = 0
-    PARENT: ClassVar[str | None] = "air.launch"
+    PARENT: ClassVar[type[Operation] | None] = LaunchOp
     traits = traits_def(IsolatedFromAbove(), SingleBlockImplicitTerminator(SegmentTerminatorOp))
 
 
 @irdl_op_definition
-class HerdOp(_Hierarchy):
+class HerdOp(Hierarchy):
     """`shape()` is (columns, rows); the object named by `link_with` holds every function the body calls."""
 
     name = "air.herd"
-    PARENT: ClassVar[str | None] = "air.segment"
+    PARENT: ClassVar[type[Operation] | None] = SegmentOp
+    GRID: ClassVar[str] = " tile "
     link_with = opt_attr_def(StringAttr)
     traits = traits_def(IsolatedFromAbove(), SingleBlockImplicitTerminator(HerdTerminatorOp))
 
@@ -197,6 +255,11 @@ class DmaMemcpyNdOp(IRDLOperation):
     src_sizes = var_operand_def(IndexType())
     src_strides = var_operand_def(IndexType())
     irdl_options = (AttrSizedOperandSegments(),)
+    assembly_format = (
+        "` ` `(` $dst `` `[` $dst_offsets `]` `[` $dst_sizes `]` `[` $dst_strides `]` `,` "
+        "$src `` `[` $src_offsets `]` `[` $src_sizes `]` `[` $src_strides `]` `)` "
+        "`:` `(` type($dst) `,` type($src) `)` attr-dict"
+    )
 
     def __init__(
         self,
@@ -207,27 +270,6 @@ class DmaMemcpyNdOp(IRDLOperation):
     ) -> None:
         super().__init__(operands=[dst, *(list(part) for part in dst_lists), src, *(list(part) for part in src_lists)])
 
-    def sides(self) -> tuple[tuple[SSAValue, ...], tuple[SSAValue, ...]]:
-        """(memref, offsets, sizes, strides) of destination and source, flattened for walking."""
-        return (
-            (self.dst, *self.dst_offsets, *self.dst_sizes, *self.dst_strides),
-            (self.src, *self.src_offsets, *self.src_sizes, *self.src_strides),
-        )
-
-    def elements(self) -> int:
-        """Elements moved by one execution."""
-        return self._elements(self.dst, self.dst_sizes)
-
-    @staticmethod
-    def _elements(buffer: SSAValue, sizes: Sequence[SSAValue]) -> int:
-        numbers = [constant_of(size) for size in sizes] if sizes else list(buffer.type.get_shape())  # type: ignore[attr-defined]
-        total = 1
-        for number in numbers:
-            if number is None:
-                raise VerifyException("air.dma_memcpy_nd: sizes must be constants")
-            total *= number
-        return total
-
     def verify_(self) -> None:
         dst, src = self.dst.type, self.src.type
         assert isinstance(dst, MemRefType) and isinstance(src, MemRefType)
@@ -235,32 +277,24 @@ class DmaMemcpyNdOp(IRDLOperation):
             raise VerifyException(f"air.dma_memcpy_nd: element types differ: {dst} and {src}")
         if memory_space(dst) == memory_space(src):
             raise VerifyException(f"air.dma_memcpy_nd: both sides are in memory space {memory_space(dst)}")
-        for lists in (
-            (self.dst_offsets, self.dst_sizes, self.dst_strides),
-            (self.src_offsets, self.src_sizes, self.src_strides),
-        ):
-            if len({len(part) for part in lists}) != 1:
-                raise VerifyException("air.dma_memcpy_nd: offsets, sizes and strides differ in length")
-        written, read = self._elements(self.dst, self.dst_sizes), self._elements(self.src, self.src_sizes)
+        _verify_pattern(self, self.dst_offsets, self.dst_sizes, self.dst_strides)
+        _verify_pattern(self, self.src_offsets, self.src_sizes, self.src_strides)
+        written, read = _elements(dst, self.dst_sizes), _elements(src, self.src_sizes)
         if written != read:
             raise VerifyException(f"air.dma_memcpy_nd: destination takes {written} elements, source gives {read}")
 
-    def print(self, printer: Printer) -> None:
-        printer.print_string(" (")
-        self.print_side(printer, self.dst, (self.dst_offsets, self.dst_sizes, self.dst_strides))
-        printer.print_string(", ")
-        self.print_side(printer, self.src, (self.src_offsets, self.src_sizes, self.src_strides))
-        printer.print_string(") : (")
-        printer.print_list((self.dst.type, self.src.type), printer.print_attribute)
-        printer.print_string(")")
 
-    @staticmethod
-    def print_side(printer: Printer, buffer: SSAValue, lists: tuple[Sequence[SSAValue], ...]) -> None:
-        printer.print_ssa_value(buffer)
-        for position, part in enumerate(lists):
-            printer.print_string("[" if position == 0 else " [")
-            printer.print_list(part, printer.print_ssa_value)
-            printer.print_string("]")
+def _elements(kind: MemRefType, sizes: Sequence[SSAValue]) -> int:
+    """Elements that a pattern walks in a buffer."""
+    numbers = [constant_of(size) for size in sizes] if sizes else list(kind.get_shape())
+    if None in numbers:
+        raise VerifyException("air.dma_memcpy_nd: sizes must be constants")
+    return math.prod(number for number in numbers if number is not None)
+
+
+def _verify_pattern(op: Operation, *lists: Sequence[SSAValue]) -> None:
+    if len({len(part) for part in lists}) != 1:
+        raise VerifyException(f"{op.name}: offsets, sizes and strides differ in length")
 
 
 @irdl_op_definition
@@ -289,6 +323,17 @@ class ChannelOp(IRDLOperation):
         size, wide = (", ".join(str(n.value.data) for n in part) for part in (self.size, self.broadcast_shape))
         printer.print_string(f" @{self.sym_name.data} [{size}] {{broadcast_shape = [{wide}]}}")
 
+    @classmethod
+    def parse(cls, parser: Parser) -> Self:
+        name = parser.parse_symbol_name().data
+        size = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
+        parser.parse_punctuation("{")
+        parser.parse_keyword("broadcast_shape")
+        parser.parse_punctuation("=")
+        wide = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
+        parser.parse_punctuation("}")
+        return cls(name, size, wide)
+
 
 class _ChannelEnd(IRDLOperation):
     """One side of a transfer through FIFO `chan_name[indices]`: a buffer, walked as in `air.dma_memcpy_nd`."""
@@ -300,6 +345,10 @@ class _ChannelEnd(IRDLOperation):
     sizes = var_operand_def(IndexType())
     strides = var_operand_def(IndexType())
     irdl_options = (AttrSizedOperandSegments(),)
+    assembly_format = (
+        "$chan_name `` `[` $indices `]` `(` $buffer `` `[` $offsets `]` `[` $sizes `]` `[` $strides `]` `)` "
+        "`:` `(` type($buffer) `)` attr-dict"
+    )
 
     def __init__(
         self,
@@ -314,17 +363,7 @@ class _ChannelEnd(IRDLOperation):
         )
 
     def verify_(self) -> None:
-        if len({len(part) for part in (self.offsets, self.sizes, self.strides)}) != 1:
-            raise VerifyException(f"{self.name}: offsets, sizes and strides differ in length")
-
-    def print(self, printer: Printer) -> None:
-        printer.print_string(f" @{self.chan_name.string_value()}[")
-        printer.print_list(self.indices, printer.print_ssa_value)
-        printer.print_string("] (")
-        DmaMemcpyNdOp.print_side(printer, self.buffer, (self.offsets, self.sizes, self.strides))
-        printer.print_string(") : (")
-        printer.print_attribute(self.buffer.type)
-        printer.print_string(")")
+        _verify_pattern(self, self.offsets, self.sizes, self.strides)
 
 
 @irdl_op_definition

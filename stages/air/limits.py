@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.errors import UserError
+from llama_npu2.errors import UserError
 
 COLUMNS = 8
 ROWS = 4

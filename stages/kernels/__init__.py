@@ -1,84 +1,107 @@
-"""One module per kernel: AIR builder, tile plan and numpy reference side by side. Here: every kernel's signature.
+"""The table of kernels: one Python module each, with signature, numpy reference, tiling, AIR program and cost.
 
-A kernel is known by name to every target; `kernel_src/<target>/<source>.cc` implements it. The signatures are apart
-from the modules because a build that is up to date needs them and nothing else.
+A kernel is known by name to every target; `kernel_src/<set>/<source>.cc` implements it, where a set is what a target's
+processors run: `cpu` or `aie2p`. Every module of this package that has `KERNELS` is in the table: to add a kernel is to
+add a module. The modules load no MLIR before a program is built (`stages.air`), because a build that is up to date
+needs their signatures and nothing else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from stages.air import AirModule
+
+HOST_SET = "cpu"
+"""The kernel set of host programs, which every target has some of."""
+
+Sizes = Mapping[str, Any]
+"""Values of a launch's scalars by name, and of the build's options (`bfp16`)."""
+
+
+class Tiling(Protocol):
+    """How a launch is cut for the array. `str()` of it goes beside the module, for people."""
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the whole launch, those on padding included."""
 
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor argument. `layouts`: (target, how a weight's bytes are arranged there), see `stages.layouts`."""
+    """A tensor argument. `layouts`: kernel set -> how a tensor's bytes are arranged for it, plain where none is named
+    (see `stages.weights.formats`)."""
 
     name: str
-    dtype: str = "bf16"
+    format: str = "bf16"
     written: bool = False
-    layouts: tuple[tuple[str, str], ...] = ()
+    layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def layout(self, target: str) -> str:
-        return dict(self.layouts).get(target, "plain")
+    def layout(self, kernel_set: str) -> str:
+        return self.layouts.get(kernel_set, "plain")
+
+
+@dataclass(frozen=True)
+class Param:
+    """A scalar parameter; `kind`: int64 or float."""
+
+    name: str
+    kind: str = "int64"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Signature of a kernel: tensor arguments in order, then scalar parameters in order.
+    """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
 
-    `source` is the stem of the C++ file that defines it (one file may define several entry points).
+    `source` is the stem of the C++ file that defines it (one file may define several). `reference` is numpy.
+    `tiling(sizes)` cuts a launch for the array and refuses with UserError what cannot be cut; `program(tiling)` is its
+    AIR program, with the arguments' names. A kernel without them runs on the host only; one that is not `host`, on the
+    array only.
     """
 
     name: str
     args: tuple[Arg, ...]
-    params: tuple[str, ...]
+    params: tuple[Param, ...]
     source: str
+    reference: Callable[..., Any] = field(compare=False)
+    host: bool = True
+    tiling: Callable[[Sizes], Tiling] | None = field(default=None, compare=False)
+    program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
+
+    def arg(self, name: str) -> Arg:
+        return next(arg for arg in self.args if arg.name == name)
 
 
-def _kernel(name: str, inputs: tuple[Arg | str, ...], params: str, out: str = "bf16", source: str = "") -> Kernel:
-    args = tuple(Arg(arg) if isinstance(arg, str) else arg for arg in inputs)
-    return Kernel(name, (*args, Arg("out", out, written=True)), tuple(params.split()), source or name)
+def signature(
+    name: str,
+    reads: tuple[Arg | str, ...],
+    params: str,
+    reference: Callable[..., Any],
+    *,
+    writes: tuple[Arg | str, ...] = ("out",),
+    source: str = "",
+    **device: Any,
+) -> Kernel:
+    """A kernel that reads and then writes tensors (bf16 if just named); `params`: names, `:float` behind what is not
+    a whole number. `device`: `tiling`, `program`, `host`."""
+    inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
+    outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]
+    scalars = (Param(p, kind or "int64") for p, _, kind in (word.partition(":") for word in params.split()))
+    return Kernel(name, (*inputs, *outputs), tuple(scalars), source or name, reference, **device)
 
 
-def _panels(name: str) -> Arg:
-    """A weight matrix that host kernels read in panels."""
-    return Arg(name, layouts=(("cpu", "panels"),))
-
-
-_WEIGHT = _panels("weight")
-_CACHE = ("k_panels", "v_panels")
-
-_KERNELS = (
-    _kernel("rms_norm", ("x", "weight"), "rows cols eps"),
-    _kernel("gemm", ("x", _WEIGHT), "rows cols out_cols"),
-    _kernel("gemm_add", ("x", _WEIGHT, "residual"), "rows cols out_cols", source="gemm"),
-    _kernel("gemm_silu", ("x", _panels("gate"), _panels("up")), "rows cols out_cols", source="gemm"),
-    _kernel("gemv", (_WEIGHT, "x"), "out_cols cols"),
-    _kernel("gemv_add", (_WEIGHT, "x", "residual"), "out_cols cols", source="gemv"),
-    _kernel("gemv_silu", (_panels("gate"), _panels("up"), "x"), "out_cols cols", source="gemv"),
-    _kernel("gemv_f32", (_WEIGHT, "x"), "out_cols cols", out="f32", source="gemv"),
-    _kernel("gemv_rows_f32", ("weight", "x"), "out_cols cols", out="f32", source="gemv_rows"),
-    _kernel("rope", ("x", Arg("table", "f32")), "rows pos heads head_dim"),
-    _kernel("silu_and_mul", ("gate", "up"), "rows cols"),
-    _kernel("add", ("a", "b"), "rows cols"),
-    _kernel("flash_attention", ("q", "k", "v"), "seq pos heads kv_heads head_dim"),
-    _kernel("flash_attention_panels", ("q", *_CACHE), "seq pos heads kv_heads head_dim", source="flash_attention"),
-    _kernel("decode_attention_panels", ("q", *_CACHE), "pos heads kv_heads head_dim", source="decode_attention"),
-    _kernel("decode_attention_kv", ("q", "kv"), "pos heads kv_heads head_dim", source="decode_attention"),
-    Kernel(
-        "append_kv_panels",
-        (Arg("k"), Arg("v"), *(Arg(name, written=True) for name in _CACHE)),
-        ("rows", "pos", "kv_heads", "head_dim"),
-        "append_kv_panels",
-    ),
-    Kernel("append_kv", (Arg("k"), Arg("v"), Arg("kv", written=True)), ("pos", "kv_heads", "head_dim"), "append_kv"),
-    _kernel("embed", (Arg("tokens", "i32"), _WEIGHT), "rows cols vocab"),
-    _kernel("embed_rows", (Arg("tokens", "i32"), "weight"), "rows cols vocab"),
-)
-
-KERNELS = {kernel.name: kernel for kernel in _KERNELS}
-
-
-def kernel(name: str) -> Kernel:
-    """Look a signature up by kernel name."""
-    return KERNELS[name]
+@functools.cache
+def kernels() -> dict[str, Kernel]:
+    """Every kernel by name."""
+    found: dict[str, Kernel] = {}
+    for entry in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        for kernel in getattr(importlib.import_module(f"{__name__}.{entry}"), "KERNELS", ()):
+            if found.setdefault(kernel.name, kernel) is not kernel:
+                raise TypeError(f"two kernels are called {kernel.name}")
+    return found

@@ -1,10 +1,11 @@
 """Residual add."""
 
+from __future__ import annotations
+
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.air import elementwise
-from stages.air.builder import Program
+from stages.kernels import elementwise, signature
 
 
 def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -12,10 +13,4 @@ def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.astype(np.float32) + b.astype(np.float32)).astype(bfloat16)
 
 
-def plan(rows: int, cols: int) -> elementwise.Plan:
-    return elementwise.plan("add", rows, cols)
-
-
-def build(tile_plan: elementwise.Plan) -> Program:
-    """Arguments `a`, `b`, `out`: bf16 `[rows][cols]`, or `[cols]` for one row."""
-    return elementwise.build(tile_plan, ("a", "b", "out"))
+KERNELS = (signature("add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"))),)

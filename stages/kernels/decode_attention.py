@@ -1,10 +1,21 @@
 """Attention of the one newest position over the KV cache. Runs on the host on every target."""
 
+from __future__ import annotations
+
 import numpy as np
 
-from stages.kernels import flash_attention
+from stages.kernels import flash_attention, signature
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
     """`q` bf16 `[heads * head_dim]`, `k`, `v` bf16 `[pos + 1, kv_heads * head_dim]` -> like `q`."""
     return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]
+
+
+KERNELS = tuple(
+    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source="decode_attention")
+    for name, cache in (
+        ("decode_attention_panels", ("k_panels", "v_panels")),
+        ("decode_attention_kv", ("kv",)),
+    )
+)

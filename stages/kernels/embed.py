@@ -1,8 +1,21 @@
-"""Embedding lookup. Reads the LM head's layout, so that tied embeddings are stored once."""
+"""Embedding lookup. `embed` reads the LM head's panels, `embed_rows` its rows: tied embeddings are stored once."""
+
+from __future__ import annotations
 
 import numpy as np
 
+from stages.kernels import Arg, signature
+
 
 def reference(tokens: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`tokens` int32 `[rows]`, `weight` bf16 `[vocab, cols]` -> bf16 `[rows, cols]`."""
-    return weight[tokens]
+    """`tokens` int32 `[rows]`, `weight` bf16 `[vocab, cols]` -> bf16 `[rows, cols]`; zeros for what is no token."""
+    known = (tokens >= 0) & (tokens < len(weight))
+    return np.where(known[:, None], weight[np.where(known, tokens, 0)], weight.dtype.type(0))
+
+
+TOKENS = Arg("tokens", "i32")
+
+KERNELS = (
+    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"})), "rows cols vocab", reference),
+    signature("embed_rows", (TOKENS, "weight"), "rows cols vocab", reference),
+)

@@ -1,13 +1,19 @@
 """Causal grouped-query attention for prefill, online softmax (Dao et al. 2022), scale `1/sqrt(head_dim)`."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages import air
 from stages.air import limits
-from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
-from stages.air.externs import Variant
+from stages.kernels import signature
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
@@ -28,7 +34,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """A herd column per KV head; down a column, `group_rows` query heads of its group times `query_tiles` row tiles.
 
     K and V lie interleaved, so that one stream per column feeds its tiles. Key tiles that causality masks whole cost a
@@ -67,7 +73,15 @@ class Plan:
 
     @property
     def variant(self) -> Variant:
-        return Variant.of("flash_attention", HD=self.head_dim, KR=self.tile_k, QR=self.tile_q)
+        return air.Variant.of("flash_attention", HD=self.head_dim, KR=self.tile_k, QR=self.tile_q)
+
+    @property
+    def macs(self) -> int:
+        """Of the steps that do arithmetic: those whose keys causality masks whole return at once."""
+        steps = sum(
+            (row + self.tile_q - 1) // self.tile_k + 1 for row in range(self.pos, self.pos + self.seq, self.tile_q)
+        )
+        return 2 * steps * self.heads * self.tile_q * self.tile_k * self.head_dim
 
     def __str__(self) -> str:
         return (
@@ -77,7 +91,7 @@ class Plan:
         )
 
 
-def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Plan:
+def tile(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Tiling:
     """Largest query tile that fits L1 beside what the key loop uses, which the compiler doubles; herd rows that a small
     group leaves over take row tiles."""
     what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
@@ -97,15 +111,15 @@ def plan(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Pl
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = 2 * 2 * group_rows * query_tiles * tile_q * head_dim
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
-    return Plan(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
+    return Tiling(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
 
 
-def build(tile_plan: Plan) -> Program:
+def build(tiling: Tiling) -> AirModule:
     """Arguments `q`, `out`: bf16 `[seq][heads * head_dim]`; `kv`: bf16 `[pos + seq][kv_heads * 2 * head_dim]`."""
-    p = tile_plan
-    queries = memref_type((p.seq, p.heads * p.head_dim))
-    keys = memref_type((p.pos + p.seq, p.kv_heads * 2 * p.head_dim))
-    b = Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
+    p = tiling
+    queries = air.memref_type((p.seq, p.heads * p.head_dim))
+    keys = air.memref_type((p.pos + p.seq, p.kv_heads * 2 * p.head_dim))
+    b = air.Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
     over_kv, over_group = p.passes
     with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
         # Division only where both passes need it: the compiler must see that steps write apart.
@@ -115,7 +129,7 @@ def build(tile_plan: Plan) -> Program:
     return b.finish()
 
 
-def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number) -> None:
+def _step(b: Builder, p: Tiling, step: Index, kv_head: Number, member: Number) -> None:
     """`step_rows` queries of `columns * group_rows` heads."""
     d, rows, tile = p.head_dim, p.step_rows, p.tile_q * p.head_dim
     width = p.heads * d
@@ -123,26 +137,46 @@ def _step(b: Builder, p: Plan, step: Index, kv_head: Number, member: Number) -> 
     heads = ((0, p.columns, p.group * d), (kv_head * p.group + member, p.group_rows, d))
     place = (*heads, (step * rows, rows, width), (0, d, 1))
     shape = (p.columns, p.group_rows, rows, d)
-    with b.alloc(L2, shape, shape) as (q_staged, out_staged):
+    with b.alloc(air.L2, shape, shape) as (q_staged, out_staged):
         b.dma(q_staged, b.args["q"].at(*place))
         with b.herd(p.columns, p.herd_rows) as (tx, ty):
             e = limits.BLOCK
             blocks = ((0, p.tile_q // e, e * d), (0, d // e, e), (0, e, d), (0, e, 1))
             mine = ((tx, 1, p.herd_rows * tile), (ty, 1, tile), *blocks)
             row = (step * p.query_tiles + (ty % p.query_tiles if p.query_tiles > 1 else 0)) * p.tile_q + p.pos
-            with b.alloc(L1, (p.tile_q // e, d // e, e, e)) as (q,):
+            with b.alloc(air.L1, (p.tile_q // e, d // e, e, e)) as (q,):
                 b.dma(q, q_staged.at(*mine))
-                _attend(b, p, q, row, kv_head + tx if isinstance(kv_head, Index) else tx)
+                _attend(b, p, q, row, tx if isinstance(kv_head, int) else kv_head + tx)
                 b.dma(out_staged.at(*mine), q)
         b.dma(b.args["out"].at(*place), out_staged)
 
 
-def _attend(b: Builder, p: Plan, q: Buffer, row: Index, kv_head: Index) -> None:
+def _attend(b: Builder, p: Tiling, q: MemRef, row: Index, kv_head: Index) -> None:
     """Online softmax of one query tile over all key tiles; the result replaces the queries."""
     d, k = p.head_dim, p.tile_k
-    with b.alloc(L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
+    with b.alloc(air.L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
         b.call(p.variant, "fa_init", q, acc, stats)
-        with b.loop((p.pos + p.seq) // k) as j, b.alloc(L1, (k, 2 * d)) as (kv,):
+        with b.loop((p.pos + p.seq) // k) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
             b.call(p.variant, "fa_step", row, j * k, q, kv, acc, stats, work)
         b.call(p.variant, "fa_out", acc, stats, q)
+
+
+KERNELS = (
+    signature(
+        "flash_attention",
+        ("q", "kv"),
+        "seq pos heads kv_heads head_dim",
+        reference,
+        host=False,
+        tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["pos"]),
+        program=build,
+    ),
+    signature(
+        "flash_attention_panels",
+        ("q", "k_panels", "v_panels"),
+        "seq pos heads kv_heads head_dim",
+        reference,
+        source="flash_attention",
+    ),
+)

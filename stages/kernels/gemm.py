@@ -1,14 +1,23 @@
 """Matrix times matrix for prefill: `out = x @ weight.T`, f32 accumulation, one rounding."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages import air
 from stages.air import limits
-from stages.air.builder import L1, L2, Buffer, Builder, Channel, Index, Number, Program, memref_type
-from stages.air.externs import Variant
+from stages.kernels import Arg, Sizes, add, signature, silu_and_mul
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
+
+    Dims = tuple[tuple[Number, int, int], ...]
+    Fetch = Callable[[MemRef, Number, tuple[Index, Index]], None]
 
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -16,7 +25,15 @@ def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32) @ weight.astype(np.float32).T).astype(bfloat16)
 
 
-Dims = tuple[tuple[Number, int, int], ...]
+def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """The product, rounded, and a residual bf16 `[rows, out_cols]` added to it."""
+    return add.reference(residual, reference(x, weight))
+
+
+def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """SwiGLU of two products, each rounded."""
+    return silu_and_mul.reference(reference(x, gate), reference(x, up))
+
 
 TILE = 64
 """Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
@@ -26,7 +43,7 @@ CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Columns of the array split rows of `x`, its rows split columns of `out`; a core accumulates `tile_m` x `tile_n`.
 
     `x_chunk` = `cols`: a block of `8 * tile_m` rows of `x` stays in L2 while all weights pass by, so `x` is read from
@@ -62,7 +79,11 @@ class Plan:
     @property
     def variant(self) -> Variant:
         block_float = {"BFP": 1} if self.bfp16 else {}
-        return Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **block_float)
+        return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **block_float)
+
+    @property
+    def macs(self) -> int:
+        return self.rows * self.cols * self.out_cols
 
     def __str__(self) -> str:
         x = (
@@ -76,9 +97,9 @@ class Plan:
         )
 
 
-def plan(
+def tile(
     rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0, bfp16: bool = False
-) -> Plan:
+) -> Tiling:
     """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps
     are even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
     what = f"gemm {rows}x{cols}x{out_cols}"
@@ -87,7 +108,7 @@ def plan(
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     candidates = [
-        Plan(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16)
+        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
         for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
@@ -102,30 +123,30 @@ def plan(
     return min(candidates, key=lambda c: (traffic(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
 
 
-def _l1(p: Plan) -> tuple[int, int, int]:
+def _l1(p: Tiling) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
     copies = limits.copies(p.cols // p.tile_k)
     return 4 * p.tile_m * p.tile_n, copies * 2 * p.tile_m * p.tile_k, copies * 2 * p.tile_k * p.tile_n
 
 
-def _l2(p: Plan) -> tuple[int, int]:
+def _l2(p: Tiling) -> tuple[int, int]:
     """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
     return (1 if p.stays else 2) * 2 * p.tile_m * p.x_chunk, 2 * 2 * p.herd_rows * p.tile_m * p.tile_n
 
 
-def traffic(p: Plan) -> int:
+def traffic(p: Tiling) -> int:
     """DDR bytes of the whole product."""
     x_reads = 1 if p.stays else p.out_cols // p.block_n
     return 2 * (p.rows * p.cols * x_reads + p.cols * p.out_cols * (p.rows // p.block_m) + p.rows * p.out_cols)
 
 
-def build(tile_plan: Plan) -> Program:
+def build(tiling: Tiling) -> AirModule:
     """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (`layouts_npu.to_blocks`),
     `out`: bf16 `[rows][out_cols]`, or `[first_row + rows][2 * out_cols]` for the V halves."""
-    p = tile_plan
+    p = tiling
     width = p.out_cols * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
-    b = Builder("gemm", {name: memref_type(shape) for name, shape in shapes.items()})
+    b = air.Builder("gemm", {name: air.memref_type(shape) for name, shape in shapes.items()})
     steps = p.out_cols // p.block_n
     with b.launch(p.rows // p.block_m, 1 if p.stays else steps) as (i, j), b.segment():
         if p.stays:
@@ -135,23 +156,23 @@ def build(tile_plan: Plan) -> Program:
     return b.finish()
 
 
-def _keep(b: Builder, p: Plan, row: Index, steps: int) -> None:
+def _keep(b: Builder, p: Tiling, row: Index, steps: int) -> None:
     """Rows `row` to `row + block_m` of the output: their `x` comes to L2 once, in 8x8 blocks."""
     m, k, e, size = p.tile_m, p.tile_k, limits.BLOCK, p.tile_m * p.cols
-    with b.alloc(L2, (limits.COLUMNS, m // e, p.cols // e, e, e)) as (x,):
+    with b.alloc(air.L2, (limits.COLUMNS, m // e, p.cols // e, e, e)) as (x,):
         blocks = ((0, m // e, e * p.cols), (0, e, e), (0, p.cols // e, e * e), (0, e, 1))
         # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
         rows = ((0, limits.COLUMNS, size), (row, m, p.cols), (0, p.cols, 1))
         b.dma(x.at((0, limits.COLUMNS, size), *blocks), b.args["x"].at(*rows))
         with b.loop(steps) as j:
 
-            def fetch(a: Buffer, step: Number, tile: tuple[Index, Index]) -> None:
+            def fetch(a: MemRef, step: Number, tile: tuple[Index, Index]) -> None:
                 b.dma(a, x.at((tile[0], 1, size), (0, m // e, e * p.cols), (step * (k * e), k * e, 1)))
 
             _block(b, p, row, j, fetch)
 
 
-def _stream(b: Builder, p: Plan, row: Index, j: Index) -> None:
+def _stream(b: Builder, p: Tiling, row: Index, j: Index) -> None:
     """Block `j` of these rows where they are too wide to stay: `x` passes through L2 chunk by chunk."""
     channel = b.channel((limits.COLUMNS, 1), (limits.COLUMNS, p.herd_rows))
     with b.loop(p.cols // p.x_chunk) as chunk:
@@ -160,24 +181,21 @@ def _stream(b: Builder, p: Plan, row: Index, j: Index) -> None:
     _block(b, p, row, j, lambda a, step, tile: b.get(channel, tile, a))
 
 
-def _pass_chunk(b: Builder, p: Plan, channel: Channel, column: int, row: Index, first: Number) -> None:
+def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index, first: Number) -> None:
     """One column's rows of a chunk: to L2 in 8x8 blocks, then down the column tile by tile."""
     m, k, e, n = p.tile_m, p.tile_k, limits.BLOCK, p.x_chunk
-    with b.alloc(L2, (m // e, n // e, e, e)) as (x,):
+    with b.alloc(air.L2, (m // e, n // e, e, e)) as (x,):
         blocks = ((0, m // e, e * n), (0, e, e), (0, n // e, e * e), (0, e, 1))
         b.dma(x.at(*blocks), b.args["x"].at((row, m, p.cols), (first, n, 1)))
         with b.loop(n // k) as step:
             b.put(channel, (column, 0), x.at((0, m // e, e * n), (step * (k * e), k * e, 1)))
 
 
-Fetch = Callable[[Buffer, Number, tuple[Index, Index]], None]
-
-
-def _block(b: Builder, p: Plan, row: Index, j: Number, fetch: Fetch) -> None:
+def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
     """Output rows from `row`, column block `j`: one herd over all of `cols`, then L2 to DDR."""
     m, n, r = p.tile_m, p.tile_n, p.herd_rows
-    with b.alloc(L2, (limits.COLUMNS, r, m, n)) as (staged,):
-        with b.herd(limits.COLUMNS, r) as tile, b.alloc(L1, (2, m, n)) as (acc,):
+    with b.alloc(air.L2, (limits.COLUMNS, r, m, n)) as (staged,):
+        with b.herd(limits.COLUMNS, r) as tile, b.alloc(air.L1, (2, m, n)) as (acc,):
             b.call(p.variant, "gemm_zero", acc)
             _accumulate(b, p, acc, j * r + tile[1], tile, fetch)
             b.call(p.variant, "gemm_out", acc)
@@ -186,26 +204,57 @@ def _block(b: Builder, p: Plan, row: Index, j: Number, fetch: Fetch) -> None:
         b.dma(b.args["out"].at(*_drain(p, row, j)), staged.at(*source))
 
 
-def _accumulate(b: Builder, p: Plan, acc: Buffer, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
+def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
     """`acc += x @ weight[:, col]`, in steps of `tile_k`."""
     m, n, k, e = p.tile_m, p.tile_n, p.tile_k, limits.BLOCK
-    with b.loop(p.cols // k) as step, b.alloc(L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
+    with b.loop(p.cols // k) as step, b.alloc(air.L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
         fetch(a, step, tile)
         b.dma(w, b.args["weight"].at((col * (n // e), n // e, p.cols * e), (step * (k * e), k * e, 1)))
         b.call(p.variant, "gemm_step", a, w, acc)
 
 
-def _by_rows(p: Plan, tile: tuple[Index, Index]) -> Dims:
+def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
     """Where the 8x8 blocks of a finished tile go in L2 so that its rows come out whole."""
     m, n, e = p.tile_m, p.tile_n, limits.BLOCK
     place = ((tile[0], 1, p.herd_rows * m * n), (tile[1], 1, m * n))
     return (*place, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
 
 
-def _drain(p: Plan, row: Index, j: Number) -> Dims:
+def _drain(p: Tiling, row: Index, j: Number) -> Dims:
     """The block in DDR. The offset of the column dimension stays 0, as in `_keep`."""
     m, n, r, hd = p.tile_m, p.tile_n, p.herd_rows, p.head_dim
     if hd is None:
         return ((0, limits.COLUMNS, m * p.out_cols), (row, m, p.out_cols), (j * r, r, n), (0, n, 1))
     heads, wide = r * n // hd, 2 * p.out_cols
     return ((0, limits.COLUMNS, m * wide), (row + p.first_row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
+
+
+def _weight(name: str) -> Arg:
+    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
+
+
+_WEIGHT = _weight("weight")
+_PARAMS = "rows cols out_cols"
+
+
+def _cut(sizes: Sizes) -> Tiling:
+    """`pos` and `head_dim`: of a product that goes into the V halves of an interleaved cache."""
+    kv = {"head_dim": sizes["head_dim"], "first_row": sizes["pos"]} if "head_dim" in sizes else {}
+    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, bfp16=sizes.get("bfp16", False))
+
+
+KERNELS = (
+    signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
+    signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
+    signature("gemm_silu", ("x", _weight("gate"), _weight("up")), _PARAMS, reference_silu, source="gemm"),
+    signature(
+        "gemm_kv",
+        ("x", _WEIGHT),
+        f"{_PARAMS} pos head_dim",
+        reference,
+        source="gemm",
+        host=False,
+        tiling=_cut,
+        program=build,
+    ),
+)

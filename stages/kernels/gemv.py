@@ -1,22 +1,43 @@
 """Matrix times vector for decode and for the LM head: `out = weight @ x`, f32 accumulation, one rounding."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages import air
 from stages.air import limits
-from stages.air.builder import L1, L2, Buffer, Builder, Index, Number, Program, memref_type
-from stages.air.externs import Variant
-from stages.layouts_npu import padded_shape
+from stages.kernels import Arg, add, signature, silu_and_mul
+from stages.weights.formats.bf16 import padded_shape
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
+
+    Dim = tuple[Number, int, int]
 
 
-def reference(weight: np.ndarray, x: np.ndarray, dtype: type = bfloat16) -> np.ndarray:
-    """`weight` bf16 `[out_cols, cols]`, `x` bf16 `[cols]` -> `dtype` `[out_cols]`."""
-    return (weight.astype(np.float32) @ x.astype(np.float32)).astype(dtype)
+def reference(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """`weight` bf16 `[out_cols, cols]`, `x` bf16 `[cols]` -> bf16 `[out_cols]`."""
+    return reference_f32(weight, x).astype(bfloat16)
 
 
-Dim = tuple[Number, int, int]
+def reference_f32(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The same without rounding: f32 `[out_cols]`."""
+    return weight.astype(np.float32) @ x.astype(np.float32)
+
+
+def reference_add(weight: np.ndarray, x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """The product, rounded, and a residual bf16 `[out_cols]` added to it."""
+    return add.reference(residual, reference(weight, x))
+
+
+def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """SwiGLU of two products, each rounded."""
+    return silu_and_mul.reference(reference(gate, x), reference(up, x))
+
 
 TILE_BYTES = 16384
 ROWS_PER_LAUNCH = 16384
@@ -24,7 +45,7 @@ ROWS_PER_LAUNCH = 16384
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """The array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
 
     A launch step covers `8 * herd_rows * tile_m` outputs, each tile's in chunks of `chunk` inputs. `steps` counts the
@@ -52,7 +73,11 @@ class Plan:
 
     @property
     def variant(self) -> Variant:
-        return Variant.of("gemv", BLOCKED=int(self.blocked), COLS=self.cols, KC=self.chunk, ROWS=self.tile_m)
+        return air.Variant.of("gemv", BLOCKED=int(self.blocked), COLS=self.cols, KC=self.chunk, ROWS=self.tile_m)
+
+    @property
+    def macs(self) -> int:
+        return self.padded * self.cols
 
     def __str__(self) -> str:
         return (
@@ -61,7 +86,7 @@ class Plan:
         )
 
 
-def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Plan:
+def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Tiling:
     """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of
     blocks, which is one run of memory."""
     what = f"gemv {out_cols}x{cols}"
@@ -89,14 +114,14 @@ def plan(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
     tiles = column // (herd_rows * tile_m)
     most = max(1, ROWS_PER_LAUNCH // (limits.COLUMNS * herd_rows * tile_m))
     steps = tuple(min(most, tiles - start) for start in range(0, tiles, most))
-    return Plan(out_cols, cols, dtype, blocked, herd_rows, tile_m, chunk, steps)
+    return Tiling(out_cols, cols, dtype, blocked, herd_rows, tile_m, chunk, steps)
 
 
-def build(tile_plan: Plan) -> Program:
+def build(tiling: Tiling) -> AirModule:
     """Arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`: `[padded]`."""
-    p = tile_plan
-    shapes = {"weight": memref_type((p.padded, p.cols)), "x": memref_type((p.cols,))}
-    b = Builder("gemv", shapes | {"out": memref_type((p.padded,), p.dtype)})
+    p = tiling
+    shapes = {"weight": air.memref_type((p.padded, p.cols)), "x": air.memref_type((p.cols,))}
+    b = air.Builder("gemv", shapes | {"out": air.memref_type((p.padded,), p.dtype)})
     start = 0
     for steps in p.steps:
         with b.launch(steps) as (step, _), b.segment():
@@ -105,31 +130,31 @@ def build(tile_plan: Plan) -> Program:
     return b.finish()
 
 
-def _step(b: Builder, p: Plan, first: Index) -> None:
+def _step(b: Builder, p: Tiling, first: Index) -> None:
     """Outputs `first` to `first + per_step`, `tile_m` of them on every tile."""
     n, k, r = p.tile_m, p.cols, p.herd_rows
-    with b.alloc(L2, (limits.COLUMNS, r, n, k), ((limits.COLUMNS, r, n), p.dtype)) as (weight, out):
+    with b.alloc(air.L2, (limits.COLUMNS, r, n, k), ((limits.COLUMNS, r, n), p.dtype)) as (weight, out):
         b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (0, r, n * k), (first, n, k), (0, k, 1)))
-        with b.herd(limits.COLUMNS, r) as (tx, ty), b.alloc(L1, (k,), ((n,), "f32")) as (x, acc):
+        with b.herd(limits.COLUMNS, r) as (tx, ty), b.alloc(air.L1, (k,), ((n,), "f32")) as (x, acc):
             b.dma(x, b.args["x"].at((0, k, 1)))
             _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
             mine = out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1))
             if p.dtype == "f32":
                 b.dma(mine, acc)
             else:
-                with b.alloc(L1, (n,)) as (rounded,):
+                with b.alloc(air.L1, (n,)) as (rounded,):
                     b.call(p.variant, "gemv_out", acc, rounded)
                     b.dma(mine, rounded)
         b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (0, r, n), (first, n, 1)), out)
 
 
-def _accumulate(b: Builder, p: Plan, x: Buffer, weight: Buffer, tile: tuple[Dim, Dim], acc: Buffer) -> None:
+def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Dim, Dim], acc: MemRef) -> None:
     """`tile_m` dot products in f32, over chunks of the inputs."""
     m, e = p.tile_m, limits.BLOCK
     b.call(p.variant, "gemv_zero", acc)
     with (
         b.loop(p.cols // p.chunk) as j,
-        b.alloc(L1, (m // e, p.chunk // e, e, e) if p.blocked else (m, p.chunk)) as (a,),
+        b.alloc(air.L1, (m // e, p.chunk // e, e, e) if p.blocked else (m, p.chunk)) as (a,),
     ):
         if p.blocked:
             chunk = ((0, m // e, e * p.cols), (j * (p.chunk * e), p.chunk * e, 1))
@@ -137,3 +162,38 @@ def _accumulate(b: Builder, p: Plan, x: Buffer, weight: Buffer, tile: tuple[Dim,
             chunk = ((0, m, p.cols), (j * p.chunk, p.chunk, 1))
         b.dma(a, weight.at(*tile, *chunk))
         b.call(p.variant, "gemv_step", a, x, j * p.chunk, acc)
+
+
+def _weight(name: str) -> Arg:
+    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
+
+
+_WEIGHT = _weight("weight")
+_PARAMS = "out_cols cols"
+
+KERNELS = (
+    signature(
+        "gemv", (_WEIGHT, "x"), _PARAMS, reference, tiling=lambda s: tile(s["out_cols"], s["cols"]), program=build
+    ),
+    signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
+    signature("gemv_silu", (_weight("gate"), _weight("up"), "x"), _PARAMS, reference_silu, source="gemv"),
+    signature(
+        "gemv_f32",
+        (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}), "x"),
+        _PARAMS,
+        reference_f32,
+        writes=(Arg("out", "f32", written=True, layouts={"aie2p": "padded"}),),
+        source="gemv",
+        tiling=lambda s: tile(s["out_cols"], s["cols"], "f32", blocked=False),
+        program=build,
+    ),
+    # For a weight whose rows are whole, as the NPU's vocabulary matrix.
+    signature(
+        "gemv_rows_f32",
+        ("weight", "x"),
+        _PARAMS,
+        reference_f32,
+        writes=(Arg("out", "f32", written=True),),
+        source="gemv_rows",
+    ),
+)

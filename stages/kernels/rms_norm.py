@@ -1,14 +1,19 @@
 """RMS norm over the last axis (Zhang & Sennrich 2019), rounded where Hugging Face's LlamaRMSNorm rounds."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages import air
 from stages.air import limits
-from stages.air.builder import L1, Builder, Number, Program, memref_type
-from stages.air.elementwise import divisors_of_herd
-from stages.air.externs import Variant
+from stages.kernels import elementwise, signature
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Number
 
 
 def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -20,7 +25,7 @@ def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Each of `columns` tiles norms its share of rows, `tile_rows` at a time; the weight stays in L1."""
 
     rows: int
@@ -29,30 +34,34 @@ class Plan:
     columns: int
     tile_rows: int
 
+    @property
+    def macs(self) -> int:
+        return 0
+
     def __str__(self) -> str:
         return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
 
 
-def plan(rows: int, cols: int, eps: float) -> Plan:
+def tile(rows: int, cols: int, eps: float) -> Tiling:
     """Most rows at a time of which input and output fit L1 twice, beside the weight."""
     what = f"rms_norm {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
-    columns = divisors_of_herd(rows)[0]
+    columns = elementwise.divisors_of_herd(rows)[0]
     row = 2 * cols
     fitting = (r for r in limits.divisors(rows // columns, 1, 4) if limits.fits_l1(4 * r * row, row))
-    return Plan(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
+    return Tiling(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
 
 
-def build(tile_plan: Plan) -> Program:
+def build(tiling: Tiling) -> AirModule:
     """Arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`."""
-    p = tile_plan
-    wide = memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
-    b = Builder("rms_norm", {"x": wide, "weight": memref_type((p.cols,)), "out": wide})
-    variant = Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
+    p = tiling
+    wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
+    b = air.Builder("rms_norm", {"x": wide, "weight": air.memref_type((p.cols,)), "out": wide})
+    variant = air.Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
     share = p.rows // p.columns
-    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _), b.alloc(L1, (p.cols,)) as (weight,):
+    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _), b.alloc(air.L1, (p.cols,)) as (weight,):
         b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
-        with b.loop(share // p.tile_rows) as i, b.alloc(L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):
+        with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *[(p.tile_rows, p.cols)] * 2) as (x, out):
             place: list[tuple[Number, int, int]] = [(0, p.cols, 1)]
             if p.rows > 1:
                 place.insert(0, (tx * share + i * p.tile_rows, p.tile_rows, p.cols))
@@ -60,3 +69,15 @@ def build(tile_plan: Plan) -> Program:
             b.call(variant, "rms_norm", x, weight, out, p.eps)
             b.dma(b.args["out"].at(*place), out)
     return b.finish()
+
+
+KERNELS = (
+    signature(
+        "rms_norm",
+        ("x", "weight"),
+        "rows cols eps:float",
+        reference,
+        tiling=lambda s: tile(s["rows"], s["cols"], float(s["eps"])),
+        program=build,
+    ),
+)

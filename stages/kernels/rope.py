@@ -1,14 +1,19 @@
 """Rotary position embedding (Su et al. 2021), half-split pairs `(d, d + head_dim/2)` as in Hugging Face's Llama."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages import air
 from stages.air import limits
-from stages.air.builder import L1, Builder, Program, memref_type
-from stages.air.elementwise import divisors_of_herd
-from stages.air.externs import Variant
+from stages.kernels import Arg, elementwise, signature
+
+if TYPE_CHECKING:
+    from stages.air import AirModule
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
@@ -21,7 +26,7 @@ def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.n
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time.
 
     `interleaved`: the output is the K halves of a `[first_row + rows][heads][K | V]` buffer, from `first_row` on.
@@ -39,6 +44,10 @@ class Plan:
     def width(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def macs(self) -> int:
+        return 0
+
     def __str__(self) -> str:
         out = "K halves of KV" if self.interleaved else "rows"
         return (
@@ -47,36 +56,36 @@ class Plan:
         )
 
 
-def plan(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_row: int = 0) -> Plan:
+def tile(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_row: int = 0) -> Tiling:
     """Most rows at a time of which input, output and table fit L1 twice."""
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
-    columns = divisors_of_herd(rows)[0]
+    columns = elementwise.divisors_of_herd(rows)[0]
     row = 2 * heads * head_dim
     fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + 4 * head_dim)))
     tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
-    return Plan(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
+    return Tiling(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
 
 
-def build(tile_plan: Plan) -> Program:
+def build(tiling: Tiling) -> AirModule:
     """Arguments `x`: bf16 `[rows][heads * head_dim]`; `table`: f32 `[rows][head_dim]`, the rows of these positions;
     `out`: like `x`, or bf16 `[rows][2 * heads * head_dim]` when interleaved. One row: without the first dimension."""
-    p = tile_plan
+    p = tiling
     one = p.rows == 1
     spread = 2 if p.interleaved else 1
     shapes = {"x": p.width, "table": p.head_dim, "out": spread * p.width}
     firsts = {"x": 0, "table": 0, "out": p.first_row}
     types = {
-        name: memref_type((width,) if one else (firsts[name] + p.rows, width), "f32" if name == "table" else "bf16")
+        name: air.memref_type((width,) if one else (firsts[name] + p.rows, width), "f32" if name == "table" else "bf16")
         for name, width in shapes.items()
     }
-    b = Builder("rope", types)
-    variant = Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
+    b = air.Builder("rope", types)
+    variant = air.Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
     share = p.rows // p.columns
     wide = (p.tile_rows, p.width)
     buffers = (wide, ((p.tile_rows, p.head_dim), "f32"), wide)
     with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
-        with b.loop(share // p.tile_rows) as i, b.alloc(L1, *buffers) as (x, table, out):
+        with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
             rows = {
                 name: [] if one else [(tx * share + i * p.tile_rows + firsts[name], p.tile_rows, width)]
                 for name, width in shapes.items()
@@ -87,3 +96,28 @@ def build(tile_plan: Plan) -> Program:
             heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.interleaved else [(0, p.width, 1)]
             b.dma(b.args["out"].at(*rows["out"], *heads), out)
     return b.finish()
+
+
+_READS = ("x", Arg("table", "f32"))
+
+KERNELS = (
+    signature(
+        "rope",
+        _READS,
+        "rows pos heads head_dim",
+        reference,
+        tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"]),
+        program=build,
+    ),
+    # Into the K halves of an interleaved cache.
+    signature(
+        "rope_kv",
+        _READS,
+        "rows pos heads head_dim",
+        reference,
+        source="rope",
+        host=False,
+        tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"], True, s["pos"]),
+        program=build,
+    ),
+)

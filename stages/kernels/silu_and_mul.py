@@ -1,10 +1,11 @@
-"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding."""
+"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding. Any layout the arguments share."""
+
+from __future__ import annotations
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.air import elementwise
-from stages.air.builder import Program
+from stages.kernels import elementwise, signature
 
 
 def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -13,10 +14,12 @@ def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
 
 
-def plan(rows: int, cols: int) -> elementwise.Plan:
-    return elementwise.plan("silu_and_mul", rows, cols)
-
-
-def build(tile_plan: elementwise.Plan) -> Program:
-    """Arguments `gate`, `up`, `out`: bf16 `[rows][cols]`, or `[cols]` for one row; any layout the three share."""
-    return elementwise.build(tile_plan, ("gate", "up", "out"))
+KERNELS = (
+    signature(
+        "silu_and_mul",
+        ("gate", "up"),
+        "rows cols",
+        reference,
+        **elementwise.device("silu_and_mul", ("gate", "up", "out")),
+    ),
+)

@@ -1,0 +1,135 @@
+// The peaks of this machine, for comparison: reading memory, and multiplying in registers.
+// Belongs into the host library, next to team.cc.
+//
+//   double measure_read_bandwidth(Team *, const void *data, int64_t bytes)   bytes per second of one pass
+//   double measure_bf16_peak(Team *, int64_t iterations)                     flop per second, vdpbf16ps
+//   double measure_f32_peak(Team *, int64_t iterations)                      flop per second, FMA
+//
+// All threads of the team take part. Pass more data than the caches hold, and some 10^6 iterations per thread;
+// take the best of several calls. Without vdpbf16ps, bf16 is widened, and its peak is that of f32.
+#ifndef ISA
+#define KERNEL_FILE "peaks.cc"
+#include "each_isa.h"
+
+static void read_all(const char *data, int64_t bytes, Worker &worker) { ISA_CALL(read_all, data, bytes, worker) }
+static double bf16_products(int64_t iterations) { ISA_CALL(bf16_products, iterations) }
+static double f32_products(int64_t iterations) { ISA_CALL(f32_products, iterations) }
+
+constexpr int64_t shares = 256;  // of a measurement's iterations, so that the team finishes together
+
+struct Measurement {
+    const char *data;
+    int64_t amount;
+};
+
+static Measurement *argument(void *const *slots) { return static_cast<Measurement *>(slots[0]); }
+
+static void entry_read(void *const *slots, const Dims *, Worker *worker) {
+    read_all(argument(slots)->data, argument(slots)->amount, *worker);
+}
+
+template <double products(int64_t iterations)>
+static void entry_products(void *const *slots, const Dims *, Worker *worker) {
+    Chunks chunks(*worker, shares, 1);
+    for (int64_t share, end; chunks.next(share, end);) products(argument(slots)->amount);
+}
+
+// Seconds that the team takes.
+static double timed(Team *team, decltype(Call::entry) entry, Measurement &measurement) {
+    void *slots[] = {&measurement};
+    const Call call = {entry, slots};
+    const Dims dims = {1, 0};
+    timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    team_run(team, &call, 1, &dims);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    return static_cast<double>(end.tv_sec - start.tv_sec) + 1e-9 * static_cast<double>(end.tv_nsec - start.tv_nsec);
+}
+
+template <double products(int64_t iterations)>
+static double measure_peak(Team *team, int64_t iterations) {
+    Measurement measurement = {nullptr, iterations * team_threads(team) / shares + 1};
+    const double flop = products(1) * static_cast<double>(measurement.amount * shares);
+    return flop / timed(team, entry_products<products>, measurement);
+}
+
+extern "C" double measure_read_bandwidth(Team *team, const void *data, int64_t bytes) {
+    Measurement measurement = {static_cast<const char *>(data), bytes};
+    return static_cast<double>(bytes) / timed(team, entry_read, measurement);
+}
+
+extern "C" double measure_bf16_peak(Team *team, int64_t iterations) {
+    return measure_peak<bf16_products>(team, iterations);
+}
+
+extern "C" double measure_f32_peak(Team *team, int64_t iterations) {
+    return measure_peak<f32_products>(team, iterations);
+}
+#else
+#include "vec.h"
+
+namespace ISA {
+
+// Keeps the compiler from dropping work whose result nobody reads.
+INLINE void keep(f32v v) { asm volatile("" : : "m"(v)); }
+
+// The pattern that reads fastest: eight streams, prefetched into L2.
+static void read_all(const char *data, int64_t bytes, Worker &worker) {
+    constexpr int64_t streams = 8, length = 65536, ahead = 1024;
+    const int64_t whole = bytes / (streams * length);
+    f32v sum[streams] = {};
+    Chunks chunks(worker, whole, 1);
+    for (int64_t chunk, end; chunks.next(chunk, end);) {
+        const char *base = data + chunk * streams * length;
+        for (int64_t i = 0; i < length; i += 64) {
+#pragma GCC unroll 8
+            for (int64_t s = 0; s < streams; s++) {
+                __builtin_prefetch(base + s * length + i + ahead, 0, 2);
+                for (int64_t v = 0; v < 16; v += lanes)
+                    sum[s] += load<f32v>(base + s * length + i + 4 * v);
+            }
+        }
+    }
+    if (worker.thread == 0)
+        for (int64_t i = whole * streams * length; i + 64 <= bytes; i += 64) sum[0] += load<f32v>(data + i);
+    for (int64_t s = 0; s < streams; s++) keep(sum[s]);
+}
+
+// Accumulators enough to hide the latency of a product in any of these machines, each of them
+// initialised in a way that keeps the compiler from seeing that they are equal.
+constexpr int accumulators = ISA_LANES == 16 ? 24 : 12;
+static volatile float one = 1.0f;
+
+static double f32_products(int64_t iterations) {
+    f32v sum[accumulators], factor = splat(one);
+#pragma GCC unroll 24
+    for (int i = 0; i < accumulators; i++) sum[i] = splat(one);
+    for (int64_t n = 0; n < iterations; n++) {
+#pragma GCC unroll 24
+        for (int i = 0; i < accumulators; i++) sum[i] = sum[i] * factor + factor;
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < accumulators; i++) keep(sum[i]);
+    return 2.0 * lanes * accumulators * static_cast<double>(iterations);
+}
+
+static double bf16_products(int64_t iterations) {
+#if ISA_LANES == 16
+    __m512 sum[accumulators];
+    const __m512bh factor = (__m512bh)_mm512_set1_epi16(0x3f80);
+#pragma GCC unroll 24
+    for (int i = 0; i < accumulators; i++) sum[i] = _mm512_set1_ps(one);
+    for (int64_t n = 0; n < iterations; n++) {
+#pragma GCC unroll 24
+        for (int i = 0; i < accumulators; i++) sum[i] = _mm512_dpbf16_ps(sum[i], factor, factor);
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < accumulators; i++) keep((f32v)sum[i]);
+    return 64.0 * accumulators * static_cast<double>(iterations);
+#else
+    return f32_products(iterations);
+#endif
+}
+
+}  // namespace ISA
+#endif

@@ -1,0 +1,181 @@
+"""`llama-npu2 DIR "prompt"`: generate text with nothing but an artifact directory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from llama_npu2.errors import UserError
+from llama_npu2.options import Running, Sampling, add_arguments, chosen
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: see {self.prog} --help")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Raises UserError."""
+    parser = _Parser(prog="llama-npu2", description=__doc__)
+    add = parser.add_argument
+    add("artifacts", metavar="DIR", help="artifact directory, for example artifacts/demo/cpu")
+    add("prompt", nargs="?", help="text to continue or answer; - reads standard input")
+    add_arguments(parser, Sampling, Running)
+    add("--raw", action="store_true", help="no chat template")
+    add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--chat", action="store_const", dest="run", const=chat, help="hold a conversation, one line per turn")
+    mode(
+        "--bench", action="store_const", dest="run", const=bench, help="measure speed and memory, and the CPU's limits"
+    )
+    mode(
+        "--profile", action="store_const", dest="run", const=profile, help="where the time of a prompt and a token goes"
+    )
+    mode("--check", action="store_const", dest="run", const=check, help="compare every file with what was built")
+    parser.set_defaults(run=once)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
+    try:
+        options = parse(arguments)
+        run: Callable[..., int] = options.run
+        return run(options, chosen(Sampling, options), chosen(Running, options))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.llama import load
+
+    if options.prompt is None:
+        raise UserError('no prompt: llama-npu2 DIR "some text", or --chat')
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with contextlib.closing(load(options.artifacts, running.threads)) as llm:
+        llm.notify = print_notice
+        print_reply(options, llm, prompt, sampling)
+    return 0
+
+
+def print_notice(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sampling) -> None:
+    pieces = []
+    for piece in llm.generate(prompt, raw=options.raw, **vars(sampling)):
+        pieces.append(piece)
+        if not options.json:
+            print(piece, end="", flush=True)
+    if options.json:
+        print(json.dumps({"text": "".join(pieces), **asdict(llm.stats), "tpot": llm.stats.tpot}, ensure_ascii=False))
+    else:
+        print(flush=True)
+        print(summary(llm), file=sys.stderr)
+
+
+def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.bench import run_bench
+
+    run_bench(options.artifacts, running.threads, running.repeats, options.json)
+    return 0
+
+
+def profile(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.profile import run_profile
+
+    run_profile(options.artifacts, running.threads, running.repeats, options.json)
+    return 0
+
+
+def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.check import check_files
+    from llama_npu2.manifest import Manifest
+
+    started = time.perf_counter()
+    manifest = Manifest.open(options.artifacts)
+    total = sum(entry["size"] for entry in manifest.files.values())
+
+    def progress(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done / 2**30:.1f} of {total / 2**30:.1f} GiB ", end="", file=sys.stderr, flush=True)
+
+    try:
+        check_files(manifest, progress)
+    finally:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - started
+    print(f"{len(manifest.files)} files, {total / 2**30:.2f} GiB: all as built ({seconds:.1f} s)")
+    return 0
+
+
+def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    """One line in, one reply out, until end of input or /exit. /reset starts a new conversation."""
+    from llama_npu2.llama import load
+
+    with contextlib.closing(load(options.artifacts, running.threads)) as llm:
+        llm.notify = print_notice
+        return converse(options, llm, sampling)
+
+
+def converse(options: argparse.Namespace, llm: Any, sampling: Sampling) -> int:
+    if llm.chat_template is None:
+        raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
+    messages: list[dict[str, str]] = []
+    print("Type a message; /reset starts over, /exit or end of input leaves.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if line == "/exit":
+            return 0
+        if line == "/reset":
+            messages.clear()
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": answer(llm, messages, sampling)})
+
+
+def answer(llm: Any, messages: list[dict[str, str]], sampling: Sampling) -> str:
+    """Stream one reply; Ctrl-C ends the reply, not the conversation."""
+    pieces = []
+    try:
+        for piece in llm.generate(messages, keep_context=True, **vars(sampling)):
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    return "".join(pieces)
+
+
+def summary(llm: Any) -> str:
+    """One line of rates, for standard error."""
+    stats = llm.stats
+    return (
+        f"{stats.prompt_tokens} prompt tokens, first token after {stats.ttft * 1e3:.0f} ms "
+        f"({stats.prefill_rate:.0f} tokens/s); {stats.generated_tokens} tokens, {stats.tpot * 1e3:.1f} ms each "
+        f"({stats.decode_rate:.1f} tokens/s); {llm.device.description}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

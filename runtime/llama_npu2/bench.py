@@ -1,0 +1,326 @@
+"""Measures an artifact directory against what the machine can do: `llama-npu2 DIR --bench`.
+
+Reading weights bounds decode, multiplying bounds prefill; both limits are measured in the same run, around every test,
+because machines change speed from minute to minute. Rates are quoted as mean and standard deviation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from llama_npu2.devices.cpu import CpuDevice
+from llama_npu2.dtypes import DTYPES
+from llama_npu2.llama import Llama, load
+from llama_npu2.table import Column, Table
+
+PROMPTS = (128, 512, 2048)
+DEPTHS = (0, 512, 2048)
+GENERATED = 32
+LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
+"""Positions that the tests need at most."""
+COLD_PROMPT_TOKENS = 16
+PEAK_ITERATIONS = 10_000_000
+READ_PASSES = 9
+SETTLE = 0.1
+"""Seconds between engines: threads of one that still spin would take the cores from the next."""
+
+OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence["Engine"]]]
+
+
+@dataclass
+class Result:
+    """One test. `values`: one per repeat, in `unit`; `limits`: the machine's limit measured beside each; `peers`: what
+    others reached in the same repeats."""
+
+    test: str
+    unit: str
+    values: list[float] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+    peers: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """Median of the part of the limit that was reached, repeat by repeat; None where no limit applies."""
+        return _median_ratio(self.values, self.limits)
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """How many times each peer's rate was reached: the median, repeat by repeat."""
+        return {name: _median_ratio(self.values, values) for name, values in self.peers.items()}
+
+    def cells(self, peers: Sequence[str]) -> list[str]:
+        """A row of `table(peers)`; a peer that has no part in the test has an empty cell."""
+        spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        share = "" if self.share is None else f"{self.share:.1%}"
+        mean = f"{statistics.mean(self.values):.2f} ± {spread:<8.2f}"
+        rates = {name: f"{statistics.median(v):.2f} {self.ratios[name]:5.2f}x" for name, v in self.peers.items()}
+        others = [rates.get(name, "") for name in peers]
+        return [self.test, f"{statistics.median(self.values):.2f}", mean, self.unit, share, *others]
+
+
+def table(peers: Sequence[str]) -> Table:
+    """`peers`: the names of the columns it ends with."""
+    ours = [
+        Column("test", 18),
+        Column("median", 10, right=True),
+        Column("mean ± deviation", 21, right=True),
+        Column("unit", 8),
+        Column("limit", 6, right=True),
+    ]
+    return Table([*ours, *(Column(name, 17, right=True) for name in peers)], markdown=True)
+
+
+def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | None:
+    if not others:
+        return None
+    return statistics.median(value / other for value, other in zip(values, others, strict=True))
+
+
+class Engine(Protocol):
+    """Something that runs the same checkpoint. Both calls return seconds."""
+
+    name: str
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        """Process a prompt from an empty context."""
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        """Process tokens one by one behind the first `depth` of the context."""
+
+
+class Ours:
+    """The runtime as an `Engine`."""
+
+    name = "llama-npu2"
+
+    def __init__(self, llm: Llama) -> None:
+        self._llm = llm
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        self._llm.reset()
+        return _timed(lambda: self._llm.prefill(ids))
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        self._llm.rewind(depth)
+        return _timed(lambda: [self._llm.decode(token) for token in ids])
+
+
+def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_peers: OpenPeers | None = None) -> None:
+    """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn.
+
+    Raises UserError.
+    """
+    with contextlib.closing(load(directory, threads)) as llm:
+        with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
+            bench = Bench(llm, repeats, peers)
+            names = [peer.name for peer in bench.peers]
+            lines = table(names)
+            if not as_json:
+                print(f"{heading(llm)}\n\n{lines.header()}", flush=True)
+            results = []
+            for result in itertools.chain(bench.results(), cold_start(directory, llm, threads, repeats)):
+                results.append(result)
+                if not as_json:
+                    print(lines.row(*result.cells(names)), flush=True)
+        if as_json:
+            rows = [asdict(r) | {"share": r.share, "ratios": r.ratios} for r in results]
+            print(json.dumps({"machine": machine(llm), "results": rows}))
+
+
+def machine(llm: Llama) -> dict[str, Any]:
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    return {
+        "cpu": cpu,
+        "device": llm.device.description,
+        "model": llm.manifest.model["name"],
+        "python": platform.python_version(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().splitlines()
+    return []
+
+
+def heading(llm: Llama) -> str:
+    """What is measured, on what."""
+    about = machine(llm)
+    return f"{about['model']}, {_weight_bytes(llm) / 2**30:.2f} GiB of weights; {about['device']}; {about['cpu']}"
+
+
+def _weight_bytes(llm: Llama) -> int:
+    """Of the files."""
+    return sum(entry["size"] for name, entry in llm.manifest.files.items() if name.startswith("weights/"))
+
+
+class Bench:
+    """The tests on a loaded model, and on its peers in turn. Limits are those of the CPU, for the target `cpu`."""
+
+    def __init__(self, llm: Llama, repeats: int, peers: Sequence[Engine] = ()) -> None:
+        self.llm, self.repeats, self.peers = llm, repeats, peers
+        self.device = llm.device
+        self.limited = isinstance(llm.device, CpuDevice)
+        self.generator = np.random.default_rng(0)
+        self.config = llm.manifest.model
+        self.weights = _token_bytes(llm)
+        self.largest = max(self.weights, key=lambda name: self.weights[name])
+
+    def results(self) -> Iterator[Result]:
+        """Limits first, then prefill and decode, each repeat with its limit measured right beside it."""
+        if self.limited:
+            yield from self._limits()
+        # Beyond the largest bucket, a prompt would be measured token by token.
+        longest = self.llm.buckets[-1] if self.llm.buckets else self.llm.context_length
+        for rows in (rows for rows in PROMPTS if rows <= longest):
+            yield self.prefill(rows)
+        for depth in (depth for depth in DEPTHS if depth <= longest and depth + GENERATED < self.llm.context_length):
+            yield self.decode(depth)
+        if self.limited:
+            yield self.host_overhead()
+
+    def _limits(self) -> Iterator[Result]:
+        self.read_bandwidth()
+        yield self._repeat("read bandwidth", "GB/s", lambda: self.read_bandwidth() / 1e9)
+        yield self._repeat("bf16 peak", "GFLOP/s", lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS) / 1e9)
+        yield self._repeat("f32 peak", "GFLOP/s", lambda: self.device.measure_peak("f32", PEAK_ITERATIONS) / 1e9)
+
+    def _repeat(self, test: str, unit: str, measure: Callable[[], float]) -> Result:
+        return Result(test, unit, [measure() for _ in range(self.repeats)])
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second of reading the weights themselves, as sustained over several passes."""
+        return statistics.median(self.device.measure_read(self.llm.buffer(self.largest)) for _ in range(READ_PASSES))
+
+    def tokens(self, count: int) -> list[int]:
+        return self.generator.integers(0, self.config["vocab"], count).tolist()
+
+    def prefill(self, rows: int) -> Result:
+        """Tokens per second of a prompt; the limit is the bf16 peak over the arithmetic of one token."""
+
+        def limit() -> float:
+            return rows * self.device.measure_peak("bf16", PEAK_ITERATIONS) / self._prefill_flop(rows)
+
+        return self._compare(f"pp{rows}", limit, lambda engine, ids: engine.prefill(ids), rows)
+
+    def decode(self, depth: int) -> Result:
+        """Tokens per second behind `depth` tokens; the limit is the read bandwidth over the bytes of one token."""
+        read = sum(self.weights.values()) + depth * self._position_bytes()
+        if depth:
+            prompt = self.tokens(depth)
+            for engine in (Ours(self.llm), *self.peers):
+                engine.prefill(prompt)
+        return self._compare(
+            f"tg{GENERATED} @ {depth}",
+            lambda: self.read_bandwidth() / read,
+            lambda engine, ids: engine.decode(depth, ids),
+            GENERATED,
+        )
+
+    def _compare(
+        self, test: str, limit: Callable[[], float], run: Callable[[Engine, list[int]], float], count: int
+    ) -> Result:
+        """Rates of all engines, one after the other in every repeat; the first repeat only warms up.
+
+        The limit is measured before and after ours, and the mean of both counts, because machines change speed.
+        """
+        result = Result(test, "tokens/s", peers={peer.name: [] for peer in self.peers})
+        for repeat in range(self.repeats + 1):
+            ids = self.tokens(count)
+            limits = [limit()] if self.limited else []
+            rate = count / run(Ours(self.llm), ids)
+            limits += [limit()] if self.limited else []
+            rates = {}
+            for peer in self.peers:
+                time.sleep(SETTLE)
+                rates[peer.name] = count / run(peer, ids)
+            time.sleep(SETTLE)
+            if repeat:
+                result.values.append(rate)
+                result.limits += [statistics.mean(limits)] if limits else []
+                for name, value in rates.items():
+                    result.peers[name].append(value)
+        return result
+
+    def host_overhead(self) -> Result:
+        """Percent of a generated token's time that is spent outside of kernels: sampling, text, binding, Python."""
+        result = Result("host per token", "%")
+        for _ in range(self.repeats):
+            pieces = self.llm.generate("Once upon a time", raw=True, max_tokens=GENERATED)
+            next(pieces, None)
+            native = self.device.native_seconds
+            whole = _timed(partial(list, pieces))
+            result.values.append(100 * (1 - (self.device.native_seconds - native) / whole))
+        return result
+
+    def _position_bytes(self) -> int:
+        """What the caches hold of one position: K and V of every layer."""
+        dtype = next(spec["dtype"] for spec in self.llm.manifest.buffers.values() if spec["kind"] == "cache")
+        heads = self.config["layers"] * self.config["kv_heads"]
+        return 2 * heads * self.config["head_dim"] * DTYPES[dtype].itemsize
+
+    def _prefill_flop(self, rows: int) -> float:
+        """Two per weight and row that it is multiplied with, four per head element and attended pair."""
+        manifest = self.llm.manifest
+        products = sum(
+            weight.values * manifest.rows(call["program"], rows)
+            for call in manifest.plans["prefill"]
+            for weight in manifest.weights_read(call).values()
+        )
+        pairs = rows * (rows + 1) / 2
+        return 2 * products + 4 * self.config["layers"] * self.config["heads"] * self.config["head_dim"] * pairs
+
+
+def _token_bytes(llm: Llama) -> dict[str, int]:
+    """Bytes of every weight that a decoded token reads in full; the embedding only if the LM head shares it."""
+    calls = llm.manifest.plans["decode"]
+    return {name: weight.nbytes for call in calls for name, weight in llm.manifest.weights_read(call).items()}
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def cold_start(directory: str, llm: Llama, threads: int, repeats: int) -> Iterator[Result]:
+    """New processes, page cache warm: until the first piece of text, and the most memory that one held."""
+    count = max(1, COLD_PROMPT_TOKENS - 1)
+    prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
+    path = f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-m", "llama_npu2", directory, prompt, "--raw", "--max-tokens=2", f"--threads={threads}"]
+    first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
+    for _ in range(repeats):
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, env=environment) as process:
+            assert process.stdout is not None
+            os.read(process.stdout.fileno(), 1)
+            first.values.append(time.perf_counter() - started)
+            process.stdout.read()
+
+        def reload() -> None:
+            load(directory, threads).close()
+
+        loaded.values.append(_timed(reload))
+    yield loaded
+    yield first
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
+    yield Result("peak memory", "MiB", [peak], [_weight_bytes(llm) / 2**20])

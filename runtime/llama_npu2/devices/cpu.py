@@ -1,0 +1,144 @@
+"""The host CPU: programs are shared objects, weights are mapped files, a submission is one call into native code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices import Call, HostBuffer
+from llama_npu2.devices.libraries import open_library
+from llama_npu2.errors import UserError
+from llama_npu2.manifest import Manifest
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class _NativeCall(ctypes.Structure):
+    _fields_ = [("entry", ctypes.c_void_p), ("slots", ctypes.c_void_p)]
+
+
+class _Dims(ctypes.Structure):
+    _fields_ = [("seq", ctypes.c_int64), ("pos", ctypes.c_int64)]
+
+
+def open_device(library: Path, threads: int, manifest: Manifest) -> CpuDevice:
+    return CpuDevice(library, threads)
+
+
+class CpuDevice:
+    """`threads=0` uses every CPU that this process may run on. `native_seconds`: time spent in programs so far."""
+
+    def __init__(self, host_library: Path, threads: int = 0) -> None:
+        self._files: dict[Path, mmap.mmap] = {}
+        self.native_seconds = 0.0
+        library = open_library(host_library)
+        library.team_create.restype = ctypes.c_void_p
+        library.team_create.argtypes = [ctypes.c_int]
+        library.team_run.restype = None
+        library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        library.team_destroy.restype = None
+        library.team_destroy.argtypes = [ctypes.c_void_p]
+        library.team_threads.argtypes = [ctypes.c_void_p]
+        library.isa_name.restype = ctypes.c_char_p
+        library.measure_read_bandwidth.restype = ctypes.c_double
+        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        for measure in (library.measure_bf16_peak, library.measure_f32_peak):
+            measure.restype = ctypes.c_double
+            measure.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._native = library
+        self._team = library.team_create(threads)
+        if not self._team:
+            raise UserError(f"cannot start {threads or os.cpu_count()} threads: lower --threads")
+
+    @property
+    def threads(self) -> int:
+        return int(self._native.team_threads(self._team))
+
+    @property
+    def description(self) -> str:
+        return f"cpu, {self._native.isa_name().decode()}, {self.threads} threads"
+
+    def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
+        """Zero pages that cost memory only once touched, so a cache for the whole context is free until it fills."""
+        size = max(nbytes, 1)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot reserve {size >> 20} MiB of memory ({error})") from None
+        return HostBuffer(np.frombuffer(memory, np.uint8, nbytes))
+
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
+        """Map the file: no copy, and pages are shared with every process that runs the model."""
+        if path not in self._files:
+            with path.open("rb") as file:
+                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            with contextlib.suppress(AttributeError, OSError):
+                # Where kernel and file system can, it is cached and mapped in huge pages: fewer faults and misses.
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._files[path] = mapping
+        return HostBuffer(np.frombuffer(self._files[path], np.uint8, nbytes, offset))
+
+    def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        return buffer.bytes.view(dtype).reshape(shape)
+
+    def load_program(self, path: Path, entry: str, host: bool) -> int:
+        address = ctypes.cast(getattr(open_library(path), entry), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def prepare(self, calls: Sequence[Call]) -> CpuSubmission:
+        return CpuSubmission(self, calls)
+
+    def run_native(self, calls: Any, count: int, dims: _Dims) -> None:
+        started = time.perf_counter()
+        self._native.team_run(self._team, calls, count, ctypes.byref(dims))
+        self.native_seconds += time.perf_counter() - started
+
+    def measure_read(self, buffer: HostBuffer) -> float:
+        """Bytes per second at which the team reads a buffer, with the pattern that reads fastest."""
+        return float(self._native.measure_read_bandwidth(self._team, buffer.address, len(buffer.bytes)))
+
+    def measure_peak(self, dtype: str, iterations: int) -> float:
+        """Floating-point operations per second of the team in registers; `dtype`: bf16 or f32."""
+        measure = {"bf16": self._native.measure_bf16_peak, "f32": self._native.measure_f32_peak}[dtype]
+        return float(measure(self._team, iterations))
+
+    def close(self) -> None:
+        if self._team:
+            self._native.team_destroy(self._team)
+            self._team = None
+
+
+class CpuSubmission:
+    """All calls of a phase in one native array; only the addresses of views change between runs."""
+
+    def __init__(self, device: CpuDevice, calls: Sequence[Call]) -> None:
+        bindings = [binding for call in calls for binding in call.bindings]
+        self._device = device
+        self._base = np.array([b.buffer.address for b in bindings], np.uint64)
+        self._per_pos = np.array([b.row_bytes * (b.view == "pos") for b in bindings], np.uint64)
+        self._per_last = np.array([b.row_bytes * (b.view == "last") for b in bindings], np.uint64)
+        self._addresses = self._base.copy()
+        self._keep = bindings
+        self._calls = (_NativeCall * len(calls))()
+        self._dims = _Dims()
+        slot = self._addresses.ctypes.data
+        for native, call in zip(self._calls, calls, strict=True):
+            native.entry, native.slots = call.program, slot
+            slot += self._addresses.itemsize * len(call.bindings)
+
+    def run(self, seq: int, pos: int) -> None:
+        np.multiply(self._per_pos, np.uint64(pos), out=self._addresses)
+        self._addresses += self._base
+        if seq > 1:
+            self._addresses += self._per_last * np.uint64(seq - 1)
+        self._dims.seq, self._dims.pos = seq, pos
+        self._device.run_native(self._calls, len(self._calls), self._dims)

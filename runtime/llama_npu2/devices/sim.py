@@ -1,0 +1,167 @@
+"""The NPU simulated on the host: the NPU's own programs, lowered to shared objects, with every limit checked.
+
+Buffers and host programs are the CPU device's. Counts what the NPU would move and compute, per program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices import Call, HostBuffer, Submission
+from llama_npu2.devices.cpu import CpuDevice
+from llama_npu2.devices.libraries import open_library
+from llama_npu2.errors import UserError
+from llama_npu2.manifest import Manifest
+
+_ERROR_BYTES = 512
+
+
+def open_device(library: Path, threads: int, manifest: Manifest) -> SimDevice:
+    return SimDevice(library, threads)
+
+
+@dataclass
+class Counters:
+    """Sums over all runs of one program. `slots` maps slot -> (bytes read, bytes written) in DDR, per launch."""
+
+    launches: list[str]
+    submissions: int
+    calls: list[int]
+    macs: list[int]
+    slots: list[dict[str, tuple[int, int]]]
+
+    @property
+    def read(self) -> int:
+        return sum(r for launch in self.slots for r, _ in launch.values())
+
+    @property
+    def written(self) -> int:
+        return sum(w for launch in self.slots for _, w in launch.values())
+
+
+class SimProgram:
+    """One lowered ELF. `slot_bytes` are what the program addresses, in slot order."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        try:
+            self._entry = getattr(library, name)
+            info = ctypes.c_char_p.from_buffer(ctypes.c_void_p(ctypes.addressof(_symbol(library, f"{name}_info"))))
+        except (AttributeError, ValueError):
+            raise UserError(f"{library._name} has no program {name}: rebuild it with doit compile") from None
+        self.name = name
+        content = json.loads(info.value or b"{}")
+        self.slots: list[str] = [slot["name"] for slot in content["slots"]]
+        self.slot_bytes: list[int] = [slot["bytes"] for slot in content["slots"]]
+        self.launches: list[str] = [launch["name"] for launch in content["launches"]]
+        self._counters = np.zeros((len(self.launches), 2 + 2 * len(self.slots)), np.int64)
+        self._submissions = 0
+        self._entry.restype = ctypes.c_int
+        self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int64]
+
+    def run(self, addresses: Sequence[int], reverse: bool = False) -> None:
+        """Execute with the slots at these addresses. `reverse` runs grid steps and tiles backwards.
+
+        Raises UserError with one line when the program does what the hardware would refuse.
+        """
+        slots = np.array(addresses, np.uint64)
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self._submissions += 1
+        if self._entry(slots.ctypes.data, self._counters.ctypes.data, int(reverse), error, _ERROR_BYTES):
+            raise UserError(f"npu2-sim refuses {error.value.decode()}")
+
+    def counters(self) -> Counters:
+        per_slot = self._counters[:, 2:].reshape(len(self.launches), len(self.slots), 2)
+        return Counters(
+            launches=self.launches,
+            submissions=self._submissions,
+            calls=self._counters[:, 0].tolist(),
+            macs=self._counters[:, 1].tolist(),
+            slots=[
+                {name: (int(r), int(w)) for name, (r, w) in zip(self.slots, launch, strict=True) if r or w}
+                for launch in per_slot
+            ],
+        )
+
+
+def _symbol(library: ctypes.CDLL, name: str) -> ctypes.c_char:
+    return ctypes.c_char.in_dll(library, name)
+
+
+@dataclass
+class SimDevice:
+    """The device interface; `host_library` and `threads` are the CPU device's."""
+
+    host_library: Path
+    threads: int = 0
+    programs: list[SimProgram] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cpu = CpuDevice(self.host_library, self.threads)
+
+    @property
+    def description(self) -> str:
+        return f"npu2-sim on {self._cpu.description}"
+
+    def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
+        return self._cpu.alloc(nbytes)
+
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
+        return self._cpu.load_weights(path, offset, nbytes)
+
+    def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        return self._cpu.array(buffer, dtype, shape)
+
+    def load_program(self, path: Path, name: str, host: bool) -> Any:
+        if host:
+            return self._cpu.load_program(path, name, host)
+        self.programs.append(SimProgram(open_library(path), name))
+        return self.programs[-1]
+
+    def prepare(self, calls: Sequence[Call]) -> Submission:
+        return SimSubmission(self._cpu, calls)
+
+    def counters(self) -> dict[str, Counters]:
+        """What ran so far, by program."""
+        return {program.name: program.counters() for program in self.programs}
+
+    def close(self) -> None:
+        self._cpu.close()
+
+
+class SimSubmission:
+    """Calls in order: host programs by the CPU device, the others one simulated submission each."""
+
+    def __init__(self, cpu: CpuDevice, calls: Sequence[Call]) -> None:
+        self._steps: list[Submission] = [
+            _SimCall(call) if isinstance(call.program, SimProgram) else cpu.prepare([call]) for call in calls
+        ]
+
+    def run(self, seq: int, pos: int) -> None:
+        for step in self._steps:
+            step.run(seq, pos)
+
+
+class _SimCall:
+    def __init__(self, call: Call) -> None:
+        self._program: SimProgram = call.program
+        self._bindings = call.bindings
+
+    def run(self, seq: int, pos: int) -> None:
+        addresses = []
+        needs = zip(self._bindings, self._program.slots, self._program.slot_bytes, strict=True)
+        for binding, slot, nbytes in needs:
+            offset = binding.offset(seq, pos)
+            if offset + nbytes > binding.buffer.bytes.nbytes:
+                raise UserError(
+                    f"npu2-sim refuses {self._program.name}: slot {slot} needs {nbytes} bytes from {offset} on, "
+                    f"its buffer has {binding.buffer.bytes.nbytes}"
+                )
+            addresses.append(binding.buffer.address + offset)
+        self._program.run(addresses)

@@ -1,0 +1,89 @@
+"""The NPU through XRT's Python bindings (`pyxrt`): pinned buffers, hardware contexts, runs, and the syncs between.
+
+A buffer that a device program reads or writes is one XRT buffer object; host programs work on its mapping. The two
+sides do not see each other's writes until told: this package follows which bytes are newer where, and syncs just those,
+just before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more,
+which the time limit allows for.
+
+    bindings       the bindings themselves, and their exceptions as one line
+    buffers        a buffer object, its mapping, and which side has the newer bytes
+    session        everything that is held of the device, and giving it back
+    access         what a call reads and writes
+    submissions    a phase: stretches of host calls, runs and run lists
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices import Call
+from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
+from llama_npu2.devices.xrt.session import Session
+from llama_npu2.devices.xrt.submissions import XrtSubmission
+from llama_npu2.manifest import Manifest
+
+
+def open_device(library: Path, threads: int, manifest: Manifest) -> XrtDevice:
+    """Raises UserError."""
+    return XrtDevice(library, threads, manifest.model)
+
+
+class XrtDevice:
+    """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
+    `model` is the manifest's, for doing without them."""
+
+    def __init__(self, host_library: Path, threads: int = 0, model: Mapping[str, Any] | None = None) -> None:
+        self._session = Session(host_library, threads, model or {})
+        self._cpu = self._session.cpu
+        # Runs at the end of the process too, whatever way it ends, and before the bindings are unloaded.
+        self._finalizer = weakref.finalize(self, self._session.close)
+
+    @property
+    def description(self) -> str:
+        return f"npu2, host programs on {self._cpu.description}"
+
+    @property
+    def counts(self) -> Counts:
+        return self._session.counts
+
+    def alloc(self, nbytes: int, host: bool = False) -> Any:
+        """`host`: no device program uses it, so it need not be pinned."""
+        if host:
+            return self._cpu.alloc(nbytes)
+        buffer = self._session.buffer(nbytes)
+        buffer.bytes[:] = 0
+        buffer.push()
+        return buffer
+
+    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Any:
+        """Read from the file into the pinned memory; no second copy exists."""
+        if host:
+            return self._cpu.load_weights(path, offset, nbytes)
+        buffer = self._session.buffer(nbytes)
+        buffer.fill(path, offset)
+        buffer.push()
+        buffer.constant = True
+        return buffer
+
+    def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        if isinstance(buffer, XrtBuffer):
+            buffer.shown = True
+        array: np.ndarray = buffer.bytes.view(dtype).reshape(shape)
+        return array
+
+    def load_program(self, path: Path, entry: str, host: bool) -> Any:
+        return self._cpu.load_program(path, entry, host) if host else self._session.load(path, entry)
+
+    def prepare(self, calls: Sequence[Call]) -> XrtSubmission:
+        """The syncs are derived from the calls' slots."""
+        submission = XrtSubmission(self._session, calls)
+        self._session.submissions.append(submission)
+        return submission
+
+    def close(self) -> None:
+        self._finalizer()

@@ -1,0 +1,35 @@
+"""XRT's Python bindings: finding them, and what they raise as one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from llama_npu2.errors import UserError
+
+FAILURES = (RuntimeError, OSError, MemoryError, IndexError)
+"""What the bindings turn C++ exceptions into."""
+
+
+def import_pyxrt() -> Any:
+    try:
+        import pyxrt
+    except ImportError as error:
+        raise UserError(
+            f"target npu2 needs XRT's Python bindings ({error}): install XRT and run its setup.sh, see doit doctor"
+        ) from None
+    return pyxrt
+
+
+@contextlib.contextmanager
+def failures(what: str, remedy: str = "see dmesg and doit doctor") -> Iterator[None]:
+    """Turn an exception of the bindings into one line."""
+    try:
+        yield
+    except FAILURES as error:
+        raise UserError(f"{what}: {first_line(error)}: {remedy}") from None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -1,0 +1,85 @@
+"""A buffer object of XRT, the host's mapping of it, and which side has the newer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices.xrt.bindings import failures
+from llama_npu2.devices.xrt.ranges import Range, Ranges
+from llama_npu2.errors import UserError
+
+
+@dataclass
+class Counts:
+    """What a session did so far. Bytes of weights and zeroes at load time count too."""
+
+    submissions: int = 0
+    runs: int = 0
+    to_device: int = 0
+    from_device: int = 0
+
+
+class XrtBuffer:
+    """The buffer object `bo` and its mapping: `bytes`, at `address`. Unusable once released."""
+
+    def __init__(self, pyxrt: Any, counts: Counts, bo: Any, nbytes: int) -> None:
+        self._pyxrt, self._counts = pyxrt, counts
+        self.nbytes = nbytes
+        self.bo = bo
+        with failures("mapping an NPU buffer"):
+            self.bytes: Any = np.frombuffer(bo.map(), np.uint8)[:nbytes]
+        self.address: int = self.bytes.ctypes.data
+        self.host_newer, self.device_newer = Ranges(), Ranges()
+        self.constant = False
+        self.shown = False
+        """The host reads and writes it outside programs."""
+
+    def fill(self, path: Path, offset: int) -> None:
+        """With a file's content from `offset` on. UserError if it ends before."""
+        filled, view = 0, memoryview(self.bytes)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                while filled < len(view):
+                    count = file.readinto(view[filled:])
+                    if not count:
+                        short = len(view) - filled
+                        raise UserError(f"{path} ends {short} bytes early: copy it again or run doit compile")
+                    filled += count
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: copy it again or run doit compile") from None
+
+    def to_device(self, low: int, high: int) -> None:
+        """Make what the host wrote in `low..high` visible to the device."""
+        self._counts.to_device += self._sync("TO", self.host_newer.take(low, high))
+
+    def from_device(self, low: int, high: int) -> None:
+        """Make what the device wrote in `low..high` visible to the host."""
+        self._counts.from_device += self._sync("FROM", self.device_newer.take(low, high))
+
+    def push(self) -> None:
+        """Make all of it visible to the device, whoever wrote it."""
+        self._counts.to_device += self._sync("TO", [(0, self.nbytes)])
+
+    def _sync(self, way: str, parts: Sequence[Range]) -> int:
+        """Returns the number of bytes."""
+        direction = getattr(self._pyxrt.xclBOSyncDirection, f"XCL_BO_SYNC_BO_{way}_DEVICE")
+        for low, high in parts:
+            with failures("an NPU buffer cannot be synchronised"):
+                self.bo.sync(direction, high - low, low)
+        return sum(high - low for low, high in parts)
+
+    def view(self, offset: int, nbytes: int) -> Any:
+        """The buffer object of a part."""
+        if offset == 0 and nbytes == self.nbytes:
+            return self.bo
+        with failures("a view of an NPU buffer"):
+            return self._pyxrt.bo(self.bo, nbytes, offset)
+
+    def release(self) -> None:
+        self.bytes, self.bo, self.address = None, None, 0

@@ -1,0 +1,226 @@
+"""A phase on the NPU: stretches of host calls and of device calls, the latter as runs and run lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from llama_npu2.devices import Call, Submission
+from llama_npu2.devices.xrt.access import Access, accesses
+from llama_npu2.devices.xrt.bindings import FAILURES, failures, first_line
+from llama_npu2.devices.xrt.session import Session, XrtProgram
+from llama_npu2.errors import UserError
+
+TIMEOUT_MS = 10_000
+"""Longer than the driver's own deadline (6 s) and waking up, so that the driver's verdict is seen if there is one."""
+
+_BUSY = ("NEW", "QUEUED", "SUBMITTED")
+"""How the states of a run end that is still under way."""
+
+
+class XrtSubmission:
+    """A phase as alternating stretches of host calls and device calls."""
+
+    def __init__(self, session: Session, calls: Sequence[Call]) -> None:
+        self._session = session
+        self._stretches: list[_Device | _Host] = [
+            _Device(session, list(part)) if device else _Host(session, list(part))
+            for device, part in groupby(calls, lambda call: isinstance(call.program, XrtProgram))
+        ]
+        on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
+        self._inputs = [access for access in accesses(on_device) if access.reads]
+
+    def run(self, seq: int, pos: int) -> None:
+        session = self._session
+        if session.lost:
+            raise UserError(session.lost)
+        session.drain()
+        try:
+            for access in self._inputs:
+                if access.buffer.shown:
+                    access.buffer.host_newer.add(*access.read(seq, pos))
+            for stretch in self._stretches:
+                stretch.run(seq, pos)
+            for buffer in session.buffers:
+                if buffer.shown:
+                    buffer.from_device(0, buffer.nbytes)
+        except UserError as error:
+            session.lost = str(error)
+            raise
+
+    def release(self) -> None:
+        for stretch in self._stretches:
+            stretch.release()
+        self._stretches.clear()
+
+
+class _Host:
+    """Calls of host programs, in one native call."""
+
+    def __init__(self, session: Session, calls: Sequence[Call]) -> None:
+        self._accesses = list(accesses(calls))
+        self._native: Submission = session.cpu.prepare(calls)
+
+    def run(self, seq: int, pos: int) -> None:
+        for access in self._accesses:
+            buffer = access.buffer
+            if access.reads:
+                buffer.from_device(*access.read(seq, pos))
+            if access.writes:
+                written = access.written(seq, pos)
+                buffer.device_newer.take(*written)
+                buffer.host_newer.add(*written)
+        self._native.run(seq, pos)
+
+    def release(self) -> None:
+        """Holds nothing of the device."""
+
+
+class _Device:
+    """Calls of device programs: one submission for each group that a run list can hold, else one each."""
+
+    def __init__(self, session: Session, calls: Sequence[Call]) -> None:
+        self._session = session
+        self._calls = calls
+        self._accesses = list(accesses(calls))
+        self._groups: list[_Single | _List] = []
+
+    def run(self, seq: int, pos: int) -> None:
+        if not self._groups:
+            # At first use: every run holds its own copy of the instructions, and not every bucket gets used.
+            self._groups = list(self._grouped())
+        for access in self._accesses:
+            self._hand_over(access, seq, pos)
+        for group in self._groups:
+            group.run(seq, pos)
+
+    def release(self) -> None:
+        for group in self._groups:
+            group.release()
+
+    def _hand_over(self, access: Access, seq: int, pos: int) -> None:
+        buffer = access.buffer
+        low, high = access.written(seq, pos)
+        # Also what is only written: a cache line that the host still holds would land on top of the result.
+        buffer.to_device(low, high)
+        if access.writes:
+            buffer.device_newer.add(low, high)
+
+    def _grouped(self) -> Iterator[_Single | _List]:
+        runs = [_Run(self._session, call) for call in self._calls]
+        listed = hasattr(self._session.pyxrt, "runlist") and os.environ.get("LLAMA_NPU2_RUNLIST") != "0"
+        for context, part in groupby(runs, lambda run: run.program.context):
+            group = list(part)
+            if listed and len(group) > 1:
+                yield _List(self._session, context, group)
+            else:
+                yield from (_Single(self._session, run) for run in group)
+
+
+class _Run:
+    """One XRT run: a program with its arguments."""
+
+    def __init__(self, session: Session, call: Call) -> None:
+        self.program: XrtProgram = call.program
+        self.where = f"{self.program.name}, {call.place}" if call.place else self.program.name
+        self._moving: list[tuple[int, Access]] = []
+        self._views: list[Any] = []
+        with failures(self.where):
+            self.run: Any = session.pyxrt.run(self.program.kernel)
+        for index, (binding, slot) in enumerate(zip(call.bindings, call.slots, strict=True)):
+            access = Access.of(binding, slot)
+            if binding.view:
+                self._moving.append((index, access))
+            else:
+                self._set(index, binding.buffer.bo)
+
+    def _set(self, index: int, bo: Any) -> None:
+        with failures(self.where):
+            self.run.set_arg(index, bo)
+
+    def move(self, seq: int, pos: int) -> None:
+        """Point the arguments that follow the position at where it is."""
+        views = []
+        for index, access in self._moving:
+            views.append(access.buffer.view(access.binding.offset(seq, pos), access.nbytes))
+            self._set(index, views[-1])
+        self._views = views
+
+    def release(self) -> None:
+        self.run, self._views = None, []
+
+    def failed(self, state: str) -> UserError:
+        late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
+        return UserError(f"{self.where}: {late} on the NPU ({state}): see dmesg, and docs/ryzen-ai.md on timeouts")
+
+
+class _Single:
+    """One run, one submission."""
+
+    def __init__(self, session: Session, run: _Run) -> None:
+        self._session, self._run = session, run
+
+    def run(self, seq: int, pos: int) -> None:
+        session, run = self._session, self._run
+        run.move(seq, pos)
+        session.counts.submissions += 1
+        session.counts.runs += 1
+        with failures(f"{run.where}: cannot run", "see dmesg, the NPU may be gone"):
+            run.run.start()
+            session.running = partial(run.run.wait, TIMEOUT_MS)
+            waited = session.running()
+            state = run.run.state()
+        if state == session.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
+            session.running = None
+            return
+        if not state.name.endswith(_BUSY):
+            session.running = None
+        # A run that is still under way keeps its state; that the wait ended is then the news.
+        raise run.failed(waited.name if state.name.endswith(_BUSY) else state.name)
+
+    def release(self) -> None:
+        self._run.release()
+
+
+class _List:
+    """Several runs of one context, one submission."""
+
+    def __init__(self, session: Session, context: int, runs: Sequence[_Run]) -> None:
+        self._session, self._runs = session, runs
+        with failures(f"{runs[0].where}: no run list"):
+            self._list: Any = session.pyxrt.runlist(session.contexts[context])
+            for run in runs:
+                self._list.add(run.run)
+
+    def run(self, seq: int, pos: int) -> None:
+        session = self._session
+        for run in self._runs:
+            run.move(seq, pos)
+        session.counts.submissions += 1
+        session.counts.runs += len(self._runs)
+        session.running = self._list.wait
+        with failures(f"{self._runs[0].where} and the calls after it cannot run", "see dmesg, the NPU may be gone"):
+            self._list.execute()
+        try:
+            # The bindings offer no usable time limit here; the driver's ends a run that hangs.
+            self._list.wait()
+        except FAILURES as error:
+            raise self._blame(error) from None
+        finally:
+            session.running = None
+
+    def release(self) -> None:
+        self._list = None
+        for run in self._runs:
+            run.release()
+
+    def _blame(self, error: Exception) -> UserError:
+        """XRT leaves the first failed run with its state and those after it aborted."""
+        for run in self._runs:
+            state = run.run.state().name
+            if not state.endswith((*_BUSY, "COMPLETED", "ABORT")):
+                return run.failed(state)
+        return UserError(f"{self._runs[0].where} or a call after it failed on the NPU: {first_line(error)}: see dmesg")

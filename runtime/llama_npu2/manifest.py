@@ -1,0 +1,143 @@
+"""Opens and checks an artifact directory. Knows the manifest's format, nothing of how it came to be."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.cpu_features import cpu_features
+from llama_npu2.dtypes import DTYPES, nbytes
+from llama_npu2.errors import UserError
+
+FORMAT = 2
+"""Raised whenever an older runtime could misread a newer manifest."""
+
+_SECTIONS = ("model", "target", "buffers", "programs", "plans", "files")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as a call reads it. `values`: how many a row of its input is multiplied with, none for a vector."""
+
+    nbytes: int
+    values: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`manifest.json` of an opened artifact directory."""
+
+    directory: Path
+    model: Mapping[str, Any]
+    target: Mapping[str, Any]
+    buffers: Mapping[str, Mapping[str, Any]]
+    programs: Mapping[str, Mapping[str, Any]]
+    plans: Mapping[str, list[Mapping[str, Any]]]
+    files: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Manifest:
+        """Read the manifest; check format, machine, dtypes, calls and the size of every file. Raises UserError."""
+        root = Path(directory)
+        manifest = cls(root, **_read(root))
+        manifest._check_machine()
+        manifest._check_files()
+        manifest._check_dtypes()
+        manifest._check_plans()
+        return manifest
+
+    @property
+    def host_library(self) -> Path:
+        """The shared object with the programs of the host."""
+        return self.directory / min((spec["file"] for spec in self.programs.values() if spec["host"]), default="")
+
+    def nbytes(self, buffer: str) -> int:
+        """Bytes of a buffer."""
+        return nbytes(self.buffers[buffer]["dtype"], self.buffers[buffer]["shape"])
+
+    def weights_read(self, call: Mapping[str, Any]) -> dict[str, Weight]:
+        """The weights that a call of a plan reads in full, by name; an embedding only picks rows."""
+        if "tokens" in call["buffers"]:
+            return {}
+        bound = zip(call["buffers"], self.programs[call["program"]]["slots"], strict=True)
+        shapes = {name: slot["shape"] for name, slot in bound if slot["role"] == "weight"}
+        return {
+            name: Weight(self.nbytes(name), math.prod(shape) if len(shape) > 1 else 0) for name, shape in shapes.items()
+        }
+
+    def rows(self, program: str, seq: int) -> int:
+        """Rows that a program multiplies its weights with in a call of `seq` rows."""
+        slots = self.programs[program]["slots"]
+        rows = [
+            slot["shape"][0] for slot in slots if slot["role"] not in ("weight", "table") and len(slot["shape"]) == 2
+        ]
+        return seq if any(count in ("seq", seq) for count in rows) else 1
+
+    def _check_machine(self) -> None:
+        here = {"system": sys.platform, "machine": platform.machine()}
+        built = {key: self.target.get(key) for key in here}
+        if built != here:
+            raise UserError(
+                f"{self.directory} was built for {built['system']} {built['machine']}, this machine is "
+                f"{here['system']} {here['machine']}: build it here with doit compile"
+            )
+        needed = self.target.get("features", ())
+        if missing := sorted(set(needed) - set(cpu_features()) if needed else ()):
+            raise UserError(
+                f"{self.directory} was built for a CPU with {', '.join(missing)}, which this one does not have: "
+                "build it here with doit compile"
+            )
+
+    def _check_dtypes(self) -> None:
+        slots = (slot for program in self.programs.values() for slot in program["slots"])
+        if unknown := {spec.get("dtype") for spec in (*self.buffers.values(), *slots)} - DTYPES.keys():
+            raise UserError(
+                f"{self.directory}/manifest.json: dtype {min(map(str, unknown))} is none of {', '.join(DTYPES)}: "
+                "update llama-npu2, or run doit compile"
+            )
+
+    def _check_plans(self) -> None:
+        """Every call names a program and, slot by slot, buffers of this manifest."""
+        for call in (call for calls in self.plans.values() for call in calls):
+            program = self.programs.get(call["program"])
+            unknown = [ref for ref in call["buffers"] if ref.partition("@")[0] not in self.buffers]
+            if program is None or unknown or len(program["slots"]) != len(call["buffers"]):
+                what = unknown[0] if unknown else call["program"]
+                raise UserError(
+                    f"{self.directory}/manifest.json: a plan calls for {what}, which is not there as it is "
+                    "called: run doit compile or copy the directory again"
+                )
+
+    def _check_files(self) -> None:
+        for name, entry in self.files.items():
+            path = self.directory / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry["size"]:
+                state = "is missing" if size is None else f"has {size} bytes instead of {entry['size']}"
+                raise UserError(f"{path} {state}: copy the directory again or run doit compile")
+
+
+def _read(root: Path) -> dict[str, Any]:
+    path = root / "manifest.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "is not a directory" if not root.is_dir() else "has no manifest.json, so it is not complete"
+        raise UserError(f"{root} {what}: give an artifact directory made by doit compile") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
+    version = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise UserError(f"{path} is not a manifest: run doit compile or copy the directory again")
+    if version != FORMAT:
+        remedy = "update llama-npu2" if version > FORMAT else "run doit compile to bring the directory up to date"
+        raise UserError(f"{path} has format {version}, this runtime reads format {FORMAT}: {remedy}")
+    if missing := [section for section in _SECTIONS if not isinstance(content.get(section), dict)]:
+        raise UserError(f"{path} lacks the section {missing[0]}: run doit compile or copy the directory again")
+    return {section: content[section] for section in _SECTIONS}

@@ -1,0 +1,65 @@
+"""From a manifest to memory and submissions: allocates every buffer once and binds the calls of each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices import Binding, Call, Device
+from llama_npu2.dtypes import DTYPES
+from llama_npu2.errors import UserError
+from llama_npu2.manifest import Manifest
+
+
+class Memory:
+    """The buffers of a manifest, by name, on one device."""
+
+    def __init__(self, manifest: Manifest, device: Device) -> None:
+        self._device = device
+        self._manifest, self._specs = manifest, manifest.buffers
+        self._on_device = {
+            reference.partition("@")[0]
+            for calls in manifest.plans.values()
+            for call in calls
+            if not manifest.programs[call["program"]]["host"]
+            for reference in call["buffers"]
+        }
+        self._buffers = {name: self._create(name) for name in manifest.buffers}
+
+    def _create(self, name: str) -> Any:
+        manifest, spec = self._manifest, self._specs[name]
+        host, nbytes = name not in self._on_device, manifest.nbytes(name)
+        if "file" not in spec:
+            return self._device.alloc(nbytes, host)
+        end = spec["offset"] + nbytes
+        if spec["offset"] < 0 or end > manifest.files[spec["file"]]["size"]:
+            raise UserError(f"{manifest.directory}: buffer {name} lies outside {spec['file']}: run doit compile")
+        return self._device.load_weights(manifest.directory / spec["file"], spec["offset"], nbytes, host)
+
+    def array(self, name: str) -> np.ndarray:
+        """The host's view of a buffer, in its dtype and shape."""
+        spec = self._specs[name]
+        return self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
+
+    def bind(self, reference: str) -> Binding:
+        """Resolve `name`, `name@pos` or `name@last`."""
+        name, _, view = reference.partition("@")
+        rows = self._specs[name]["shape"][0]
+        return Binding(self._buffers[name], view, self._manifest.nbytes(name) // max(rows, 1))
+
+
+def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
+    """Load the programs and bind the slots of every call of the manifest's plans."""
+    programs = {
+        name: device.load_program(manifest.directory / spec["file"], spec["entry"], spec["host"])
+        for name, spec in manifest.programs.items()
+    }
+
+    def bound(call: Mapping[str, Any]) -> Call:
+        name = call["program"]
+        place = f"layer {call['layer'] + 1} of {manifest.model['layers']}" if "layer" in call else ""
+        return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"], place)
+
+    return {phase: [bound(call) for call in calls] for phase, calls in manifest.plans.items()}

@@ -1,0 +1,105 @@
+"""What a user can choose at run time. Each option is said once: its name, type, default, bounds and help.
+
+The command line, the variables of a build and `Llama.generate` take them from here, and `Checked` alone checks them.
+Loads nothing, so that a mistake is reported before numpy is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from llama_npu2.errors import UserError
+
+Group = TypeVar("Group", bound="Checked")
+_BOUNDS = {"above": "above", "least": "at least", "most": "at most"}
+
+
+def option(default: Any, help: str, **bounds: float) -> Any:
+    """A field of a `Checked`. `bounds`: `least` and `most` are allowed values themselves, `above` is not."""
+    return field(default=default, metadata={"help": help, "bounds": bounds})
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of sets of options: there is none with a value out of bounds. Raises UserError."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            bounds, value = each.metadata.get("bounds"), getattr(self, each.name)
+            if bounds and value is not None and not _within(value, bounds):
+                words = [f"{_BOUNDS[bound]} {limit}" for bound, limit in bounds.items()]
+                finite = [] if math.isfinite(value) else ["finite"]
+                raise UserError(f"{each.name}={value}: must be {' and '.join(finite + words)}")
+
+
+def _within(value: float, bounds: Mapping[str, float]) -> bool:
+    least, most, above = (bounds.get(name) for name in ("least", "most", "above"))
+    return (
+        math.isfinite(value)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+        and (above is None or value > above)
+    )
+
+
+@dataclass(frozen=True)
+class Sampling(Checked):
+    """How a reply is made of logits, and where it ends."""
+
+    max_tokens: int = option(256, "longest reply", least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_k: int = option(0, "sample among the k most likely, 0: all", least=0)
+    top_p: float = option(1.0, "sample from the smallest set with this probability", above=0, most=1)
+    seed: int | None = option(None, "make sampling repeatable", least=0)
+    stop: tuple[str, ...] = option((), "end the reply before this text; may be repeated")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+
+
+@dataclass(frozen=True)
+class Running(Checked):
+    """What a run takes of the machine."""
+
+    threads: int = option(0, "0: all CPUs of this process", least=0)
+    repeats: int = option(5, "of each measurement", least=1)
+
+
+def kind(each: Field[Any]) -> str:
+    """The type of an option's values: `int`, `float`, `str`, `bool`, or `tuple` of texts; it may be None besides."""
+    return str(each.type).partition(" ")[0].partition("[")[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked]) -> None:
+    """`--max-tokens N` and so on, for every option of the groups."""
+    for each in (each for group in groups for each in fields(group)):
+        shown = "" if each.default in (None, ()) else f" (default {each.default:g})"
+        number = {"int": int, "float": float}.get(kind(each))
+        how: dict[str, Any] = {"type": number, "default": each.default, "metavar": "N"}
+        if kind(each) == "tuple":
+            how = {"action": "append", "default": [], "metavar": "TEXT"}
+        parser.add_argument(_flag(each), help=each.metadata["help"] + shown, **how)
+
+
+def chosen(group: type[Group], values: object) -> Group:
+    """The options of a group, from the attributes of `values`. Raises UserError."""
+    return group(**{each.name: getattr(values, each.name) for each in fields(group)})
+
+
+def to_arguments(values: object, *groups: type[Checked]) -> list[str]:
+    """The command line that gives every option of the groups the value it has among the attributes of `values`."""
+    arguments = []
+    for each in (each for group in groups for each in fields(group)):
+        value = getattr(values, each.name)
+        several: Sequence[Any] = value if isinstance(value, tuple) else [] if value is None else [value]
+        arguments += [f"{_flag(each)}={one}" for one in several]
+    return arguments
+
+
+def _flag(each: Field[Any]) -> str:
+    return f"--{each.name.replace('_', '-')}"

@@ -1,0 +1,74 @@
+"""Text to tokens and back. Streams only whole UTF-8 characters and never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from llama_npu2.errors import UserError
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json`."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+
+    @classmethod
+    def open(cls, directory: Path, vocab: int) -> Tokenizer:
+        """Load it; raises UserError if it is missing, damaged or makes ids that the model does not have."""
+        path = directory / "tokenizer.json"
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
+        return cls(inner)
+
+    def encode(self, text: str, special_tokens: bool) -> list[int]:
+        """Token ids; `special_tokens` adds what the tokenizer's post-processor adds (a beginning-of-text token)."""
+        ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class TextStream:
+    """Turns tokens into text piece by piece.
+
+    Text that could be the beginning of a stop string is held back until it is clear that it is not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = [s for s in stop if s]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that became certain with this token, possibly none."""
+        self._held += self._decoder.step(self._tokenizer.inner, token) or ""
+        ends = [i for i in (self._held.find(s) for s in self._stop) if i >= 0]
+        if ends:
+            self.stopped = True
+            piece, self._held = self._held[: min(ends)], ""
+            return piece
+        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
+        cut = len(self._held) - keep
+        piece, self._held = self._held[:cut], self._held[cut:]
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens come."""
+        piece, self._held = self._held, ""
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,209 @@
+"""Facts about an AIR module, counted from its operations: what a transfer walks, how often a loop runs, who owns what.
+
+Checks, traffic and the simulator's lowering read these and nothing else, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xdsl.dialects import func, memref, scf
+from xdsl.dialects.builtin import FixedBitwidthType, MemRefType, ModuleOp
+from xdsl.ir import BlockArgument, Operation, SSAValue
+
+from llama_npu2.errors import UserError
+from stages.air.dialect import (
+    ChannelGetOp,
+    ChannelPutOp,
+    DmaMemcpyNdOp,
+    HerdOp,
+    LaunchOp,
+    Op,
+    SegmentOp,
+    constant_of,
+    memory_space,
+)
+
+Dims = tuple[tuple[int, int], ...]
+"""(size, stride) per dimension, outermost first, in elements."""
+
+
+# modules
+
+
+def public_function(module: ModuleOp) -> func.FuncOp:
+    found = [op for op in module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration]
+    if len(found) != 1:
+        raise UserError(f"the module has {len(found)} functions with a body; a program has one")
+    return found[0]
+
+
+def launches(module: ModuleOp) -> list[LaunchOp]:
+    return [op for op in public_function(module).body.block.ops if isinstance(op, LaunchOp)]
+
+
+def walk_ops(op: Operation, *kinds: type[Op]) -> Iterator[Op]:
+    return (inner for inner in op.walk() if isinstance(inner, kinds))
+
+
+def name_of(op: Operation, fallback: str) -> str:
+    name = getattr(op, "sym_name", None)
+    return fallback if name is None else name.data
+
+
+# loops
+
+
+def trip_count(loop: scf.ForOp, where: str) -> int:
+    bounds = [constant_of(v) for v in (loop.lb, loop.ub, loop.step)]
+    if None in bounds:
+        raise UserError(f"{where}: loop bounds must be constants")
+    low, high, step = (b for b in bounds if b is not None)
+    return max(0, -(-(high - low) // step))
+
+
+def executions(op: Operation, where: str) -> int:
+    """How often launch grids and loops run an operation; one in a herd, on every tile."""
+    times = 1
+    parent = op.parent_op()
+    while parent is not None:
+        if isinstance(parent, scf.ForOp):
+            times *= trip_count(parent, where)
+        elif isinstance(parent, LaunchOp):
+            times *= math.prod(parent.shape())
+        parent = parent.parent_op()
+    return times
+
+
+# buffers
+
+
+def element_bytes(kind: MemRefType) -> int:
+    if not isinstance(kind.element_type, FixedBitwidthType):
+        raise UserError(f"{kind}: elements of a buffer need a fixed width")
+    return kind.element_type.size
+
+
+def buffer_bytes(value: SSAValue) -> int:
+    assert isinstance(value.type, MemRefType)
+    return math.prod(value.type.get_shape()) * element_bytes(value.type)
+
+
+def allocations(op: Operation, space: int) -> list[SSAValue]:
+    """Buffers that an operation's body allocates in a memory space, in order."""
+    return [a.memref for a in walk_ops(op, memref.AllocOp) if memory_space(a.memref.type) == space]
+
+
+def root(value: SSAValue) -> SSAValue:
+    """The allocation or function argument behind a buffer that was handed into launches, segments and herds."""
+    while isinstance(value, BlockArgument):
+        parent = value.block.parent_op()
+        if not isinstance(parent, LaunchOp | SegmentOp | HerdOp):
+            return value
+        value = parent.args[parent.body_args.index(value)]
+    return value
+
+
+def tile_axes(value: SSAValue) -> frozenset[int]:
+    """Which tile coordinates (0 column, 1 row) of the enclosing herd a value depends on."""
+    if isinstance(value, BlockArgument):
+        parent = value.block.parent_op()
+        if isinstance(parent, HerdOp):
+            return frozenset(axis for axis, tile in enumerate(parent.ids) if tile is value)
+        return frozenset()
+    assert isinstance(value.owner, Operation)
+    return frozenset().union(*(tile_axes(operand) for operand in value.owner.operands))
+
+
+# transfers
+
+
+def fold(dims: Dims) -> Dims:
+    """Drop dimensions of one element and join those that continue each other."""
+    folded: list[tuple[int, int]] = []
+    for size, stride in (d for d in dims if d[0] != 1):
+        if folded and folded[-1][1] == size * stride:
+            folded[-1] = (folded[-1][0] * size, stride)
+        else:
+            folded.append((size, stride))
+    return tuple(folded) or ((1, 1),)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a transfer: `offsets`, `sizes`, `strides` as written, the whole buffer in order if nothing is;
+    `dims` after folding."""
+
+    value: SSAValue
+    offsets: tuple[SSAValue, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dims: Dims
+
+    @property
+    def kind(self) -> MemRefType:
+        assert isinstance(self.value.type, MemRefType)
+        return self.value.type
+
+    @property
+    def space(self) -> int:
+        return memory_space(self.kind)
+
+    @property
+    def bytes(self) -> int:
+        """Of one execution."""
+        return math.prod(self.sizes) * element_bytes(self.kind)
+
+    @property
+    def run(self) -> int:
+        """Bytes that lie together."""
+        size, stride = self.dims[-1]
+        return element_bytes(self.kind) * (size if stride == 1 else 1)
+
+    @property
+    def key(self) -> object:
+        """What other transfers share with this end."""
+        return root(self.value)
+
+    def axes(self) -> frozenset[int]:
+        """Tile coordinates that decide what is walked."""
+        return frozenset().union(*(tile_axes(offset) for offset in self.offsets))
+
+
+@dataclass(frozen=True)
+class Fifo:
+    """The end of a transfer that is a channel; `space` is the memory behind it."""
+
+    key: str
+    space: int
+
+    def axes(self) -> frozenset[int]:
+        return frozenset()
+
+
+def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
+    """Destination and source."""
+    return (
+        _side(op.dst, op.dst_offsets, op.dst_sizes, op.dst_strides, where),
+        _side(op.src, op.src_offsets, op.src_sizes, op.src_strides, where),
+    )
+
+
+def end(op: ChannelPutOp | ChannelGetOp, where: str) -> Side:
+    """The buffer at a channel."""
+    return _side(op.buffer, op.offsets, op.sizes, op.strides, where)
+
+
+def _side(
+    value: SSAValue, offsets: Sequence[SSAValue], sizes: Sequence[SSAValue], strides: Sequence[SSAValue], where: str
+) -> Side:
+    if not sizes:
+        assert isinstance(value.type, MemRefType)
+        shape = value.type.get_shape()
+        return Side(value, (), shape, (), fold(((math.prod(shape), 1),)))
+    known = [tuple(n for n in map(constant_of, part) if n is not None) for part in (sizes, strides)]
+    if any(len(numbers) != len(sizes) for numbers in known):
+        raise UserError(f"{where}: DMA sizes and strides must be constants")
+    return Side(value, tuple(offsets), known[0], known[1], fold(tuple(zip(*known, strict=True))))

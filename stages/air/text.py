@@ -1,0 +1,43 @@
+"""MLIR text of a module and back: AIR operations in custom assembly form, byte-stable.
+
+The custom form with SSA values in every offset, size and stride list parses with old and new releases of mlir-air; the
+generic form of the DMA changed in 2026. What the compiler is given is then also what the simulator runs.
+"""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from xdsl.context import Context
+from xdsl.dialects.arith import Arith
+from xdsl.dialects.builtin import Builtin, ModuleOp
+from xdsl.dialects.func import Func
+from xdsl.dialects.memref import MemRef
+from xdsl.dialects.scf import Scf
+from xdsl.parser import Parser
+from xdsl.printer import Printer
+from xdsl.utils.exceptions import ParseError
+
+from llama_npu2.errors import UserError
+from stages.air.dialect import AIR
+
+
+def to_mlir(module: ModuleOp) -> str:
+    """The module as text. Depends on the operations alone: same module, same bytes."""
+    stream = StringIO()
+    Printer(stream=stream).print_op(module)
+    return stream.getvalue() + "\n"
+
+
+def parse_mlir(text: str) -> ModuleOp:
+    """The verified module that `to_mlir` printed. UserError with line and reason where it is malformed."""
+    context = Context()
+    for part in (Builtin, Arith, Func, MemRef, Scf, AIR):
+        context.load_dialect(part)
+    try:
+        module = Parser(context, text).parse_module()
+    except ParseError as error:
+        line = text.count("\n", 0, error.span.start) + 1
+        raise UserError(f"MLIR text, line {line}: {error.msg}") from None
+    module.verify()
+    return module

@@ -1,0 +1,70 @@
+"""What a program moves to and from DDR, and how often it calls its tile functions, counted from its operations.
+
+A DMA of a herd whose DDR side does not depend on the tile's row (or column) is one broadcast stream, counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from xdsl.dialects import func
+from xdsl.dialects.builtin import MemRefType
+
+from stages.air import analysis
+from stages.air.builder import AirModule
+from stages.air.dialect import L3, DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp, enclosing
+
+
+@dataclass
+class Traffic:
+    """One launch: bytes of the slots it is given, DDR bytes read and written by slot, calls of tile functions."""
+
+    name: str
+    slots: dict[str, int]
+    read: Counter[str] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+
+    def add(self, other: Traffic) -> None:
+        """Count `other`, a launch over the same slots, into this one."""
+        self.read += other.read
+        self.written += other.written
+        self.calls += other.calls
+
+    @property
+    def minimum(self) -> int:
+        """The least that any tiling could move: outputs once, inputs at most once."""
+        return sum(self.written.values()) + sum(min(n, self.slots[slot]) for slot, n in self.read.items())
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+def count(module: AirModule) -> list[Traffic]:
+    """Traffic of every launch, in order."""
+    return [_count_launch(launch) for launch in module.launches]
+
+
+def _count_launch(launch: LaunchOp) -> Traffic:
+    segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+    sizes = {str(arg.name_hint): analysis.buffer_bytes(arg) for arg in launch.args if isinstance(arg.type, MemRefType)}
+    traffic = Traffic(analysis.name_of(segment, "launch"), sizes)
+    for transfer in analysis.walk_ops(launch, DmaMemcpyNdOp):
+        _count_dma(transfer, traffic)
+    for call in analysis.walk_ops(launch, func.CallOp):
+        herd = enclosing(call, HerdOp)
+        tiles = 1 if herd is None else math.prod(herd.shape())
+        traffic.calls += analysis.executions(call, traffic.name) * tiles
+    return traffic
+
+
+def _count_dma(op: DmaMemcpyNdOp, traffic: Traffic) -> None:
+    herd = enclosing(op, HerdOp)
+    for side, counter in zip(analysis.sides(op, traffic.name), (traffic.written, traffic.read), strict=True):
+        if side.space == L3:
+            streams = 1 if herd is None else math.prod(herd.shape()[axis] for axis in side.axes())
+            slot = str(analysis.root(side.value).name_hint)
+            counter[slot] += side.bytes * analysis.executions(op, traffic.name) * streams

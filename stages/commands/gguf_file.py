@@ -1,0 +1,98 @@
+"""A checkpoint as a GGUF file in bf16, for comparing with llama.cpp on the very same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.model.checkpoint import Checkpoint
+from stages.model.config import Config, RopeScaling, inverse_frequencies
+from stages.model.families import tensors
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
+    """Matrices stay bf16, vectors become f32, as llama.cpp's converter does. No tokenizer: tokens go in as numbers."""
+    import gguf
+
+    config, temporary = checkpoint.config, path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(temporary, "llama")
+    try:
+        _describe(writer, config)
+        for name in tensors(config):
+            tensor = _rotary_order(name, checkpoint.tensor(name), config)
+            if tensor.ndim == 1:
+                writer.add_tensor(_gguf_name(name), tensor.astype(np.float32))
+            else:
+                raw = tensor.view(np.uint8).reshape(len(tensor), -1)
+                writer.add_tensor(_gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        if config.rope_scaling.type != "default":
+            writer.add_tensor("rope_freqs.weight", _frequency_factors(config))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _describe(writer: Any, config: Config) -> None:
+    import gguf
+
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config.vocab)
+    writer.add_context_length(config.max_seq)
+    writer.add_embedding_length(config.emb)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.ffn)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.eps)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def _gguf_name(name: str) -> str:
+    if name in _NAMES:
+        return _NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def _rotary_order(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
+    """llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and K, a checkpoint rows (d, d + head_dim / 2)."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return weight
+    halves = weight.reshape(-1, 2, config.head_dim // 2, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _frequency_factors(config: Config) -> np.ndarray:
+    """What llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
+    unscaled = replace(config, rope_scaling=RopeScaling())
+    factors: np.ndarray = inverse_frequencies(unscaled) / inverse_frequencies(config)
+    return factors.astype(np.float32)

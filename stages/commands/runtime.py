@@ -1,0 +1,31 @@
+"""Runs the slim command line, the same that a machine without build tools uses, on a finished build."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from doit.exceptions import TaskFailed
+
+from llama_npu2.options import Sampling, to_arguments
+from stages.engine.places import ROOT
+from stages.graph import Build
+
+
+def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
+    """It prints its own error line."""
+    path = os.pathsep.join([str(ROOT / "runtime"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "llama_npu2", *arguments]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        # The terminal sent it to the runtime too, which ends the reply (or, in chat, goes on).
+        status = process.wait()
+    return TaskFailed(f"generation ended with status {status}", report=False) if status else None
+
+
+def reply_arguments(build: Build) -> list[str]:
+    """Sampling options and threads, as the runtime's command line takes them."""
+    return [*to_arguments(build.options, Sampling), f"--threads={build.options.threads}"]

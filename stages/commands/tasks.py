@@ -1,0 +1,57 @@
+"""Steps and commands as doit tasks, for the build that the command line names.
+
+A command is a module here with `run(build)`; it is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from doit import doit_cmd
+from doit.exceptions import InvalidDodoFile, TaskFailed
+
+from llama_npu2.errors import UserError
+from stages.commands.options import parse_options
+from stages.engine.doit_tasks import command_task, doit_task
+from stages.graph import Build
+
+Task = dict[str, Any]
+
+try:
+    # doit offers get_var for known names only; the names themselves are needed to refuse a misspelt one.
+    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}))
+    _steps = _build.steps
+except UserError as error:
+    raise InvalidDodoFile(str(error)) from None
+
+
+def step(name: str) -> Task:
+    """One step as a doit task."""
+    return doit_task(_steps[name], _steps.values())
+
+
+def group(name: str) -> Iterator[Task]:
+    """The steps of a group as doit subtasks."""
+    yield from (step(of) for of in _steps if of.startswith(f"{name}:"))
+
+
+def command(name: str, built: bool = True) -> Task:
+    """A command as a doit task; `built`: it uses the artifacts, once they are complete."""
+    return command_task(partial(_run, name), [_build.finish] if built else [], ["manifest"] if built else [])
+
+
+def report_complete() -> Task:
+    """The task that builds everything and says so."""
+    return command_task(_say_complete, [_build.finish], ["manifest"])
+
+
+def _run(name: str) -> TaskFailed | bool | None:
+    outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(_build)
+    return outcome
+
+
+def _say_complete() -> None:
+    print(f"{_build.directory_as_given} is up to date", flush=True)

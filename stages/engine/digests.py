@@ -1,0 +1,65 @@
+"""What was found out about files, remembered by stat signature, so that a no-op build reads nothing twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from stages.engine.files import content_digest, write_atomic
+
+# A file changed again within this time of being read could keep its stat signature.
+_STAT_GRANULARITY_NS = 50_000_000
+
+
+class Digests:
+    """xxh3-128 of files, and what else follows from their content alone, in one JSON file, which may be deleted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known = self._load()
+        self._dirty = False
+
+    def _load(self) -> dict[str, list]:
+        try:
+            known = json.loads(self.path.read_text())
+            return known if isinstance(known, dict) else {}
+        except (OSError, ValueError):
+            return {}
+
+    def of(self, path: Path) -> str | None:
+        """Hex digest of a file's content, or of a directory's names and contents; None if there is no such path."""
+        if path.is_dir():
+            members = [(p.relative_to(path).as_posix(), self.of(p)) for p in sorted(path.rglob("*")) if p.is_file()]
+            return xxhash.xxh3_128_hexdigest(json.dumps(members).encode())
+        digest: str | None = self.remembered("", path, content_digest)
+        return digest
+
+    def remembered(self, what: str, path: Path, find: Callable[[Path], Any]) -> Any:
+        """`find(path)`, or what it was when the file was as it is now; None if there is no such file. `what` tells
+        different findings apart; they are JSON."""
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        key = f"{what}{path}"
+        known = self._known.get(key)
+        if known and known[:4] == signature:
+            return known[4]
+        started = time.time_ns()
+        found = find(path)
+        if started - status.st_mtime_ns > _STAT_GRANULARITY_NS and started - status.st_ctime_ns > _STAT_GRANULARITY_NS:
+            self._known[key] = [*signature, found]
+            self._dirty = True
+        return found
+
+    def save(self) -> None:
+        """Merge into the file. Losing an entry to a concurrent writer only costs a hash."""
+        if self._dirty and self.path.parent.is_dir():
+            write_atomic(self.path, json.dumps(self._load() | self._known).encode())
+            self._dirty = False

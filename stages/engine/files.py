@@ -1,0 +1,140 @@
+"""Writing files so that nobody ever sees half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import xxhash
+
+from llama_npu2.errors import UserError
+
+
+def content_digest(path: Path) -> str:
+    """xxh3-128 of a file's content, hex."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            state.update(block)
+    return state.hexdigest()
+
+
+def file_digests(path: Path) -> dict[str, str | int]:
+    """Size, xxh3-128 (change detection) and sha256 (for what is shared) of a file."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": sha256}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises UserError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: the checkpoint directory is incomplete, download it again") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}): download it again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file with sorted keys, so that equal values are equal bytes. Not atomic: for files in a work directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file below a directory to disk."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            fsync_path(path)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file's content: write beside it, flush, rename. The temporary is removed on any failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+class Turn:
+    """One process at a time: the holder of a lock file. A second one says that it waits, and waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = filelock.FileLock(path)
+
+    def take(self) -> None:
+        """Returns at once if this process has it already."""
+        if self._lock.is_locked:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except filelock.Timeout:
+            print(f"waiting for another process that builds {self.path.stem}", file=sys.stderr, flush=True)
+            self._lock.acquire()
+        except OSError:
+            pass  # what cannot be written needs no lock; a step that has to write will say so
+
+    def give_up(self) -> None:
+        self._lock.release(force=True)
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()
+
+
+@contextlib.contextmanager
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `directory` (replacing an old one) when the block succeeds.
+
+    Leftovers of killed predecessors are removed first, so the caller holds a lock.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.parent.glob(f".{directory.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.tmp-"))
+    try:
+        yield temporary
+        sync_tree(temporary)
+        temporary.chmod(0o755)
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,67 @@
+"""Objects shared by all models of an `artifacts` directory, named by everything that can change them.
+
+A wrong entry is impossible: the key covers compiler, flags, source and headers, and an object that is not what was
+stored is made again. A missing entry is only slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from stages.engine.files import content_digest, write_atomic
+from stages.engine.places import ROOT
+
+
+@dataclass(frozen=True)
+class CachedObject:
+    """An object in the cache, and the project's files that it was made from."""
+
+    path: Path
+    read: tuple[Path, ...]
+
+
+def cached_object(
+    cache: Path, name: str, made_by: object, sources: Iterable[Path], make: Callable[[Path], Iterable[Path]]
+) -> CachedObject:
+    """The object `name`, made with `make(path)` unless it is there.
+
+    `made_by`: compiler and flags; its `repr` is part of the key. `sources`: every file that the compiler may read.
+    `make` returns those that it did read, all below the project. Raises what `make` raises; then nothing is stored.
+    """
+    entry = cache / f"{name}-{_key(made_by, sources)}.json"
+    output = entry.with_suffix(".o")
+    read = _intact(entry, output)
+    if read is None:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
+        try:
+            read = list(make(partial))
+            record = {"object": content_digest(partial), "read": [str(path.relative_to(ROOT)) for path in read]}
+            partial.replace(output)
+        finally:
+            partial.unlink(missing_ok=True)
+        write_atomic(entry, json.dumps(record).encode())
+    return CachedObject(output, tuple(read))
+
+
+def _key(made_by: object, sources: Iterable[Path]) -> str:
+    state = xxhash.xxh3_128(repr(made_by).encode())
+    for path in sources:
+        state.update(f"{path.name} {content_digest(path)}\n".encode())
+    return state.hexdigest()
+
+
+def _intact(entry: Path, output: Path) -> list[Path] | None:
+    """What the stored object was made from, if it is as it was stored."""
+    try:
+        record = json.loads(entry.read_text())
+        return [ROOT / path for path in record["read"]] if content_digest(output) == record["object"] else None
+    except (OSError, ValueError, KeyError):
+        return None

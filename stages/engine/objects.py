@@ -1,0 +1,83 @@
+"""Objects of one C++ source: what modules ask for, compiled some at a time, and how a compiler is run.
+
+Beside every generated module lies a description (JSON); its `objects` says which objects the module links, each as
+`[source, *flags]`, the source as `<kernel set>/<stem>`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llama_npu2.errors import UserError
+from stages.engine.object_cache import CachedObject
+from stages.engine.places import KERNELS, in_project
+
+OBJECTS = Path("build/objects")
+"""Below an artifact directory; in it `<kernel set>/<stem>/<object>`."""
+
+
+def source_file(source: str) -> Path:
+    """The C++ file of `<kernel set>/<stem>`."""
+    return KERNELS / f"{source}.cc"
+
+
+def linked(module: Path) -> dict[str, Path]:
+    """Objects that a module links, by name, where they are in its artifact directory."""
+    objects = json.loads(module.with_suffix(".json").read_text())["objects"]
+    return {name: module.parents[2] / OBJECTS / source / name for name, (source, *_) in objects.items()}
+
+
+def wanted(source: str, modules: Iterable[Path]) -> dict[str, list[str]]:
+    """Objects of a source that modules ask for: name -> flags."""
+    return {
+        name: flags
+        for path in modules
+        for name, (of, *flags) in json.loads(path.with_suffix(".json").read_text())["objects"].items()
+        if of == source
+    }
+
+
+def write_objects(
+    source: str, objects: dict[str, list[str]], compile_one: Callable[[str, Sequence[str]], CachedObject], work: Path
+) -> list[Path]:
+    """Each of `objects` (name -> flags) by `compile_one(name, flags)`. Returns the project's files that were read."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = dict(zip(objects, pool.map(compile_one, objects, objects.values()), strict=True))
+    directory = work / OBJECTS / source
+    directory.mkdir(parents=True)
+    for name, compiled in made.items():
+        shutil.copyfile(compiled.path, directory / name)
+    return sorted({path for compiled in made.values() for path in compiled.read})
+
+
+def run_compiler(command: Sequence[str], failed: str) -> None:
+    """Run a compiler or linker. A failure is one UserError: `failed` and the first line that says error."""
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        lines = run.stderr.splitlines()
+        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+        raise UserError(f"{failed}: {first.strip()}")
+
+
+def compile_object(command: Sequence[str], source: Path, output: Path, failed: str) -> list[Path]:
+    """`command` with source, output and a dependency file; returns the project's files that it read: headers that it
+    found, and the source."""
+    dependencies = output.with_suffix(".d")
+    try:
+        run_compiler([*command, "-c", str(source), "-o", str(output), "-MMD", "-MF", str(dependencies)], failed)
+        return read_dependencies(dependencies)
+    finally:
+        dependencies.unlink(missing_ok=True)
+
+
+def read_dependencies(path: Path) -> list[Path]:
+    """The project's files in a make-style dependency file."""
+    text = path.read_text().partition(":")[2].replace("\\\n", " ")
+    return in_project([Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", text) if name])

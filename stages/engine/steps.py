@@ -1,0 +1,220 @@
+"""A build step: what it reads, what it writes, and whether it must run again.
+
+A step runs when the content of its inputs, its parameters, its tool's fingerprint or its own code's content changed, or
+when an output is not what it wrote. Each finished step leaves a receipt with all of these beside its outputs, so the
+state travels with the artifact directory, survives a kill, and a timestamp never matters. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from doit.exceptions import TaskFailed
+
+from llama_npu2.errors import UserError
+from stages.engine.code import Code
+from stages.engine.digests import Digests
+from stages.engine.files import Turn, content_digest, fsync_path, write_atomic
+from stages.engine.places import ROOT
+
+RECEIPTS = Path("build/receipts")
+WORK = Path("build/work")
+MANIFEST = Path("manifest.json")
+
+
+@dataclass
+class Project:
+    """Where a build happens: the artifact directory of one model and target, and the digests shared by all."""
+
+    directory: Path
+    digests: Digests
+    turn: Turn
+    """Held from the first look at a step until the build is done: builds of one directory take turns."""
+
+    @functools.cached_property
+    def code(self) -> Code:
+        return Code(self.digests)
+
+    def label(self, path: Path) -> str:
+        """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
+        copied."""
+        for root in (self.directory, ROOT):
+            if path.is_relative_to(root):
+                return path.relative_to(root).as_posix()
+        return path.as_posix()
+
+    def prune(self, steps: Iterable[Step]) -> None:
+        """Remove what steps left that are no more: `steps` are all there are."""
+        current = {step.receipt_path: step.receipt() or {} for step in steps}
+        kept = {label for receipt in current.values() for label in receipt.get("outputs", ())}
+        for path in sorted(set((self.directory / RECEIPTS).glob("*.json")) - current.keys()):
+            for label in (load_receipt(path) or {"outputs": ()})["outputs"]:
+                if label not in kept:
+                    (self.directory / label).unlink(missing_ok=True)
+                    remove_empty((self.directory / label).parent, self.directory)
+            path.unlink(missing_ok=True)
+
+
+def load_receipt(path: Path) -> dict[str, Any] | None:
+    """What a step left, or None if that is not what it should be."""
+    try:
+        receipt = json.loads(path.read_text())
+        return receipt if {"key", "inputs", "outputs"} <= receipt.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def remove_empty(directory: Path, root: Path) -> None:
+    """Remove `directory` and what is above it, below `root`, as long as it is empty."""
+    while directory != root and directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
+        directory = directory.parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of the DAG.
+
+    `action(work)` writes the outputs, at their paths relative to the artifact directory, below the empty directory
+    `work`, and may return further input files that it discovered (headers). `params=None` means "whatever the receipt
+    says": the step cannot be rebuilt here, only used.
+    """
+
+    project: Project
+    name: str
+    doc: str
+    action: Callable[[Path], Iterable[Path] | None]
+    outputs: tuple[Path, ...]
+    inputs: tuple[Path, ...] = ()
+    params: Mapping[str, Any] | None = field(default_factory=dict)
+    tool: Callable[[], str | None] | None = None
+    after: tuple[str, ...] = ()
+    """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
+
+    @property
+    def _file_name(self) -> str:
+        return re.sub("[:/]", "-", self.name)
+
+    @property
+    def receipt_path(self) -> Path:
+        return self.project.directory / RECEIPTS / f"{self._file_name}.json"
+
+    def receipt(self) -> dict[str, Any] | None:
+        return load_receipt(self.receipt_path)
+
+    def _digest(self, path: Path) -> str | None:
+        return self.project.digests.of(path)
+
+    def _key(self, receipt: dict[str, Any] | None) -> dict[str, Any]:
+        """What must be equal, besides the inputs' content. A missing tool counts as the recorded one."""
+        recorded = receipt["key"] if receipt else {}
+        action = self.action.func if isinstance(self.action, functools.partial) else self.action
+        tool = self.tool() if self.tool else ""
+        return {
+            "code": self.project.code.digest(action.__module__),
+            "params": recorded.get("params") if self.params is None else json.loads(json.dumps(self.params)),
+            "tool": recorded.get("tool", "") if tool is None else tool,
+        }
+
+    def _located(self, label: str) -> Path:
+        """The file that a receipt's label means here."""
+        inside = self.project.directory / label
+        declared = {self.project.label(p): p for p in self.inputs}
+        return declared.get(label) or (inside if inside.exists() else ROOT / label)
+
+    def why_stale(self) -> str | None:
+        """The first reason to run, or None if the step is current."""
+        receipt = self.receipt()
+        if receipt is None:
+            return "not built yet"
+        key = self._key(receipt)
+        for part, value in key.items():
+            if receipt["key"].get(part) != value:
+                return f"its {part} changed"
+        recorded = receipt["inputs"]
+        if self.params is not None:
+            declared = {self.project.label(p) for p in self.inputs}
+            if added := sorted(declared - recorded.keys()):
+                return f"new input {added[0]}"
+            if removed := sorted(set(receipt.get("declared", ())) - declared):
+                return f"input {removed[0]} is gone"
+            for label, digest in recorded.items():
+                if self._digest(self._located(label)) != digest:
+                    return f"input {label} changed"
+        for label, digest in receipt["outputs"].items():
+            found = self._digest(self.project.directory / label)
+            if found != digest:
+                return f"output {label} {'is missing' if found is None else 'was altered'}"
+        return None
+
+    def is_current(self) -> bool:
+        return self.why_stale() is None
+
+    def run(self) -> TaskFailed | None:
+        """Bring the outputs up to date. A user's mistake becomes a failed task with its one line."""
+        try:
+            self._build()
+        except UserError as error:
+            return TaskFailed(str(error))
+        except OSError as error:
+            where = f" {error.filename}" if error.filename else ""
+            return TaskFailed(f"cannot build {self.name}:{where}: {error.strerror or error}: nothing was changed")
+        finally:
+            self.project.digests.save()
+        return None
+
+    def _build(self) -> None:
+        work = self.project.directory / WORK / self._file_name
+        if self.is_current():
+            return
+        old = self.receipt() or {"outputs": {}}
+        key = self._key(None)
+        before = {p: self._digest(p) for p in self.inputs}
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        try:
+            for path in self.action(work) or ():
+                before.setdefault(path, self._digest(path))
+            made = self._commit(work, old["outputs"])
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        receipt = {
+            "key": key,
+            "declared": sorted(self.project.label(p) for p in self.inputs),
+            "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
+            "outputs": made,
+        }
+        write_atomic(self.receipt_path, json.dumps(receipt, indent=1, sort_keys=True).encode())
+
+    def _commit(self, work: Path, old: Mapping[str, str]) -> dict[str, str]:
+        """Move the outputs into place, each by a rename; remove outputs of the last run that this one did not make."""
+        produced = sorted(p for p in work.rglob("*") if p.is_file())
+        made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
+        for path in produced:
+            fsync_path(path)
+        self.receipt_path.unlink(missing_ok=True)
+        root = self.project.directory
+        changed = [label for label, digest in made.items() if self._digest(root / label) != digest]
+        gone = [label for label in old if label not in made]
+        if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
+            # From here until the manifest is written again the directory says that it is incomplete.
+            (root / MANIFEST).unlink(missing_ok=True)
+        for label in changed:
+            (root / label).parent.mkdir(parents=True, exist_ok=True)
+            (work / label).replace(root / label)
+        for label in gone:
+            (root / label).unlink(missing_ok=True)
+        return made
+
+    def clean(self) -> None:
+        """Remove the outputs and the receipt."""
+        for label in (self.receipt() or {"outputs": {}})["outputs"]:
+            (self.project.directory / label).unlink(missing_ok=True)
+        self.receipt_path.unlink(missing_ok=True)

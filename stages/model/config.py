@@ -1,0 +1,160 @@
+"""A model's configuration, and the fields of a `config.json`, read strictly: a complaint names field and value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.errors import UserError
+from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of the rotary embedding. `llama3`: section "RoPE scaling" of the Llama 3.1 model code."""
+
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shapes and constants of a model, in the field's short names. `family`: see `stages.model.families`."""
+
+    vocab: int
+    emb: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_seq: int
+    eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    tied: bool
+    eos: tuple[int, ...]
+    family: str
+
+    def dimensions(self) -> dict[str, int | float]:
+        """Values of the dimension names that parts use."""
+        return {
+            "vocab": self.vocab,
+            "emb": self.emb,
+            "ffn": self.ffn,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "q_dim": self.heads * self.head_dim,
+            "kv_dim": self.kv_heads * self.head_dim,
+            "kv_pair_dim": 2 * self.kv_heads * self.head_dim,
+            "max_seq": self.max_seq,
+            "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
+            "kv_block_positions": KV_BLOCK_POSITIONS,
+            "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
+            "eps": self.eps,
+        }
+
+
+class ConfigFields:
+    """Typed access to a JSON object; complaints name the file and the field."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def fails(self, name: str, value: Any, want: str) -> UserError:
+        return UserError(f"{self.where}: {name} = {json.dumps(value)[:120]}: {want}")
+
+    def fail(self, name: str, want: str) -> UserError:
+        return self.fails(name, self.values.get(name), want)
+
+    def require(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse a field that is there with another value."""
+        for name, values in allowed.items():
+            if name in self.values and self.values[name] not in values:
+                raise self.fail(name, f"only {json.dumps(values[0])} is supported")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.fail(name, "must be a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.fail(name, "must be a positive number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, "must be true or false")
+        return value
+
+    def token_ids(self, name: str, vocab: int) -> tuple[int, ...]:
+        """One token id, a list of them, or null, as a tuple."""
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab for i in ids):
+            raise self.fail(name, f"must be token ids below the vocabulary size {vocab}")
+        return tuple(ids)
+
+    def rope(self, max_seq: int, kinds: Sequence[str]) -> tuple[float, RopeScaling]:
+        """`rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both."""
+        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        if not isinstance(nested, dict):
+            raise self.fail("rope_scaling", "must be an object or null")
+        inner = ConfigFields(nested, f"{self.where}: rope scaling")
+        theta = inner.number("rope_theta", self.number("rope_theta", 10000.0))
+        kind = nested.get("rope_type", nested.get("type", "default"))
+        if kind not in kinds:
+            raise self.fails("rope_scaling.rope_type", kind, f"only {', '.join(kinds)} are supported")
+        if kind == "default":
+            return theta, RopeScaling()
+        if kind == "linear":
+            return theta, RopeScaling("linear", inner.number("factor"))
+        scaling = RopeScaling(
+            "llama3",
+            inner.number("factor"),
+            inner.number("low_freq_factor"),
+            inner.number("high_freq_factor"),
+            inner.integer("original_max_position_embeddings", max_seq),
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise inner.fail("high_freq_factor", "must be greater than low_freq_factor")
+        return theta, scaling
+
+
+def inverse_frequencies(config: Config) -> np.ndarray:
+    """Rotation per position of each pair, float64 `[head_dim / 2]`, with the configuration's scaling applied."""
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    inverse: np.ndarray = config.rope_theta**-exponent
+    scaling = config.rope_scaling
+    if scaling.type == "linear":
+        return inverse / scaling.factor
+    if scaling.type == "llama3":
+        # Wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended.
+        turns = scaling.original_max_position * inverse / (2 * np.pi)
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = np.clip(blend, 0.0, 1.0)
+        return inverse * keep + inverse / scaling.factor * (1 - keep)
+    return inverse
+
+
+def rope_table(config: Config, positions: int) -> np.ndarray:
+    """Float32 `[positions, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
+    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
+    table = np.empty((positions, config.head_dim), np.float32)
+    table[:, : config.head_dim // 2] = np.cos(angles)
+    table[:, config.head_dim // 2 :] = np.sin(angles)
+    return table

@@ -1,0 +1,160 @@
+"""Which parts a target runs in which order, and which of them share a program: data, from which programs are derived.
+
+Each target has its groupings (`stages.targets`). A phase is a chain of parts; groups cover it greedily, the longest
+first, and what no group covers runs on the host, each part as a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stages.model.parts import Part, Slot, part
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Names of parts: before the layers, of every layer, behind them."""
+
+    start: tuple[str, ...]
+    layer: tuple[str, ...]
+    end: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parts that follow one another and share a device program. `prompt`: its shapes depend on the bucket."""
+
+    name: str
+    parts: tuple[str, ...]
+    prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Grouping:
+    prompt: Chain
+    token: Chain
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part at its place in a phase; `layer` counts on behind the last one, `inside`: one of the layers' parts."""
+
+    part: Part
+    layer: int
+    inside: bool
+
+    def reference(self, slot: Slot, head: str) -> str:
+        """The buffer bound to a slot, with its view: `name`, `name@pos` or `name@last`."""
+        return slot.buffer.format(layer=self.layer, turn=self.layer % 2, next=(self.layer + 1) % 2, head=head)
+
+    def buffer(self, slot: Slot, head: str = "") -> str:
+        return self.reference(slot, head).partition("@")[0]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a device runs: parts joined. Parts that bind one buffer share the slot of the first.
+
+    `name` is unique in an artifact directory, `entry` is the function's. `wiring`: for each part, its slots -> the
+    program's. `bucket`: rows that its shapes are fixed to, None where rows are known at run time only.
+    """
+
+    name: str
+    entry: str
+    parts: tuple[Part, ...]
+    slots: tuple[Slot, ...]
+    wiring: tuple[Mapping[str, str], ...]
+    host: bool
+    bucket: int | None = None
+
+
+def chained(family: str, chain: Chain, layers: int) -> list[Placed]:
+    """A phase of a model of so many layers, part by part."""
+    start = [Placed(part(family, name), 0, False) for name in chain.start]
+    body = [Placed(part(family, name), i, True) for i in range(layers) for name in chain.layer]
+    return [*start, *body, *(Placed(part(family, name), layers, False) for name in chain.end)]
+
+
+def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:
+    """The phase cut into programs: each group with the parts it covers, None with a part for the host."""
+    longest_first = sorted(groups, key=lambda group: -len(group.parts))
+    at = 0
+    while at < len(phase):
+        names = [placed.part.name for placed in phase[at:]]
+        group = next((g for g in longest_first if tuple(names[: len(g.parts)]) == g.parts), None)
+        count = len(group.parts) if group else 1
+        yield group, list(phase[at : at + count])
+        at += count
+
+
+_LAYERS = 3
+"""Of the model that programs are derived from: the first, one in the middle and the last."""
+
+
+def programs(family: str, grouping: Grouping, buckets: Sequence[int] = ()) -> list[Program]:
+    """Every program, those of groups first; a prompt's groups once per bucket. They do not depend on a model's sizes.
+
+    TypeError where a group cannot be one program: it would need other slots at another place.
+    """
+    joined: dict[str, Program] = {}
+    for chain in (grouping.prompt, grouping.token):
+        calls = list(cover(chained(family, chain, _LAYERS), grouping.groups))
+        for position, (group, placed) in enumerate(calls):
+            made = _join(group, placed, [later for _, part in calls[position + 1 :] for later in part])
+            known = joined.setdefault(made.entry, made)
+            if known.wiring != made.wiring:
+                raise TypeError(f"program {made.entry} binds its slots in two ways")
+            joined[made.entry] = _with_results_of_both(known, made)
+    order = [g.name for g in grouping.groups] + [name for name in joined if joined[name].host]
+    prompts = {g.name for g in grouping.groups if g.prompt}
+    return [
+        program
+        for name in order
+        for program in (_in_buckets(joined[name], buckets) if name in prompts and buckets else [joined[name]])
+    ]
+
+
+def _in_buckets(program: Program, buckets: Sequence[int]) -> list[Program]:
+    return [replace(program, name=f"{program.name}.{bucket}", bucket=bucket) for bucket in buckets]
+
+
+def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]) -> Program:
+    """One program of parts that follow one another; `later`: the parts behind them in the phase."""
+    slots: dict[str, Slot] = {}
+    shared: dict[str, str] = {}
+    wiring = []
+    for at in placed:
+        wired = {slot.name: shared.get(at.buffer(slot), slot.name) for slot in at.part.slots}
+        for slot in at.part.slots:
+            if at.buffer(slot) not in shared and slots.setdefault(slot.name, slot) is not slot:
+                raise TypeError(f"{at.part.name}: slot {slot.name} is another part's in the same program")
+            if slots[wired[slot.name]].role == "input" and slot.role != "input":
+                raise TypeError(f"{at.part.name}: writes {slot.name}, which the program has as input")
+        shared |= {at.buffer(slot): wired[slot.name] for slot in at.part.slots}
+        wiring.append(wired)
+    ends = () if later else placed[-1].part.slots
+    results = {wiring[-1][slot.name] for slot in ends if slot.role == "output"}
+    for buffer, name in shared.items():
+        slot = slots[name]
+        if slot.role == "output" and not (slot.keeps or name in results or _read_next(later, buffer)):
+            slots[name] = replace(slot, role="scratch")
+    name = group.name if group else placed[0].part.name
+    parts = tuple(at.part for at in placed)
+    return Program(name, name, parts, tuple(slots.values()), tuple(wiring), host=group is None)
+
+
+def _read_next(later: Sequence[Placed], buffer: str) -> bool:
+    """Whether the next part that touches a buffer reads it."""
+    for at in later:
+        roles = {slot.role for slot in at.part.slots if at.buffer(slot) == buffer}
+        if roles:
+            return "input" in roles
+    return False
+
+
+def _with_results_of_both(one: Program, other: Program) -> Program:
+    """A slot that is read behind any of a program's calls is an output."""
+    pairs = zip(one.slots, other.slots, strict=True)
+    return replace(one, slots=tuple(b if b.role == "output" else a for a, b in pairs))

@@ -1,0 +1,117 @@
+"""What a model computes, in parts: slots, launches, and which slot each kernel argument is bound to.
+
+A part is said once, in the module of its family; `PARTS` there are in the table. Signatures, glue, MLIR, plans, syncs
+and the manifest are derived from it. Shapes and scalars are names of dimensions (`Config.dimensions`, or the run-time
+values `seq` and `pos`), resolved by whoever needs numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stages.kernels import Kernel, kernels
+
+RUNTIME_SCALARS = ("seq", "pos")
+
+Dim = str | int
+Shape = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One argument of a program. `role`: input | output | weight | table | scratch.
+
+    `buffer` names what is bound to it, `{layer}` being the part's layer, `{turn}` and `{next}` the parity of this layer
+    and the next (two activations take turns, so that no launch reads and writes one), `{head}` the tensor of the LM
+    head. `keeps`: the buffer outlives a call (a cache).
+    """
+
+    name: str
+    shape: Shape
+    role: str
+    format: str = "bf16"
+    buffer: str = ""
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call: `args` maps kernel argument -> slot, `scalars` kernel parameter -> value or dimension name."""
+
+    kernel: Kernel
+    args: dict[str, str]
+    scalars: dict[str, Dim | float]
+
+    def reads(self) -> set[str]:
+        return {self.args[a.name] for a in self.kernel.args if not a.written}
+
+    def writes(self) -> set[str]:
+        return {self.args[a.name] for a in self.kernel.args if a.written}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Launches in order, over slots."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    launches: tuple[Launch, ...]
+
+    def slot(self, name: str) -> Slot:
+        return next(s for s in self.slots if s.name == name)
+
+    def layout_of(self, slot: str, kernel_set: str) -> str:
+        """The layout in which this part's kernels take a slot, where they are those of `kernel_set`."""
+        found = {
+            arg.layout(kernel_set)
+            for launch in self.launches
+            for arg in launch.kernel.args
+            if launch.args[arg.name] == slot
+        }
+        if len(found) != 1:
+            raise TypeError(f"{self.name}: slot {slot} is taken in layouts {sorted(found)}")
+        return found.pop()
+
+
+@dataclass
+class PartBuilder:
+    """Collects slots and launches; a launch that does not fit its kernel's signature is a TypeError at once."""
+
+    slots: list[Slot] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+
+    def slot(self, name: str, shape: Shape, role: str, **more: Any) -> str:
+        """Returns the name. `more`: the other fields of `Slot`."""
+        self.slots.append(Slot(name, shape, role, **{"buffer": name, **more}))
+        return name
+
+    def launch(self, name: str, args: dict[str, str], **scalars: Dim | float) -> None:
+        kernel = kernels()[name]
+        if set(args) != {a.name for a in kernel.args} or set(scalars) != {p.name for p in kernel.params}:
+            raise TypeError(f"launch of {name}: expected {kernel.args} {kernel.params}, got {args} {scalars}")
+        known = {s.name: s for s in self.slots}
+        for arg in kernel.args:
+            if known[args[arg.name]].format != arg.format:
+                raise TypeError(f"launch of {name}: {arg.name} is {arg.format}, slot {args[arg.name]} is not")
+        self.launches.append(Launch(kernel, args, scalars))
+
+    def build(self, name: str) -> Part:
+        return Part(name, tuple(self.slots), tuple(self.launches))
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
+    """Parts by family."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    return {name: importlib.import_module(f"{__name__}.{name}").PARTS for name in names}
+
+
+@functools.cache
+def part(family: str, name: str) -> Part:
+    """A part of a family (by its `model_type`). KeyError if there is none of that name."""
+    return _tables()[family][name]()

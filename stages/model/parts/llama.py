@@ -1,0 +1,211 @@
+"""The parts of Llama (Touvron et al. 2023, Grattafiori et al. 2024).
+
+Names of parts and slots and their order follow mlir-air's example for Llama-3.2-1B (MIT licence,
+https://github.com/Xilinx/mlir-air/tree/e972f2942d41123f161276b27f991ef10da2a2e6/programming_examples/llms/llama32_1b),
+so that its figures can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stages.model.families.llama import EMBED, VOCABULARY, WEIGHTS
+from stages.model.parts import Dim, Part, PartBuilder, Shape
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What differs between a prompt (matrices of `seq` rows) and a token (vectors)."""
+
+    rows: Dim
+    product: str
+
+    def act(self, *width: Dim) -> Shape:
+        return (self.rows, *width) if self.rows != 1 else width
+
+    def project(self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim) -> None:
+        rows: dict[str, Any] = {"rows": self.rows} if self.product == "gemm" else {}
+        b.launch(self.product, {"x": x, "weight": weight, "out": out}, cols=cols, out_cols=out_cols, **rows)
+
+
+_PROMPT = _Rows("seq", "gemm")
+_TOKEN = _Rows(1, "gemv")
+
+
+def _weight(b: PartBuilder, name: str) -> str:
+    tensor, shape = WEIGHTS[name]
+    return b.slot(name, shape, "weight", buffer=tensor)
+
+
+def _interleaved(b: PartBuilder, role: str) -> str:
+    """The cache of the NPU: a row per position, K and V of a head together, so that attention needs one stream."""
+    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", keeps=True)
+
+
+def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
+    """RMS norm, Q/K/V projections, rotary embedding of Q and K: 13 slots (12 if `interleave`: K and V go straight into
+    the interleaved cache), 6 launches."""
+    b = PartBuilder()
+    x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
+    norm_w = _weight(b, "norm_w")
+    normed = b.slot("normed", rows.act("emb"), "scratch")
+    wq = _weight(b, "wq")
+    q = b.slot("q", rows.act("q_dim"), "scratch")
+    wk = _weight(b, "wk")
+    k = b.slot("k", rows.act("kv_dim"), "scratch")
+    wv = _weight(b, "wv")
+    v = _interleaved(b, "output") if interleave else b.slot("v", rows.act("kv_dim"), "output")
+    table: dict[str, Any] = {"format": "f32", "buffer": "rope_table"}
+    lut_q = b.slot("lut_q", ("max_seq", "head_dim"), "table", **table)
+    lut_k = b.slot("lut_k", ("max_seq", "head_dim"), "table", **table)
+    q_roped = b.slot("q_roped", rows.act("q_dim"), "output")
+    k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
+    b.launch("rms_norm", {"x": x, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
+    rows.project(b, normed, wq, q, "emb", "q_dim")
+    rows.project(b, normed, wk, k, "emb", "kv_dim")
+    if interleave:
+        args, sizes = {"x": normed, "weight": wv, "out": v}, {"cols": "emb", "out_cols": "kv_dim"}
+        b.launch("gemm_kv", args, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
+    else:
+        rows.project(b, normed, wv, v, "emb", "kv_dim")
+    rotate_k = "rope_kv" if interleave else "rope"
+    for rope, source, lut, out, heads in (
+        ("rope", q, lut_q, q_roped, "heads"),
+        (rotate_k, k, lut_k, k_roped, "kv_heads"),
+    ):
+        args = {"x": source, "table": lut, "out": out}
+        b.launch(rope, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim")
+    return b.build(name)
+
+
+def _o_ffn(name: str, rows: _Rows) -> Part:
+    """Output projection, residual, RMS norm, SwiGLU feed-forward, residual: 15 slots, 8 launches."""
+    b = PartBuilder()
+    attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
+    wo = _weight(b, "wo")
+    proj = b.slot("proj", rows.act("emb"), "scratch")
+    x_residual = b.slot("x_residual", rows.act("emb"), "input", buffer="x.{turn}")
+    res1 = b.slot("res1", rows.act("emb"), "scratch")
+    norm_w = _weight(b, "ffn_norm_w")
+    normed = b.slot("normed2", rows.act("emb"), "scratch")
+    w_gate = _weight(b, "w_gate")
+    gate = b.slot("gate", rows.act("ffn"), "scratch")
+    w_up = _weight(b, "w_up")
+    up = b.slot("up", rows.act("ffn"), "scratch")
+    swiglu = b.slot("swiglu", rows.act("ffn"), "scratch")
+    w_down = _weight(b, "w_down")
+    down = b.slot("down", rows.act("emb"), "scratch")
+    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
+    rows.project(b, attn_out, wo, proj, "q_dim", "emb")
+    b.launch("add", {"a": x_residual, "b": proj, "out": res1}, rows=rows.rows, cols="emb")
+    b.launch("rms_norm", {"x": res1, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
+    rows.project(b, normed, w_gate, gate, "emb", "ffn")
+    rows.project(b, normed, w_up, up, "emb", "ffn")
+    b.launch("silu_and_mul", {"gate": gate, "up": up, "out": swiglu}, rows=rows.rows, cols="ffn")
+    rows.project(b, swiglu, w_down, down, "ffn", "emb")
+    b.launch("add", {"a": res1, "b": down, "out": output}, rows=rows.rows, cols="emb")
+    return b.build(name)
+
+
+_HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
+
+
+def _flash_attn() -> Part:
+    """Causal attention of a prompt's rows over the interleaved cache: 3 slots, 1 launch."""
+    b = PartBuilder()
+    q = b.slot("q", ("seq", "q_dim"), "input", buffer="q_roped")
+    kv = _interleaved(b, "input")
+    out = b.slot("attn_out", ("seq", "q_dim"), "output")
+    b.launch("flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", pos="pos", **_HEADS)
+    return b.build("flash_attn")
+
+
+def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
+    """Slots of new queries, and of the keys and values that go into a cache."""
+    q = b.slot("q", rows.act("q_dim"), "input", buffer="q_roped")
+    k = b.slot("k", rows.act("kv_dim"), "input", buffer="k_roped")
+    return q, {"k": k, "v": b.slot("v", rows.act("kv_dim"), "input")}
+
+
+def _attend_panels(name: str, rows: _Rows, kernel: str, **scalars: Dim) -> Part:
+    """Append new rows of K and V to a cache in panels, which the host's attention streams, then attend over it."""
+    b = PartBuilder()
+    q, new = _new_rows(b, rows)
+    block = ("kv_blocks", "kv_heads", "kv_block_positions")
+    cache = {
+        f"{which}_panels": b.slot(
+            f"{which}_cache", (*block, width), "output", buffer=f"{which}_cache.{{layer}}", keeps=True
+        )
+        for which, width in (("k", "head_dim"), ("v", "padded_head_dim"))
+    }
+    out = b.slot("attn_out", rows.act("q_dim"), "output")
+    b.launch("append_kv_panels", new | cache, rows=rows.rows, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
+    b.launch(kernel, {"q": q, **cache, "out": out}, pos="pos", **_HEADS, **scalars)
+    return b.build(name)
+
+
+def _decode_attn_kv() -> Part:
+    """Append the newest K and V to the interleaved cache, then attend over it."""
+    b = PartBuilder()
+    q, new = _new_rows(b, _TOKEN)
+    kv = _interleaved(b, "output")
+    out = b.slot("attn_out", ("q_dim",), "output")
+    b.launch("append_kv", {**new, "kv": kv}, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
+    b.launch("decode_attention_kv", {"q": q, "kv": kv, "out": out}, pos="pos", **_HEADS)
+    return b.build("decode_attn_kv")
+
+
+def _embed(name: str, kernel: str) -> Part:
+    b = PartBuilder()
+    args = {
+        "tokens": b.slot("tokens", ("seq",), "input", format="i32"),
+        "weight": b.slot("w_embed", VOCABULARY, "weight", buffer=EMBED),
+        "out": b.slot("x", ("seq", "emb"), "output", buffer="x.{turn}"),
+    }
+    b.launch(kernel, args, rows="seq", cols="emb", vocab="vocab")
+    return b.build(name)
+
+
+def _final_norm() -> Part:
+    """The last RMS norm, of the one row whose logits are wanted."""
+    b = PartBuilder()
+    args = {
+        "x": b.slot("x", ("emb",), "input", buffer="x.{turn}@last"),
+        "weight": b.slot("final_norm_w", ("emb",), "weight", buffer="model.norm.weight"),
+        "out": b.slot("normed", ("emb",), "output", buffer="final_normed"),
+    }
+    b.launch("rms_norm", args, rows=1, cols="emb", eps="eps")
+    return b.build("final_norm")
+
+
+def _lm_head(name: str, kernel: str) -> Part:
+    """Vocabulary projection of one normed row. Logits stay f32: rounding them to bf16 makes ties."""
+    b = PartBuilder()
+    args = {
+        "x": b.slot("x", ("emb",), "input", buffer="final_normed"),
+        "weight": b.slot("w_vocab", VOCABULARY, "weight", buffer="{head}"),
+        "out": b.slot("logits", ("vocab",), "output", format="f32"),
+    }
+    b.launch(kernel, args, out_cols="vocab", cols="emb")
+    return b.build(name)
+
+
+PARTS: dict[str, Callable[[], Part]] = {
+    "embed_tokens": lambda: _embed("embed_tokens", "embed"),
+    "embed_token_rows": lambda: _embed("embed_token_rows", "embed_rows"),
+    "rms_gemms_rope": lambda: _norm_qkv_rope("rms_gemms_rope", _PROMPT),
+    "rms_gemms_rope_kv": lambda: _norm_qkv_rope("rms_gemms_rope_kv", _PROMPT, interleave=True),
+    "rms_gemv_rope": lambda: _norm_qkv_rope("rms_gemv_rope", _TOKEN),
+    "flash_attn": _flash_attn,
+    "flash_attn_panels": lambda: _attend_panels("flash_attn_panels", _PROMPT, "flash_attention_panels", seq="seq"),
+    "decode_attn_panels": lambda: _attend_panels("decode_attn_panels", _TOKEN, "decode_attention_panels"),
+    "decode_attn_kv": _decode_attn_kv,
+    "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),
+    "o_gemv_ffn": lambda: _o_ffn("o_gemv_ffn", _TOKEN),
+    "final_norm": _final_norm,
+    "lm_head_gemv": lambda: _lm_head("lm_head_gemv", "gemv_f32"),
+    # Where the vocabulary matrix lies in rows, the host's.
+    "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
+}

@@ -1,0 +1,143 @@
+"""Derives buffers and plans from a grouping and a model's dimensions, for every target.
+
+A plan is a list of calls, each a program and the buffer bound to each of its slots. Naming is the mechanism: two calls
+that name one buffer share it, so results stay where the next call reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stages.engine.files import write_json
+from stages.kernels import HOST_SET
+from stages.model import families
+from stages.model.buffers import Buffer
+from stages.model.config import Config
+from stages.model.families import read_config
+from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs
+from stages.model.parts import Dim, Slot
+from stages.weights.formats import formats
+
+PREFILL_ROWS = 512
+"""Rows of a prefill call where rows are known at run time only; longer prompts run in such chunks against the cache.
+
+Large enough that reading the weights once per chunk is a few percent of the arithmetic, small enough that activations
+stay a few percent of the weights.
+"""
+
+PLAN = Path("build/plan.json")
+PACKING = Path("build/packing.json")
+"""Of the plan, what packing reads: weights and tables."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """`buffers`: a reference per slot: `name`, `name@pos` (from the row of the first position on) or `name@last` (the
+    last row). `layer`: from 0, where the call belongs to one."""
+
+    program: str
+    buffers: list[str]
+    layer: int | None = None
+
+
+@dataclass
+class Plan:
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    phases: dict[str, list[Call]] = field(default_factory=dict)
+
+
+def write_plan(directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int]) -> None:
+    """Step action: the plan of the configuration in the artifact `directory`, as JSON."""
+    plan = make_plan(read_config(directory / "build/config.json"), grouping, kernel_set, buckets)
+    write_json(work / PLAN, asdict(plan))
+    write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
+
+
+def make_plan(config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int] = ()) -> Plan:
+    """`kernel_set`: whose layouts device programs read. `buckets`: row counts of static programs; none: any number.
+
+    Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`.
+    TypeError where programs want one buffer in ways that exclude each other.
+    """
+    return _Planner(config, grouping, kernel_set, buckets).plan()
+
+
+class _Planner:
+    """With buckets, buffers are as long as the longest: positions past the model's context are only ever padding."""
+
+    def __init__(self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int]) -> None:
+        self.config, self.grouping, self.kernel_set = config, grouping, kernel_set
+        self.buckets = sorted(buckets)
+        family = families.of(config)
+        self.family, self.head = family.model_type, family.head(config)
+        self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets)}
+        self.prompts = {group.name for group in grouping.groups if group.prompt}
+        longest = self.buckets[-1] if buckets else 0
+        self.dimensions: Mapping[str, float] = config.dimensions() | {
+            "max_seq": max(config.max_seq, longest),
+            "seq": longest or min(PREFILL_ROWS, config.max_seq),
+        }
+        self.made = Plan()
+
+    def plan(self) -> Plan:
+        phases, prompt = self.made.phases, self.grouping.prompt
+        for bucket in self.buckets:
+            phases[f"prefill@{bucket}"] = list(self._calls(prompt, bucket))
+        if not self.buckets:
+            phases["prefill_chunk"] = list(self._calls(Chain(prompt.start, prompt.layer, ())))
+            phases["prefill"] = list(self._calls(prompt))
+        phases["decode"] = list(self._calls(self.grouping.token))
+        return self.made
+
+    def _calls(self, chain: Chain, bucket: int | None = None) -> Iterator[Call]:
+        for group, placed in cover(chained(self.family, chain, self.config.layers), self.grouping.groups):
+            entry = group.name if group else placed[0].part.name
+            program = self.programs[entry, bucket if entry in self.prompts else None]
+            layer = placed[0].layer if placed[0].inside else None
+            yield Call(program.name, self._bind(program, placed, bucket), layer)
+
+    def _bind(self, program: Program, placed: Sequence[Placed], bucket: int | None) -> list[str]:
+        references: dict[str, str] = {}
+        for at, wired in zip(placed, program.wiring, strict=True):
+            for slot in at.part.slots:
+                reference = self._reference(program, at.reference(slot, self.head), slot)
+                self._need(program, at, slot, reference, bucket)
+                references.setdefault(wired[slot.name], reference)
+        return [references[slot.name] for slot in program.slots]
+
+    def _reference(self, program: Program, reference: str, slot: Slot) -> str:
+        """Static programs get the table's rows of their positions, so that no position is compiled in."""
+        static = bool(self.buckets) and not program.host
+        return f"{reference}@pos" if static and slot.role == "table" else reference
+
+    def _need(self, program: Program, at: Placed, slot: Slot, reference: str, bucket: int | None) -> None:
+        """Add a buffer, or hold it against what other calls need of it."""
+        name, _, view = reference.partition("@")
+        layout = at.part.layout_of(slot.name, HOST_SET if program.host else self.kernel_set)
+        new = self._described(slot, layout, view, bucket)
+        old = self.made.buffers.setdefault(name, new)
+        if (old.kind, old.format) != (new.kind, new.format):
+            raise TypeError(f"buffer {name}: {at.part.name}.{slot.name} needs {new}, it is {old}")
+        if new.packed:
+            try:
+                old.layout = formats()[old.format].common_layout(old.layout, new.layout)
+            except ValueError as error:
+                raise TypeError(f"buffer {name}: {at.part.name}.{slot.name}: {error}") from None
+        elif math.prod(new.shape) > math.prod(old.shape):
+            old.shape = new.shape
+
+    def _described(self, slot: Slot, layout: str, view: str, bucket: int | None) -> Buffer:
+        if slot.keeps or slot.role in ("weight", "table"):
+            kind = "cache" if slot.keeps else slot.role
+            return Buffer(kind, slot.format, self._sizes(slot.shape, None), layout)
+        shape: tuple[Dim, ...] = ("seq", *slot.shape[-1:]) if view else slot.shape
+        stored = formats()[slot.format].packed_shape(self._sizes(shape, bucket), layout)
+        return Buffer("activation", slot.format, stored)
+
+    def _sizes(self, shape: Sequence[Dim], bucket: int | None) -> tuple[int, ...]:
+        known: dict[str, Any] = {**self.dimensions, **({"seq": bucket} if bucket else {})}
+        return tuple(int(known[dim]) if isinstance(dim, str) else dim for dim in shape)

@@ -1,0 +1,28 @@
+"""Target `cpu`: native shared objects, AVX512-BF16, AVX2 or portable code chosen at run time.
+
+Each device part is a program of its own, which fuses its launches where the host's kernels can.
+"""
+
+from stages.model.grouping import Chain, Group, Grouping
+from stages.targets import Target
+
+_ENDS = {"start": ("embed_tokens",), "end": ("final_norm", "lm_head_gemv")}
+_PROMPT = ("rms_gemms_rope", "flash_attn_panels", "o_ffn")
+_TOKEN = ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn")
+_DEVICE = (*_PROMPT, "rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")
+
+TARGET = Target(
+    name="cpu",
+    device="cpu",
+    kernel_set="cpu",
+    static=False,
+    groupings={
+        "separate": Grouping(
+            Chain(layer=_PROMPT, **_ENDS),
+            Chain(layer=_TOKEN, **_ENDS),
+            tuple(Group(name, (name,)) for name in _DEVICE),
+        )
+    },
+    default_grouping="separate",
+    suits=lambda model: True,
+)

@@ -1,0 +1,55 @@
+"""Joins neighbouring launches of a part that the host kernels can do in one pass over memory.
+
+The joined kernels round where the separate ones do, so no bit of a result changes. What was between them is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stages.kernels import kernels
+from stages.model.parts import Launch, Part
+
+_PRODUCTS = ("gemm", "gemv")
+
+
+def fuse(part: Part) -> tuple[Launch, ...]:
+    """The part's launches with projections joined to the residual add or the activation that alone reads them."""
+    launches, joined = list(part.launches), []
+    while launches:
+        count, launch = _swiglu(part, launches) or _residual(part, launches) or (1, launches[0])
+        joined.append(launch)
+        del launches[:count]
+    return tuple(joined)
+
+
+def _swiglu(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None:
+    """Gate and up projections of one input, and the activation of both."""
+    match launches[:3]:
+        case [gate, up, silu] if _names(gate, up, silu) in [(p, p, "silu_and_mul") for p in _PRODUCTS]:
+            both = (gate.args["out"], up.args["out"])
+            same = gate.args["x"] == up.args["x"] and gate.scalars == up.scalars
+            if same and both == (silu.args["gate"], silu.args["up"]) and _only_here(part, both):
+                args = {"x": gate.args["x"], "gate": gate.args["weight"], "up": up.args["weight"]}
+                return 3, Launch(kernels()[f"{gate.kernel.name}_silu"], args | {"out": silu.args["out"]}, gate.scalars)
+    return None
+
+
+def _residual(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None:
+    """A projection and the residual added to it."""
+    match launches[:2]:
+        case [product, add] if _names(product, add) in [(p, "add") for p in _PRODUCTS]:
+            if product.args["out"] == add.args["b"] and _only_here(part, (add.args["b"],)):
+                args = {**product.args, "residual": add.args["a"], "out": add.args["out"]}
+                return 2, Launch(kernels()[f"{product.kernel.name}_add"], args, product.scalars)
+    return None
+
+
+def _names(*launches: Launch) -> tuple[str, ...]:
+    return tuple(launch.kernel.name for launch in launches)
+
+
+def _only_here(part: Part, slots: Sequence[str]) -> bool:
+    """Nothing but the one reader sees these slots."""
+    readers = [slot for launch in part.launches for slot in launch.reads()]
+    return all(part.slot(slot).role == "scratch" and readers.count(slot) == 1 for slot in slots)

@@ -1,0 +1,116 @@
+"""Parts -> the C++ source of a library: for each an entry point that calls its kernels in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.engine.files import write_json
+from stages.kernels import HOST_SET, Arg
+from stages.model.families import read_config
+from stages.model.grouping import Program
+from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
+from stages.targets.cpu.fusion import fuse
+from stages.targets.cpu.prototypes import prototypes
+from stages.weights.formats import DTYPES, formats
+
+SUFFIX = ".cc"
+
+_SUPPORT = ("peaks", "team")
+"""Sources of the library of host programs that are not kernels: the machine's speed limits and the thread team."""
+
+
+def fingerprint() -> None:
+    """The text depends on nothing but this project's code."""
+
+
+def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `write_module` takes for a library of these programs."""
+    return {"parts": [program.entry for program in programs], "support": _support(programs)}
+
+
+def sources(programs: Sequence[Program]) -> list[str]:
+    """C++ sources that a library of these programs links."""
+    return _sources((part for program in programs for part in program.parts), _support(programs))
+
+
+def _support(programs: Sequence[Program]) -> list[str]:
+    return list(_SUPPORT) if any(program.host for program in programs) else []
+
+
+def _sources(parts: Iterable[Part], support: Sequence[str]) -> list[str]:
+    stems = {launch.kernel.source for part in parts for launch in fuse(part)}
+    return [f"{HOST_SET}/{stem}" for stem in sorted({*stems, *support})]
+
+
+def write_module(directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str]) -> None:
+    """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
+    else its build and the manifest need to know, as JSON."""
+    config = read_config(directory / "build/config.json")
+    dimensions = config.dimensions()
+    found = [part(config.family, name) for name in parts]
+    path = work / "build/modules" / f"{library}{SUFFIX}"
+    path.parent.mkdir(parents=True)
+    path.write_text(cpu_source(found, dimensions))
+    description = {
+        "programs": {part.name: {"slots": described_slots(part, dimensions)} for part in found},
+        "objects": {f"{Path(source).name}.o": [source] for source in _sources(found, support)},
+    }
+    write_json(path.with_suffix(".json"), description)
+
+
+def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Slots as the manifest has them. Dimensions are numbers but for `seq` and `max_seq`, which say what a call touches
+    of a longer buffer."""
+    known = {name: int(size) for name, size in dimensions.items() if name != "max_seq"}
+    described = []
+    for slot in part.slots:
+        stored = formats()[slot.format]
+        shape = [known.get(dim, dim) if isinstance(dim, str) else dim for dim in slot.shape]
+        if all(isinstance(dim, int) for dim in shape):
+            shape = list(stored.packed_shape(tuple(shape), part.layout_of(slot.name, HOST_SET)))  # type: ignore[arg-type]
+        described.append({"name": slot.name, "shape": shape, "role": slot.role, "dtype": stored.dtype})
+    return described
+
+
+def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float]) -> str:
+    """A translation unit with the entry points of one or more parts."""
+    called = {launch.kernel.name: launch.kernel for part in parts for launch in fuse(part)}
+    declared = prototypes(called[name] for name in sorted(called))
+    return declared + "\n" + "\n".join(_glue(part, dimensions) for part in parts)
+
+
+def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
+    """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it."""
+    index = {slot.name: i for i, slot in enumerate(part.slots)}
+    lines = [f'extern "C" void {part.name}(void *const *slots, const Dims *dims, Worker *worker) {{']
+    written: set[str] = set()
+    read: set[str] = set()
+    for launch in fuse(part):
+        if launch.reads() & written or launch.writes() & (written | read):
+            lines.append("  worker->barrier();")
+            written, read = set(), set()
+        lines.append(f"  {_kernel_call(launch, index, dimensions)}")
+        written |= launch.writes()
+        read |= launch.reads()
+    return "\n".join([*lines, "}", ""])
+
+
+def _kernel_call(launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
+    tensors = [_tensor(arg, index[launch.args[arg.name]]) for arg in launch.kernel.args]
+    scalars = [_scalar(launch.scalars[param.name], dimensions) for param in launch.kernel.params]
+    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, '*worker'])});"
+
+
+def _tensor(arg: Arg, slot: int) -> str:
+    const = "" if arg.written else "const "
+    return f"static_cast<{const}{DTYPES[formats()[arg.format].dtype].c} *>(slots[{slot}])"
+
+
+def _scalar(value: Dim | float, dimensions: Mapping[str, float]) -> str:
+    if isinstance(value, str):
+        if value in RUNTIME_SCALARS:
+            return f"dims->{value}"
+        value = dimensions[value]
+    return f"{value!r}f" if isinstance(value, float) else str(value)

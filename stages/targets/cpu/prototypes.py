@@ -1,0 +1,34 @@
+"""C++ declarations of host kernels, derived from their signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stages.kernels import Arg, Kernel, Param
+from stages.weights.formats import DTYPES, formats
+
+_SCALARS = {"int64": "int64_t", "float": "float"}
+
+
+def prototypes(kernels: Iterable[Kernel]) -> str:
+    """C++ that declares `kernels` and the types that they take.
+
+    Generated code begins with it. A kernel's own source is compiled behind it (`-include`), so that a definition whose
+    types are not those of the signature does not compile.
+    """
+    return "\n".join(['#include "kernel.h"', "", *map(_prototype, kernels), ""])
+
+
+def tensor_type(arg: Arg) -> str:
+    """C++ type of a pointer to the elements as they are stored."""
+    return f"{'' if arg.written else 'const '}{DTYPES[formats()[arg.format].dtype].c} *"
+
+
+def scalar_type(param: Param) -> str:
+    return _SCALARS[param.kind]
+
+
+def _prototype(kernel: Kernel) -> str:
+    tensors = (f"{tensor_type(arg)}{arg.name}" for arg in kernel.args)
+    scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.params)
+    return f"KERNEL void {kernel.name}({', '.join([*tensors, *scalars, 'Worker &worker'])});"

@@ -1,0 +1,55 @@
+"""The C++ compiler of this machine, its options for kernels, and its version, so that a changed one rebuilds what it
+made."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+
+from llama_npu2.errors import UserError
+from stages.engine.places import KERNELS
+from stages.weights.constants import macros
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", *macros())
+INCLUDE = f"-I{KERNELS / 'cpu'}"
+
+
+@functools.cache
+def host_compiler() -> tuple[str, ...] | None:
+    """Command of the host C++ compiler: `CXX`, then the system's, then the `ziglang` wheel; None if there is none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen:
+        return tuple(chosen) if shutil.which(chosen[0]) else None
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    return None
+
+
+def need_host_compiler() -> tuple[str, ...]:
+    """The host compiler, or UserError that says how to get one."""
+    chosen = os.environ.get("CXX")
+    if chosen and not shutil.which(shlex.split(chosen)[0]):
+        raise UserError(f"CXX={chosen}: no such program on PATH: set CXX to a C++ compiler or unset it")
+    command = host_compiler()
+    if command is None:
+        raise UserError("no C++ compiler found: install one (apt install g++), set CXX, or `pip install ziglang`")
+    return command
+
+
+@functools.cache
+def host_compiler_fingerprint() -> str | None:
+    """Version line of the host compiler and the machine it compiles for; None without a compiler."""
+    command = host_compiler()
+    if command is None:
+        return None
+    run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return f"{(run.stdout or run.stderr).partition(chr(10))[0].strip()} for {platform.machine()}"

@@ -1,0 +1,21 @@
+"""Target `npu2`: the NPU of Strix, Strix Halo and Krackan, programmed with MLIR-AIR and Peano, run through XRT.
+
+Prompts keep K and V interleaved by head in one buffer, so that attention needs one stream per column; the host attends
+for a token. Shapes are fixed, so a prompt's programs come in buckets.
+"""
+
+from stages.targets import Target
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.toolchain import usable_here
+
+TARGET = Target(
+    name="npu2",
+    device="xrt",
+    kernel_set="aie2p",
+    static=True,
+    groupings=GROUPINGS,
+    default_grouping="fused",
+    foreign_tools=True,
+    suits=usable_here,
+    rank=1,
+)

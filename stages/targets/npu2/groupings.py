@@ -1,0 +1,34 @@
+"""How the NPU's programs are composed of parts."""
+
+from stages.model.grouping import Chain, Group, Grouping
+
+_START = ("embed_token_rows",)
+_PROMPT = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
+_TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
+_LOGITS = ("final_norm", "lm_head_gemv")
+
+GROUPINGS = {
+    # The six programs of mlir-air's example for Llama-3.2-1B (see `stages.model.families.llama`).
+    "separate": Grouping(
+        Chain(_START, _PROMPT, _LOGITS),
+        _TOKEN,
+        (
+            Group("rms_gemms_rope", ("rms_gemms_rope_kv",), prompt=True),
+            Group("flash_attn", ("flash_attn",), prompt=True),
+            Group("o_ffn", ("o_ffn",), prompt=True),
+            *(Group(name, (name,)) for name in ("rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")),
+        ),
+    ),
+    # A prompt takes one call per layer, all of one program, and the host makes its logits; a token takes layers + 1
+    # calls, because the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
+    "fused": Grouping(
+        Chain(_START, _PROMPT, ("final_norm", "lm_head_rows")),
+        _TOKEN,
+        (
+            Group("prefill_layer", _PROMPT, prompt=True),
+            Group("rms_gemv_rope", ("rms_gemv_rope",)),
+            Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
+            Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
+        ),
+    ),
+}

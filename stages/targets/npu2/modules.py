@@ -1,0 +1,146 @@
+"""Programs + a model's dimensions + a bucket -> MLIR-AIR modules. Kernels tile themselves; this wires them together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages import air
+from stages.engine.files import write_json
+from stages.kernels import Kernel, Tiling
+from stages.model.families import read_config
+from stages.model.grouping import Program
+from stages.model.grouping import programs as derive_programs
+from stages.targets.npu2.groupings import GROUPINGS
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Variant
+
+SUFFIX = ".mlir"
+BUCKETS = (128, 512, 2048)
+
+Dimensions = Mapping[str, int | float]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """xDSL prints the text."""
+    return f"xdsl {version('xdsl')}"
+
+
+def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `write_module` takes for a library of one program."""
+    (program,) = programs
+    chosen = {"grouping": options["grouping"], "entry": program.entry, "bucket": program.bucket}
+    # Products of a token are bound by memory, and stay exact.
+    return {**chosen, "bfp16": bool(options["bfp16"] and program.bucket)}
+
+
+def sources(programs: Sequence[Program]) -> list[str]:
+    """C++ sources of the tile functions that these programs call."""
+    parts = [part for program in programs for part in program.parts]
+    return sorted({f"aie2p/{launch.kernel.source}" for part in parts for launch in part.launches})
+
+
+def write_module(
+    directory: Path, library: str, work: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool
+) -> None:
+    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, as JSON."""
+    module = _module(directory, grouping, entry, bucket, bfp16)
+    path = work / "build/modules" / f"{library}{SUFFIX}"
+    path.parent.mkdir(parents=True)
+    path.write_text(module.text())
+    # A dot in the name is a bucket, not a suffix.
+    write_json(path.with_suffix(".json"), description(library, module))
+
+
+def _module(directory: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool) -> Module:
+    config = read_config(directory / "build/config.json")
+    found = derive_programs(config.family, GROUPINGS[grouping], [bucket] if bucket else ())
+    program = next(p for p in found if p.entry == entry)
+    return build_module(program, config.dimensions(), bfp16=bfp16)
+
+
+def description(library: str, module: Module) -> dict[str, Any]:
+    """What lies beside the text."""
+    return {
+        "programs": {library: {"slots": module.described_slots()}},
+        "function": module.name,
+        "tilings": [str(tiling) for tiling in module.tilings],
+        "objects": {variant.object: [f"aie2p/{variant.stem}", *variant.flags()] for variant in module.variants},
+        "options": module.options,
+    }
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the compiler gets: a program, its operations, the kernel and tiling of every launch, options for `aircc`."""
+
+    program: Program
+    air: AirModule
+    kernels: tuple[Kernel, ...]
+    tilings: tuple[Tiling, ...]
+
+    @property
+    def name(self) -> str:
+        return self.program.entry
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Object variants to compile, sorted by object name."""
+        return sorted(self.air.variants, key=lambda variant: variant.object)
+
+    @property
+    def options(self) -> list[str]:
+        """For `aircc`: how many steps of a launch grid share the descriptors of a shim channel."""
+        steps = 2 if self.program.bucket else 16
+        return [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
+
+    def text(self) -> str:
+        return air.to_mlir(self.air.module)
+
+    def described_slots(self) -> list[dict[str, Any]]:
+        """Slots as the manifest has them: shape and dtype are those of the function's arguments."""
+        types = self.air.function.function_type.inputs
+        return [
+            {"name": slot.name, "shape": list(t.get_shape()), "role": slot.role, "dtype": str(t.element_type)}  # type: ignore[attr-defined]
+            for slot, t in zip(self.program.slots, types, strict=True)
+        ]
+
+
+def build_module(program: Program, dimensions: Dimensions, pos: int = 0, bfp16: bool = False) -> Module:
+    """The module of a program; its bucket's first row is at `pos`.
+
+    `dimensions`: of `Config.dimensions`. `bfp16`: see `stages.kernels.gemm.Tiling`. UserError names the hardware limit
+    that a shape breaks.
+    """
+    rows = program.bucket or 1
+    known = {**dimensions, "seq": rows, "max_seq": pos + rows, "pos": pos}
+    launches = list(_launches(program, known))
+    tilings = [_tile(kernel, {**sizes, "bfp16": bfp16}) for kernel, _, sizes in launches]
+    parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
+    stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
+    return Module(program, stitched, tuple(kernel for kernel, _, _ in launches), tuple(tilings))
+
+
+def _launches(program: Program, known: Dimensions) -> Iterator[tuple[Kernel, dict[str, str], dict[str, Any]]]:
+    """Kernel, its arguments' slots in the program, and its scalars as numbers."""
+    for part, wired in zip(program.parts, program.wiring, strict=True):
+        for launch in part.launches:
+            args = {arg: wired[slot] for arg, slot in launch.args.items()}
+            yield launch.kernel, args, {k: known[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+
+
+def _tile(kernel: Kernel, sizes: Mapping[str, Any]) -> Tiling:
+    if kernel.tiling is None:
+        raise TypeError(f"kernel {kernel.name} has no program for the array")
+    return kernel.tiling(sizes)
+
+
+def _program(kernel: Kernel, tiling: Tiling) -> AirModule:
+    assert kernel.program is not None
+    return kernel.program(tiling)

@@ -1,0 +1,59 @@
+"""Tile functions -> object files for the NPU's cores, by Peano."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from stages.engine.object_cache import CachedObject, cached_object
+from stages.engine.objects import compile_object, source_file, wanted
+from stages.engine.objects import write_objects as write
+from stages.engine.places import KERNELS
+from stages.targets.npu2.toolchain import aie_api, need_npu_tools, peano
+from stages.targets.npu2.toolchain import peano_fingerprint as fingerprint
+from stages.weights.constants import macros
+
+__all__ = ["FLAGS", "VARIANTS", "command_line", "compile_tile", "fingerprint", "write_objects"]
+
+VARIANTS = True
+FLAGS = (
+    "--target=aie2p-none-unknown-elf",
+    "-O2",
+    "-std=c++20",
+    "-DNDEBUG",
+    "-Wno-parentheses",
+    "-Wno-attributes",
+    "-Wno-macro-redefined",
+    "-Wno-empty-body",
+    *macros(),
+)
+
+
+def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
+    """Step action: the objects of one source that modules ask for. Returns the project's files that were read.
+
+    Raises UserError, which names every tool of the target that is missing.
+    """
+    if fingerprint() is None:
+        need_npu_tools()
+    return write(source, wanted(source, modules), partial(compile_tile, source, cache), work)
+
+
+def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str]) -> CachedObject:
+    """Object `name` of a source with `flags` (`Variant.flags()`), from `cache` if content, flags and compiler are known
+    there. Raises UserError."""
+    need_npu_tools("Peano", "AIE API headers")
+    path = source_file(source)
+    made_by = (fingerprint(), FLAGS, tuple(flags))
+    sources = [path, *sorted(path.parent.glob("*.h"))]
+    failed = f"{path.name} does not compile for the NPU as {name}"
+    make = partial(compile_object, command_line(flags), path, failed=failed)
+    return cached_object(cache, Path(name).stem, made_by, sources, make)
+
+
+def command_line(flags: Sequence[str]) -> list[str]:
+    """Peano's command for one object, but for source and output. The tools are there."""
+    compiler, headers = peano(), aie_api()
+    assert compiler and headers
+    return [str(compiler.path / "bin/clang++"), *FLAGS, f"-I{headers.path}", f"-I{KERNELS / 'aie2p'}", *flags]

@@ -1,0 +1,217 @@
+"""Finds the NPU's tools, driver and device, and names their versions, so that a changed tool rebuilds what it made."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from llama_npu2.errors import UserError
+from stages.targets.npu2.known_good import NPU1_DEVICE, NPU2_COLUMNS, NPU2_DEVICES
+
+# The NPU's tools
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tool on this machine: where, and what it calls itself."""
+
+    path: Path
+    version: str
+
+
+def _packages(*parts: str) -> Iterator[Path]:
+    """Places below the directories that Python packages are installed in: the tools come as wheels."""
+    for directory in map(Path, sys.path):
+        if (place := directory.joinpath(*parts)).exists():
+            yield place
+
+
+def _program(name: str, *package: str) -> Path | None:
+    """A program on PATH, else in the wheel's `bin`, which nothing puts on PATH."""
+    on_path = shutil.which(name)
+    return Path(on_path) if on_path else next(_packages(*package, "bin", name), None)
+
+
+def _version_line(program: Path) -> str:
+    """The line of `--version` that has a version in it, else the first."""
+    try:
+        run = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not start"
+    lines = [line.strip() for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+    return next((line for line in lines if re.search(r"\d\.\d|[0-9a-f]{7}", line)), lines[0] if lines else "no version")
+
+
+@functools.cache
+def peano() -> Found | None:
+    """Root of the Peano compiler: `PEANO_INSTALL_DIR`, else the `llvm-aie` wheel."""
+    chosen = os.environ.get("PEANO_INSTALL_DIR")
+    roots = [Path(chosen)] if chosen else list(_packages("llvm-aie"))
+    for root in roots:
+        if (root / "bin/clang++").exists():
+            return Found(root.resolve(), _version_line(root / "bin/clang++"))
+    return None
+
+
+@functools.cache
+def aircc() -> Found | None:
+    program = _program("aircc", "mlir_air")
+    return Found(program, _version_line(program)) if program else None
+
+
+@functools.cache
+def aiecc() -> Found | None:
+    program = _program("aiecc", "mlir_aie")
+    return Found(program, _version_line(program)) if program else None
+
+
+@functools.cache
+def aie_api() -> Found | None:
+    """Directory to include for `aie_api/aie.hpp`: `AIE_API_INCLUDE`, else beside aiecc, else the `mlir_aie` wheel."""
+    chosen = os.environ.get("AIE_API_INCLUDE")
+    driver = aiecc()
+    beside = [driver.path.resolve().parents[1] / "include"] if driver else []
+    for root in [Path(chosen)] if chosen else [*beside, *_packages("mlir_aie", "include")]:
+        if (root / "aie_api/aie.hpp").is_file():
+            return Found(root.resolve(), _headers_version(root / "aie_api"))
+    return None
+
+
+def _headers_version(directory: Path) -> str:
+    """The headers carry no version: a digest of their names and sizes tells two sets apart."""
+    files = sorted((p.relative_to(directory).as_posix(), p.stat().st_size) for p in directory.rglob("*.hpp"))
+    return f"{len(files)} headers, {xxhash.xxh3_64_hexdigest(repr(files).encode())[:8]}"
+
+
+NPU_TOOLS: dict[str, Callable[[], Found | None]] = {
+    "aircc": aircc,
+    "aiecc": aiecc,
+    "Peano": peano,
+    "AIE API headers": aie_api,
+}
+
+
+def need_npu_tools(*names: str) -> None:
+    """UserError, one line, if any of these (of `NPU_TOOLS`; none given: all) is missing."""
+    missing = [name for name in names or NPU_TOOLS if NPU_TOOLS[name]() is None]
+    if missing:
+        raise UserError(f"target npu2 needs {', '.join(missing)}, not found on this machine: see doit doctor")
+
+
+def npu_fingerprint() -> str | None:
+    """Version lines of the tools that make an NPU program; None if one is missing."""
+    found = [tool() for tool in NPU_TOOLS.values()]
+    return "; ".join(tool.version for tool in found if tool) if all(found) else None
+
+
+def peano_fingerprint() -> str | None:
+    """Version lines of what makes an object for the NPU; None if one is missing."""
+    compiler, headers = peano(), aie_api()
+    return f"{compiler.version}; {headers.version}" if compiler and headers else None
+
+
+# The NPU and what runs it
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Npu:
+    """An accelerator device node. `name` is empty if it is not an NPU that is known; `columns` 0 likewise."""
+
+    node: Path
+    name: str
+    columns: int
+    driver: str
+    firmware: str
+    usable: bool
+    """Whether this user may open it."""
+
+
+def npu(system: Path = Path("/")) -> Npu | None:
+    """The first device below `/dev/accel`, an NPU2 before any other."""
+    devices = [_npu(system, node) for node in sorted(system.glob("dev/accel/accel*"))]
+    return max(devices, key=lambda device: device.columns, default=None)
+
+
+def _npu(system: Path, node: Path) -> Npu:
+    about = system / "sys/class/accel" / node.name / "device"
+    device, revision = _read(about / "device") or "", _read(about / "revision") or ""
+    name = NPU2_DEVICES.get((device, revision), "")
+    driver = (about / "driver").resolve().name if (about / "driver").exists() else ""
+    version = _read(system / "sys/module" / driver / "version") if driver else None
+    return Npu(
+        node,
+        name or ("NPU of the first generation" if device == NPU1_DEVICE else ""),
+        NPU2_COLUMNS if name else 0,
+        f"{driver} {version or 'of the kernel'}".strip() if driver else "",
+        _read(about / "fw_version") or "",
+        os.access(node, os.R_OK | os.W_OK),
+    )
+
+
+@dataclass(frozen=True)
+class Pyxrt:
+    """XRT's Python bindings. `elf_contexts`: whether a context takes an ELF, which running needs."""
+
+    path: str
+    runlist: bool
+    elf_contexts: bool
+
+
+def pyxrt() -> Pyxrt | None:
+    try:
+        import pyxrt as bindings
+    except ImportError:
+        return None
+    context = getattr(bindings, "hw_context", None)
+    described = (getattr(context, "__init__", None) or context).__doc__ or ""
+    elf_contexts = hasattr(context, "add_config") or "elf" in described
+    return Pyxrt(getattr(bindings, "__file__", "") or "", hasattr(bindings, "runlist"), elf_contexts)
+
+
+def xrt_version(system: Path = Path("/")) -> str | None:
+    """Version of the installed XRT, by its own record or else by its tool."""
+    for directory in (os.environ.get("XILINX_XRT", ""), system / "opt/xilinx/xrt", system / "usr/share/xrt"):
+        record = _read(Path(directory) / "version.json") if directory else None
+        if record:
+            try:
+                return str(json.loads(record)["BUILD_VERSION"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    tool = shutil.which("xrt-smi")
+    found = re.search(r"\d+\.\d+[\d.]*", _version_line(Path(tool))) if tool else None
+    return found.group() if found else None
+
+
+def usable_here(model: Path) -> bool:
+    """Whether this machine has the NPU and either a model's artifacts for it, below `model`, or what builds them. Says
+    why not where there is an NPU."""
+    device = npu()
+    if device is None or not device.columns:
+        return False
+    if not device.usable:
+        reason = "this user may not open it"
+    elif pyxrt() is None:
+        reason = "XRT's pyxrt is not installed"
+    elif not (model / "npu2/manifest.json").is_file() and npu_fingerprint() is None:
+        reason = "there are no npu2 artifacts of this model and not all tools to build them"
+    else:
+        return True
+    print(f"an NPU is here, but {reason}: using target=cpu (see doit doctor)", file=sys.stderr)
+    return False

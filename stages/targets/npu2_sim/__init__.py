@@ -1,0 +1,19 @@
+"""Target `npu2-sim`: the NPU's own programs, the same MLIR and the same C++ tile functions, executed on the host.
+
+What the hardware would refuse is refused: memory sizes, channels, descriptors, alignment, queue depth.
+"""
+
+from llama_npu2.cpu_features import cpu_features
+from stages.targets import Target
+from stages.targets.npu2.groupings import GROUPINGS
+
+TARGET = Target(
+    name="npu2-sim",
+    device="sim",
+    kernel_set="aie2p",
+    static=True,
+    groupings=GROUPINGS,
+    default_grouping="fused",
+    # Tile functions are compiled for all that this CPU has.
+    machine=lambda: {"features": cpu_features()},
+)

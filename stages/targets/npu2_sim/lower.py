@@ -1,0 +1,353 @@
+"""Lowers an AIR module to host C++ that executes it: the launch grid, segments, herd tiles and every DMA as written.
+
+Reads only the MLIR. The result calls tile functions; its entry `NAME` has the signature of `ENTRY` below and its string
+`NAME_info` (JSON) says what the slots and launches are. A program the hardware would refuse is refused here, or by the
+entry in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from xdsl.dialects import arith, func, memref, scf
+from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
+from xdsl.ir import Block, BlockArgument, Operation, SSAValue
+
+from llama_npu2.errors import UserError
+from stages.air import analysis
+from stages.air.analysis import Side, buffer_bytes, element_bytes, name_of
+from stages.air.checks import check
+from stages.air.dialect import (
+    L1,
+    L2,
+    ChannelGetOp,
+    ChannelOp,
+    ChannelPutOp,
+    DmaMemcpyNdOp,
+    HerdOp,
+    HerdTerminatorOp,
+    LaunchOp,
+    LaunchTerminatorOp,
+    SegmentOp,
+    SegmentTerminatorOp,
+    constant_of,
+    memory_space,
+)
+
+ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
+"""`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
+filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
+
+FENCE_BYTES = 64
+
+_INTEGER_OPS = {
+    arith.AddiOp: "+",
+    arith.SubiOp: "-",
+    arith.MuliOp: "*",
+    arith.DivUIOp: "/",
+    arith.RemUIOp: "%",
+}
+_IGNORED = (scf.YieldOp, LaunchTerminatorOp, SegmentTerminatorOp, HerdTerminatorOp, func.ReturnOp, memref.DeallocOp)
+
+
+def lower(module: ModuleOp, ping_pong: bool = True) -> str:
+    """Host C++ of a module; refuses what `stages.air.check` refuses."""
+    module.verify()
+    check(module, ping_pong)
+    return _Lowering(module).source()
+
+
+def _c_type(kind: object) -> str:
+    return {"index": "int64_t", "i32": "int32_t", "f32": "float"}[str(kind)]
+
+
+@dataclass
+class _Lowering:
+    module: ModuleOp
+    lines: list[str] = field(default_factory=list)
+    names: dict[SSAValue, str] = field(default_factory=dict)
+    depth: int = 0
+    where: str = ""
+    patterns: int = 0
+    offsets: dict[SSAValue, int] = field(default_factory=dict)
+    herd: HerdOp | None = None
+
+    def source(self) -> str:
+        function = analysis.public_function(self.module)
+        name = function.sym_name.data
+        launches = analysis.launches(self.module)
+        self._emit("#include <device.hpp>", "", "using std::int32_t, std::int64_t;", "")
+        self._declare_tile_functions()
+        for channel in self._channels():
+            sizes = [n.value.data for part in (channel.size, channel.broadcast_shape) for n in part]
+            self._emit(f"static sim::Channel {channel.sym_name.data}({', '.join(map(str, sizes))});")
+        self._emit("", "static sim::Memory *l1, *l2;", "")
+        for index, launch in enumerate(launches):
+            self._launch(index, launch, function)
+        self._entry(name, function, launches)
+        return "\n".join(self.lines) + "\n"
+
+    # text
+
+    def _emit(self, *lines: str) -> None:
+        self.lines.extend("    " * self.depth + line if line else "" for line in lines)
+
+    def _name(self, value: SSAValue) -> str:
+        return self.names.setdefault(value, f"v{len(self.names)}")
+
+    # structure
+
+    def _channels(self) -> list[ChannelOp]:
+        return [op for op in self.module.body.block.ops if isinstance(op, ChannelOp)]
+
+    def _declare_tile_functions(self) -> None:
+        for op in self.module.body.block.ops:
+            if isinstance(op, func.FuncOp) and op.is_declaration:
+                if "llvm.emit_c_interface" not in op.attributes:
+                    raise UserError(f"{op.sym_name.data}: an external function needs llvm.emit_c_interface")
+                kinds = ["void *" if isinstance(t, MemRefType) else _c_type(t) for t in op.function_type.inputs]
+                self._emit(f'extern "C" void {op.sym_name.data}({", ".join(kinds)});')
+
+    def _launch(self, index: int, launch: LaunchOp, function: func.FuncOp) -> None:
+        name = function.sym_name.data
+        self._emit(
+            f"static void launch_{index}([[maybe_unused]] sim::Buffer *slots, [[maybe_unused]] sim::Launch &launch, "
+            "[[maybe_unused]] bool reverse) {"
+        )
+        self.depth += 1
+        self.where = f"{name} launch {index}"
+        slots = list(function.body.block.args)
+        for inner, outer in zip(launch.body_args, launch.args, strict=True):
+            if not (isinstance(outer, BlockArgument) and outer in slots):
+                raise UserError(f"{self.where}: takes a value that is not an argument of the function")
+            self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(inner)} = slots[{slots.index(outer)}];")
+        with_grid = self._grid(launch, launch.shape())
+        self._block(launch.body.block)
+        self._close(with_grid)
+        used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
+        if used:
+            self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
+        self.depth -= 1
+        self._emit("}", "")
+
+    def _grid(self, op: LaunchOp | HerdOp, shape: Sequence[int]) -> int:
+        """Open a loop per dimension, the first dimension innermost."""
+        for axis, size in reversed(list(enumerate(shape))):
+            position = self._name(op.ids[axis])
+            self._emit(f"for (int64_t i_{position} = 0; i_{position} < {size}; ++i_{position}) {{")
+            self.depth += 1
+            self._emit(f"[[maybe_unused]] const int64_t {position} = sim::step(i_{position}, {size}, reverse);")
+        for value, size in zip(op.size_args, shape, strict=True):
+            self._emit(f"[[maybe_unused]] const int64_t {self._name(value)} = {size};")
+        return len(shape)
+
+    def _close(self, count: int) -> None:
+        for _ in range(count):
+            self.depth -= 1
+            self._emit("}")
+
+    def _entry(self, name: str, function: func.FuncOp, launches: list[LaunchOp]) -> None:
+        args = function.body.block.args
+        if not all(isinstance(a.type, MemRefType) for a in args):
+            raise UserError(f"{name}: every argument of a program is a memref")
+        info = {
+            "name": name,
+            "slots": [{"name": a.name_hint or f"arg{i}", "bytes": buffer_bytes(a)} for i, a in enumerate(args)],
+            "launches": [{"name": _launch_name(launch)} for launch in launches],
+        }
+        l1_bytes, l2_bytes = self._arena(L1), self._arena(L2)
+        width = 2 + 2 * len(args)
+        buffers = ", ".join(
+            f"{{static_cast<uint8_t *>(slots[{i}]), {buffer_bytes(a)}, {i}}}" for i, a in enumerate(args)
+        )
+        self._emit(
+            "static void program(void **slots, int64_t *counters, bool reverse) {",
+            f"    sim::Memory tile({l1_bytes}), memory({l2_bytes});",
+            "    l1 = &tile, l2 = &memory;",
+            *(f"    {channel.sym_name.data}.clear();" for channel in self._channels()),
+            f"    sim::Buffer buffers[] = {{{buffers}}};",
+            "    sim::Launch launch;",
+        )
+        for index in range(len(launches)):
+            at = f"counters + {index * width}"
+            self._emit(f"    launch = {{{at}, {at} + 1, {at} + 2}};", f"    launch_{index}(buffers, launch, reverse);")
+        self._emit(
+            "}",
+            "",
+            f'extern "C" const char {name}_info[] = {json.dumps(json.dumps(info))};',
+            "",
+            f'extern "C" {ENTRY.replace("NAME", name)} {{',
+            "    return sim::guarded(program, slots, counters, reverse != 0, error, error_bytes);",
+            "}",
+        )
+
+    def _arena(self, space: int) -> int:
+        ends = [self.offsets[v] + buffer_bytes(v) for v in self.offsets if memory_space(v.type) == space]
+        return max(ends, default=0) + FENCE_BYTES
+
+    # operations
+
+    def _block(self, block: Block) -> None:
+        for op in block.ops:
+            self._op(op)
+
+    def _op(self, op: Operation) -> None:
+        if isinstance(op, _IGNORED):
+            return
+        if isinstance(op, SegmentOp | HerdOp):
+            self._level(op)
+        elif isinstance(op, scf.ForOp):
+            self._loop(op)
+        elif isinstance(op, memref.AllocOp):
+            self._alloc(op)
+        elif isinstance(op, DmaMemcpyNdOp):
+            self._dma(op)
+        elif isinstance(op, ChannelPutOp | ChannelGetOp):
+            self._channel_end(op)
+        elif isinstance(op, func.CallOp):
+            self._call(op)
+        else:
+            self._scalar(op)
+
+    def _level(self, op: SegmentOp | HerdOp) -> None:
+        outer = self.where
+        self.where = f"{outer} {name_of(op, op.name)}"
+        self._place(op, L2 if isinstance(op, SegmentOp) else L1)
+        self._emit("{")
+        self.depth += 1
+        for inner, value in zip(op.body_args, op.args, strict=True):
+            kind = "sim::Buffer" if isinstance(inner.type, MemRefType) else _c_type(inner.type)
+            self._emit(f"[[maybe_unused]] const {kind} {self._name(inner)} = {self._name(value)};")
+        loops = 0
+        if isinstance(op, HerdOp):
+            self.herd = op
+            loops = self._grid(op, op.shape())
+            self._emit("sim::start_core();")
+        self._block(op.body.block)
+        self._close(loops)
+        if isinstance(op, HerdOp):
+            self.herd = None
+        self.depth -= 1
+        self._emit("}")
+        self.where = outer
+
+    def _place(self, op: SegmentOp | HerdOp, space: int) -> None:
+        """Fixed, fenced places for the buffers of one memory, as the hardware has them."""
+        at = 0
+        for value in analysis.allocations(op, space):
+            self.offsets[value] = at
+            at += -(-(buffer_bytes(value) + FENCE_BYTES) // FENCE_BYTES) * FENCE_BYTES
+
+    def _loop(self, op: scf.ForOp) -> None:
+        if op.iter_args:
+            raise UserError(f"{self.where}: loops carry no values on the NPU")
+        low, high, step = (self._name(v) for v in (op.lb, op.ub, op.step))
+        index = self._name(op.body.block.args[0])
+        self._emit(f"for (int64_t {index} = {low}; {index} < {high}; {index} += {step}) {{")
+        self.depth += 1
+        self._block(op.body.block)
+        self._close(1)
+
+    def _alloc(self, op: memref.AllocOp) -> None:
+        value = op.results[0]
+        if value not in self.offsets:
+            raise UserError(f"{self.where}: allocates memory space {memory_space(value.type)}, which it does not own")
+        memory = "l1" if memory_space(value.type) == L1 else "l2"
+        place = f"{memory}->claim({self.offsets[value]}, {buffer_bytes(value)})"
+        self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(value)} = {place};")
+
+    def _dma(self, op: DmaMemcpyNdOp) -> None:
+        dst, src = analysis.sides(op, self.where)
+        run = math.gcd(dst.run, src.run)
+        names = [self._pattern(side, run) for side in (dst, src)]
+        to, source = (
+            f"{self._name(side.value)}, {self._start(side)}, {name}"
+            for side, name in zip((dst, src), names, strict=True)
+        )
+        self._emit(
+            f"sim::where = {json.dumps(self.where)};",
+            f"sim::dma(launch, {to},",
+            f"         {source}, {dst.bytes // run}, {run}, {self._counted(dst, src)});",
+        )
+
+    def _channel_end(self, op: ChannelPutOp | ChannelGetOp) -> None:
+        side = analysis.end(op, self.where)
+        name, way = op.chan_name.string_value(), "put" if isinstance(op, ChannelPutOp) else "get"
+        x, y = (self._name(index) for index in op.indices)
+        pattern = self._pattern(side, side.run)
+        self._emit(
+            f"sim::where = {json.dumps(f'{self.where} channel {name}')};",
+            f"{name}.{way}({x}, {y}, {self._name(side.value)}, {self._start(side)}, {pattern}, "
+            f"{side.bytes // side.run}, {side.run});",
+        )
+
+    def _pattern(self, side: Side, run: int) -> str:
+        size = element_bytes(side.kind)
+        dims = [(n, stride * size) for n, stride in side.dims]
+        if side.run > run:
+            dims[-1:] = [(side.run // run, run)]
+        elif side.run == run and side.dims[-1][1] == 1:
+            dims.pop()
+        name = f"p{self.patterns}"
+        self.patterns += 1
+        numbers = [", ".join(str(d[i]) for d in dims) for i in (0, 1)]
+        self._emit(f"static constexpr sim::Pattern {name} = {{{len(dims)}, {{{numbers[0]}}}, {{{numbers[1]}}}}};")
+        return name
+
+    def _start(self, side: Side) -> str:
+        terms = [f"{self._name(o)} * {s}" for o, s in zip(side.offsets, side.strides, strict=True)]
+        return f"{element_bytes(side.kind)} * ({' + '.join(terms) or '0'})"
+
+    def _counted(self, dst: Side, src: Side) -> str:
+        """A read that does not depend on a tile coordinate is one broadcast stream: counted at the first such tile."""
+        if self.herd is None or dst.space != L1:
+            return "true"
+        idle = [i for axis, i in enumerate(self.herd.ids) if axis not in src.axes()]
+        return " && ".join(f"{self._name(i)} == 0" for i in idle) or "true"
+
+    def _call(self, op: func.CallOp) -> None:
+        if self.herd is None:
+            raise UserError(f"{self.where}: calls {op.callee.string_value()} outside a herd")
+        callee = op.callee.string_value()
+        self._check_link(callee)
+        buffers = [self._name(a) for a in op.arguments if isinstance(a.type, MemRefType)]
+        values = [f"{self._name(a)}.data" if isinstance(a.type, MemRefType) else self._name(a) for a in op.arguments]
+        self._emit(
+            f"sim::where = {json.dumps(f'{self.where} {callee}')};",
+            f"{callee}({', '.join(values)});",
+            f"sim::called(launch, {{{', '.join(buffers)}}});",
+        )
+
+    def _check_link(self, callee: str) -> None:
+        """A core runs one object: the herd must link the one that the function is declared in."""
+        assert self.herd is not None
+        found = [
+            op.attributes.get("link_with")
+            for op in self.module.body.block.ops
+            if isinstance(op, func.FuncOp) and op.sym_name.data == callee
+        ]
+        if not found or not isinstance(found[0], StringAttr) or found[0] != self.herd.link_with:
+            raise UserError(f"{self.where}: calls {callee}, which is not in the herd's object {self.herd.link_with}")
+
+    def _scalar(self, op: Operation) -> None:
+        if isinstance(op, arith.ConstantOp):
+            value = op.value
+            assert isinstance(value, IntegerAttr | FloatAttr)
+            text = f"{value.value.data!r}f" if isinstance(value, FloatAttr) else str(constant_of(op.result))
+        elif type(op) in _INTEGER_OPS:
+            text = f"{self._name(op.operands[0])} {_INTEGER_OPS[type(op)]} {self._name(op.operands[1])}"
+        elif isinstance(op, arith.IndexCastOp):
+            text = f"static_cast<{_c_type(op.result.type)}>({self._name(op.input)})"
+        else:
+            raise UserError(f"{self.where}: the simulator does not know {op.name}")
+        kind = _c_type(op.results[0].type)
+        self._emit(f"[[maybe_unused]] const {kind} {self._name(op.results[0])} = {text};")
+
+
+def _launch_name(launch: LaunchOp) -> str:
+    return next(
+        (name_of(op, "") for op in launch.walk() if isinstance(op, SegmentOp | HerdOp) and op.sym_name), "launch"
+    )

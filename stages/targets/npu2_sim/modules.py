@@ -1,0 +1,29 @@
+"""The NPU's own modules. Every simulated program also links what it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.engine.files import read_json, write_json
+from stages.model.grouping import Program
+from stages.targets.npu2 import modules as npu2
+from stages.targets.npu2.modules import SUFFIX, arguments, fingerprint
+
+__all__ = ["SUFFIX", "arguments", "fingerprint", "sources", "write_module"]
+
+DEVICE = "sim/device"
+
+
+def sources(programs: Sequence[Program]) -> list[str]:
+    """C++ sources that a library of these programs links."""
+    return [*npu2.sources(programs), DEVICE]
+
+
+def write_module(directory: Path, library: str, work: Path, **arguments: Any) -> None:
+    """Step action: as `stages.targets.npu2.modules.write_module`."""
+    npu2.write_module(directory, library, work, **arguments)
+    path = work / "build/modules" / f"{library}.json"
+    described = read_json(path)
+    write_json(path, described | {"objects": described["objects"] | {f"{Path(DEVICE).name}.o": [DEVICE]}})

@@ -1,0 +1,56 @@
+"""Writes safetensors files tensor by tensor, each aligned so that a mapped file feeds vector loads directly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from llama_npu2.dtypes import nbytes
+from stages.weights.formats import DTYPES
+
+PAGE = 4096
+"""Bytes. Alignment with which a tensor can also be mapped or read on its own."""
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    contents: Iterator[np.ndarray],
+    alignment: int = 1,
+) -> dict[str, int]:
+    """Write `contents` (in the order of `tensors`: name, dtype, shape); return each tensor's byte offset in the file.
+
+    With an `alignment` (bytes) the gaps are declared as U8 tensors named `.pad<N>`: the format allows no holes.
+    """
+    header, layout = _layout(list(tensors), alignment)
+    base = 8 + len(header)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for (start, end, padding), array in zip(layout.values(), contents, strict=True):
+            data = np.ascontiguousarray(array)
+            if data.nbytes != end - start:
+                raise ValueError(f"{path}: got {data.nbytes} bytes for a tensor of {end - start}")
+            file.write(data.view(np.uint8).reshape(-1).data)
+            file.write(bytes(padding))
+    return {name: base + start for name, (start, _, _) in layout.items()}
+
+
+def _layout(
+    tensors: list[tuple[str, str, tuple[int, ...]]], alignment: int
+) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    layout = {}
+    position = 0
+    for number, (name, dtype, shape) in enumerate(tensors):
+        end = position + nbytes(dtype, shape)
+        entries[name] = {"dtype": DTYPES[dtype].safetensors, "shape": list(shape), "data_offsets": [position, end]}
+        padding = -end % alignment if number + 1 < len(tensors) else 0
+        if padding:
+            entries[f".pad{number}"] = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}
+        layout[name] = (position, end, padding)
+        position = end + padding
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-(len(text) + 8) % max(alignment, 8)), layout

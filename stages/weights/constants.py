@@ -1,0 +1,17 @@
+"""Constants of byte layouts, which Python packs by and C++ reads by. Said here; the compilers get them as macros."""
+
+from __future__ import annotations
+
+from stages.air.limits import BLOCK
+
+PANEL_ROWS = 16
+"""Output rows per panel: one 64-byte line holds a pair of inputs for each, the operand of one `vdpbf16ps`."""
+
+KV_BLOCK_POSITIONS = 128
+"""Positions per block of a KV cache in panels: a block of one head stays in the first-level cache."""
+
+
+def macros() -> tuple[str, ...]:
+    """Compiler flags with which every kernel source is compiled, whatever its target."""
+    values = {"PANEL_ROWS": PANEL_ROWS, "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS, "BLOCK": BLOCK}
+    return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

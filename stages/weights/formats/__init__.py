@@ -1,0 +1,100 @@
+"""The table of formats: how a tensor's values are stored, one Python module each.
+
+A *format* says which values a tensor can hold: bf16, or blocks of quantised values with their scales. It is stored as
+elements of a *dtype*; block formats store bytes. A format's *layouts* are the orders in which kernels read it. Every
+module of this package that has `FORMAT` is in the table: to add a format is to add a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """What the elements of a buffer are called elsewhere. Their size is said by the runtime (`llama_npu2.dtypes`)."""
+
+    c: str
+    mlir: str
+    safetensors: str
+
+
+DTYPES: Mapping[str, Dtype] = {
+    "bf16": Dtype("bf16", "bf16", "BF16"),
+    "f32": Dtype("float", "f32", "F32"),
+    "i32": Dtype("int32_t", "i32", "I32"),
+    "i8": Dtype("int8_t", "i8", "I8"),
+}
+
+
+def _unchanged(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order of a stored tensor's elements. `shape`: of the stored tensor -> after packing; `pack`: the same for the
+    tensor. `serves`: layouts whose readers can read this one as well, because it only adds elements behind theirs."""
+
+    shape: Callable[[Shape], Shape] = tuple
+    pack: Callable[[np.ndarray], np.ndarray] = _unchanged
+    serves: tuple[str, ...] = ()
+
+
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Format:
+    """`values` logical values along a tensor's last axis make one block of `elements` elements of `dtype`; the last
+    block of a row may be short of values, never of elements.
+
+    `quantise`: values `[..., n]` (f32, f16 or bf16) -> stored elements `[..., ceil(n / values) * elements]`;
+    `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
+    """
+
+    name: str
+    dtype: str
+    quantise: Callable[[np.ndarray], np.ndarray]
+    dequantise: Callable[[np.ndarray, int], np.ndarray]
+    values: int = 1
+    elements: int = 1
+    layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
+
+    def layout(self, name: str) -> Layout:
+        return PLAIN if name == "plain" else self.layouts[name]
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Of a tensor of logical `shape`, in elements of `dtype`, before any layout."""
+        *outer, last = shape
+        return (*outer, -(-last // self.values) * self.elements)
+
+    def packed_shape(self, shape: Shape, layout: str) -> Shape:
+        """Of a tensor of logical `shape`, in elements of `dtype`, as it lies in memory."""
+        return tuple(self.layout(layout).shape(self.stored_shape(shape)))
+
+    def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
+        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
+        return self.layout(layout).pack(self.quantise(tensor))
+
+    def common_layout(self, one: str, other: str) -> str:
+        """The layout that readers of both can read. ValueError if there is none."""
+        for name, wanted in ((one, other), (other, one)):
+            if name == wanted or wanted in self.layout(name).serves:
+                return name
+        raise ValueError(f"{self.name} in layout {one} cannot be read as {other}")
+
+
+@functools.cache
+def formats() -> dict[str, Format]:
+    """Every format by name."""
+    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    return {module.FORMAT.name: module.FORMAT for module in modules if hasattr(module, "FORMAT")}

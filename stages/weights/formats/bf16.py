@@ -1,0 +1,80 @@
+"""bf16: what checkpoints hold and all kernels take. Its layouts are permutations and padding, never arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.weights.constants import BLOCK, PANEL_ROWS
+from stages.weights.formats import Format, Layout, Shape
+
+ROWS_STEP = 8 * BLOCK
+"""Rows of a vocabulary matrix are a multiple of it for the array: a block for each of eight columns."""
+
+
+def panels_shape(shape: Shape) -> Shape:
+    rows, cols = shape
+    return (-(-rows // PANEL_ROWS), -(-cols // 2), PANEL_ROWS, 2)
+
+
+def to_panels(weight: np.ndarray) -> np.ndarray:
+    """bf16 `[out, in]` -> bf16 `[ceil(out/16), ceil(in/2), 16, 2]`, padded with zeros.
+
+    One layout for matrix-matrix and matrix-vector kernels and for the embedding lookup, so that every weight is
+    stored once.
+    """
+    panels, pairs, rows, _ = shape = panels_shape(weight.shape)
+    if weight.shape != (panels * rows, pairs * 2):
+        padded = np.zeros((panels * rows, pairs * 2), bfloat16)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        weight = padded
+    words = np.ascontiguousarray(weight).view(np.uint32).reshape(panels, rows, pairs)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).view(bfloat16).reshape(shape)
+
+
+def blocks_shape(shape: Shape) -> Shape:
+    """Shape of a weight `[out, in]` in blocks: `[out/8, in/8, 8 inputs, 8 outputs]`."""
+    rows, cols = shape
+    if rows % BLOCK or cols % BLOCK:
+        raise ValueError(f"a {rows}x{cols} weight is not a whole number of {BLOCK}x{BLOCK} blocks")
+    return (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
+
+
+def to_blocks(weight: np.ndarray) -> np.ndarray:
+    """Weight `[out, in]` -> `[out/8, in/8, 8, 8]`; within a block inputs are the rows, as in `x @ weight.T`.
+
+    Blocks do not depend on tilings, so one copy of a weight serves every bucket, prompts and tokens.
+    """
+    rows, cols, *_ = blocks_shape(weight.shape)
+    return np.ascontiguousarray(weight.reshape(rows, BLOCK, cols, BLOCK).transpose(0, 2, 3, 1))
+
+
+def padded_shape(shape: Shape) -> Shape:
+    """Shape of a vocabulary matrix `[vocab, in]`, or of its logits, with rows rounded up for the array."""
+    rows, *rest = shape
+    return (-(-rows // ROWS_STEP) * ROWS_STEP, *rest)
+
+
+def pad_rows(weight: np.ndarray) -> np.ndarray:
+    """Vocabulary matrix with zero rows at the end. Their logits are computed and never read."""
+    padded = np.zeros(padded_shape(weight.shape), weight.dtype)
+    padded[: len(weight)] = weight
+    return padded
+
+
+def quantise(values: np.ndarray) -> np.ndarray:
+    """Round to nearest even."""
+    return values.astype(bfloat16, copy=False)
+
+
+FORMAT = Format(
+    "bf16",
+    "bf16",
+    quantise,
+    lambda stored, n: stored.astype(np.float32),
+    layouts={
+        "panels": Layout(panels_shape, to_panels),
+        "blocks": Layout(blocks_shape, to_blocks),
+        "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
+    },
+)

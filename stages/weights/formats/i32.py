@@ -1,0 +1,14 @@
+"""i32: token ids."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stages.weights.formats import Format
+
+FORMAT = Format(
+    "i32",
+    "i32",
+    lambda values: values.astype(np.int32, copy=False),
+    lambda stored, n: stored.astype(np.float32),
+)

@@ -1,0 +1,86 @@
+"""Checkpoint tensors -> weight blobs in the layouts that the target's kernels read, each weight once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from stages.engine.files import file_digests, read_json, write_json
+from stages.model.buffers import Buffer
+from stages.model.checkpoint import Checkpoint, Source
+from stages.model.config import rope_table
+from stages.weights.blobs import PAGE, write_safetensors
+from stages.weights.formats import formats
+
+INDEX = Path("build/weights.json")
+
+
+def blob_file(name: str, buffer: Buffer) -> str:
+    """Which file a weight goes to: one per layer, one for the embedding, one for the rest, one for tables."""
+    if buffer.kind == "table":
+        return "weights/tables.safetensors"
+    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+        return f"weights/layer_{int(layer[1]):03d}.safetensors"
+    return "weights/embedding.safetensors" if "embed_tokens" in name else "weights/head.safetensors"
+
+
+def pack_weights(source: Source, wanted: Path, work: Path) -> None:
+    """Step action: pack what the file `wanted` names."""
+    buffers = {name: Buffer(**fields) for name, fields in read_json(wanted).items()}
+    pack(Checkpoint.open(source.fetch()), buffers, work)
+
+
+def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> None:
+    """Write every weight and table of `buffers` below `out`, and the index of where each is."""
+    files: dict[str, list[str]] = {}
+    for name, buffer in buffers.items():
+        if buffer.packed:
+            files.setdefault(blob_file(name, buffer), []).append(name)
+    (out / "weights").mkdir(parents=True)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        tqdm(total=len(files), desc="packing weights", unit="file", disable=None) as bar,
+    ):
+
+        def write(item: tuple[str, list[str]]) -> dict:
+            entry = _write_blob(checkpoint, buffers, out, *item)
+            bar.update()
+            return entry
+
+        entries = list(pool.map(write, sorted(files.items())))
+    index = {
+        "buffers": {name: place for entry in entries for name, place in entry["buffers"].items()},
+        "files": {entry["file"]: entry["digests"] for entry in entries},
+    }
+    write_json(out / INDEX, index)
+
+
+def _write_blob(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, file: str, names: list[str]) -> dict:
+    tensors = [(name, formats()[buffers[name].format].dtype, _packed_shape(buffers[name])) for name in names]
+    contents = _contents(checkpoint, buffers, names)
+    offsets = write_safetensors(out / file, tensors, contents, alignment=PAGE)
+    return {
+        "file": file,
+        "buffers": {
+            name: {"file": file, "offset": offsets[name], "dtype": dtype, "shape": list(shape)}
+            for name, dtype, shape in tensors
+        },
+        "digests": file_digests(out / file),
+    }
+
+
+def _packed_shape(buffer: Buffer) -> tuple[int, ...]:
+    return formats()[buffer.format].packed_shape(tuple(buffer.shape), buffer.layout)
+
+
+def _contents(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], names: list[str]) -> Iterator[np.ndarray]:
+    for name in names:
+        buffer = buffers[name]
+        table = buffer.kind == "table"
+        values = rope_table(checkpoint.config, buffer.shape[0]) if table else checkpoint.tensor(name)
+        yield formats()[buffer.format].pack(values, buffer.layout)
