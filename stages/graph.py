@@ -232,7 +232,7 @@ class _Wiring:
             for program in made
         }
         modules = sorted({MODULES / f"{entry['module']}.json" for entry in entries.values()})
-        files = sorted({Path(entry["file"]) for entry in entries.values()})
+        files = sorted({Path(str(entry["file"])) for entry in entries.values()})
         machine = {"name": self.target.name, "device": self.target.device, **self.target.machine()}
         return self._step(
             "manifest",

@@ -188,7 +188,10 @@ def objects_of(module: Path, tmp_path: Path, source: str = "aie2p/add") -> list[
     return objects.write_objects(source, [module], tmp_path / "cache", work)
 
 
-def test_objects_are_compiled_for_the_npu_once(tools: Path, module: Path, tmp_path: Path) -> None:
+def test_objects_are_compiled_for_the_npu_once(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # sources are found from anywhere
     read = objects_of(module, tmp_path)
     assert read == [KERNELS / "aie2p/add.cc", KERNELS / "aie2p/tile.h"], "the source and its headers"
     made = tmp_path / "objects" / OBJECTS / "aie2p/add" / OBJECT

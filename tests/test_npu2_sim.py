@@ -110,11 +110,11 @@ def test_submissions_and_traffic(fused: Path) -> None:
     llm = load(fused)
     layers = llm.manifest.model["layers"]
     llm.prefill([1, 2, 3])
-    before = {name: traffic.submissions for name, traffic in llm.device.traffic().items()}
+    before = {name: counted.submissions for name, counted in llm.device.counters().items()}
     assert sum(before.values()) == layers
     llm.decode(4)
-    after = llm.device.traffic()
-    assert sum(traffic.submissions for traffic in after.values()) - sum(before.values()) == layers + 1
+    after = llm.device.counters()
+    assert sum(counted.submissions for counted in after.values()) - sum(before.values()) == layers + 1
     layer = after["decode_layer"]
     slots = llm.manifest.programs["decode_layer"]["slots"]
     weights = sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots if slot["role"] == "weight")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
 from collections.abc import Mapping
@@ -65,10 +64,11 @@ class Manifest:
         """The weights that a call of a plan reads in full, by name; an embedding only picks rows."""
         if "tokens" in call["buffers"]:
             return {}
-        bound = zip(call["buffers"], self.programs[call["program"]]["slots"], strict=True)
-        shapes = {name: slot["shape"] for name, slot in bound if slot["role"] == "weight"}
+        bound = {name: self.buffers[name] for name in call["buffers"] if name in self.buffers}
         return {
-            name: Weight(self.nbytes(name), math.prod(shape) if len(shape) > 1 else 0) for name, shape in shapes.items()
+            name: Weight(self.nbytes(name), spec["values"] if len(spec["shape"]) > 1 else 0)
+            for name, spec in bound.items()
+            if spec["kind"] == "weight"
         }
 
     def rows(self, program: str, seq: int) -> int:

@@ -156,9 +156,8 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) ->
     """Bytes that cross between host and device: per prompt of `bucket` tokens, per token.
 
     Slots that one call makes and another reads stay on the device. The host embeds, caches K and V and takes the
-    logits; in decode it also attends. It norms a prompt's last row; `separate` then hands that to the device. `fused` ends
-    a prompt on the host: norm and logits that it writes are flushed before the device's for the first token land on
-    them.
+    logits; in decode it also attends. It norms a prompt's last row, which `separate` hands to the device. `fused` ends
+    a prompt on the host: norm and logits that it writes are flushed before those of the first token land there.
     """
     known = {name: int(size) for name, size in config.dimensions().items()}
 

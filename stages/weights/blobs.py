@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llama_npu2.dtypes import nbytes
-from stages.weights.formats import DTYPES
+from stages.weights.dtypes import DTYPES
 
 PAGE = 4096
 """Bytes. Alignment with which a tensor can also be mapped or read on its own."""

@@ -13,7 +13,8 @@ from stages.model.grouping import Program
 from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes
-from stages.weights.formats import DTYPES, formats
+from stages.weights.dtypes import DTYPES
+from stages.weights.formats import formats
 
 SUFFIX = ".cc"
 

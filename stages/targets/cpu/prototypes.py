@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stages.kernels import Arg, Kernel, Param
-from stages.weights.formats import DTYPES, formats
+from stages.weights.dtypes import DTYPES
+from stages.weights.formats import formats
 
 _SCALARS = {"int64": "int64_t", "float": "float"}
 
