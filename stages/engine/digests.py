@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class Digests:
         return found
 
     def save(self) -> None:
-        """Merge into the file. Losing an entry to a concurrent writer only costs a hash."""
+        """Merge into the file. Losing an entry, to a concurrent writer or a full disk, only costs a hash."""
         if self._dirty and self.path.parent.is_dir():
-            write_atomic(self.path, json.dumps(self._load() | self._known).encode())
+            with contextlib.suppress(OSError):
+                write_atomic(self.path, json.dumps(self._load() | self._known).encode())
             self._dirty = False

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llama_npu2.errors import UserError
 from stages.engine.object_cache import CachedObject
-from stages.engine.places import KERNELS, in_project
+from stages.engine.places import KERNELS, kernel_files
 
 OBJECTS = Path("build/objects")
 """Below an artifact directory; in it `<kernel set>/<stem>/<object>`."""
@@ -78,6 +78,6 @@ def compile_object(command: Sequence[str], source: Path, output: Path, failed: s
 
 
 def read_dependencies(path: Path) -> list[Path]:
-    """The project's files in a make-style dependency file."""
+    """Kernel sources in a make-style dependency file."""
     text = path.read_text().partition(":")[2].replace("\\\n", " ")
-    return in_project([Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", text) if name])
+    return kernel_files(Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", text) if name)

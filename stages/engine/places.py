@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernel_src"
 
 
-def in_project(paths: list[Path]) -> list[Path]:
-    """Those of `paths` that are the project's own: what receipts follow. A compiler's headers are its fingerprint's."""
-    return sorted({path for path in (p.resolve() for p in paths) if path.is_relative_to(ROOT)})
+def kernel_files(paths: Iterable[Path]) -> list[Path]:
+    """Those of `paths` that are kernel sources, which receipts follow. A compiler's headers are its fingerprint's."""
+    return sorted({path for path in (p.resolve() for p in paths) if path.is_relative_to(KERNELS)})

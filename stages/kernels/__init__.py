@@ -15,11 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llama_npu2.dtypes import DTYPES
+
 if TYPE_CHECKING:
     from stages.air import AirModule
 
 HOST_SET = "cpu"
 """The kernel set of host programs, which every target has some of."""
+
+BF16, F32 = (DTYPES[name].itemsize for name in ("bf16", "f32"))
+"""Bytes of an element."""
 
 Sizes = Mapping[str, Any]
 """Values of a launch's scalars by name, and of the build's options (`bfp16`)."""

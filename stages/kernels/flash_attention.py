@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import signature
+from stages.kernels import BF16, F32, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
@@ -104,12 +104,12 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Ti
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
         for k in limits.divisors(pos + seq, 2 * limits.BLOCK, 64)
-        if limits.fits_l1(6 * q * head_dim, 2 * 4 * k * head_dim, 8 * q, 2 * 4 * q * k)
+        if limits.fits_l1((BF16 + F32) * q * head_dim, 2 * BF16 * 2 * k * head_dim, 2 * F32 * q, 2 * F32 * q * k)
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
     tile_q, tile_k = max(fitting)
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
-    staged = 2 * 2 * group_rows * query_tiles * tile_q * head_dim
+    staged = 2 * BF16 * group_rows * query_tiles * tile_q * head_dim
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
     return Tiling(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
 

@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import Arg, Sizes, add, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Sizes, add, signature, silu_and_mul
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
@@ -120,24 +120,25 @@ def tile(
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
     candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES and c.x_chunk // limits.BLOCK <= limits.WRAP]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(candidates)))
-    return min(candidates, key=lambda c: (traffic(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
+    return min(candidates, key=lambda c: (ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
     copies = limits.copies(p.cols // p.tile_k)
-    return 4 * p.tile_m * p.tile_n, copies * 2 * p.tile_m * p.tile_k, copies * 2 * p.tile_k * p.tile_n
+    tiles = (p.tile_m * p.tile_k, p.tile_k * p.tile_n)
+    return F32 * p.tile_m * p.tile_n, copies * BF16 * tiles[0], copies * BF16 * tiles[1]
 
 
 def _l2(p: Tiling) -> tuple[int, int]:
     """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
-    return (1 if p.stays else 2) * 2 * p.tile_m * p.x_chunk, 2 * 2 * p.herd_rows * p.tile_m * p.tile_n
+    return (1 if p.stays else 2) * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.tile_n
 
 
-def traffic(p: Tiling) -> int:
+def ddr_bytes(p: Tiling) -> int:
     """DDR bytes of the whole product."""
     x_reads = 1 if p.stays else p.out_cols // p.block_n
-    return 2 * (p.rows * p.cols * x_reads + p.cols * p.out_cols * (p.rows // p.block_m) + p.rows * p.out_cols)
+    return BF16 * (p.rows * p.cols * x_reads + p.cols * p.out_cols * (p.rows // p.block_m) + p.rows * p.out_cols)
 
 
 def build(tiling: Tiling) -> AirModule:

@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import Arg, add, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, add, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -100,15 +100,17 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         (r, m, k)
         for r in range(limits.ROWS, 0, -1)
         for m in limits.divisors(column, grain, grain if blocked else 16)
-        for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // 2 // m))
+        for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // BF16 // m))
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
     limits.first(what, f"cols = {cols} into two chunks of whole vectors ({limits.VECTOR})", range(len(shapes)))
     shapes = [
-        (r, m, k) for r, m, k in shapes if limits.fits_l1(limits.copies(cols // k) * m * k * 2, cols * 2, m * 4, m * 2)
+        (r, m, k)
+        for r, m, k in shapes
+        if limits.fits_l1(limits.copies(cols // k) * m * k * BF16, cols * BF16, m * F32, m * BF16)
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
-    shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * 2 <= half]
+    shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * BF16 <= half]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
     herd_rows, tile_m, chunk = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0], shape[1] * shape[2]))
     tiles = column // (herd_rows * tile_m)

@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import elementwise, signature
+from stages.kernels import BF16, elementwise, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Number
@@ -47,8 +47,8 @@ def tile(rows: int, cols: int, eps: float) -> Tiling:
     what = f"rms_norm {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     columns = elementwise.divisors_of_herd(rows)[0]
-    row = 2 * cols
-    fitting = (r for r in limits.divisors(rows // columns, 1, 4) if limits.fits_l1(4 * r * row, row))
+    row = BF16 * cols
+    fitting = (r for r in limits.divisors(rows // columns, 1, 4) if limits.fits_l1(2 * 2 * r * row, row))
     return Tiling(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
 
 

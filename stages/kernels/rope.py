@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import Arg, elementwise, signature
+from stages.kernels import BF16, F32, Arg, elementwise, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule
@@ -61,8 +61,8 @@ def tile(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
-    row = 2 * heads * head_dim
-    fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + 4 * head_dim)))
+    row = BF16 * heads * head_dim
+    fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + F32 * head_dim)))
     tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
     return Tiling(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
 

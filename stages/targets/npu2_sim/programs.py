@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stages import air
 from stages.engine.objects import linked, run_compiler
-from stages.engine.places import KERNELS, in_project
+from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import need_host_compiler
 from stages.targets.npu2_sim.objects import HEADERS, options
 from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
@@ -27,7 +27,7 @@ def write_program(module: Path, library: str, work: Path) -> list[Path]:
     objects = list(linked(module).values())
     with tempfile.TemporaryDirectory() as scratch:
         link(air.parse_mlir(module.read_text()), objects, work / "elf" / f"{library}{SUFFIX}", Path(scratch))
-    return [*objects, *in_project(list(HEADERS))]
+    return [*objects, *HEADERS]
 
 
 def link(

@@ -1,0 +1,122 @@
+"""Programs and plans as derived from parts: what shares a slot, what a slot's role is, what excludes what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stages.commands.options import parse_options
+from stages.graph import Build
+from stages.model.families import parse_config
+from stages.model.grouping import Chain, Group, Grouping, Program, programs
+from stages.model.plan import make_plan
+from stages.targets import targets
+from stages.targets.npu2 import modules
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.weights.formats import formats
+from tests.conftest import CONFIG
+
+
+def config(**changes: Any):
+    return parse_config(CONFIG | changes, "test")
+
+
+def named(found: list[Program]) -> dict[str, Program]:
+    return {program.name: program for program in found}
+
+
+def roles(program: Program) -> dict[str, str]:
+    return {slot.name: slot.role for slot in program.slots}
+
+
+def test_a_program_of_the_cpu_is_one_part() -> None:
+    for program in programs("llama", targets()["cpu"].grouping("")):
+        (part,) = program.parts
+        assert program.slots == part.slots and program.wiring == ({slot.name: slot.name for slot in part.slots},)
+
+
+def test_parts_that_bind_one_buffer_share_a_slot() -> None:
+    layer = named(programs("llama", GROUPINGS["fused"], [128]))["prefill_layer.128"]
+    project, attend, feed_forward = layer.wiring
+    assert attend == {"q": "q_roped", "kv": "kv", "attn_out": "attn_out"}
+    assert feed_forward["x_residual"] == project["x_in"] == "x_in"
+    assert project["lut_q"] != project["lut_k"], "slots of one part stay apart"
+    found = roles(layer)
+    assert (found["q_roped"], found["attn_out"]) == ("scratch", "scratch"), "nobody reads them behind the program"
+    assert (found["kv"], found["output"]) == ("output", "output")
+
+
+def test_roles_follow_who_reads_next() -> None:
+    separate = named(programs("llama", GROUPINGS["separate"], [128]))
+    assert roles(separate["rms_gemms_rope.128"])["q_roped"] == "output"
+    last = named(programs("llama", GROUPINGS["fused"], [128]))["decode_last"]
+    assert (roles(last)["output"], roles(last)["normed"], roles(last)["logits"]) == ("scratch", "scratch", "output")
+
+
+def test_any_neighbours_can_share_a_program() -> None:
+    """A grouping that no target has: attention joined to the feed-forward, and the head to the last layer."""
+    fused = GROUPINGS["fused"]
+    own = replace(
+        fused,
+        groups=(
+            Group("project", ("rms_gemms_rope_kv",), prompt=True),
+            Group("attend_ffn", ("flash_attn", "o_ffn"), prompt=True),
+            Group("rms_gemv_rope", ("rms_gemv_rope",)),
+            Group("o_gemv_ffn", ("o_gemv_ffn",)),
+            Group("lm_head_gemv", ("lm_head_gemv",)),
+        ),
+    )
+    plan = make_plan(config(num_hidden_layers=3), own, "aie2p", [64])
+    assert [call.program for call in plan.phases["prefill@64"]][1:-2] == ["project.64", "attend_ffn.64"] * 3
+    for calls in plan.phases.values():
+        slots = named(programs("llama", own, [64]))
+        assert all(len(call.buffers) == len(slots[call.program].slots) for call in calls)
+
+
+def test_a_group_that_would_write_its_input_is_refused() -> None:
+    fused = GROUPINGS["fused"]
+    two_layers = Group("two_layers", (*fused.prompt.layer, *fused.prompt.layer), prompt=True)
+    with pytest.raises(TypeError):
+        programs("llama", replace(fused, groups=(two_layers, *fused.groups)), [64])
+
+
+ENDS = ("final_norm", "lm_head_gemv")
+
+
+@pytest.mark.parametrize("start", ["embed_tokens", "embed_token_rows"])
+def test_a_weight_in_layouts_that_exclude_each_other_is_refused(start: str) -> None:
+    """One copy of the vocabulary: the head's panels are no rows, on any target."""
+    chain = Chain((start,), (), ENDS)
+    grouping = Grouping(chain, chain, (Group("lm_head_gemv", ("lm_head_gemv",)),))
+    if start == "embed_tokens":
+        plan = make_plan(config(), grouping, "cpu")
+        assert plan.buffers["model.embed_tokens.weight"].layout == "panels"
+        return
+    with pytest.raises(TypeError, match=r"model\.embed_tokens\.weight.*panels"):
+        make_plan(config(), grouping, "cpu")
+
+
+def test_padded_rows_serve_who_reads_rows() -> None:
+    bf16 = formats()["bf16"]
+    assert bf16.common_layout("plain", "padded") == bf16.common_layout("padded", "plain") == "padded"
+    with pytest.raises(ValueError, match="blocks cannot be read as panels"):
+        bf16.common_layout("blocks", "panels")
+
+
+def test_untied_heads_leave_the_embedding_its_layout() -> None:
+    plan = make_plan(config(tie_word_embeddings=False), GROUPINGS["fused"], "aie2p", [64])
+    assert plan.buffers["model.embed_tokens.weight"].layout == "plain"
+    assert plan.buffers["lm_head.weight"].layout == "padded"
+
+
+def test_modules_of_the_npu_follow_the_version_of_xdsl(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """It prints them: another one may print them otherwise."""
+    build = Build(parse_options({"target": "npu2-sim", "buckets": "64", "artifacts": str(tmp_path)}))
+    step = build.steps["module:prefill_layer.64"]
+    before = step._key(None)["tool"]
+    monkeypatch.setattr(modules, "version", lambda package: f"99 of {package}")
+    modules.fingerprint.cache_clear()
+    assert step._key(None)["tool"] == "xdsl 99 of xdsl" != before
+    modules.fingerprint.cache_clear()
