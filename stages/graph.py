@@ -17,9 +17,9 @@ from stages.engine.objects import OBJECTS, source_file
 from stages.engine.places import ROOT
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
-from stages.model.checkpoint import ArtifactsOnly, Source, copy_tokenizer, known_family, record_checkpoint, resolve
 from stages.model.grouping import Program, programs
 from stages.model.plan import PACKING, PLAN, write_plan
+from stages.model.sources import ArtifactsOnly, Source, copy_tokenizer, known_family, record_checkpoint, resolve
 from stages.targets import Target, default_target, targets
 from stages.weights.packing import INDEX, pack_weights
 
@@ -49,9 +49,8 @@ class Build:
 
     @cached_property
     def target(self) -> Target:
-        return (
-            targets()[self.options.target] if self.options.target else default_target(self.artifacts / self.source.name)
-        )
+        chosen = targets().get(self.options.target)
+        return chosen or default_target(self.artifacts / self.source.name)
 
     @cached_property
     def directory(self) -> Path:
@@ -83,6 +82,24 @@ class Build:
         self.project.turn.give_up()
 
 
+@dataclass(frozen=True, eq=False)
+class _Library:
+    """Programs that are built together, by a target's rooms."""
+
+    name: str
+    target: Target
+    programs: tuple[Program, ...]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """C++ that it links."""
+        return self.target.modules.sources(self.programs)
+
+    @property
+    def file(self) -> Path:
+        return Path("elf") / f"{self.name}{self.target.programs.SUFFIX}"
+
+
 class _Wiring:
     """Which step reads what."""
 
@@ -97,27 +114,17 @@ class _Wiring:
         yield self._tokenizer()
         yield self._plan()
         yield self._weights()
-        made = programs(
-            known_family(self.build.source, self.directory / CONFIG).model_type, self.grouping, self.build.buckets
-        )
-        host = {HOST: [program for program in made if program.host]}
-        device = {program.name: [program] for program in made if not program.host}
-        # Programs that run on the host are the same on every target: those of target cpu.
-        parts = [(targets()["cpu"], host), (self.target, device)]
-        libraries = self._merged(parts)
-        for target, made_of in libraries:
-            yield from self._libraries(target, made_of)
-        yield self._manifest(parts)
+        libraries = self._libraries()
+        for target in dict.fromkeys(library.target for library in libraries):
+            yield from self._made_for(target, [library for library in libraries if library.target is target])
+        yield self._manifest(libraries)
 
-    @staticmethod
-    def _merged(
-        parts: Iterable[tuple[Target, Mapping[str, list[Program]]]],
-    ) -> list[tuple[Target, dict[str, list[Program]]]]:
-        """Libraries by target, each target once, so that its objects are compiled once."""
-        merged: dict[str, tuple[Target, dict[str, list[Program]]]] = {}
-        for target, libraries in parts:
-            merged.setdefault(target.name, (target, {}))[1].update(libraries)
-        return list(merged.values())
+    def _libraries(self) -> list[_Library]:
+        """The host's programs in one, which target cpu makes for all targets; each device program in its own."""
+        family = known_family(self.build.source, self.directory / CONFIG).model_type
+        made = programs(family, self.grouping, self.build.buckets)
+        host = _Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
+        return [host, *(_Library(p.name, self.target, (p,)) for p in made if not p.host)]
 
     def _step(
         self,
@@ -136,7 +143,7 @@ class _Wiring:
         return Step(self.build.project, name, doc, action, outputs, tuple(inputs), **more)
 
     def _checkpoint(self) -> Step:
-        source, ignore = self.build.source, [pattern for pattern in self.options.ignore.split(",") if pattern]
+        source, ignore = self.build.source, list(self.options.ignore_list())
         return self._step(
             "checkpoint",
             f"Check the checkpoint of model={self.options.model} and record its content.",
@@ -167,28 +174,27 @@ class _Wiring:
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING],
         )
 
-    def _libraries(self, target: Target, libraries: Mapping[str, list[Program]]) -> Iterator[Step]:
+    def _made_for(self, target: Target, libraries: Sequence[_Library]) -> Iterator[Step]:
         """Modules, objects and programs of one target's libraries."""
-        modules = {library: self._module(target, library, made) for library, made in libraries.items()}
-        yield from modules.values()
-        descriptions = [step.outputs[1] for step in modules.values()]
-        sources = {library: target.modules.sources(made) for library, made in libraries.items()}
-        for source in sorted({source for of in sources.values() for source in of}):
+        modules = [self._module(library) for library in libraries]
+        yield from modules
+        descriptions = [step.outputs[1] for step in modules]
+        for source in sorted({source for library in libraries for source in library.sources}):
             yield self._objects(target, source, descriptions)
-        for library, module in modules.items():
-            yield self._program(target, library, module, sources[library])
+        for library, module in zip(libraries, modules, strict=True):
+            yield self._program(library, module)
 
-    def _module(self, target: Target, library: str, made: Sequence[Program]) -> Step:
-        room = target.modules
+    def _module(self, library: _Library) -> Step:
+        room = library.target.modules
         options = {"grouping": self.grouping_name, "bfp16": self.options.matmul == "bfp16"}
         return self._step(
-            f"module:{library}",
-            f"Generate the source of {library} from its description.",
-            partial(room.write_module, self.directory, library),
+            f"module:{library.name}",
+            f"Generate the source of {library.name} from its description.",
+            partial(room.write_module, self.directory, library.name),
             # A dot in the name is a bucket, not a suffix.
-            [MODULES / f"{library}{suffix}" for suffix in (room.SUFFIX, ".json")],
+            [MODULES / f"{library.name}{suffix}" for suffix in (room.SUFFIX, ".json")],
             [self.directory / CONFIG],
-            arguments=room.arguments(made, options),
+            arguments=room.arguments(library.programs, options),
             tool=room.fingerprint,
         )
 
@@ -206,39 +212,37 @@ class _Wiring:
             after=("weights", "tokenizer", f"elf:{HOST}") if target.foreign_tools else (),
         )
 
-    def _program(self, target: Target, library: str, module: Step, sources: Sequence[str]) -> Step:
+    def _program(self, library: _Library, module: Step) -> Step:
         """A program reads just the objects that it links: which, its action finds out."""
-        room = target.programs
+        room = library.target.programs
         return self._step(
-            f"elf:{library}",
-            f"Link {library} from its module and its objects.",
-            partial(room.write_program, module.outputs[0], library),
-            [Path("elf") / f"{library}{room.SUFFIX}"],
+            f"elf:{library.name}",
+            f"Link {library.name} from its module and its objects.",
+            partial(room.write_program, module.outputs[0], library.name),
+            [library.file],
             module.outputs,
             tool=room.fingerprint,
-            after=tuple(f"object:{source}" for source in sources),
+            after=tuple(f"object:{source}" for source in library.sources),
         )
 
-    def _manifest(self, parts: Iterable[tuple[Target, Mapping[str, list[Program]]]]) -> Step:
+    def _manifest(self, libraries: Sequence[_Library]) -> Step:
         entries = {
             program.name: {
-                "file": f"elf/{library}{target.programs.SUFFIX}",
+                "file": library.file.as_posix(),
                 "entry": program.entry,
                 "host": program.host,
-                "module": library,
+                "module": library.name,
             }
-            for target, libraries in parts
-            for library, made in libraries.items()
-            for program in made
+            for library in libraries
+            for program in library.programs
         }
-        modules = sorted({MODULES / f"{entry['module']}.json" for entry in entries.values()})
-        files = sorted({Path(str(entry["file"])) for entry in entries.values()})
+        made = [path for library in libraries for path in (MODULES / f"{library.name}.json", library.file)]
         machine = {"name": self.target.name, "device": self.target.device, **self.target.machine()}
         return self._step(
             "manifest",
             "Describe the artifact directory.",
             partial(write_manifest, self.directory, self.build.source.name),
             [Path("manifest.json")],
-            [self.directory / part for part in (CONFIG, PLAN, INDEX, Path("tokenizer"), *modules, *files)],
+            [self.directory / part for part in (CONFIG, PLAN, INDEX, Path("tokenizer"), *made)],
             arguments={"programs": entries, "target": machine},
         )

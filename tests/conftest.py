@@ -17,9 +17,9 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
 from stages.model import families
-from stages.model.checkpoint import write_byte_tokenizer
 from stages.model.config import Config
 from stages.model.families import parse_config
+from stages.model.random_weights import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 

@@ -335,7 +335,7 @@ def test_hub_refusals(error: str, fragment: str, monkeypatch: pytest.MonkeyPatch
     from huggingface_hub import errors
 
     from llama_npu2.errors import UserError
-    from stages.model.checkpoint import HubSource
+    from stages.model.sources import HubSource
 
     kind = getattr(errors, error)
 
@@ -353,7 +353,7 @@ def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyP
 
     import huggingface_hub
 
-    from stages.model.checkpoint import HubSource
+    from stages.model.sources import HubSource
 
     asked: dict[str, Any] = {}
 

@@ -122,6 +122,18 @@ def test_submissions_and_traffic(fused: Path) -> None:
     llm.close()
 
 
+def test_buckets_are_counted_apart(fused: Path) -> None:
+    """They have one entry point, in files of their own."""
+    llm = load(fused)
+    for tokens in (3, 100, 100):
+        llm.reset()
+        llm.prefill(list(range(tokens)))
+    layers, counted = llm.manifest.model["layers"], llm.device.counters()
+    assert counted["prefill_layer.64"].submissions == layers
+    assert counted["prefill_layer.128"].submissions == 2 * layers
+    llm.close()
+
+
 def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: Path) -> None:
     """A comment in a tile function stops at its objects; a change reaches the programs that link them, and no other."""
     del fused  # its tile objects are in the session's cache, not in this checkout's

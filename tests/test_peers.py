@@ -12,7 +12,8 @@ from llama_npu2 import UserError, load
 from llama_npu2.bench import Result, table
 from stages.commands import peers, verify
 from stages.commands.options import parse_options
-from stages.model.checkpoint import Checkpoint, LocalSource
+from stages.model.checkpoint import Checkpoint
+from stages.model.sources import LocalSource
 from tests.conftest import ROOT, build, write_checkpoint
 
 needs_llama_cpp = pytest.mark.skipif(

@@ -155,8 +155,8 @@ def test_conversation_reuses_the_cache(llm: Llama) -> None:
 
 @pytest.fixture
 def byte_tokenizer(tmp_path: Path) -> Tokenizer:
-    from stages.model.checkpoint import write_byte_tokenizer
     from stages.model.families import parse_config
+    from stages.model.random_weights import write_byte_tokenizer
     from tests.conftest import CONFIG
 
     write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path)

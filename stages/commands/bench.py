@@ -16,4 +16,4 @@ def run(build: Build) -> None:
     gguf = build.artifacts / ".cache/gguf" / f"{content_digest(build.directory / CHECKPOINT)}.gguf"
     cpus = options.threads or len(os.sched_getaffinity(0))
     peers = partial(open_peers, options.peer_list(), build.source, gguf, cpus)
-    run_bench(str(build.directory), options.threads, options.repeats, options.json, peers)
+    run_bench(str(build.directory_as_given), options.threads, options.repeats, options.json, peers)

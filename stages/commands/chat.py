@@ -9,4 +9,4 @@ from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
-    return run_runtime(build, "--chat", *reply_arguments(build), "--", str(build.directory))
+    return run_runtime(build, "--chat", *reply_arguments(build), "--", str(build.directory_as_given))

@@ -12,4 +12,4 @@ def run(build: Build) -> TaskFailed | None:
     if build.options.prompt is None:
         return TaskFailed('no prompt: doit run prompt="some text"')
     raw = ["--raw"] if build.options.raw else []
-    return run_runtime(build, *raw, *reply_arguments(build), "--", str(build.directory), build.options.prompt)
+    return run_runtime(build, *raw, *reply_arguments(build), "--", str(build.directory_as_given), build.options.prompt)

@@ -24,7 +24,8 @@ from llama_npu2.errors import UserError
 from llama_npu2.llama import Llama
 from stages.commands.verify import load_transformers
 from stages.engine.places import ROOT
-from stages.model.checkpoint import Checkpoint, Source
+from stages.model.checkpoint import Checkpoint
+from stages.model.sources import Source
 
 _PACKAGES = {"llama.cpp": ("llama_cpp", "gguf"), "transformers": ("torch", "transformers")}
 _EXTRAS = {"llama.cpp": "bench", "transformers": "verify"}

@@ -12,4 +12,4 @@ def run(build: Build) -> TaskFailed | None:
     options = build.options
     as_json = ["--json"] if options.json else []
     counts = (f"--threads={options.threads}", f"--repeats={options.repeats}")
-    return run_runtime(build, "--profile", *as_json, *counts, "--", str(build.directory))
+    return run_runtime(build, "--profile", *as_json, *counts, "--", str(build.directory_as_given))

@@ -142,7 +142,7 @@ def ddr_bytes(p: Tiling) -> int:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (`layouts_npu.to_blocks`),
+    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`),
     `out`: bf16 `[rows][out_cols]`, or `[first_row + rows][2 * out_cols]` for the V halves."""
     p = tiling
     width = p.out_cols * (2 if p.head_dim else 1)

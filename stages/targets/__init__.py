@@ -61,7 +61,7 @@ class Programs(Protocol):
         """The linker; None without one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """`device`: module of `llama_npu2.devices` that runs it. `kernel_set`: folder of `kernel_src` with the kernels of
     its device programs, in whose layouts weights are packed. `static`: programs have fixed numbers of rows, so a prompt

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from stages.engine.files import file_digests, read_json, write_json
 from stages.model.buffers import Buffer
-from stages.model.checkpoint import Checkpoint, Source
+from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
+from stages.model.sources import Source
 from stages.weights.blobs import PAGE, write_safetensors
 from stages.weights.formats import formats
 

@@ -100,7 +100,8 @@ class SimDevice:
 
     host_library: Path
     threads: int = 0
-    programs: list[SimProgram] = field(default_factory=list)
+    programs: dict[str, SimProgram] = field(default_factory=dict)
+    """By file: buckets of one program have one entry point."""
 
     def __post_init__(self) -> None:
         self._cpu = CpuDevice(self.host_library, self.threads)
@@ -121,15 +122,15 @@ class SimDevice:
     def load_program(self, path: Path, name: str, host: bool) -> Any:
         if host:
             return self._cpu.load_program(path, name, host)
-        self.programs.append(SimProgram(open_library(path), name))
-        return self.programs[-1]
+        program = self.programs[path.stem] = SimProgram(open_library(path), name)
+        return program
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
         return SimSubmission(self._cpu, calls)
 
     def counters(self) -> dict[str, Counters]:
         """What ran so far, by program."""
-        return {program.name: program.counters() for program in self.programs}
+        return {name: program.counters() for name, program in self.programs.items()}
 
     def close(self) -> None:
         self._cpu.close()

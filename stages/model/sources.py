@@ -1,0 +1,237 @@
+"""Where a model comes from: `model=demo | hub id | local directory | random:<shapes>`.
+
+Every source ends as a directory in Hugging Face format (`stages.model.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llama_npu2.errors import UserError
+from stages.engine.files import Turn, atomic_directory, read_json, write_json
+from stages.engine.places import ROOT
+from stages.model import families
+from stages.model.checkpoint import INDEX, SINGLE, TOKENIZER_FILES, Checkpoint, first_line
+from stages.model.families import Family, family_of, parse_config
+from stages.model.presets import PRESETS
+from stages.model.random_weights import write_byte_tokenizer, write_random_weights
+
+DEMO = ROOT / "models/demo"
+_HUB_PATTERNS = ("config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
+
+
+class Source(Protocol):
+    """A place that can provide a checkpoint directory."""
+
+    @property
+    def name(self) -> str:
+        """Directory name below `artifacts/`."""
+
+    def identity(self) -> Mapping[str, Any]:
+        """What the user asked for; part of the build key."""
+
+    def files(self) -> list[Path]:
+        """Local files whose content decides whether the checkpoint changed (none for remote and generated ones)."""
+
+    def fetch(self) -> Path:
+        """Make the checkpoint directory present on this machine and return it. Raises UserError."""
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    name: str
+    directory: Path
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "directory"}
+
+    def files(self) -> list[Path]:
+        names = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES}
+        found = {*self.directory.glob("*.safetensors"), *(self.directory / n for n in names)}
+        return sorted(p for p in found if p.is_file())
+
+    def fetch(self) -> Path:
+        if not (self.directory / "config.json").is_file():
+            raise UserError(f"{self.directory} has no config.json: model= needs a directory in Hugging Face format")
+        return self.directory
+
+
+@dataclass(frozen=True)
+class HubSource:
+    repo: str
+    revision: str
+
+    @property
+    def name(self) -> str:
+        return self.repo.replace("/", "--")
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "hub", "repo": self.repo, "revision": self.revision}
+
+    def files(self) -> list[Path]:
+        return []
+
+    def fetch(self) -> Path:
+        """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
+        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        where = f"model {self.repo} (revision {self.revision})"
+        try:
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(_HUB_PATTERNS)))
+        except errors.GatedRepoError:
+            raise UserError(
+                f"{where} is gated: accept its licence at https://huggingface.co/{self.repo}, then run "
+                "`hf auth login` or set HF_TOKEN"
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise UserError(f"{where}: no such revision, check revision=") from None
+        except errors.RepositoryNotFoundError:
+            raise UserError(
+                f"{where} does not exist or is private: check the name, or run `hf auth login` / set HF_TOKEN"
+            ) from None
+        except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+            raise UserError(
+                f"{where} is not in the local cache and the hub cannot be reached: check the network"
+            ) from None
+        except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"{where}: download failed ({first_line(error)}): run the command again to resume"
+            ) from None
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Seeded random weights in given shapes, generated once; for size and speed work."""
+
+    name: str
+    raw_config: Mapping[str, Any]
+    directory: Path
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "random", "config": dict(self.raw_config)}
+
+    def files(self) -> list[Path]:
+        return []
+
+    def fetch(self) -> Path:
+        config = parse_config(self.raw_config, f"model=random:{self.name}")
+        wanted = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode()).hexdigest()
+        stamp = self.directory / "generated-from"
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return self.directory
+        with (
+            Turn(self.directory.parents[1] / f".locks/{self.name}.lock"),
+            atomic_directory(self.directory) as temporary,
+        ):
+            (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
+            write_random_weights(config, temporary / SINGLE)
+            write_byte_tokenizer(config, temporary)
+            (temporary / stamp.name).write_text(wanted)
+        return self.directory
+
+
+@dataclass(frozen=True)
+class ArtifactsOnly:
+    """A name under `artifacts/` whose source is not on this machine: usable as it is, not rebuildable."""
+
+    name: str
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "artifacts"}
+
+    def files(self) -> list[Path]:
+        return []
+
+    def fetch(self) -> Path:
+        raise UserError(
+            f"model={self.name}: artifacts/{self.name} needs a rebuild but its checkpoint is not on this machine: "
+            "name the checkpoint it was built from"
+        )
+
+
+def resolve(model: str, artifacts: Path, revision: str = "main") -> Source:
+    """The source that `model=` names. Raises UserError when it names nothing."""
+    if model == "demo":
+        return LocalSource("demo", DEMO)
+    if model.startswith("random:"):
+        return _random_source(model.removeprefix("random:"), artifacts)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return LocalSource(_safe_name(path.resolve().name), path)
+    if (artifacts / model).is_dir() and "/" not in model:
+        return ArtifactsOnly(model)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
+        return HubSource(model, revision)
+    raise UserError(
+        f"model={model}: no such directory; use demo, a local checkpoint directory, a hub id such as "
+        f"meta-llama/Llama-3.2-1B-Instruct, or random:<{'|'.join(sorted(PRESETS))}|config.json>"
+    )
+
+
+def _random_source(shapes: str, artifacts: Path) -> RandomSource:
+    if shapes in PRESETS:
+        name, raw = f"random-{shapes}", PRESETS[shapes]
+    elif Path(shapes).is_file():
+        path = Path(shapes).resolve()
+        stem = path.parent.name if path.name == "config.json" else path.stem
+        name, raw = f"random-{_safe_name(stem)}", read_json(Path(shapes))
+    else:
+        raise UserError(
+            f"model=random:{shapes}: neither a known shape ({', '.join(sorted(PRESETS))}) nor a config.json file"
+        )
+    return RandomSource(name, raw, artifacts / name / "checkpoint")
+
+
+def _safe_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "model"
+
+
+def known_family(source: Source, recorded: Path) -> Family:
+    """The family of a model before its checkpoint is there: by the configuration that `recorded` or the source has, the
+    first of the table where neither has one yet."""
+    for path in (recorded, *(p for p in source.files() if p.name == recorded.name)):
+        if path.is_file():
+            with contextlib.suppress(UserError):
+                return family_of(read_json(path), str(path))
+    return next(iter(families.families().values()))
+
+
+def record_checkpoint(source: Source, digest: Callable[[Path], str | None], ignore: Sequence[str], work: Path) -> None:
+    """Step action: check the checkpoint, in which tensors that match a pattern of `ignore` may be besides the model's;
+    write its configuration and what identifies its content."""
+    directory = source.fetch()
+    opened = Checkpoint.open(directory, ignore)
+    if not (directory / "tokenizer.json").is_file():
+        raise UserError(
+            f"{directory} has no tokenizer.json: convert its tokenizer with "
+            "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    files = [*opened.weight_files(), *(p for name in TOKENIZER_FILES if (p := directory / name).is_file())]
+    write_json(work / "build/config.json", read_json(directory / "config.json"))
+    write_json(
+        work / "build/checkpoint.json",
+        {"source": source.identity(), "files": {p.name: digest(p) for p in files}},
+    )
+
+
+def copy_tokenizer(source: Source, work: Path) -> None:
+    """Step action: copy the tokenizer's files, each checked to be readable."""
+    directory = source.fetch()
+    (work / "tokenizer").mkdir()
+    for name in TOKENIZER_FILES:
+        if (path := directory / name).is_file():
+            if path.suffix == ".json":
+                read_json(path)
+            shutil.copyfile(path, work / "tokenizer" / name)
