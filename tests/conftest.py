@@ -23,6 +23,21 @@ from stages.model.random_weights import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
+LEFT_OUT = {
+    "slow": "takes minutes: pytest -m slow",
+    "long": "too long for every run: see CONTRIBUTING.md for its command",
+    "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
+}
+"""Marks of tests that run only if -m asks for them, and why."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items if not config.option.markexpr else ():
+        for mark in item.iter_markers():
+            if mark.name in LEFT_OUT:
+                item.add_marker(pytest.mark.skip(reason=LEFT_OUT[mark.name]))
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

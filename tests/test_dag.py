@@ -140,6 +140,19 @@ def test_what_no_step_makes_any_more_is_removed(built: Path) -> None:
     assert (built / BUILT / "elf/o_ffn.so").exists()
 
 
+def test_a_receipt_cannot_remove_what_is_not_its_directory_s(built: Path) -> None:
+    """Receipts come with directories that others made."""
+    victim = built / "artifacts/victim"
+    victim.write_text("keep me")
+    receipts = built / BUILT / "build/receipts"
+    for label in ("../../victim", str(victim)):
+        receipt = json.loads((receipts / "elf-o_ffn.json").read_text()) | {"outputs": {label: "0"}}
+        (receipts / "elf-vanished.json").write_text(json.dumps(receipt))
+        (receipts / "weights.json").write_text(json.dumps(receipt))
+        assert doit(*COMPILE, cwd=built).returncode == 0
+        assert victim.read_text() == "keep me"
+
+
 STEPS_FROM_ELSEWHERE = """
 import sys
 sys.path[:0] = sys.argv[1:3]

@@ -18,7 +18,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.table import Column, Table
 from stages.graph import Build
-from stages.model.families import of, read_config
+from stages.model import families
 
 TOKENS = 32
 TOP = 5
@@ -98,7 +98,7 @@ def load_transformers(checkpoint: Path, dtype: str) -> Any:
     import torch
     import transformers
 
-    architecture = getattr(transformers, of(read_config(checkpoint / "config.json")).architectures[0])
+    architecture = getattr(transformers, families.of(families.read_config(checkpoint / "config.json")).architectures[0])
     with torch.no_grad():
         return architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
 

@@ -7,6 +7,7 @@ state travels with the artifact directory, survives a kill, and a timestamp neve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -55,20 +56,28 @@ class Project:
         current = {step.receipt_path: step.receipt() or {} for step in steps}
         kept = {label for receipt in current.values() for label in receipt.get("outputs", ())}
         for path in sorted(set((self.directory / RECEIPTS).glob("*.json")) - current.keys()):
-            for label in (load_receipt(path) or {"outputs": ()})["outputs"]:
-                if label not in kept:
-                    (self.directory / label).unlink(missing_ok=True)
-                    remove_empty((self.directory / label).parent, self.directory)
-            path.unlink(missing_ok=True)
+            # What cannot be removed is in nobody's way.
+            with contextlib.suppress(OSError):
+                for label in (load_receipt(path) or {"outputs": ()})["outputs"]:
+                    if label not in kept:
+                        (self.directory / label).unlink(missing_ok=True)
+                        remove_empty((self.directory / label).parent, self.directory)
+                path.unlink(missing_ok=True)
 
 
 def load_receipt(path: Path) -> dict[str, Any] | None:
     """What a step left, or None if that is not what it should be."""
     try:
         receipt = json.loads(path.read_text())
-        return receipt if {"key", "inputs", "outputs"} <= receipt.keys() else None
-    except (OSError, ValueError, AttributeError):
+        sound = {"key", "inputs", "outputs"} <= receipt.keys() and all(map(_inside, receipt["outputs"]))
+        return receipt if sound else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def _inside(label: str) -> bool:
+    """Whether a label stays in its directory. Receipts come with directories that others made."""
+    return not Path(label).is_absolute() and ".." not in Path(label).parts
 
 
 def remove_empty(directory: Path, root: Path) -> None:

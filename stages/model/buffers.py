@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Buffer:
-    """`kind`: weight | table | cache | activation. Weights and tables: logical shape, packed in `layout`."""
+    """`kind`: weight | table | cache | activation. Weights and tables: logical shape, packed in `layout` into the file
+    `blob`."""
 
     kind: str
     format: str
     shape: tuple[int, ...]
     layout: str = "plain"
+    blob: str = ""
 
     @property
     def packed(self) -> bool:

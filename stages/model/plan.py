@@ -118,7 +118,7 @@ class _Planner:
         """Add a buffer, or hold it against what other calls need of it."""
         name, _, view = reference.partition("@")
         layout = at.part.layout_of(slot.name, HOST_SET if program.host else self.kernel_set)
-        new = self._described(slot, layout, view, bucket)
+        new = self._described(at, slot, layout, view, bucket)
         old = self.made.buffers.setdefault(name, new)
         if (old.kind, old.format) != (new.kind, new.format):
             raise TypeError(f"buffer {name}: {at.part.name}.{slot.name} needs {new}, it is {old}")
@@ -130,10 +130,12 @@ class _Planner:
         elif math.prod(new.shape) > math.prod(old.shape):
             old.shape = new.shape
 
-    def _described(self, slot: Slot, layout: str, view: str, bucket: int | None) -> Buffer:
-        if slot.keeps or slot.role in ("weight", "table"):
-            kind = "cache" if slot.keeps else slot.role
-            return Buffer(kind, slot.format, self._sizes(slot.shape, None), layout)
+    def _described(self, at: Placed, slot: Slot, layout: str, view: str, bucket: int | None) -> Buffer:
+        if slot.keeps:
+            return Buffer("cache", slot.format, self._sizes(slot.shape, None), layout)
+        if slot.role in ("weight", "table"):
+            blob = "tables" if slot.role == "table" else _blob(at)
+            return Buffer(slot.role, slot.format, self._sizes(slot.shape, None), layout, blob)
         shape: tuple[Dim, ...] = ("seq", *slot.shape[-1:]) if view else slot.shape
         stored = formats()[slot.format].packed_shape(self._sizes(shape, bucket), layout)
         return Buffer("activation", slot.format, stored)
@@ -141,3 +143,10 @@ class _Planner:
     def _sizes(self, shape: Sequence[Dim], bucket: int | None) -> tuple[int, ...]:
         known: dict[str, Any] = {**self.dimensions, **({"seq": bucket} if bucket else {})}
         return tuple(int(known[dim]) if isinstance(dim, str) else dim for dim in shape)
+
+
+def _blob(at: Placed) -> str:
+    """The file that a part's weights go to: one per layer, one for what is before and one for what is behind them."""
+    if at.inside:
+        return f"layer_{at.layer:03d}"
+    return "head" if at.layer else "embedding"

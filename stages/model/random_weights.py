@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ def write_random_weights(config: Config, path: Path) -> None:
         if len(shape) == 1:
             return np.ones(shape, bfloat16)
         limit = np.float32(np.sqrt(3.0 / shape[1]))
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if any(fnmatchcase(name, pattern) for pattern in family.residual):
             limit /= np.float32(np.sqrt(2.0 * config.layers))
         generator = np.random.Generator(np.random.SFC64(seed))
         out = np.empty(shape, bfloat16)
@@ -33,7 +34,7 @@ def write_random_weights(config: Config, path: Path) -> None:
             part[...] = generator.random(part.shape, np.float32) * (2 * limit) - limit
         return out
 
-    shapes = families.tensors(config)
+    family, shapes = families.of(config), families.tensors(config)
     with ThreadPoolExecutor() as pool:
         window = _windowed(pool, tensor, list(enumerate(shapes.items())))
         write_safetensors(path, ((n, "bf16", s) for n, s in shapes.items()), window)

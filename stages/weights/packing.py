@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,15 +20,6 @@ from stages.weights.formats import formats
 INDEX = Path("build/weights.json")
 
 
-def blob_file(name: str, buffer: Buffer) -> str:
-    """Which file a weight goes to: one per layer, one for the embedding, one for the rest, one for tables."""
-    if buffer.kind == "table":
-        return "weights/tables.safetensors"
-    if layer := re.match(r"model\.layers\.(\d+)\.", name):
-        return f"weights/layer_{int(layer[1]):03d}.safetensors"
-    return "weights/embedding.safetensors" if "embed_tokens" in name else "weights/head.safetensors"
-
-
 def pack_weights(source: Source, wanted: Path, work: Path) -> None:
     """Step action: pack what the file `wanted` names."""
     buffers = {name: Buffer(**fields) for name, fields in read_json(wanted).items()}
@@ -41,7 +31,7 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> No
     files: dict[str, list[str]] = {}
     for name, buffer in buffers.items():
         if buffer.packed:
-            files.setdefault(blob_file(name, buffer), []).append(name)
+            files.setdefault(f"weights/{buffer.blob}.safetensors", []).append(name)
     (out / "weights").mkdir(parents=True)
     with (
         ThreadPoolExecutor(2) as pool,

@@ -22,7 +22,8 @@ from stages.model.config import Config, ConfigFields
 class Family:
     """`parse`: the configuration of a checkpoint, or UserError naming the field that cannot be run. `tensors`: name and
     shape of all that a checkpoint must hold, in model order. `head`: the tensor that makes the logits. `ignored`:
-    patterns of tensors that old exporters wrote beside the weights."""
+    patterns of tensors that old exporters wrote beside the weights. `residual`: patterns of those whose products are
+    added to the activations, which random ones keep small."""
 
     model_type: str
     architectures: tuple[str, ...]
@@ -30,6 +31,7 @@ class Family:
     tensors: Callable[[Config], dict[str, tuple[int, ...]]]
     head: Callable[[Config], str]
     ignored: tuple[str, ...]
+    residual: tuple[str, ...]
 
 
 @functools.cache

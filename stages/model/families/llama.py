@@ -98,4 +98,5 @@ FAMILY = Family(
     head,
     # An embedding that is tied may be stored twice.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight"),
+    residual=("*.o_proj.weight", "*.down_proj.weight"),
 )
