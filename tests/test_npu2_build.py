@@ -70,6 +70,8 @@ record = {"args": args, "cwd": str(here), "files": sorted(p.name for p in here.i
 COMPILER = f"""{RECORD}
 pathlib.Path(os.environ["RECORD_CC"]).write_text(json.dumps(record))
 source = next(a for a in args if a.endswith(".cc"))
+if "-D__AIE_API_AIE_ADF_HPP__" not in args:
+    sys.exit("aie_api/aie.hpp:12: fatal error: 'adf.h' file not found")
 headers = f"{{pathlib.Path(source).with_name('tile.h')}} /opt/api/aie_api/aie.hpp"
 pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {{source}} {{headers}}")
 pathlib.Path(args[args.index("-o") + 1]).write_text(" ".join(a for a in args if a.startswith("-D")))
@@ -421,6 +423,23 @@ def test_doctor_on_a_machine_with_everything(laptop: Path) -> None:
     assert by_name["NPU firmware"].version == "1.1.2.64"
     assert by_name["pyxrt"].version.endswith("(with run lists)")
     assert set(doctor.conclusions(rows).values()) == {"yes"}
+
+
+_XCLBIN_ONLY = "__init__(self: pyxrt.hw_context, device: pyxrt.device, uuid: pyxrt.uuid) -> None"
+_WITH_ELF = f"{_XCLBIN_ONLY}\n__init__(self: pyxrt.hw_context, device: pyxrt.device, elf: pyxrt.elf) -> None"
+
+
+@pytest.mark.parametrize("signatures, state", [(_XCLBIN_ONLY, "old"), (_WITH_ELF, "yes")])
+def test_doctor_reads_whether_a_context_takes_an_elf(
+    laptop: Path, monkeypatch: pytest.MonkeyPatch, signatures: str, state: str
+) -> None:
+    """Bindings before `add_config` say it in a signature, where `self` is no ELF."""
+
+    def init(self: Any) -> None: ...
+
+    init.__doc__ = signatures
+    monkeypatch.setattr(sys.modules["pyxrt"], "hw_context", type("hw_context", (), {"__init__": init}))
+    assert found(doctor.report(laptop))["pyxrt"] == state
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {

@@ -22,6 +22,8 @@ FLAGS = (
     "-O2",
     "-std=c++20",
     "-DNDEBUG",
+    # The AIE API of wheels since July 2026 includes <adf.h>, which Peano lacks, unless this is defined.
+    "-D__AIE_API_AIE_ADF_HPP__",
     "-Wno-parentheses",
     "-Wno-attributes",
     "-Wno-macro-redefined",

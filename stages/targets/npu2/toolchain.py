@@ -181,7 +181,8 @@ def pyxrt() -> Pyxrt | None:
         return None
     context = getattr(bindings, "hw_context", None)
     described = (getattr(context, "__init__", None) or context).__doc__ or ""
-    elf_contexts = hasattr(context, "add_config") or "elf" in described
+    # A word of its own: every signature in the text has a `self`.
+    elf_contexts = hasattr(context, "add_config") or re.search(r"\belf\b", described) is not None
     return Pyxrt(getattr(bindings, "__file__", "") or "", hasattr(bindings, "runlist"), elf_contexts)
 
 
