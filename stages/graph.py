@@ -207,6 +207,7 @@ class _Wiring:
             partial(room.write_objects, source, descriptions, cache),
             [OBJECTS / source],
             [path, *(descriptions if room.VARIANTS else ())],
+            arguments=target.modules.expected(source),
             tool=room.fingerprint,
             # So that without a target's tools everything else is built before the one line that names them.
             after=("weights", "tokenizer", f"elf:{HOST}") if target.foreign_tools else (),

@@ -20,9 +20,9 @@ from stages.engine.objects import compile_object
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
-from stages.targets.cpu.objects import FLAGS, INCLUDE, compile_host
-from stages.targets.cpu.prototypes import prototypes, scalar_type, tensor_type
-from stages.targets.cpu.toolchain import need_host_compiler
+from stages.targets.cpu.objects import compile_host
+from stages.targets.cpu.prototypes import prototypes, prototypes_of, scalar_type, tensor_type
+from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.weights.formats import formats
 
 CPU = SOURCES / "cpu"
@@ -91,7 +91,8 @@ def build(directory: Path) -> Path:
     sources = [*sorted(CPU.glob("*.cc")), directory / "glue.cc"]
     objects = [directory / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source, output: compile_host(source, output, STRICT), sources, objects))
+        declared = [prototypes_of(source.stem) for source in sources]
+        list(pool.map(lambda *each: compile_host(*each, STRICT), sources, objects, declared))
     return link(objects, directory / "kernels.so")
 
 

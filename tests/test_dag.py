@@ -92,6 +92,14 @@ def test_changed_stage_code_reruns_that_stage(built: Path) -> None:
     assert tasks == {t for t in tasks if t.startswith("module:")} != set()
 
 
+def test_an_edited_tiling_compiles_nothing(built: Path) -> None:
+    """What a kernel says of the array does not concern the host's objects, and no weight is packed again."""
+    kernel = built / "stages/kernels/gemm.py"
+    kernel.write_text(kernel.read_text().replace("CHUNK = 256", "CHUNK = 128"))
+    tasks = ran(doit(*COMPILE, cwd=built))
+    assert tasks and all(task == "plan" or task.startswith("module:") for task in tasks)
+
+
 def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> None:
     """And syncs, which follow roles, with it; the program itself stays."""
     family = built / "stages/model/parts/llama.py"

@@ -33,6 +33,9 @@ class Modules(Protocol):
     def sources(self, programs: Sequence[Program]) -> list[str]:
         """C++ sources that a library of these programs links, as `<kernel set>/<stem>`."""
 
+    def expected(self, source: str) -> dict[str, Any]:
+        """What generated source expects of the objects of a C++ source, for `write_objects`. JSON."""
+
     def fingerprint(self) -> str | None:
         """What besides this project's code decides on the text."""
 
@@ -42,7 +45,9 @@ class Objects(Protocol):
 
     VARIANTS: bool
 
-    def write_objects(self, source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
+    def write_objects(
+        self, source: str, modules: Sequence[Path], cache: Path, work: Path, **expected: Any
+    ) -> list[Path]:
         """Step action: `build/objects/<source>/`, all that `modules` ask for; returns the files that were read."""
 
     def fingerprint(self) -> str | None:

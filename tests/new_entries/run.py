@@ -20,6 +20,7 @@ from stages.model.parts import PartBuilder
 from stages.targets.cpu.modules import cpu_source
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.programs import link_host
+from stages.targets.cpu.prototypes import prototypes_of
 from stages.targets.npu2.modules import build_module
 from stages.targets.npu2_sim.objects import compile_tile
 from stages.targets.npu2_sim.programs import link
@@ -42,7 +43,7 @@ def host_library(directory: Path) -> Path:
     objects = []
     for source in ("cpu/unpack", "cpu/team", "cpu/peaks"):
         objects.append(directory / f"{Path(source).name}.o")
-        compile_host(source_file(source), objects[-1])
+        compile_host(source_file(source), objects[-1], prototypes_of(Path(source).name))
     glue = directory / "glue.cc"
     glue.write_text(cpu_source([PART], SIZES))
     link_host(glue, objects, directory / "host.so")

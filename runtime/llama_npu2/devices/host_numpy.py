@@ -67,8 +67,8 @@ def lm_head_rows(slots: Arrays, pos: int, model: Model) -> None:
         slots["logits"][part] = wide(weight[part]) @ x
 
 
-Program = Callable[[Arrays, int, Model], None]
-PROGRAMS: dict[str, Program] = {
+HostProgram = Callable[[Arrays, int, Model], None]
+PROGRAMS: dict[str, HostProgram] = {
     program.__name__: program for program in (embed_token_rows, decode_attn_kv, final_norm, lm_head_rows)
 }
 
@@ -91,7 +91,7 @@ class NumpyDevice:
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, path: Path, entry: str, host: bool = True) -> Program:
+    def load_program(self, path: Path, entry: str, host: bool = True) -> HostProgram:
         if entry not in PROGRAMS:
             raise UserError(f"{path}: program {entry} exists only natively: rebuild it here with doit compile")
         return PROGRAMS[entry]

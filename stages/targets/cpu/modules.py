@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from stages.engine.files import write_json
-from stages.kernels import HOST_SET, Arg
+from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
 from stages.targets.cpu.fusion import fuse
-from stages.targets.cpu.prototypes import prototypes
-from stages.weights.dtypes import DTYPES
+from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.weights.formats import formats
 
 SUFFIX = ".cc"
@@ -34,6 +33,11 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
 def sources(programs: Sequence[Program]) -> list[str]:
     """C++ sources that a library of these programs links."""
     return _sources((part for program in programs for part in program.parts), _support(programs))
+
+
+def expected(source: str) -> dict[str, Any]:
+    """Declarations that the kernels of a source must match."""
+    return {"declared": prototypes_of(Path(source).name)}
 
 
 def _support(programs: Sequence[Program]) -> list[str]:
@@ -99,14 +103,9 @@ def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
 
 
 def _kernel_call(launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
-    tensors = [_tensor(arg, index[launch.args[arg.name]]) for arg in launch.kernel.args]
+    tensors = [f"static_cast<{tensor_type(arg)}>(slots[{index[launch.args[arg.name]]}])" for arg in launch.kernel.args]
     scalars = [_scalar(launch.scalars[param.name], dimensions) for param in launch.kernel.params]
     return f"{launch.kernel.name}({', '.join([*tensors, *scalars, '*worker'])});"
-
-
-def _tensor(arg: Arg, slot: int) -> str:
-    const = "" if arg.written else "const "
-    return f"static_cast<{const}{DTYPES[formats()[arg.format].dtype].c} *>(slots[{slot}])"
 
 
 def _scalar(value: Dim | float, dimensions: Mapping[str, float]) -> str:

@@ -8,8 +8,6 @@ from pathlib import Path
 from stages.engine.object_cache import CachedObject, cached_object
 from stages.engine.objects import compile_object, source_file
 from stages.engine.objects import write_objects as write
-from stages.kernels import kernels
-from stages.targets.cpu.prototypes import prototypes
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.targets.cpu.toolchain import host_compiler_fingerprint as fingerprint
 
@@ -18,33 +16,28 @@ __all__ = ["VARIANTS", "compile_host", "fingerprint", "write_objects"]
 VARIANTS = False
 
 
-def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
+def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path, declared: str) -> list[Path]:
     """Step action: compile one source for the host, or take its object from the cache that all models share.
 
-    Returns the project's files that were read. Raises UserError.
+    `declared`: as in `compile_host`. Returns the project's files that were read. Raises UserError.
     """
     path = source_file(source)
 
     def compile_one(name: str, flags: Sequence[str]) -> CachedObject:
-        made_by = (fingerprint(), FLAGS, prototypes_of(path.stem))
+        made_by = (fingerprint(), FLAGS, declared)
         sources = [path, *sorted(path.parent.glob("*.h"))]
-        return cached_object(cache, path.stem, made_by, sources, lambda output: compile_host(path, output))
+        return cached_object(cache, path.stem, made_by, sources, lambda output: compile_host(path, output, declared))
 
     return write(source, {f"{path.stem}.o": []}, compile_one, work)
 
 
-def prototypes_of(stem: str) -> str:
-    """Declarations of the kernels that a source must define."""
-    return prototypes(kernel for kernel in kernels().values() if kernel.source == stem and kernel.host)
-
-
-def compile_host(source: Path, output: Path, flags: Sequence[str] = FLAGS) -> list[Path]:
+def compile_host(source: Path, output: Path, declared: str, flags: Sequence[str] = FLAGS) -> list[Path]:
     """Compile `source` to the object `output`; returns the project's files that were read. Raises UserError.
 
-    A kernel whose parameters are not those of its signature does not compile.
+    `declared`: C++ declarations (`prototypes_of`); a kernel whose parameters are others does not compile.
     """
     header = output.with_suffix(".prototypes.h")
-    header.write_text(prototypes_of(source.stem))
+    header.write_text(declared)
     command = [*need_host_compiler(), *flags, INCLUDE, "-include", str(header)]
     try:
         return compile_object(command, source, output, f"{source.name} does not compile")

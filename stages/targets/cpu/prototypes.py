@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stages.kernels import Arg, Kernel, Param
+from stages.kernels import Arg, Kernel, Param, kernels
 from stages.weights.dtypes import DTYPES
 from stages.weights.formats import formats
 
 _SCALARS = {"int64": "int64_t", "float": "float"}
 
 
-def prototypes(kernels: Iterable[Kernel]) -> str:
-    """C++ that declares `kernels` and the types that they take.
+def prototypes(declared: Iterable[Kernel]) -> str:
+    """C++ that declares kernels and the types that they take.
 
     Generated code begins with it. A kernel's own source is compiled behind it (`-include`), so that a definition whose
     types are not those of the signature does not compile.
     """
-    return "\n".join(['#include "kernel.h"', "", *map(_prototype, kernels), ""])
+    return "\n".join(['#include "kernel.h"', "", *map(_prototype, declared), ""])
 
 
 def tensor_type(arg: Arg) -> str:
@@ -33,3 +33,8 @@ def _prototype(kernel: Kernel) -> str:
     tensors = (f"{tensor_type(arg)}{arg.name}" for arg in kernel.args)
     scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.params)
     return f"KERNEL void {kernel.name}({', '.join([*tensors, *scalars, 'Worker &worker'])});"
+
+
+def prototypes_of(stem: str) -> str:
+    """Declarations of the kernels that a source must define."""
+    return prototypes(kernel for kernel in kernels().values() if kernel.source == stem and kernel.host)

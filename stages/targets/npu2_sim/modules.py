@@ -9,9 +9,9 @@ from typing import Any
 from stages.engine.files import read_json, write_json
 from stages.model.grouping import Program
 from stages.targets.npu2 import modules as npu2
-from stages.targets.npu2.modules import SUFFIX, arguments, fingerprint
+from stages.targets.npu2.modules import SUFFIX, arguments, expected, fingerprint
 
-__all__ = ["SUFFIX", "arguments", "fingerprint", "sources", "write_module"]
+__all__ = ["SUFFIX", "arguments", "expected", "fingerprint", "sources", "write_module"]
 
 DEVICE = "sim/device"
 
