@@ -127,10 +127,10 @@ class _Segment:
         dims = self._one_part(transfer, side)
         self._require(f"DMA dimensions on the {memory} side", len(dims), most)
         # The outermost size is no field of a descriptor; the innermost counts words.
-        size_of = analysis.element_bytes(side.kind)
-        words = [size * size_of // limits.GRANULARITY_BYTES for size, _ in dims[1:][-1:]]
-        inner = [*(size for size, _ in dims[1:-1]), *words]
-        self._require(f"steps in one DMA dimension on the {memory} side", max(inner, default=0), limits.WRAP)
+        what, size_of = f"in one DMA dimension on the {memory} side", analysis.element_bytes(side.kind)
+        self._require(f"steps {what}", max((size for size, _ in dims[1:-1]), default=0), limits.WRAP)
+        words = max((size * size_of // limits.GRANULARITY_BYTES for size, _ in dims[1:][-1:]), default=0)
+        self._require(f"words {what}", words, limits.RUN_WORDS)
 
     def _one_part(self, transfer: _Transfer, side: Side) -> Dims:
         """Folded dimensions of what one memory tile takes of a transfer."""

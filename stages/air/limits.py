@@ -22,8 +22,12 @@ MEMTILE_DESCRIPTORS = 48
 TILE_DESCRIPTORS = 16
 QUEUE_DEPTH = 4
 GRANULARITY_BYTES = 4
-WRAP = 1023
-"""Largest size of one dimension of a DMA descriptor."""
+WRAP = 512
+"""Largest size of an inner dimension of a DMA descriptor of a memory or compute tile. The hardware's field takes 1023;
+mlir-aie refuses more than 512, though its message says 1023, up to 2026-08-13 (mlir-aie #3548)."""
+
+RUN_WORDS = 1023
+"""Largest innermost dimension, in words of `GRANULARITY_BYTES`."""
 
 VECTOR = 32
 """bf16 lanes of one vector register; chunks of elementwise work are multiples of it where the shape allows."""
