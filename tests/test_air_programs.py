@@ -238,7 +238,7 @@ def test_launch_grids_are_constant(program: air.AirModule) -> None:
 @pytest.mark.parametrize("rows", [128, 256])
 @pytest.mark.parametrize("cols", [4096, 4608, 5632, 7168])
 def test_rows_of_x_stay_only_where_a_descriptor_takes_them(rows: int, cols: int) -> None:
-    """Their 8x8 blocks are one dimension of the transfer: 704 in TinyLlama's down projection, the compiler takes 512."""
+    """Their 8x8 blocks are one dimension of the transfer. TinyLlama has 704 of them, the compiler takes 512."""
     tiling = gemm.tile(rows, cols, 2048)
     assert tiling.x_chunk // limits.BLOCK <= 512
     assert tiling.stays == (cols == 4096)
