@@ -96,6 +96,21 @@ def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None
     return subprocess.run(command, cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True, timeout=600)
 
 
+def outputs_of_two_runs(script: str) -> set[bytes]:
+    """What a Python script writes in two processes that order their sets differently."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "runtime"},
+            capture_output=True,
+            check=True,
+        )
+        for seed in ("1", "2")
+    ]
+    return {run.stdout for run in runs}
+
+
 def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
     """`doit compile` into `artifacts`; returns the artifact directory."""
     run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", *(f"{k}={v}" for k, v in variables.items()))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from xdsl.dialects import func
 from xdsl.dialects.builtin import StringAttr
@@ -20,6 +16,7 @@ from stages.model.parts import Slot
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import BUCKETS, Module, build_module
+from tests.conftest import outputs_of_two_runs
 from tests.npu_shapes import MODELS, device_program, device_programs, layout
 
 LLAMA = MODELS["llama-3.2-1b"]
@@ -139,18 +136,7 @@ def test_text_is_the_same_on_every_run() -> None:
         "made = [build_module(program, MODELS['demo'].dimensions()) for program in device_programs('fused')]\n"
         "sys.stdout.write(hashlib.sha256(''.join(m.text() for m in made).encode()).hexdigest())"
     )
-    root = Path(__file__).parents[1]
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=root,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "runtime"},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(digests) == 1
+    assert len(outputs_of_two_runs(script)) == 1
 
 
 def add(rows: int, cols: int) -> air.AirModule:

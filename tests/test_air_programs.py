@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +19,7 @@ from stages.air import limits
 from stages.air.dialect import DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp, constant_of, memory_space
 from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope
 from stages.weights.formats.bf16 import pad_rows, to_blocks
+from tests.conftest import outputs_of_two_runs
 
 TILINGS: dict[str, Callable[[], Tiling]] = {
     "add rows": lambda: elementwise.tile("add", 128, 960),
@@ -195,18 +193,7 @@ def test_text_is_the_same_on_every_run_and_uses_the_custom_form() -> None:
         "text = ''.join(air.to_mlir(made.module) for made in (norm_twice(), *(p() for p in PROGRAMS.values())))\n"
         "sys.stdout.write(hashlib.sha256(text.encode()).hexdigest())"
     )
-    root = Path(__file__).parents[1]
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=root,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "runtime"},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(digests) == 1
+    assert len(outputs_of_two_runs(script)) == 1
     text = air.to_mlir(gemv.build(gemv.tile(576, 576)).module)
     assert '"air.' not in text and text.isascii()
 
