@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from stages.engine.digests import Digests
 from stages.engine.files import Turn
-from stages.engine.objects import OBJECTS, source_file
-from stages.engine.places import ROOT
+from stages.engine.objects import source_file
+from stages.engine.places import CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
 from stages.model.grouping import Program, programs
-from stages.model.plan import PACKING, PLAN, write_plan
+from stages.model.plan import write_plan
 from stages.model.sources import ArtifactsOnly, Source, copy_tokenizer, known_family, record_checkpoint, resolve
 from stages.targets import Target, default_target, targets
-from stages.weights.packing import INDEX, pack_weights
+from stages.weights.packing import pack_weights
 
 if TYPE_CHECKING:
     from stages.commands.options import Options
 
-CONFIG = Path("build/config.json")
-CHECKPOINT = Path("build/checkpoint.json")
-MODULES = Path("build/modules")
 HOST = "host"
 """The library of host programs."""
 
@@ -107,7 +104,7 @@ class _Wiring:
         self.build, self.options, self.target = build, build.options, build.target
         self.directory = build.directory
         self.grouping_name = self.options.grouping or self.target.default_grouping
-        self.grouping = self.target.grouping(self.options.grouping)
+        self.grouping = self.target.grouping(self.grouping_name)
 
     def steps(self) -> Iterator[Step]:
         yield self._checkpoint()
@@ -170,7 +167,7 @@ class _Wiring:
             "weights",
             "Pack the weights into blobs.",
             partial(pack_weights, self.build.source, self.directory / PACKING),
-            [INDEX],
+            [WEIGHTS],
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING],
         )
 
@@ -244,6 +241,6 @@ class _Wiring:
             "Describe the artifact directory.",
             partial(write_manifest, self.directory, self.build.source.name),
             [Path("manifest.json")],
-            [self.directory / part for part in (CONFIG, PLAN, INDEX, Path("tokenizer"), *made)],
+            [self.directory / part for part in (CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *made)],
             arguments={"programs": entries, "target": machine},
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_npu2.manifest import FORMAT
 from stages.engine.files import file_digests, read_json, write_json
+from stages.engine.places import CONFIG, MODULES, PLAN, WEIGHTS
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
 from stages.weights.formats import formats
@@ -29,9 +30,9 @@ def write_manifest(
     `programs`: name -> file, entry point, on the host?, and the module in whose description its slots are. `target`:
     name, device, and what it asks of a machine.
     """
-    config = read_config(directory / "build/config.json")
-    plan = read_json(directory / "build/plan.json")
-    weights = read_json(directory / "build/weights.json")
+    config = read_config(directory / CONFIG)
+    plan = read_json(directory / PLAN)
+    weights = read_json(directory / WEIGHTS)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     files = dict(weights["files"])
     for name in [*sorted({str(program["file"]) for program in programs.values()}), *tokenizer]:
@@ -49,7 +50,7 @@ def write_manifest(
 
 
 def _program(directory: Path, name: str, module: str, **entry: Any) -> dict[str, Any]:
-    described = read_json(directory / "build/modules" / f"{module}.json")["programs"]
+    described = read_json(directory / MODULES / f"{module}.json")["programs"]
     return {**entry, **described[name]}
 
 

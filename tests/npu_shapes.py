@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stages.commands.options import Options
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import Program, programs
@@ -26,6 +27,9 @@ def model(
     }
     return parse_config(fields, "a test's config.json")
 
+
+BUCKETS = Options().bucket_list()
+"""What a prompt's programs are built for by default."""
 
 DEMO = model(2000, 256, 768, 4, 2, 64, layers=4)
 """The shipped model's, but for a vocabulary that is no whole number of blocks."""

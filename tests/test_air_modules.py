@@ -15,9 +15,9 @@ from stages.kernels import gemm, gemv, kernels, rope
 from stages.model.parts import Slot
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.modules import BUCKETS, Module, build_module
+from stages.targets.npu2.modules import Module, build_module
 from tests.conftest import outputs_of_two_runs
-from tests.npu_shapes import MODELS, device_program, device_programs, layout
+from tests.npu_shapes import BUCKETS, MODELS, device_program, device_programs, layout
 
 LLAMA = MODELS["llama-3.2-1b"]
 

@@ -20,10 +20,10 @@ from xdsl.dialects.builtin import MemRefType
 from stages.air import AirModule, Variant, to_mlir
 from stages.model.grouping import Program
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.modules import BUCKETS, build_module
+from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.toolchain import peano
-from tests.npu_shapes import MODELS, device_programs
+from tests.npu_shapes import BUCKETS, MODELS, device_programs
 from tests.test_air_programs import PROGRAMS
 
 pytestmark = [

@@ -19,8 +19,7 @@ import pytest
 from llama_npu2.errors import UserError
 from stages.air import to_mlir
 from stages.commands import doctor
-from stages.engine.objects import OBJECTS
-from stages.engine.places import KERNELS
+from stages.engine.places import KERNELS, OBJECTS
 from stages.kernels import kernels
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain

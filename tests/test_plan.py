@@ -32,7 +32,7 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def test_a_program_of_the_cpu_is_one_part() -> None:
-    for program in programs("llama", targets()["cpu"].grouping("")):
+    for program in programs("llama", targets()["cpu"].grouping("separate")):
         (part,) = program.parts
         assert program.slots == part.slots and program.wiring == ({slot.name: slot.name for slot in part.slots},)
 

@@ -8,7 +8,8 @@ from functools import partial
 from llama_npu2.bench import run_bench
 from stages.commands.peers import open_peers
 from stages.engine.files import content_digest
-from stages.graph import CHECKPOINT, Build
+from stages.engine.places import CHECKPOINT
+from stages.graph import Build
 
 
 def run(build: Build) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from llama_npu2.bench import LONGEST
 from llama_npu2.errors import UserError
 from llama_npu2.llama import Llama
 from stages.commands.verify import load_transformers
-from stages.engine.places import ROOT
+from stages.engine.places import ROOT, python_environment
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
 
@@ -109,10 +108,9 @@ class Peer:
             str(context),
         ]
         # Started where this very module is found again, wherever the caller stands.
-        path = os.pathsep.join([str(ROOT), str(ROOT / "runtime"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": path}
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=python_environment()
         )
 
     def prefill(self, ids: Sequence[int]) -> float:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 from doit.exceptions import TaskFailed
 
 from llama_npu2.options import Sampling, to_arguments
-from stages.engine.places import ROOT
+from stages.engine.places import python_environment
 from stages.graph import Build
 
 
 def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
     """It prints its own error line."""
-    path = os.pathsep.join([str(ROOT / "runtime"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "llama_npu2", *arguments]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+    process = subprocess.Popen(command, env=python_environment())
     try:
         status = process.wait()
     except KeyboardInterrupt:

@@ -10,9 +10,9 @@ from pathlib import Path
 import xxhash
 
 from stages.engine.digests import Digests
-from stages.engine.places import ROOT
+from stages.engine.places import ROOT, RUNTIME
 
-_OWN = {"stages": ROOT, "llama_npu2": ROOT / "runtime"}
+_OWN = {"stages": ROOT, "llama_npu2": RUNTIME}
 """The project's packages, and where they are."""
 
 Import = tuple[int, str, str]

@@ -17,10 +17,7 @@ from pathlib import Path
 
 from llama_npu2.errors import UserError
 from stages.engine.object_cache import CachedObject
-from stages.engine.places import KERNELS, kernel_files
-
-OBJECTS = Path("build/objects")
-"""Below an artifact directory; in it `<kernel set>/<stem>/<object>`."""
+from stages.engine.places import KERNELS, OBJECTS, kernel_files
 
 
 def source_file(source: str) -> Path:
@@ -28,20 +25,20 @@ def source_file(source: str) -> Path:
     return KERNELS / f"{source}.cc"
 
 
+def asked(module: Path) -> dict[str, list[str]]:
+    """What a module's description says of objects: name -> source and flags."""
+    objects: dict[str, list[str]] = json.loads(module.with_suffix(".json").read_text())["objects"]
+    return objects
+
+
 def linked(module: Path) -> dict[str, Path]:
     """Objects that a module links, by name, where they are in its artifact directory."""
-    objects = json.loads(module.with_suffix(".json").read_text())["objects"]
-    return {name: module.parents[2] / OBJECTS / source / name for name, (source, *_) in objects.items()}
+    return {name: module.parents[2] / OBJECTS / source / name for name, (source, *_) in asked(module).items()}
 
 
 def wanted(source: str, modules: Iterable[Path]) -> dict[str, list[str]]:
     """Objects of a source that modules ask for: name -> flags."""
-    return {
-        name: flags
-        for path in modules
-        for name, (of, *flags) in json.loads(path.with_suffix(".json").read_text())["objects"].items()
-        if of == source
-    }
+    return {name: flags for module in modules for name, (of, *flags) in asked(module).items() if of == source}
 
 
 def write_objects(

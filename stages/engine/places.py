@@ -1,14 +1,35 @@
-"""Where the project is. Nothing depends on the working directory."""
+"""Where things are: the project, whatever the working directory, and what steps leave in an artifact directory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+RUNTIME = ROOT / "runtime"
 KERNELS = ROOT / "kernel_src"
+
+CONFIG = Path("build/config.json")
+"""The model's configuration. This and what follows: relative to an artifact directory."""
+CHECKPOINT = Path("build/checkpoint.json")
+"""What identifies the checkpoint's content."""
+PLAN = Path("build/plan.json")
+PACKING = Path("build/packing.json")
+"""Of the plan, what packing reads: weights and tables."""
+WEIGHTS = Path("build/weights.json")
+"""Which weight was packed where."""
+MODULES = Path("build/modules")
+OBJECTS = Path("build/objects")
+"""In it `<kernel set>/<stem>/<object>`."""
 
 
 def kernel_files(paths: Iterable[Path]) -> list[Path]:
     """Those of `paths` that are kernel sources, which receipts follow. A compiler's headers are its fingerprint's."""
     return sorted({path for path in (p.resolve() for p in paths) if path.is_relative_to(KERNELS)})
+
+
+def python_environment() -> dict[str, str]:
+    """For a Python process that imports the project's packages, wherever it is started."""
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(RUNTIME), *given])}

@@ -53,9 +53,12 @@ class Project:
 
     def prune(self, steps: Iterable[Step]) -> None:
         """Remove what steps left that are no more: `steps` are all there are."""
-        current = {step.receipt_path: step.receipt() or {} for step in steps}
-        kept = {label for receipt in current.values() for label in receipt.get("outputs", ())}
-        for path in sorted(set((self.directory / RECEIPTS).glob("*.json")) - current.keys()):
+        current = {step.receipt_path: step for step in steps}
+        gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current.keys())
+        kept = (
+            {label for step in current.values() for label in (step.receipt() or {}).get("outputs", ())} if gone else ()
+        )
+        for path in gone:
             # What cannot be removed is in nobody's way.
             with contextlib.suppress(OSError):
                 for label in (load_receipt(path) or {"outputs": ()})["outputs"]:

@@ -83,6 +83,11 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
+def matrix(name: str) -> Arg:
+    """A weight matrix in the layouts that the products of both kernel sets read."""
+    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
+
+
 def signature(
     name: str,
     reads: tuple[Arg | str, ...],

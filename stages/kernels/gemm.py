@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Sizes, add, signature, silu_and_mul
+from stages.kernels import BF16, F32, Sizes, add, matrix, signature, silu_and_mul
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
@@ -230,11 +230,7 @@ def _drain(p: Tiling, row: Index, j: Number) -> Dims:
     return ((0, limits.COLUMNS, m * wide), (row + p.first_row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
 
 
-def _weight(name: str) -> Arg:
-    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
-
-
-_WEIGHT = _weight("weight")
+_WEIGHT = matrix("weight")
 _PARAMS = "rows cols out_cols"
 
 
@@ -247,7 +243,7 @@ def _cut(sizes: Sizes) -> Tiling:
 KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
-    signature("gemm_silu", ("x", _weight("gate"), _weight("up")), _PARAMS, reference_silu, source="gemm"),
+    signature("gemm_silu", ("x", matrix("gate"), matrix("up")), _PARAMS, reference_silu, source="gemm"),
     signature(
         "gemm_kv",
         ("x", _WEIGHT),

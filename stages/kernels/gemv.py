@@ -10,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, add, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, add, matrix, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -166,11 +166,7 @@ def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Di
         b.call(p.variant, "gemv_step", a, x, j * p.chunk, acc)
 
 
-def _weight(name: str) -> Arg:
-    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
-
-
-_WEIGHT = _weight("weight")
+_WEIGHT = matrix("weight")
 _PARAMS = "out_cols cols"
 
 KERNELS = (
@@ -178,7 +174,7 @@ KERNELS = (
         "gemv", (_WEIGHT, "x"), _PARAMS, reference, tiling=lambda s: tile(s["out_cols"], s["cols"]), program=build
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
-    signature("gemv_silu", (_weight("gate"), _weight("up"), "x"), _PARAMS, reference_silu, source="gemv"),
+    signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
     signature(
         "gemv_f32",
         (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}), "x"),

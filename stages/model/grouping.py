@@ -80,10 +80,10 @@ def chained(family: str, chain: Chain, layers: int) -> list[Placed]:
 def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:
     """The phase cut into programs: each group with the parts it covers, None with a part for the host."""
     longest_first = sorted(groups, key=lambda group: -len(group.parts))
+    names = tuple(placed.part.name for placed in phase)
     at = 0
     while at < len(phase):
-        names = [placed.part.name for placed in phase[at:]]
-        group = next((g for g in longest_first if tuple(names[: len(g.parts)]) == g.parts), None)
+        group = next((g for g in longest_first if names[at : at + len(g.parts)] == g.parts), None)
         count = len(group.parts) if group else 1
         yield group, list(phase[at : at + count])
         at += count

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.engine.files import write_json
+from stages.engine.places import CONFIG, PACKING, PLAN
 from stages.kernels import HOST_SET
 from stages.model import families
 from stages.model.buffers import Buffer
@@ -28,10 +29,6 @@ PREFILL_ROWS = 512
 Large enough that reading the weights once per chunk is a few percent of the arithmetic, small enough that activations
 stay a few percent of the weights.
 """
-
-PLAN = Path("build/plan.json")
-PACKING = Path("build/packing.json")
-"""Of the plan, what packing reads: weights and tables."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Plan:
 
 def write_plan(directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int]) -> None:
     """Step action: the plan of the configuration in the artifact `directory`, as JSON."""
-    plan = make_plan(read_config(directory / "build/config.json"), grouping, kernel_set, buckets)
+    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets)
     write_json(work / PLAN, asdict(plan))
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
 
@@ -75,7 +72,6 @@ class _Planner:
         family = families.of(config)
         self.family, self.head = family.model_type, family.head(config)
         self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets)}
-        self.prompts = {group.name for group in grouping.groups if group.prompt}
         longest = self.buckets[-1] if buckets else 0
         self.dimensions: Mapping[str, float] = config.dimensions() | {
             "max_seq": max(config.max_seq, longest),
@@ -96,7 +92,7 @@ class _Planner:
     def _calls(self, chain: Chain, bucket: int | None = None) -> Iterator[Call]:
         for group, placed in cover(chained(self.family, chain, self.config.layers), self.grouping.groups):
             entry = group.name if group else placed[0].part.name
-            program = self.programs[entry, bucket if entry in self.prompts else None]
+            program = self.programs.get((entry, bucket)) or self.programs[entry, None]
             layer = placed[0].layer if placed[0].inside else None
             yield Call(program.name, self._bind(program, placed, bucket), layer)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
 from stages.engine.files import Turn, atomic_directory, read_json, write_json
-from stages.engine.places import ROOT
+from stages.engine.places import CHECKPOINT, CONFIG, ROOT
 from stages.model import families
 from stages.model.checkpoint import INDEX, SINGLE, TOKENIZER_FILES, Checkpoint, first_line
 from stages.model.families import Family, family_of, parse_config
@@ -219,9 +219,9 @@ def record_checkpoint(source: Source, digest: Callable[[Path], str | None], igno
             "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     files = [*opened.weight_files(), *(p for name in TOKENIZER_FILES if (p := directory / name).is_file())]
-    write_json(work / "build/config.json", read_json(directory / "config.json"))
+    write_json(work / CONFIG, read_json(directory / "config.json"))
     write_json(
-        work / "build/checkpoint.json",
+        work / CHECKPOINT,
         {"source": source.identity(), "files": {p.name: digest(p) for p in files}},
     )
 

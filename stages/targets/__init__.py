@@ -86,10 +86,10 @@ class Target:
     rank: int = 0
 
     def grouping(self, name: str) -> Grouping:
-        """By name, the default if empty. Raises UserError."""
-        if name and name not in self.groupings:
+        """By name. Raises UserError."""
+        if name not in self.groupings:
             raise UserError(f"grouping={name}: target {self.name} has {', '.join(self.groupings)}")
-        return self.groupings[name or self.default_grouping]
+        return self.groupings[name]
 
     def _room(self, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}.{name}")

@@ -10,14 +10,13 @@ import numpy as np
 from tqdm import tqdm
 
 from stages.engine.files import file_digests, read_json, write_json
+from stages.engine.places import WEIGHTS
 from stages.model.buffers import Buffer
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, write_safetensors
 from stages.weights.formats import formats
-
-INDEX = Path("build/weights.json")
 
 
 def pack_weights(source: Source, wanted: Path, work: Path) -> None:
@@ -27,11 +26,10 @@ def pack_weights(source: Source, wanted: Path, work: Path) -> None:
 
 
 def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> None:
-    """Write every weight and table of `buffers` below `out`, and the index of where each is."""
+    """Write `buffers`, weights and tables, below `out`, and the index of where each is."""
     files: dict[str, list[str]] = {}
     for name, buffer in buffers.items():
-        if buffer.packed:
-            files.setdefault(f"weights/{buffer.blob}.safetensors", []).append(name)
+        files.setdefault(f"weights/{buffer.blob}.safetensors", []).append(name)
     (out / "weights").mkdir(parents=True)
     with (
         ThreadPoolExecutor(2) as pool,
@@ -48,7 +46,7 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> No
         "buffers": {name: place for entry in entries for name, place in entry["buffers"].items()},
         "files": {entry["file"]: entry["digests"] for entry in entries},
     }
-    write_json(out / INDEX, index)
+    write_json(out / WEIGHTS, index)
 
 
 def _write_blob(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, file: str, names: list[str]) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.engine.files import write_json
+from stages.engine.places import CONFIG, MODULES
 from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
@@ -52,10 +53,10 @@ def _sources(parts: Iterable[Part], support: Sequence[str]) -> list[str]:
 def write_module(directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str]) -> None:
     """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
     else its build and the manifest need to know, as JSON."""
-    config = read_config(directory / "build/config.json")
+    config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
     found = [part(config.family, name) for name in parts]
-    path = work / "build/modules" / f"{library}{SUFFIX}"
+    path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions))
     description = {

@@ -6,12 +6,13 @@ for a token. Shapes are fixed, so a prompt's programs come in buckets.
 
 from stages.targets import Target
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.objects import KERNEL_SET
 from stages.targets.npu2.toolchain import usable_here
 
 TARGET = Target(
     name="npu2",
     device="xrt",
-    kernel_set="aie2p",
+    kernel_set=KERNEL_SET,
     static=True,
     groupings=GROUPINGS,
     default_grouping="fused",

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from stages import air
 from stages.engine.files import write_json
+from stages.engine.places import CONFIG, MODULES
 from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.grouping import programs as derive_programs
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.objects import KERNEL_SET
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Variant
 
 SUFFIX = ".mlir"
-BUCKETS = (128, 512, 2048)
 
 Dimensions = Mapping[str, int | float]
 
@@ -43,7 +44,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
 def sources(programs: Sequence[Program]) -> list[str]:
     """C++ sources of the tile functions that these programs call."""
     parts = [part for program in programs for part in program.parts]
-    return sorted({f"aie2p/{launch.kernel.source}" for part in parts for launch in part.launches})
+    return sorted({f"{KERNEL_SET}/{launch.kernel.source}" for part in parts for launch in part.launches})
 
 
 def expected(source: str) -> dict[str, Any]:
@@ -52,31 +53,42 @@ def expected(source: str) -> dict[str, Any]:
 
 
 def write_module(
-    directory: Path, library: str, work: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool
+    directory: Path,
+    library: str,
+    work: Path,
+    grouping: str,
+    entry: str,
+    bucket: int | None,
+    bfp16: bool,
+    support: Sequence[str] = (),
 ) -> None:
-    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, as JSON."""
+    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, as JSON.
+
+    `support`: C++ sources whose objects it links besides its tile functions.
+    """
     module = _module(directory, grouping, entry, bucket, bfp16)
-    path = work / "build/modules" / f"{library}{SUFFIX}"
+    path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(module.text())
     # A dot in the name is a bucket, not a suffix.
-    write_json(path.with_suffix(".json"), description(library, module))
+    write_json(path.with_suffix(".json"), description(library, module, support))
 
 
 def _module(directory: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool) -> Module:
-    config = read_config(directory / "build/config.json")
+    config = read_config(directory / CONFIG)
     found = derive_programs(config.family, GROUPINGS[grouping], [bucket] if bucket else ())
     program = next(p for p in found if p.entry == entry)
     return build_module(program, config.dimensions(), bfp16=bfp16)
 
 
-def description(library: str, module: Module) -> dict[str, Any]:
+def description(library: str, module: Module, support: Sequence[str]) -> dict[str, Any]:
     """What lies beside the text."""
+    tiles = {variant.object: [f"{KERNEL_SET}/{variant.stem}", *variant.flags()] for variant in module.variants}
     return {
         "programs": {library: {"slots": module.described_slots()}},
         "function": module.name,
         "tilings": [str(tiling) for tiling in module.tilings],
-        "objects": {variant.object: [f"aie2p/{variant.stem}", *variant.flags()] for variant in module.variants},
+        "objects": tiles | {f"{Path(source).name}.o": [source] for source in support},
         "options": module.options,
     }
 

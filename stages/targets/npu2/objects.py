@@ -14,8 +14,9 @@ from stages.targets.npu2.toolchain import aie_api, need_npu_tools, peano
 from stages.targets.npu2.toolchain import peano_fingerprint as fingerprint
 from stages.weights.constants import macros
 
-__all__ = ["FLAGS", "VARIANTS", "command_line", "compile_tile", "fingerprint", "write_objects"]
+__all__ = ["FLAGS", "KERNEL_SET", "VARIANTS", "command_line", "compile_tile", "fingerprint", "write_objects"]
 
+KERNEL_SET = "aie2p"
 VARIANTS = True
 FLAGS = (
     "--target=aie2p-none-unknown-elf",
@@ -58,4 +59,4 @@ def command_line(flags: Sequence[str]) -> list[str]:
     """Peano's command for one object, but for source and output. The tools are there."""
     compiler, headers = peano(), aie_api()
     assert compiler and headers
-    return [str(compiler.path / "bin/clang++"), *FLAGS, f"-I{headers.path}", f"-I{KERNELS / 'aie2p'}", *flags]
+    return [str(compiler.path / "bin/clang++"), *FLAGS, f"-I{headers.path}", f"-I{KERNELS / KERNEL_SET}", *flags]

@@ -6,11 +6,12 @@ What the hardware would refuse is refused: memory sizes, channels, descriptors, 
 from llama_npu2.cpu_features import cpu_features
 from stages.targets import Target
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.objects import KERNEL_SET
 
 TARGET = Target(
     name="npu2-sim",
     device="sim",
-    kernel_set="aie2p",
+    kernel_set=KERNEL_SET,
     static=True,
     groupings=GROUPINGS,
     default_grouping="fused",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.engine.files import read_json, write_json
 from stages.model.grouping import Program
 from stages.targets.npu2 import modules as npu2
 from stages.targets.npu2.modules import SUFFIX, arguments, expected, fingerprint
@@ -23,7 +22,4 @@ def sources(programs: Sequence[Program]) -> list[str]:
 
 def write_module(directory: Path, library: str, work: Path, **arguments: Any) -> None:
     """Step action: as `stages.targets.npu2.modules.write_module`."""
-    npu2.write_module(directory, library, work, **arguments)
-    path = work / "build/modules" / f"{library}.json"
-    described = read_json(path)
-    write_json(path, described | {"objects": described["objects"] | {f"{Path(DEVICE).name}.o": [DEVICE]}})
+    npu2.write_module(directory, library, work, **arguments, support=[DEVICE])
