@@ -16,7 +16,9 @@ from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import Counters, SimProgram
 from stages.air import Variant, to_mlir
 from stages.air.analysis import public_function
+from stages.engine.objects import compile_object
 from stages.engine.places import KERNELS
+from stages.targets.cpu.toolchain import need_host_compiler
 from stages.targets.npu2_sim.modules import DEVICE
 from stages.targets.npu2_sim.objects import compile_tile, options
 from stages.targets.npu2_sim.programs import link
@@ -61,6 +63,15 @@ def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = T
     if not target.exists():
         link(module, objects(module, chosen), target, _WORK / key, chosen)
     return SimProgram(open_library(target), public_function(module).sym_name.data)
+
+
+def compile_with(module: ModuleOp, source: Path, work: Path) -> SimProgram:
+    """A module whose tile functions are those of a C++ source of the test's own."""
+    chosen, made = options(), source.with_suffix(".o")
+    compile_object([*need_host_compiler(), *chosen], source, made, "the test's source does not compile")
+    device = compile_tile(DEVICE, _WORK / "objects", "device.o", (), chosen)
+    library = link(module, [made, device.path], work / "program.so", work / "generated", chosen)
+    return SimProgram(open_library(library), public_function(module).sym_name.data)
 
 
 def run(

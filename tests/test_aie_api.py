@@ -138,6 +138,14 @@ def test_kernels_call_with_declared_arity(path: Path) -> None:
         assert any(f.least <= count <= f.most for f in facts), f"member {name} with {count} arguments"
 
 
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.name)
+def test_vectors_are_not_kept_in_arrays(path: Path) -> None:
+    """An array that a loop indexes lies on the stack unless the compiler unrolls that loop."""
+    text = stripped(path)
+    vectors = ["Pair<[^;]*>", "aie::[^;]*>", *re.findall(r"\busing (\w+) = aie::", text)]
+    assert re.findall(rf"^\s*(?:const )?(?:{'|'.join(vectors)}) \w+\[[^;]*;", text, flags=re.M) == []
+
+
 def unaligned(text: str) -> str:
     while "alignas(" in text:
         at = text.index("alignas(")

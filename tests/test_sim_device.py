@@ -15,6 +15,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
 from llama_npu2.errors import UserError
+from stages.air import L1, Builder, memref_type
 from stages.kernels import add
 from tests.sim_support import aligned, compile_module
 
@@ -70,6 +71,33 @@ def test_a_buffer_shorter_than_its_slot_is_refused() -> None:
     run.run(ROWS, 2)
     with pytest.raises(UserError, match=r"add: slot a needs 1024 bytes from 384 on, its buffer has 1280"):
         run.run(ROWS, 3)
+
+
+def copy_twice(count: int) -> SimProgram:
+    """The first `count` rows of `a` to `scratch`, then all of `scratch` to `out`."""
+    kind = memref_type((ROWS, COLS))
+    b = Builder("copy_twice", {"a": kind, "scratch": kind, "out": kind})
+    for source, target, moved in (("a", "scratch", count), ("scratch", "out", ROWS)):
+        with b.launch(), b.segment(), b.herd(1, 1) as _, b.alloc(L1, (moved, COLS)) as (x,):
+            b.dma(x, b.args[source].at((0, moved, COLS), (0, COLS, 1)))
+            b.dma(b.args[target].at((0, moved, COLS), (0, COLS, 1)), x)
+    return compile_module(b.finish().module)
+
+
+def test_what_earlier_runs_left_is_not_read() -> None:
+    """On the array it is, and passes for right as long as nothing changes."""
+    a, scratch, out = (rows(ROWS, seed) for seed in range(3))
+    submission([Call(copy_twice(ROWS), [bind(a), bind(scratch), bind(out)])]).run(ROWS, 0)
+    assert (out.array == a.array).all()
+    with pytest.raises(UserError, match=r"copy_twice launch 1 .*reads bytes that were never written"):
+        submission([Call(copy_twice(ROWS - 1), [bind(a), bind(scratch), bind(out)])]).run(ROWS, 0)
+
+
+def test_an_output_may_replace_an_input() -> None:
+    a, b = rows(ROWS, 1), rows(ROWS, 2)
+    want = add.reference(a.array, b.array)
+    submission([Call(program(), [bind(a), bind(b), bind(a)])]).run(ROWS, 0)
+    assert (a.array == want).all()
 
 
 def test_counters_add_up_over_runs() -> None:

@@ -19,7 +19,9 @@ static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16, and D
 // Keys of half a score block.
 constexpr unsigned KEYS = EDGE / 2;
 // Query blocks that share each gathered block of K or V.
-constexpr unsigned GROUP = QUERY_BLOCKS % 4 == 0 ? 4 : QUERY_BLOCKS % 2 == 0 ? 2 : 1;
+constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
+// Blocks of V held at a time: two are a third of the vector registers, and a product needs as many again.
+constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
 // Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.
 constexpr float MASKED = -1048576.0f;
 constexpr float LOG2E = 1.44269504088896341f;
@@ -41,19 +43,8 @@ alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,
 // A block whose rows lie 2*HD apart.
 aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
     aie::vector<bfloat16, BLOCK> out;
-    for (unsigned r = 0; r < EDGE; ++r) out.insert(r, aie::load_v<EDGE>(rows + r * 2 * HD));
+    unrolled<EDGE>([&](auto r) { out.insert(r, aie::load_v<EDGE>(rows + r * 2 * HD)); });
     return out;
-}
-
-aie::accum<accfloat, BLOCK> load_block(const float *from) {
-    aie::accum<accfloat, BLOCK> out;
-    for (unsigned h = 0; h < 2; ++h) out.insert(h, aie::accum<accfloat, HALF>(aie::load_v<HALF>(from + h * HALF)));
-    return out;
-}
-
-void store_block(float *to, const aie::accum<accfloat, BLOCK> &value) {
-    for (unsigned h = 0; h < 2; ++h)
-        aie::store_v(to + h * HALF, value.template extract<HALF>(h).template to_vector<float>());
 }
 
 // Over the keys of half a block, per query.
@@ -66,14 +57,16 @@ PerQuery maximum_of_keys(const Half &v) {
 void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
     for (unsigned first = 0; first < QUERY_BLOCKS; first += GROUP)
         for (unsigned key = 0; key < KEY_BLOCKS; ++key) {
-            Block sum[GROUP];
+            Registers<Block, GROUP> sum;
             for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
                 const aie::vector<bfloat16, BLOCK> k = gather(kv + key * EDGE * 2 * HD + d * EDGE);
-                for (unsigned g = 0; g < GROUP; ++g)
-                    sum[g].mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
+                unrolled<GROUP>([&](auto g) {
+                    sum.get(g).mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
+                });
             }
-            for (unsigned g = 0; g < GROUP; ++g)
-                store_block(work + ((first + g) * KEY_BLOCKS + key) * BLOCK, sum[g].to_accum());
+            unrolled<GROUP>([&](auto g) {
+                store_block(work + ((first + g) * KEY_BLOCKS + key) * BLOCK, sum.get(g).to_accum());
+            });
         }
 }
 
@@ -101,11 +94,11 @@ PerQuery weights(float *work, const PerQuery &top) {
     aie::accum<accfloat, HALF> sum = aie::zeros<accfloat, HALF>();
     for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += BLOCK) {
         aie::vector<bfloat16, BLOCK> block;
-        for (unsigned h = 0; h < 2; ++h) {
+        unrolled<2>([&](auto h) {
             const auto p = aie::exp2<bfloat16>(aie::sub(aie::load_v<HALF>(work + h * HALF), subtrahend));
             sum = aie::add(sum, p);
             block.insert(h, p);
-        }
+        });
         aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, EDGE, EDGE));
     }
     return sum_of_rows(sum.template to_vector<float>());
@@ -114,10 +107,12 @@ PerQuery weights(float *work, const PerQuery &top) {
 // Multiplies the rows of one query block of acc by powers of two, one per query.
 void rescale(float *acc, const aie::vector<bfloat16, EDGE> &factor) {
     const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), EDGE, EDGE);
-    for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i, acc += HALF) {
-        const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(i % 2);
-        aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
-    }
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+        unrolled<2>([&](auto h) {
+            const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(h);
+            aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
+            acc += HALF;
+        });
 }
 
 // Softmax step of one query block.
@@ -136,20 +131,24 @@ void advance(float *work, float *acc, float *maximum, float *sum, int32 first_vi
     if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<EDGE>(0));
 }
 
+// acc += P V for HELD blocks of keys: `work` their weights, `v` their rows, from one block of dimensions on, as `acc`.
+void add_values(const float *work, const bfloat16 *v, float *acc) {
+    Registers<aie::vector<bfloat16, BLOCK>, HELD> held;
+    unrolled<HELD>([&](auto key) { held.get(key) = gather(v + key * EDGE * 2 * HD); });
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query, work += KEY_BLOCKS * BLOCK, acc += DIM_BLOCKS * BLOCK) {
+        Block sum(load_block(acc));
+        unrolled<HELD>([&](auto key) {
+            sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(work + key * BLOCK)), held.get(key));
+        });
+        store_block(acc, sum.to_accum());
+    }
+}
+
 // acc += P V
 void accumulate(const float *work, const bfloat16 *kv, float *acc) {
-    for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
-        aie::vector<bfloat16, BLOCK> v[KEY_BLOCKS];
-        for (unsigned key = 0; key < KEY_BLOCKS; ++key) v[key] = gather(kv + key * EDGE * 2 * HD + HD + d * EDGE);
-        for (unsigned query = 0; query < QUERY_BLOCKS; ++query) {
-            float *block = acc + (query * DIM_BLOCKS + d) * BLOCK;
-            Block sum(load_block(block));
-            const float *p = work + query * KEY_BLOCKS * BLOCK;
-            for (unsigned key = 0; key < KEY_BLOCKS; ++key, p += BLOCK)
-                sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(p)), v[key]);
-            store_block(block, sum.to_accum());
-        }
-    }
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+        for (unsigned key = 0; key < KEY_BLOCKS; key += HELD)
+            add_values(work + key * BLOCK, kv + key * EDGE * 2 * HD + HD + d * EDGE, acc + d * BLOCK);
 }
 
 // 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
@@ -192,10 +191,12 @@ extern "C" void AIE_FN(fa_out)(float *acc, const float *stats, bfloat16 *q) {
         const Pair<16> inverse = reciprocals(stats + QR + query * EDGE);
         const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<EDGE>(0)), EDGE, EDGE);
         const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<EDGE>(0)), EDGE, EDGE);
-        for (unsigned i = 0; i < 2 * DIM_BLOCKS; ++i) {
-            const Pair<HALF> by{hi.template extract<HALF>(i % 2), lo.template extract<HALF>(i % 2)};
-            const auto value = product(split(aie::load_v<HALF>(acc + i * HALF)), by);
-            aie::store_v(q + i * HALF, value.template to_vector<bfloat16>());
-        }
+        for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+            unrolled<2>([&](auto h) {
+                const unsigned at = d * BLOCK + h * HALF;
+                const Pair<HALF> by{hi.template extract<HALF>(h), lo.template extract<HALF>(h)};
+                const auto value = product(split(aie::load_v<HALF>(acc + at)), by);
+                aie::store_v(q + at, value.template to_vector<bfloat16>());
+            });
     }
 }

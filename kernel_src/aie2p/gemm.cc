@@ -17,30 +17,17 @@ constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
 
 using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
 
-aie::accum<accfloat, BLOCK> load_block(const float *c) {
-    aie::accum<accfloat, BLOCK> out;
-    for (unsigned half = 0; half < 2; ++half)
-        out.insert(half, aie::accum<accfloat, HALF>(aie::load_v<HALF>(c + half * HALF)));
-    return out;
-}
-
-void store_block(float *c, const aie::accum<accfloat, BLOCK> &value) {
-    for (unsigned half = 0; half < 2; ++half)
-        aie::store_v(c + half * HALF, value.template extract<HALF>(half).template to_vector<float>());
-}
-
 // HIGH x WIDE blocks of c, over all of TK.
 void multiply(const bfloat16 *a, const bfloat16 *b, float *c) {
-    Block sum[HIGH][WIDE];
-    for (unsigned i = 0; i < HIGH; ++i)
-        for (unsigned j = 0; j < WIDE; ++j) sum[i][j] = Block(load_block(c + (i * COLS + j) * BLOCK));
-    for (unsigned k = 0; k < DEPTH; ++k)
-        for (unsigned i = 0; i < HIGH; ++i)
-            for (unsigned j = 0; j < WIDE; ++j)
-                sum[i][j].mac(aie::load_v<BLOCK>(a + (i * DEPTH + k) * BLOCK),
-                              aie::load_v<BLOCK>(b + (j * DEPTH + k) * BLOCK));
-    for (unsigned i = 0; i < HIGH; ++i)
-        for (unsigned j = 0; j < WIDE; ++j) store_block(c + (i * COLS + j) * BLOCK, sum[i][j].to_accum());
+    constexpr auto place = [](unsigned n) { return (n / WIDE * COLS + n % WIDE) * BLOCK; };
+    Registers<Block, HIGH * WIDE> sum;
+    unrolled<HIGH * WIDE>([&](auto n) { sum.get(n) = Block(load_block(c + place(n))); });
+    for (unsigned k = 0; k < DEPTH; ++k, a += BLOCK, b += BLOCK)
+        unrolled<HIGH * WIDE>([&](auto n) {
+            sum.get(n).mac(aie::load_v<BLOCK>(a + n / WIDE * DEPTH * BLOCK),
+                           aie::load_v<BLOCK>(b + n % WIDE * DEPTH * BLOCK));
+        });
+    unrolled<HIGH * WIDE>([&](auto n) { store_block(c + place(n), sum.get(n).to_accum()); });
 }
 
 }  // namespace

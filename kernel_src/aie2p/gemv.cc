@@ -29,7 +29,7 @@ constexpr unsigned SHARING = EDGE;
 constexpr unsigned L = lanes_for(KC, 64);
 static_assert(KC % L == 0);
 // Rows that share each load of x.
-constexpr unsigned SHARING = ROWS % 4 == 0 ? 4 : ROWS % 2 == 0 ? 2 : 1;
+constexpr unsigned SHARING = sharing(ROWS);
 
 template <unsigned Lanes>
 float total(const aie::accum<accfloat, Lanes> &sum) {
@@ -42,13 +42,13 @@ float total(const aie::accum<accfloat, Lanes> &sum) {
 }
 
 void add_product(const bfloat16 *a, const bfloat16 *x, float *acc) {
-    aie::accum<accfloat, L> sum[SHARING];
-    for (auto &s : sum) s = aie::zeros<accfloat, L>();
+    Registers<aie::accum<accfloat, L>, SHARING> sum;
+    unrolled<SHARING>([&](auto r) { sum.get(r) = aie::zeros<accfloat, L>(); });
     for (unsigned k = 0; k < KC; k += L) {
         const aie::vector<bfloat16, L> chunk = aie::load_v<L>(x + k);
-        for (unsigned r = 0; r < SHARING; ++r) sum[r] = aie::mac(sum[r], aie::load_v<L>(a + r * KC + k), chunk);
+        unrolled<SHARING>([&](auto r) { sum.get(r) = aie::mac(sum.get(r), aie::load_v<L>(a + r * KC + k), chunk); });
     }
-    for (unsigned r = 0; r < SHARING; ++r) acc[r] += total(sum[r]);
+    unrolled<SHARING>([&](auto r) { acc[r] += total(sum.get(r)); });
 }
 
 #endif

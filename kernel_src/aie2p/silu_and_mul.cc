@@ -50,7 +50,9 @@ aie::vector<float, L> reciprocal(const aie::vector<float, L> &d) {
     return r;
 }
 
-aie::vector<bfloat16, L> silu_times(const aie::vector<bfloat16, L> &gate, const aie::vector<bfloat16, L> &up) {
+// L values. What it takes is in memory anyway: a vector by reference would be put there if this is not inlined.
+void silu_times(const bfloat16 *gates, const bfloat16 *up, bfloat16 *out) {
+    const aie::vector<bfloat16, L> gate = aie::load_v<L>(gates);
     const aie::vector<float, L> wide = aie::accum<accfloat, L>(gate).template to_vector<float>();
     const aie::mask<L> negative = aie::lt(wide.template cast_to<int32>(), aie::zeros<int32, L>());
     const aie::vector<float, L> one = aie::broadcast<float, L>(1.0f);
@@ -58,13 +60,12 @@ aie::vector<bfloat16, L> silu_times(const aie::vector<bfloat16, L> &gate, const 
     const Pair<L> top = split(aie::select(one, e, negative));
     const auto sigmoid = product(top, split(reciprocal(aie::add(one, e)))).template to_vector<float>();
     const auto silu = product(gate, split(sigmoid)).template to_vector<float>();
-    return product(up, split(silu)).template to_vector<bfloat16>();
+    aie::store_v(out, product(aie::load_v<L>(up), split(silu)).template to_vector<bfloat16>());
 }
 
 }  // namespace
 
 extern "C" void AIE_FN(silu_and_mul)(const bfloat16 *gate, const bfloat16 *up, bfloat16 *out) {
     use_nearest_even();
-    for (unsigned i = 0; i < COUNT; i += L)
-        aie::store_v(out + i, silu_times(aie::load_v<L>(gate + i), aie::load_v<L>(up + i)));
+    for (unsigned i = 0; i < COUNT; i += L) silu_times(gate + i, up + i, out + i);
 }

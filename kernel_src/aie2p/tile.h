@@ -5,6 +5,8 @@
 #pragma once
 
 #include <aie_api/aie.hpp>
+#include <type_traits>
+#include <utility>
 
 #ifndef LAYOUT_BLOCK
 #error "The constants of the layout come from stages/weights/constants.py: compile with the flags of its macros()."
@@ -22,6 +24,33 @@ constexpr unsigned EDGE = LAYOUT_BLOCK, BLOCK = EDGE * EDGE, HALF = BLOCK / 2;
 constexpr unsigned lanes_for(unsigned length, unsigned widest) {
     return length % widest == 0 || widest == 16 ? widest : lanes_for(length, widest / 2);
 }
+
+// What shares a loaded operand: 4, 2 or 1 of `number`, all of them in registers.
+constexpr unsigned sharing(unsigned number) {
+    return number % 4 == 0 ? 4 : number % 2 == 0 ? 2 : 1;
+}
+
+// body(0), ..., body(Count - 1), each with its index as a constant. Registers cannot be indexed: vectors that a loop's
+// counter chooses lie on the stack unless the compiler unrolls that loop, and a product of blocks is too long for that.
+template <unsigned Count, typename Body>
+inline void unrolled(const Body &body) {
+    [&]<unsigned... Index>(std::integer_sequence<unsigned, Index...>) {
+        (body(std::integral_constant<unsigned, Index>()), ...);
+    }(std::make_integer_sequence<unsigned, Count>());
+}
+
+// Variables that a constant chooses: no array, for the same reason.
+template <typename T, unsigned Count>
+struct Registers : Registers<T, Count - 1> {
+    T last;
+
+    template <unsigned Index>
+    T &get(std::integral_constant<unsigned, Index>) {
+        return static_cast<Registers<T, Index + 1> *>(this)->last;
+    }
+};
+template <typename T>
+struct Registers<T, 0> {};
 
 inline void use_nearest_even() {
     aie::tile::current().set_rounding(aie::rounding_mode::conv_even);
@@ -85,8 +114,21 @@ inline aie::vector<float, L> power_of_two(const aie::vector<float, L> &n) {
 template <unsigned L, typename T>
 inline aie::vector<T, L> repeat(const aie::vector<T, EDGE> &v) {
     aie::vector<T, L> out;
-    for (unsigned i = 0; i < L / EDGE; ++i) out.insert(i, v);
+    unrolled<L / EDGE>([&](auto i) { out.insert(i, v); });
     return out;
+}
+
+// A block of f32 [EDGE][EDGE].
+inline aie::accum<accfloat, BLOCK> load_block(const float *from) {
+    aie::accum<accfloat, BLOCK> out;
+    unrolled<2>([&](auto h) { out.insert(h, aie::accum<accfloat, HALF>(aie::load_v<HALF>(from + h * HALF))); });
+    return out;
+}
+
+inline void store_block(float *to, const aie::accum<accfloat, BLOCK> &value) {
+    unrolled<2>([&](auto h) {
+        aie::store_v(to + h * HALF, value.template extract<HALF>(h).template to_vector<float>());
+    });
 }
 
 // The sum of the rows of half a block.

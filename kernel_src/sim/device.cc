@@ -18,7 +18,7 @@ thread_local const char *where = "";
 namespace {
 
 constexpr bool CHECKS = SIM_CHECKS;
-constexpr std::int64_t FENCE = 64;
+constexpr std::int64_t FENCE = SIM_FENCE_BYTES;
 constexpr std::uint32_t NEVER_WRITTEN = 0xffffffffu;
 
 struct Refused {
@@ -80,14 +80,44 @@ int report(const char *what, char *error, std::int64_t bytes) {
 
 }  // namespace
 
-Memory::Memory(std::int64_t bytes)
-    : storage_(new (std::align_val_t{64}) std::uint8_t[static_cast<std::size_t>(bytes + FENCE)]) {}
+struct Memory::State {
+    std::uint8_t *storage;
+    std::vector<Buffer> living;
+};
 
-Memory::~Memory() { ::operator delete[](storage_, std::align_val_t{64}); }
+Memory::Memory(std::int64_t bytes)
+    : state_(new State{new (std::align_val_t{64}) std::uint8_t[static_cast<std::size_t>(bytes)], {}}) {}
+
+Memory::~Memory() {
+    ::operator delete[](state_->storage, std::align_val_t{64});
+    delete state_;
+}
 
 Buffer Memory::claim(std::int64_t offset, std::int64_t bytes) {
-    if (CHECKS) std::memset(storage_ + offset, 0xff, static_cast<std::size_t>(bytes + FENCE));
-    return {storage_ + offset, bytes, -1};
+    const Buffer buffer = {state_->storage + offset, bytes, -1};
+    if (!CHECKS) return buffer;
+    std::memset(buffer.data - FENCE, 0xff, static_cast<std::size_t>(bytes + 2 * FENCE));
+    for (const Buffer &other : state_->living)
+        if (other.data == buffer.data) return buffer;
+    state_->living.push_back(buffer);
+    return buffer;
+}
+
+void Memory::clear() { state_->living.clear(); }
+
+void Memory::check_fences(std::initializer_list<Buffer> given) const {
+    std::uint8_t intact[FENCE];
+    std::memset(intact, 0xff, sizeof intact);
+    for (const Buffer &b : state_->living) {
+        const bool before = std::memcmp(b.data - FENCE, intact, sizeof intact) != 0;
+        if (!before && std::memcmp(b.data + b.bytes, intact, sizeof intact) == 0) continue;
+        std::string which = ", which it was not given";
+        int number = 0;
+        for (const Buffer &argument : given)
+            if (++number; argument.data == b.data) which = ", number " + std::to_string(number) + " that it was given";
+        refuse(std::string("wrote ") + (before ? "before the start" : "past the end") + " of a buffer of " +
+               std::to_string(b.bytes) + " bytes" + which);
+    }
 }
 
 void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Pattern &to, const Buffer &src,
@@ -97,7 +127,7 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
     Walk write(to, dst_start), read(from, src_start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
-        if (CHECKS && src.slot < 0) check_written(source, run);
+        if (CHECKS) check_written(source, run);
         std::memcpy(dst.data + write.next(), source, static_cast<std::size_t>(run));
     }
     if (!count) return;
@@ -170,18 +200,17 @@ void Channel::finish() {
     clear();
 }
 
-void called(Launch &launch, std::initializer_list<Buffer> buffers) {
+void called(Launch &launch, const Memory &memory, std::initializer_list<Buffer> given) {
     ++*launch.calls;
     *launch.macs += static_cast<std::int64_t>(aie::sim::counters.macs);
     aie::sim::counters.macs = 0;
-    if (!CHECKS) return;
-    for (const Buffer &b : buffers)
-        for (std::int64_t i = 0; i < FENCE; ++i)
-            if (b.data[b.bytes + i] != 0xff)
-                refuse("wrote past the end of a buffer of " + std::to_string(b.bytes) + " bytes");
+    if (CHECKS) memory.check_fences(given);
 }
 
-void start_core() { aie::tile::current().set_rounding(aie::rounding_mode::floor); }
+void start_core(Memory &memory) {
+    memory.clear();
+    aie::tile::current().set_rounding(aie::rounding_mode::floor);
+}
 
 int guarded(void (*program)(void **, std::int64_t *, bool), void **slots, std::int64_t *counters, bool reverse,
             char *error, std::int64_t error_bytes) {

@@ -1,8 +1,12 @@
 // What lowered AIR programs run on: buffers in three memories, the n-dimensional DMA, counters, and refusals.
 //
 // Memory is filled with ones when a buffer comes to life. A word of ones is no number a kernel produces, so a DMA that
-// reads one reads a byte that was never written; buffers are fenced, so a tile function that leaves its arguments is
-// caught at the call. SIM_CHECKS=0 leaves both out; addresses are always checked.
+// reads one reads a byte that was never written; as bf16 or f32 it is NaN, which a tile function passes on. Buffers are
+// fenced on both sides, so one that leaves its arguments is caught at the call. SIM_CHECKS=0 leaves all of it out;
+// addresses are always checked.
+//
+// What it cannot show: a write that jumps over a fence, and the core's stack, which on the array lies before the first
+// buffer and runs into it: a host compiler's frames say nothing about another's. That is checked on the core's objects.
 #pragma once
 
 #include <cstdint>
@@ -29,16 +33,21 @@ struct Launch {
     std::int64_t *calls, *macs, *traffic;
 };
 
-// A region of L1 (of one tile) or L2: buffers keep fixed, fenced places.
+// A region of L1 (of one tile) or L2: buffers keep fixed places, SIM_FENCE_BYTES or more from each other and the ends.
 class Memory {
 public:
     explicit Memory(std::int64_t bytes);
     ~Memory();
     Memory(const Memory &) = delete;
     Buffer claim(std::int64_t offset, std::int64_t bytes);
+    // No buffer lives any more.
+    void clear();
+    // Refuses if a fence of a living buffer is broken; names it by its place in `given`, what a tile function was given.
+    void check_fences(std::initializer_list<Buffer> given) const;
 
 private:
-    std::uint8_t *storage_;
+    struct State;
+    State *state_;
 };
 
 // FIFOs between a segment and its herd: one per entry of `size`; each delivers every item to all readers of the entry,
@@ -68,11 +77,11 @@ extern thread_local const char *where;
 void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Pattern &to, const Buffer &src,
          std::int64_t src_start, const Pattern &from, std::int64_t runs, std::int64_t run, bool count);
 
-// After a tile function: counts it and looks at the fences of its buffers.
-void called(Launch &launch, std::initializer_list<Buffer> buffers);
+// After a tile function: counts it and looks at the fences of all buffers of its memory.
+void called(Launch &launch, const Memory &memory, std::initializer_list<Buffer> given);
 
-// A core starts in the default rounding mode.
-void start_core();
+// A core starts without buffers and in the default rounding mode.
+void start_core(Memory &memory);
 
 // Runs a program; a refusal becomes one line in `error` and status 1.
 int guarded(void (*program)(void **slots, std::int64_t *counters, bool reverse), void **slots, std::int64_t *counters,

@@ -71,8 +71,9 @@ struct Fault {
     const char *what;
 };
 
+// The core ignores the low bits of a vector's address: of 4 bits for 128-bit vectors, 5 for 256, 6 for wider ones.
 inline void require_aligned(const void *pointer, unsigned bytes) {
-    if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 32 ? bytes : 32) != 0)
+    if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 64 ? bytes : 64) != 0)
         throw Fault{"unaligned vector access"};
 }
 

@@ -22,6 +22,9 @@ from llama_npu2.manifest import Manifest
 
 _ERROR_BYTES = 512
 
+NEVER_WRITTEN = 0xFF
+"""Every byte of memory that nobody has written: NaN as bf16 and f32, and what `kernel_src/sim/device.cc` looks for."""
+
 
 def open_device(library: Path, threads: int, manifest: Manifest) -> SimDevice:
     return SimDevice(library, threads)
@@ -47,7 +50,8 @@ class Counters:
 
 
 class SimProgram:
-    """One lowered ELF. `slot_bytes` are what the program addresses, in slot order."""
+    """One lowered ELF. In slot order: `slot_bytes`, what the program addresses; `written_first`, whether it writes a
+    slot before it reads it, if it does."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         try:
@@ -59,6 +63,7 @@ class SimProgram:
         content = json.loads(info.value or b"{}")
         self.slots: list[str] = [slot["name"] for slot in content["slots"]]
         self.slot_bytes: list[int] = [slot["bytes"] for slot in content["slots"]]
+        self.written_first: list[bool] = [slot["written_first"] for slot in content["slots"]]
         self.launches: list[str] = [launch["name"] for launch in content["launches"]]
         self._counters = np.zeros((len(self.launches), 2 + 2 * len(self.slots)), np.int64)
         self._submissions = 0
@@ -155,14 +160,23 @@ class _SimCall:
         self._bindings = call.bindings
 
     def run(self, seq: int, pos: int) -> None:
-        addresses = []
-        needs = zip(self._bindings, self._program.slots, self._program.slot_bytes, strict=True)
-        for binding, slot, nbytes in needs:
+        places: list[np.ndarray] = []
+        program = self._program
+        for binding, slot, nbytes in zip(self._bindings, program.slots, program.slot_bytes, strict=True):
             offset = binding.offset(seq, pos)
             if offset + nbytes > binding.buffer.bytes.nbytes:
                 raise UserError(
-                    f"npu2-sim refuses {self._program.name}: slot {slot} needs {nbytes} bytes from {offset} on, "
+                    f"npu2-sim refuses {program.name}: slot {slot} needs {nbytes} bytes from {offset} on, "
                     f"its buffer has {binding.buffer.bytes.nbytes}"
                 )
-            addresses.append(binding.buffer.address + offset)
-        self._program.run(addresses)
+            places.append(binding.buffer.bytes[offset : offset + nbytes])
+        _forget(places, program.written_first)
+        program.run([place.ctypes.data for place in places])
+
+
+def _forget(places: Sequence[np.ndarray], written_first: Sequence[bool]) -> None:
+    """What earlier runs left where a program writes first; should a transfer read it after all, it is refused."""
+    read = [place for place, written in zip(places, written_first, strict=True) if not written]
+    for place, written in zip(places, written_first, strict=True):
+        if written and not any(np.shares_memory(place, other) for other in read):
+            place[:] = NEVER_WRITTEN

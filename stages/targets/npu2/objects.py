@@ -10,6 +10,7 @@ from stages.engine.object_cache import CachedObject, cached_object
 from stages.engine.objects import compile_object, source_file, wanted
 from stages.engine.objects import write_objects as write
 from stages.engine.places import KERNELS
+from stages.targets.npu2 import stack
 from stages.targets.npu2.toolchain import aie_api, need_npu_tools, peano
 from stages.targets.npu2.toolchain import peano_fingerprint as fingerprint
 from stages.weights.constants import macros
@@ -29,6 +30,7 @@ FLAGS = (
     "-Wno-attributes",
     "-Wno-macro-redefined",
     "-Wno-empty-body",
+    *stack.FLAGS,
     *macros(),
 )
 
@@ -45,13 +47,18 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path)
 
 def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str]) -> CachedObject:
     """Object `name` of a source with `flags` (`Variant.flags()`), from `cache` if content, flags and compiler are known
-    there. Raises UserError."""
+    there. Raises UserError, also if it needs more stack than a core has."""
     need_npu_tools("Peano", "AIE API headers")
     path = source_file(source)
-    made_by = (fingerprint(), FLAGS, tuple(flags))
+    made_by = (fingerprint(), FLAGS, tuple(flags), stack.LIMIT)
     sources = [path, *sorted(path.parent.glob("*.h"))]
     failed = f"{path.name} does not compile for the NPU as {name}"
-    make = partial(compile_object, command_line(flags), path, failed=failed)
+
+    def make(output: Path) -> list[Path]:
+        read = compile_object(command_line(flags), path, output, failed)
+        stack.check_stack(output, name)
+        return read
+
     return cached_object(cache, Path(name).stem, made_by, sources, make)
 
 

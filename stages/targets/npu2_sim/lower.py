@@ -17,7 +17,7 @@ from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, 
 from xdsl.ir import Block, BlockArgument, Operation, SSAValue
 
 from llama_npu2.errors import UserError
-from stages.air import analysis
+from stages.air import analysis, limits
 from stages.air.analysis import Side, buffer_bytes, element_bytes, name_of
 from stages.air.checks import check
 from stages.air.dialect import (
@@ -36,12 +36,11 @@ from stages.air.dialect import (
     constant_of,
     memory_space,
 )
+from stages.targets.npu2_sim.objects import FENCE_BYTES
 
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
 """`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
 filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
-
-FENCE_BYTES = 64
 
 _INTEGER_OPS = {
     arith.AddiOp: "+",
@@ -153,9 +152,13 @@ class _Lowering:
         args = function.body.block.args
         if not all(isinstance(a.type, MemRefType) for a in args):
             raise UserError(f"{name}: every argument of a program is a memref")
+        written = self._written_first()
         info = {
             "name": name,
-            "slots": [{"name": a.name_hint or f"arg{i}", "bytes": buffer_bytes(a)} for i, a in enumerate(args)],
+            "slots": [
+                {"name": a.name_hint or f"arg{i}", "bytes": buffer_bytes(a), "written_first": a in written}
+                for i, a in enumerate(args)
+            ],
             "launches": [{"name": _launch_name(launch)} for launch in launches],
         }
         l1_bytes, l2_bytes = self._arena(L1), self._arena(L2)
@@ -183,6 +186,14 @@ class _Lowering:
             "    return sim::guarded(program, slots, counters, reverse != 0, error, error_bytes);",
             "}",
         )
+
+    def _written_first(self) -> set[SSAValue]:
+        """Slots whose first transfer writes: what they held before is nobody's. Channels do not reach DDR."""
+        first: dict[SSAValue, bool] = {}
+        for op in analysis.walk_ops(self.module, DmaMemcpyNdOp):
+            for value, written in ((op.src, False), (op.dst, True)):
+                first.setdefault(analysis.root(value), written)
+        return {value for value, written in first.items() if written}
 
     def _arena(self, space: int) -> int:
         ends = [self.offsets[v] + buffer_bytes(v) for v in self.offsets if memory_space(v.type) == space]
@@ -225,7 +236,7 @@ class _Lowering:
         if isinstance(op, HerdOp):
             self.herd = op
             loops = self._grid(op, op.shape())
-            self._emit("sim::start_core();")
+            self._emit("sim::start_core(*l1);")
         self._block(op.body.block)
         self._close(loops)
         if isinstance(op, HerdOp):
@@ -235,11 +246,19 @@ class _Lowering:
         self.where = outer
 
     def _place(self, op: SegmentOp | HerdOp, space: int) -> None:
-        """Fixed, fenced places for the buffers of one memory, as the hardware has them."""
-        at = 0
-        for value in analysis.allocations(op, space):
-            self.offsets[value] = at
-            at += -(-(buffer_bytes(value) + FENCE_BYTES) // FENCE_BYTES) * FENCE_BYTES
+        """Fixed, fenced places for the buffers of one memory, aligned as well as they are on the array and no better.
+
+        There they are packed, largest first, into whichever bank has room: behind any that are not smaller.
+        """
+        values = analysis.allocations(op, space)
+        at = FENCE_BYTES
+        for value in values:
+            # One in a loop also lies behind its own copies.
+            others = [v for v in values if v is not value or isinstance(value.owner.parent_op(), scf.ForOp)]
+            larger = [buffer_bytes(v) for v in others if buffer_bytes(v) >= buffer_bytes(value)]
+            self.offsets[value] = at + math.gcd(limits.ALIGNMENT_BYTES, *larger) % limits.ALIGNMENT_BYTES
+            end = self.offsets[value] + buffer_bytes(value) + 2 * FENCE_BYTES
+            at = -(-end // limits.ALIGNMENT_BYTES) * limits.ALIGNMENT_BYTES
 
     def _loop(self, op: scf.ForOp) -> None:
         if op.iter_args:
@@ -318,7 +337,7 @@ class _Lowering:
         self._emit(
             f"sim::where = {json.dumps(f'{self.where} {callee}')};",
             f"{callee}({', '.join(values)});",
-            f"sim::called(launch, {{{', '.join(buffers)}}});",
+            f"sim::called(launch, *l1, {{{', '.join(buffers)}}});",
         )
 
     def _check_link(self, callee: str) -> None:

@@ -14,10 +14,23 @@ from stages.targets.cpu.toolchain import need_host_compiler
 from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 from stages.weights.constants import macros
 
-__all__ = ["FLAGS", "HEADERS", "VARIANTS", "compile_tile", "fingerprint", "options", "write_objects"]
+__all__ = ["FENCE_BYTES", "FLAGS", "HEADERS", "VARIANTS", "compile_tile", "fingerprint", "options", "write_objects"]
 
 VARIANTS = True
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-Wall", "-Wextra", *macros())
+FENCE_BYTES = 256
+"""On each side of a buffer, where nobody may write: the widest vectors twice."""
+
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    f"-DSIM_FENCE_BYTES={FENCE_BYTES}",
+    *macros(),
+)
 HEADERS = tuple(KERNELS / name for name in ("aie2p/tile.h", "sim/device.hpp", "sim/aie_api/aie.hpp"))
 """What the simulator's objects are made from, besides their source."""
 

@@ -17,9 +17,10 @@ from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
-__all__ = ["SUFFIX", "fingerprint", "link", "write_program"]
+__all__ = ["DESCRIBES", "SUFFIX", "fingerprint", "link", "write_program"]
 
 SUFFIX = ".so"
+DESCRIBES = False
 
 
 def write_program(module: Path, library: str, work: Path) -> list[Path]:

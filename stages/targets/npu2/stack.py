@@ -1,0 +1,103 @@
+"""Stack of tile functions, from the frame of every function that the compiler writes into `.stack_sizes` of an object.
+
+A core's stack lies in L1 right before its buffers: what overflows it lands in them, and nothing on the array notices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.errors import UserError
+from stages.air.limits import CALLER_STACK_BYTES, STACK_BYTES
+
+FLAGS = ("-fstack-size-section",)
+"""Has clang write the section."""
+
+LIMIT = STACK_BYTES - CALLER_STACK_BYTES
+"""Bytes that tile functions may use."""
+
+Place = tuple[object, int]
+"""Section and address in it; None and an address where those are final."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Bytes of stack that one call of a function takes, None if not known when compiled. `exported`: others call it."""
+
+    function: str
+    bytes: int | None
+    exported: bool
+
+
+def check_stack(path: Path, name: str) -> None:
+    """Raise UserError unless the tile functions of the object `name` can do with `LIMIT` bytes.
+
+    What they may need is taken to be the largest frame of an exported function, which none of the others calls, and
+    the frames of all others at once.
+    """
+    found = frames(path, name)
+    unknown = next((frame.function for frame in found if frame.bytes is None), None)
+    if unknown is not None:
+        raise UserError(f"{name}: how much stack {unknown} takes is not fixed: give its arrays a constant size")
+    sizes = {frame.function: frame.bytes or 0 for frame in found}
+    tops = [sizes[frame.function] for frame in found if frame.exported]
+    needed = max(tops, default=0) + sum(sizes[frame.function] for frame in found if not frame.exported)
+    if needed > LIMIT:
+        largest = max(sizes, key=lambda function: sizes[function])
+        raise UserError(
+            f"{name}: needs {needed} bytes of stack, {sizes[largest]} of them in {largest}, and has {LIMIT}: "
+            "keep fewer vectors at a time, or raise STACK_BYTES in stages/air/limits.py"
+        )
+
+
+def frames(path: Path, name: str) -> list[Frame]:
+    """Every function that an object or a linked core, called `name`, defines. Raises UserError if it cannot be read."""
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        with path.open("rb") as file:
+            elf = ELFFile(file)
+            sections = [section for section in elf.iter_sections() if section.name == ".stack_sizes"]
+            sizes = {place: size for section in sections for place, size in _sizes(elf, section).items()}
+            return [
+                Frame(symbol.name, sizes.get(_place(elf, symbol)), symbol["st_info"]["bind"] == "STB_GLOBAL")
+                for symbol in _symbols(elf).iter_symbols()
+                if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_shndx"] != "SHN_UNDEF"
+            ]
+    except (ELFError, AttributeError, KeyError, StopIteration) as error:
+        raise UserError(f"{name}: the stack of its functions cannot be read ({error}): is it Peano's?") from None
+
+
+def _symbols(elf: Any) -> Any:
+    return elf.get_section_by_name(".symtab")
+
+
+def _place(elf: Any, symbol: Any, addend: int = 0) -> Place:
+    return symbol["st_shndx"] if elf["e_type"] == "ET_REL" else None, symbol["st_value"] + addend
+
+
+def _sizes(elf: Any, section: Any) -> dict[Place, int]:
+    """Pairs of an address and an unsigned LEB128 number (LLVM's CodeGenerator.rst); in an object, relocations say which
+    addresses."""
+    data, at, sizes, relocated = section.data(), 0, {}, _relocated(elf, section)
+    while at < len(data):
+        final: Place = (None, int.from_bytes(data[at : at + elf.elfclass // 8], "little"))
+        place = relocated[at] if elf["e_type"] == "ET_REL" else final
+        at += elf.elfclass // 8
+        end = next(end for end in range(at, len(data)) if data[end] < 0x80) + 1
+        sizes[place] = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[at:end]))
+        at = end
+    return sizes
+
+
+def _relocated(elf: Any, section: Any) -> dict[int, Place]:
+    """Which place the address at an offset of a section stands for."""
+    return {
+        entry["r_offset"]: _place(elf, _symbols(elf).get_symbol(entry["r_info_sym"]), entry["r_addend"])
+        for relocations in elf.iter_sections("SHT_RELA")
+        if elf.get_section(relocations["sh_info"]) == section
+        for entry in relocations.iter_relocations()
+    }

@@ -1,0 +1,81 @@
+"""The tile functions against the AIE API's own headers: types, overloads and constraints by a compiler's verdict."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stages.air import Variant
+from stages.engine.places import KERNELS
+from stages.targets.npu2.objects import KERNEL_SET
+from stages.weights.constants import macros
+from tests.aie_intrinsics import declarations
+
+HEADERS = Path(os.environ.get("AIE_API_INCLUDE", "/nowhere"))
+CLANG = next(filter(None, map(shutil.which, ("clang++-22", "clang++-21", "clang++-20", "clang++-19", "clang++"))), None)
+
+pytestmark = [
+    pytest.mark.skipif(not (HEADERS / "aie_api/aie.hpp").exists(), reason="AIE_API_INCLUDE names no aie_api/aie.hpp"),
+    pytest.mark.skipif(CLANG is None, reason="needs clang++ 19 or later on PATH"),
+]
+
+FLAGS = [
+    "-std=c++20",
+    "-w",
+    "-ferror-limit=0",
+    "-DNDEBUG",
+    "-D__AIENGINE__=2",
+    "-D__AIEARCH__=21",
+    "-D__AIE_ARCH__=21",
+    "-D__AIECC__=1",
+    "-D__AIE_API_AIE_ADF_HPP__",
+]
+
+VECTORS_IN_REGISTERS = ("--target=nvptx64-nvidia-cuda", "-Xclang", "-target-cpu", "-Xclang", "sm_90")
+"""A target that hands vectors of every width to functions as they are, not by address, as AIE2P does: what is left on
+the stack was put there by the source."""
+
+VARIANTS = (
+    Variant.of("add", COUNT=2048),
+    Variant.of("add", COUNT=48),
+    Variant.of("rms_norm", ROWS=1, COLS=2048),
+    Variant.of("rope", ROWS=2, HEADS=4, HEAD_DIM=64),
+    Variant.of("silu_and_mul", COUNT=2048),
+    Variant.of("gemm", TM=64, TK=32, TN=128),
+    Variant.of("gemm", TM=64, TK=32, TN=128, BFP=1),
+    Variant.of("gemm", TM=24, TK=64, TN=48),
+    Variant.of("gemv", BLOCKED=1, ROWS=8, KC=512, COLS=2048),
+    Variant.of("gemv", BLOCKED=0, ROWS=16, KC=512, COLS=2048),
+    Variant.of("flash_attention", HD=64, KR=32, QR=64),
+    Variant.of("flash_attention", HD=96, KR=16, QR=16),
+)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    command = [str(CLANG), *FLAGS, f"-I{HEADERS}"]
+    layer = declarations(HEADERS, command, tmp_path_factory.mktemp("layer"))
+    return [*command, "-include", str(layer), f"-I{KERNELS / KERNEL_SET}", *macros()]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.object)
+def test_tile_functions_compile(variant: Variant, compiler: list[str], tmp_path: Path) -> None:
+    """Every call finds an overload, down to declared intrinsics, and no vector is left in memory."""
+    whole, made = tmp_path / "whole.ii", tmp_path / "made.ll"
+    run([*compiler, *variant.flags(), "-E", str(KERNELS / KERNEL_SET / f"{variant.stem}.cc"), "-o", str(whole)])
+    options = [*VECTORS_IN_REGISTERS, "-x", "c++-cpp-output", "-std=c++20", "-w", "-O2", "-S", "-emit-llvm"]
+    run([str(CLANG), *options, str(whole), "-o", str(made)])
+    code = made.read_text()
+    assert re.findall(r"declare .*@(_Z\d+\w+z)\(", code) == [], "intrinsics without a declaration that fits"
+    scalars = r"\[16 x (?:float|bfloat)\]"
+    assert re.findall(rf"alloca (?!{scalars})[^\n]*", code) == []
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if "error:" in line)
