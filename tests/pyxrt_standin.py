@@ -1,9 +1,13 @@
-"""A stand-in for XRT's Python bindings that executes the simulator's shared objects and fails loudly on misuse.
+"""A stand-in for XRT's Python bindings and the NPU behind them that executes the simulator's shared objects, fails
+loudly on misuse and as the hardware does where that is silent.
 
 Its interface is `pyxrt_declarations.txt`, nothing more. Host and device each have their own copy of every buffer
 object, so what is not synchronised is not seen: a program bound to bytes which the host changed since the last sync is
-refused, and bytes that a program wrote are poison (0xFF, a NaN) to the host until they are synchronised.
-`install` puts a fresh one into `sys.modules`, with switches for older releases and for faults.
+refused, and bytes that a program wrote are poison (0xFF, a NaN) to the host until they are synchronised. What a shared
+object cannot say of the ELF that it stands for (`Facts`) is in a trailer behind it. Driver and firmware: the watchdog
+on the modelled time of a command, the heap for instruction buffers, commands in flight, contexts, the reset that is
+ignored because the image is loaded already. `install` puts a fresh one into `sys.modules`, with switches for older
+releases and for faults.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import re
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -27,17 +32,49 @@ from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram
 
 DECLARATIONS = Path(__file__).parent / "pyxrt_declarations.txt"
-POISON, RELEASED = 0xFF, 0xDB
+POISON, RELEASED, GARBAGE = 0xFF, 0xDB, 0x1B
+NEWEST = "2.25.0"
+TRAILER = b"llama-npu2-standin:"
+
+# Of driver and XRT, see `llama_npu2.devices.xrt.limits`; said again because this is what the runtime is held against.
+CHAIN, IN_FLIGHT, GRANULE, IMAGES = 24, 4, 32 << 10, 2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an ELF says beside its code: XRT's name of the kernel, configuration resets per dispatch, bytes of the
+    instruction stream, modelled time of a dispatch."""
+
+    kernel: str = "main"
+    resets: int = 2
+    instruction_bytes: int = 0
+    milliseconds: float = 0.0
+
+    @staticmethod
+    def of(content: bytes) -> Facts:
+        """From the last trailer in a file's bytes; more keys than these are somebody else's."""
+        _, found, text = content.rpartition(TRAILER)
+        values = json.JSONDecoder().raw_decode(text.decode(errors="replace"))[0] if found else {}
+        return Facts(**{field.name: values[field.name] for field in fields(Facts) if field.name in values})
+
+    def trailer(self) -> bytes:
+        """To be put behind a shared object."""
+        return TRAILER + json.dumps(asdict(self)).encode()
 
 
 @dataclass
 class World:
     """One installed stand-in: its switches, what is alive, what was done wrong where no exception can be raised."""
 
+    version: str = NEWEST
+    """The release of XRT: what it does not have yet is not there."""
     runlist: bool = True
-    add_config: bool = True
-    merge: bool = False
-    """Whether a context takes ELFs whose kernels have one name if the instances differ; XRT does not."""
+    watchdog: float = 2000.0
+    """Milliseconds after which the driver ends a command and recovers the context."""
+    slow: float = 1.0
+    """How many times as long as modelled the programs take."""
+    heap: int = 64 << 20
+    contexts: int = 16
     fail_config: str = ""
     """What XRT says when an ELF is added to a context, if not that a name is taken."""
     fail_alloc: int = 0
@@ -49,6 +86,8 @@ class World:
     vanish: int = 0
     """From the n-th call of the driver on there is no device."""
     live: dict[str, weakref.WeakSet] = field(default_factory=dict)
+    commands: list[float] = field(default_factory=list)
+    """Modelled milliseconds of each command that came to its end."""
     violations: list[str] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
 
@@ -57,6 +96,19 @@ class World:
 
     def alive(self) -> dict[str, int]:
         return {kind: len(things) for kind, things in self.live.items() if len(things)}
+
+    def has(self, since: str) -> bool:
+        return release(self.version) >= release(since)
+
+    def living(self, *kinds: str) -> list[Any]:
+        return [thing for kind in kinds for thing in self.live.get(kind, ())]
+
+    def allocate(self, granules: int) -> None:
+        """On the device heap, beside what is there; freed when what holds it dies."""
+        granules += sum(thing.granules for thing in self.living("run", "kernel", "Context", "hw_context"))
+        self.counts["heap"] = max(self.counts["heap"], granules * GRANULE)
+        if granules * GRANULE > self.heap:
+            raise RuntimeError("DRM_IOCTL_AMDXDNA_CREATE_BO IOCTL failed (err=-28): No space left on device")
 
     def driver_call(self) -> None:
         self.counts["driver_calls"] += 1
@@ -109,28 +161,105 @@ class device:
 class elf:
     def __init__(self, path: str) -> None:
         self.path = Path(_typed(path, str))
-        if not self.path.is_file() or self.path.read_bytes()[:4] != b"\x7fELF":
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        if content[:4] != b"\x7fELF":
             raise RuntimeError(f"{path}: not an ELF file")
-        self.instances = {name.decode() for name in re.findall(rb"\0(\w+)_info\0", self.path.read_bytes())}
+        self.facts = Facts.of(content)
+        self.instances = {name.decode() for name in re.findall(rb"\0(\w+)_info\0", content)}
+        self.image: int | None = None
+        """Which of its two empty images the array was reset with last. That what else runs in between makes the
+        firmware forget it is written nowhere."""
         WORLD.born(self)
+
+    def reset(self) -> bool:
+        """The resets of a dispatch, alternating between the images from the first on. Whether the array was reset: the
+        firmware ignores a load of the image that is loaded."""
+        done = self.image != 0
+        if self.facts.resets:
+            self.image = (self.facts.resets - 1) % 2
+        return done
+
+
+class _Xclbin:
+    """A context of releases that take no ELF."""
+
+    def __init__(self, device_: device, uuid: Any) -> None:
+        """__init__(self: pyxrt.hw_context, arg0: xrt::device, arg1: pyxrt.uuid) -> None"""
+        raise TypeError(f"__init__(): incompatible constructor arguments: {uuid!r} is no uuid")
 
 
 class _Context:
     def __init__(self, device_: device, elf_: elf) -> None:
+        """__init__(self: pyxrt.hw_context, arg0: xrt::device, arg1: xrt::elf) -> None"""
         _typed(device_, device)
         WORLD.driver_call()
+        if len(WORLD.living("Context", "hw_context")) >= WORLD.contexts:
+            raise RuntimeError("DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-2): No such file or directory")
         self.device = weakref.ref(device_)
-        self.elfs = [_typed(elf_, elf)]
+        self.kernels = {_typed(elf_, elf).facts.kernel: elf_}
+        self.in_flight: list[_Command] = []
+        WORLD.allocate(granules=IN_FLIGHT)
+        self.granules = IN_FLIGHT
         WORLD.born(self)
+
+    def _submit(self, command: _Command) -> None:
+        """Blocks while the driver has as many commands of this context as it takes."""
+        WORLD.driver_call()
+        if len(self.in_flight) == IN_FLIGHT:
+            WORLD.counts["blocked"] += 1
+            self.in_flight.pop(0).finish()
+        self.in_flight.append(command)
+
+    def _finish(self, last: _Command) -> None:
+        """Run commands, in order, up to the last."""
+        while last in self.in_flight:
+            self.in_flight.pop(0).finish()
+
+    def _recover(self) -> None:
+        """What the driver does about a command that hangs: all that is under way is lost, and what was loaded."""
+        WORLD.counts["recoveries"] += 1
+        for command in self.in_flight:
+            for run_ in command.runs:
+                run_.now = ert_cmd_state.ERT_CMD_STATE_ABORT
+            command.runs.clear()
+        self.in_flight.clear()
+        for elf_ in self.kernels.values():
+            elf_.image = None
 
 
 class hw_context(_Context):
     def add_config(self, elf_: elf) -> None:
         if WORLD.fail_config:
             raise RuntimeError(WORLD.fail_config)
-        if not WORLD.merge or {name for old in self.elfs for name in old.instances} & elf_.instances:
+        if _typed(elf_, elf).facts.kernel in self.kernels:
             raise RuntimeError("kernel already exists, cannot use this ELF with this hw ctx\n")
-        self.elfs.append(_typed(elf_, elf))
+        self.kernels[elf_.facts.kernel] = elf_
+
+
+class _Command:
+    """What is one job to the driver: a run, or the chain that XRT makes of so many runs of a list."""
+
+    def __init__(self, runs: list[run]) -> None:
+        self.runs = runs
+
+    def finish(self) -> None:
+        elapsed, runs, self.runs = 0.0, self.runs, []
+        for index, run_ in enumerate(runs):
+            if run_.now is not ert_cmd_state.ERT_CMD_STATE_SUBMITTED:
+                return
+            WORLD.counts["runs"] += 1
+            if WORLD.counts["runs"] == WORLD.hang:
+                return
+            elapsed += run_.milliseconds * WORLD.slow
+            if elapsed > WORLD.watchdog or WORLD.counts["runs"] == WORLD.time_out:
+                for later in runs[index + 1 :]:
+                    later.now = ert_cmd_state.ERT_CMD_STATE_ABORT
+                run_.now = ert_cmd_state.ERT_CMD_STATE_TIMEOUT
+                run_._context()._recover()
+                return
+            run_._execute()
+            run_.now = ert_cmd_state.ERT_CMD_STATE_COMPLETED
+        WORLD.commands.append(elapsed)
 
 
 class bo:
@@ -199,20 +328,17 @@ class ext_bo(bo):
 class kernel:
     def __init__(self, context: hw_context, name: str) -> None:
         kind, _, instance = _typed(name, str).partition(":")
-        if kind != "main" or not instance:
+        self.elf = _typed(context, _Context).kernels.get(kind)
+        if self.elf is None:
             raise RuntimeError("no ELF found with given kernel name in ctx")
-        self.context = weakref.ref(_typed(context, _Context))
-        self.program = self._find(context, instance)
+        if instance not in self.elf.instances:
+            raise RuntimeError(f"Unable to find group idx for given kernel: {name}")
+        self.context = weakref.ref(context)
+        self.program = SimProgram(open_library(self.elf.path), instance)
         self.name = instance
+        self.granules = 0 if WORLD.has("2.23") else IMAGES
+        """The device images of its runs, in releases where not each run has its own."""
         WORLD.born(self)
-
-    @staticmethod
-    def _find(context: hw_context, instance: str) -> SimProgram:
-        for elf_ in context.elfs:
-            library = open_library(elf_.path)
-            if hasattr(library, instance):
-                return SimProgram(library, instance)
-        raise RuntimeError(f"cannot get kernel instance {instance}")
 
 
 class run:
@@ -221,6 +347,14 @@ class run:
         self.arguments: dict[int, Any] = {}
         self.now = ert_cmd_state.ERT_CMD_STATE_NEW
         self.listed = self.unchecked = False
+        self.command: _Command | None = None
+        facts = kernel_.elf.facts
+        self.milliseconds = facts.milliseconds
+        granules = -(-facts.instruction_bytes // GRANULE) + IMAGES - kernel_.granules
+        # The bindings leave no frame behind that holds it when this fails.
+        del kernel_
+        WORLD.allocate(granules)
+        self.granules = granules
         WORLD.born(self)
 
     def _kernel(self) -> kernel:
@@ -228,6 +362,9 @@ class run:
         if found is None or found.context() is None or found.context().device() is None:
             raise RuntimeError("run used after its kernel, context or device was released")
         return found
+
+    def _context(self) -> _Context:
+        return self._kernel().context()
 
     def set_arg(self, index: int, item: bo | int) -> None:
         if self.now is ert_cmd_state.ERT_CMD_STATE_SUBMITTED:
@@ -238,44 +375,32 @@ class run:
 
     def start(self) -> None:
         if self.listed:
-            raise RuntimeError("a run of a run list cannot be started")
-        self._submit()
+            raise RuntimeError("Run object belongs to a runlist and cannot be explicitly started")
+        self._prepare()
+        self.unchecked = True
+        self.command = _Command([self])
+        self._context()._submit(self.command)
         WORLD.counts["submissions"] += 1
 
-    def _submit(self) -> None:
-        WORLD.driver_call()
+    def _prepare(self) -> None:
         if self.unchecked:
             raise RuntimeError(f"{self._kernel().name}: started again before its state was looked at")
         if missing := set(range(len(self._kernel().program.slots))) - self.arguments.keys():
             raise RuntimeError(f"{self._kernel().name}: argument {min(missing)} is not set")
         self.now = ert_cmd_state.ERT_CMD_STATE_SUBMITTED
-        self.unchecked = not self.listed
 
-    def _finish(self) -> None:
-        if self.now is not ert_cmd_state.ERT_CMD_STATE_SUBMITTED:
-            return
-        WORLD.counts["runs"] += 1
-        if WORLD.counts["runs"] == WORLD.hang:
-            return
-        if WORLD.counts["runs"] == WORLD.time_out:
-            self.now = ert_cmd_state.ERT_CMD_STATE_TIMEOUT
-            return
-        _execute(self._kernel().program, [self.arguments[i] for i in sorted(self.arguments)])
-        self.now = ert_cmd_state.ERT_CMD_STATE_COMPLETED
+    def _execute(self) -> None:
+        kernel_ = self._kernel()
+        execute(kernel_.program, [self.arguments[i] for i in sorted(self.arguments)], not kernel_.elf.reset())
 
     def wait(self, timeout_ms: int = 0) -> ert_cmd_state:
         _typed(timeout_ms, int)
-        if self.now is ert_cmd_state.ERT_CMD_STATE_NEW:
+        if self.command is None:
             raise RuntimeError("waiting for a run that was not started")
         WORLD.driver_call()
-        self._finish()
+        self._context()._finish(self.command)
         still_running = self.now is ert_cmd_state.ERT_CMD_STATE_SUBMITTED
         return ert_cmd_state.ERT_CMD_STATE_TIMEOUT if still_running else self.now
-
-    def wait2(self) -> None:
-        self.unchecked = False
-        if self.wait() is not ert_cmd_state.ERT_CMD_STATE_COMPLETED:
-            raise RuntimeError(f"Command failed to complete successfully ({self.now.name})")
 
     def state(self) -> ert_cmd_state:
         self.unchecked = False
@@ -286,6 +411,7 @@ class runlist:
     def __init__(self, context: hw_context) -> None:
         self.context = weakref.ref(_typed(context, _Context))
         self.runs: list[run] = []
+        self.commands: list[_Command] = []
         self.running = False
         WORLD.born(self)
 
@@ -298,17 +424,22 @@ class runlist:
     def execute(self) -> None:
         if self.running:
             raise RuntimeError("runlist must be idle before submitting for execution, current state: running")
+        for run_ in self.runs:
+            run_._prepare()
         self.running = True
         WORLD.counts["submissions"] += 1
-        for run_ in self.runs:
-            run_._submit()
+        self.commands = [_Command(self.runs[at : at + CHAIN]) for at in range(0, len(self.runs), CHAIN)]
+        for command in self.commands:
+            self.context()._submit(command)
 
     def wait(self) -> None:
         if not self.running:
             return
+        WORLD.driver_call()
         self.running = False
+        for command in self.commands:
+            self.context()._finish(command)
         for index, run_ in enumerate(self.runs):
-            run_._finish()
             if run_.now is not ert_cmd_state.ERT_CMD_STATE_COMPLETED:
                 if run_.now is ert_cmd_state.ERT_CMD_STATE_SUBMITTED:
                     run_.now = ert_cmd_state.ERT_CMD_STATE_TIMEOUT
@@ -317,7 +448,7 @@ class runlist:
                 raise RuntimeError(f"runlist failed execution ({run_.now.name})")
 
 
-def _execute(program: SimProgram, arguments: list[bo]) -> None:
+def execute(program: SimProgram, arguments: list[bo], garbage: bool) -> None:
     for index, (argument, slot, nbytes) in enumerate(zip(arguments, program.slots, program.slot_bytes, strict=True)):
         if argument.nbytes < nbytes:
             raise RuntimeError(f"{program.name}: argument {index} ({slot}) has {argument.nbytes} bytes, not {nbytes}")
@@ -331,6 +462,8 @@ def _execute(program: SimProgram, arguments: list[bo]) -> None:
     program.run([part.ctypes.data for part in parts])
     for argument, slot, count, part, was in zip(arguments, program.slots, before, parts, old, strict=True):
         if _written(program, slot) > count:
+            if garbage:
+                part ^= GARBAGE
             changed = argument.start + np.flatnonzero(part != was)
             argument.root.on_host[changed] = argument.root.synced[changed] = POISON
 
@@ -339,17 +472,32 @@ def _written(program: SimProgram, slot: str) -> int:
     return sum(launch.get(slot, (0, 0))[1] for launch in program.counters().slots)
 
 
+def release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def declared() -> Iterator[tuple[str, list[str], str]]:
+    """Name, arguments and first release of each overload."""
+    for line in DECLARATIONS.read_text().splitlines():
+        if match := re.fullmatch(r"([\w.]+)\((.*)\)(?: -> \w+)? \| ([\d.]+)", line):
+            yield match[1], [part for part in match[2].split(", ") if part], match[3]
+
+
 def install(**switches: Any) -> World:
     """A fresh stand-in as `pyxrt`; returns its world."""
     global WORLD
     WORLD = World(**switches)
+    since = {name: first for name, _, first in declared()}
+    contexts = {"hw_context.add_config": hw_context, "hw_context": _Context}
     module, ext = ModuleType("pyxrt"), ModuleType("pyxrt.ext")
-    for thing in (device, elf, bo, kernel, run, xclBOSyncDirection, ert_cmd_state):
+    for thing in (device, elf, bo, kernel, run, runlist):
+        if WORLD.has(since[thing.__name__]) and (WORLD.runlist or thing is not runlist):
+            setattr(module, thing.__name__, thing)
+    for thing in (xclBOSyncDirection, ert_cmd_state):
         setattr(module, thing.__name__, thing)
-    module.hw_context = hw_context if WORLD.add_config else _Context
-    if WORLD.runlist:
-        module.runlist = runlist
-    ext.bo, ext.kernel, module.ext = ext_bo, kernel, ext
+    module.hw_context = next((kind for name, kind in contexts.items() if WORLD.has(since[name])), _Xclbin)
+    if WORLD.has(since["ext.kernel"]):
+        ext.bo, ext.kernel, module.ext = ext_bo, kernel, ext
     sys.modules["pyxrt"] = module
     return WORLD
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import DTYPES, nbytes
 from llama_npu2.errors import UserError
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever an older runtime could misread a newer manifest."""
 
 _SECTIONS = ("model", "target", "buffers", "programs", "plans", "files")
@@ -26,6 +29,31 @@ class Weight:
 
     nbytes: int
     values: int
+
+
+@dataclass(frozen=True)
+class NpuProgram:
+    """What submitting a program to the NPU needs to know of it."""
+
+    kernel: str = "main"
+    """XRT's name of the kernel in the ELF; `main` is what the compiler calls every one."""
+    instruction_bytes: int = 0
+    """Length of the instruction stream, of which every run holds a copy."""
+    milliseconds: float = 0.0
+    """Time of one call by the estimate."""
+
+    @staticmethod
+    def of(spec: Mapping[str, Any]) -> NpuProgram:
+        """From an entry of `programs`. ValueError, naming the field, if it is not there as it must be."""
+        checks = {
+            "kernel": lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*", value),
+            "instruction_bytes": lambda value: type(value) is int and value > 0,
+            "milliseconds": lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
+        }
+        for name, valid in checks.items():
+            if not valid(spec.get(name)):
+                raise ValueError(f"{name} {spec.get(name)!r}")
+        return NpuProgram(**{name: spec[name] for name in checks})
 
 
 @dataclass(frozen=True)
@@ -49,12 +77,28 @@ class Manifest:
         manifest._check_files()
         manifest._check_dtypes()
         manifest._check_plans()
+        _ = manifest.npu_programs
         return manifest
 
     @property
     def host_library(self) -> Path:
         """The shared object with the programs of the host."""
         return self.directory / min((spec["file"] for spec in self.programs.values() if spec["host"]), default="")
+
+    @cached_property
+    def npu_programs(self) -> dict[Path, NpuProgram]:
+        """The programs that the NPU runs, by file. Raises UserError."""
+        found = {}
+        if self.target.get("device") == "xrt":
+            for name, spec in self.programs.items():
+                if not spec["host"]:
+                    try:
+                        found[self.directory / spec["file"]] = NpuProgram.of(spec)
+                    except ValueError as error:
+                        raise UserError(
+                            f"{self.directory}/manifest.json: the program {name} has {error}: run doit compile"
+                        ) from None
+        return found
 
     def nbytes(self, buffer: str) -> int:
         """Bytes of a buffer."""

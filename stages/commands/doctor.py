@@ -12,13 +12,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llama_npu2.devices.xrt.limits import HEAP
 from llama_npu2.table import Column, fitted
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import toolchain
-from stages.targets.npu2.known_good import KNOWN_GOOD, LEAST, version
+from stages.targets.npu2.known_good import (
+    COMPILERS,
+    LEAST,
+    SHARED_CONTEXT,
+    XRT_PACKAGES,
+    checked,
+    known_good,
+    version,
+)
 
 GUIDE = "docs/ryzen-ai.md"
+HEADERS = "AIE API headers"
 BUILD_MEMORY = 16 << 30
 BUILD_DISK = 20 << 30
 
@@ -43,22 +53,37 @@ def report(system: Path = Path("/")) -> list[Row]:
     return [*_build_rows(), *_run_rows(system), *_machine_rows()]
 
 
-def _row(what: str, version_found: str | None, needed_for: str, get: str, known: str = "") -> Row:
+def _row(what: str, version_found: str | None, needed_for: str, get: str) -> Row:
     if version_found is None:
         return Row(what, "no", "", needed_for, get)
-    if what in LEAST and version(version_found) < version(LEAST[what][0]):
-        return Row(what, "old", version_found, needed_for, f"at least {LEAST[what][0]}, for {LEAST[what][1]}")
-    other = bool(known) and known not in version_found
-    return Row(what, "other" if other else "yes", version_found, needed_for, f"tried: {known}" if other else "")
+    return _old(what, what, version_found, needed_for) or Row(what, "yes", version_found, needed_for, "")
+
+
+def _old(what: str, name: str, version_found: str, needed_for: str) -> Row | None:
+    """If it is older than the oldest that can work of what the table calls `name`."""
+    if name not in LEAST or version(version_found) >= version(LEAST[name][0]):
+        return None
+    return Row(what, "old", version_found, needed_for, f"at least {LEAST[name][0]}, for {LEAST[name][1]}")
 
 
 def _build_rows() -> Iterator[Row]:
     yield _row("host compiler", host_toolchain.host_compiler_fingerprint(), "build: every target", "apt install g++")
-    wheels = f"pip install 'mlir_air[aie]', from the pages that {GUIDE} lists"
     for name, find in toolchain.NPU_TOOLS.items():
-        found = find()
-        known = KNOWN_GOOD["LLVM"] if name in ("aircc", "aiecc") else ""
-        yield _row(name, found.version if found else None, "build: npu2", wheels, known)
+        yield _tool_row(name, find())
+
+
+def _tool_row(what: str, tool: toolchain.Found | None) -> Row:
+    needed_for = "build: npu2"
+    wanted = " ".join(f"'{requirement}'" for requirement in COMPILERS[0].requirements)
+    get = f"pip install {wanted}, from the pages that {GUIDE} lists"
+    if tool is None:
+        return Row(what, "no", "", needed_for, get)
+    if old := _old(what, tool.wheel, tool.version, needed_for):
+        return old
+    # Headers have no version of their own: they belong to the aiecc that they came with.
+    if what == HEADERS or checked(tool.wheel, tool.version):
+        return Row(what, "yes", tool.version, needed_for, "")
+    return Row(what, "other", tool.version, needed_for, f"tried: {get}")
 
 
 def _run_rows(system: Path) -> Iterator[Row]:
@@ -68,16 +93,18 @@ def _run_rows(system: Path) -> Iterator[Row]:
     yield _row("NPU driver", driver, "run: npu2", f"Linux {LEAST['Linux'][0]} or newer, {GUIDE}")
     yield _row("NPU firmware", firmware, "run: npu2", f"linux-firmware, then reboot, {GUIDE}")
     yield _row("Linux", platform.release(), "run: npu2", "")
-    yield _row("XRT", toolchain.xrt_version(system), "run: npu2", f"the packages that {GUIDE} lists")
+    packages = f"apt install {' '.join(XRT_PACKAGES)}, {GUIDE}"
+    yield _row("XRT", toolchain.xrt_version(system), "run: npu2", packages)
     bindings = toolchain.pyxrt()
-    get = "source /opt/xilinx/xrt/setup.sh, with the Python that XRT was built for"
+    get = f"apt install {XRT_PACKAGES[-1]}, or source /opt/xilinx/xrt/setup.sh; with the Python that XRT was built for"
     if bindings is None:
         yield _row("pyxrt", None, "run: npu2", get)
     elif not bindings.elf_contexts:
         yield Row("pyxrt", "old", bindings.path, "run: npu2", f"XRT {LEAST['XRT'][0]} or newer")
     else:
         lists = "with" if bindings.runlist else "without"
-        yield _row("pyxrt", f"{bindings.path} ({lists} run lists)", "run: npu2", get)
+        shares = "" if bindings.shared_contexts else f"; a context for each program, XRT {SHARED_CONTEXT} shares them"
+        yield _row("pyxrt", f"{bindings.path} ({lists} run lists{shares})", "run: npu2", get)
 
 
 def _npu_row(npu: toolchain.Npu | None) -> Row:
@@ -101,9 +128,9 @@ def _machine_rows() -> Iterator[Row]:
     unlimited = limit == resource.RLIM_INFINITY
     yield Row(
         "locked memory",
-        "yes" if unlimited else "no",
+        "yes" if unlimited else "other" if limit >= HEAP else "no",
         "unlimited" if unlimited else _gib(limit),
-        "run: npu2, models larger than it",
+        f"run: npu2, {HEAP >> 20} MiB to open it, and the weights",
         "" if unlimited else f"memlock unlimited in /etc/security/limits.d, {GUIDE}",
     )
     yield _amount("memory", memory, BUILD_MEMORY, "build: npu2 prefill; run: the weights")
@@ -131,7 +158,7 @@ def conclusions(rows: Sequence[Row]) -> dict[str, str]:
         "build and run cpu": verdict("host compiler"),
         "build and run npu2-sim": verdict("host compiler"),
         "build npu2": verdict("host compiler", *toolchain.NPU_TOOLS),
-        "run npu2": verdict("NPU", "NPU driver", "XRT", "pyxrt"),
+        "run npu2": verdict("NPU", "NPU driver", "XRT", "pyxrt", "locked memory"),
     }
 
 
@@ -151,7 +178,7 @@ def doctor(json: bool = False) -> None:
     rows = report()
     verdicts = conclusions(rows)
     if json:
-        described = {"tools": [asdict(row) for row in rows], "works": verdicts, "known_good": KNOWN_GOOD}
+        described = {"tools": [asdict(row) for row in rows], "works": verdicts, "known_good": known_good()}
         print(json_module.dumps(described, indent=1))
         return
     print(table(rows))

@@ -1,23 +1,80 @@
-"""The versions of the NPU's tools that this project is written against. Others may do; `doit doctor` compares."""
+"""The versions of the NPU's tools that were checked, that are needed, and where they are. `doit doctor` compares with
+them; `docs/ryzen-ai.md` is held against them by a test."""
 
 from __future__ import annotations
 
-KNOWN_GOOD: dict[str, str] = {
-    "mlir-air": "2026-05-08, commit 4216fa496",
-    "mlir-aie": "2026-04-23, commit 979629649",
-    "LLVM": "22.1",
-    "AIE API": "2026.1",
-    "XRT": "2.23",
-    "Linux": "6.14",
-}
-"""What was checked: the passes of mlir-air and mlir-aie accept every module; the AIE API and XRT by their declarations.
-No NPU has run this yet."""
+import re
+from dataclasses import dataclass
+
+_RELEASES = "https://github.com/Xilinx/{}/releases/expanded_assets/{}"
+PEANO = "21.0.0.2026080601+f4a72c27"
+"""The `llvm-aie` that mlir-air's own tests on NPU2 pin (`buildAndTestRyzenAI.yml`, 2026-08): they saw wrong numbers
+with the LLVM 22 nightly 22.0.0.2026081201."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A state of mlir-air whose passes were checked with this project's modules, and the nightly wheel after it."""
+
+    commit: str
+    date: str
+    wheel: tuple[str, str]
+    """Version of the `mlir_air` wheel: at least, less than. A nightly's name has the hour in which it was built."""
+    mlir_aie: str
+    """The version that this wheel's extra `aie` pins."""
+    mlir_aie_page: str
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What to ask pip for."""
+        return f"mlir_air[aie]>={self.wheel[0]},<{self.wheel[1]}", f"llvm-aie=={PEANO}"
+
+    @property
+    def pages(self) -> tuple[str, ...]:
+        """Where pip finds it: of `mlir_air`, `mlir_aie`, `llvm-aie`."""
+        return (
+            _RELEASES.format("mlir-air", "latest-air-wheels"),
+            _RELEASES.format("mlir-aie", self.mlir_aie_page),
+            _RELEASES.format("llvm-aie", "nightly"),
+        )
+
+    @property
+    def install(self) -> str:
+        """The command."""
+        wanted = (f"'{requirement}'" for requirement in self.requirements)
+        return " ".join(["pip install", *wanted, *(f"-f {page}" for page in self.pages)])
+
+
+COMPILERS = (
+    Compiler(
+        "4216fa496",
+        "2026-05-08",
+        ("0.0.1.2026050904", "0.0.1.2026050924"),
+        "0.0.1.2026050821+b37dc33",
+        "latest-wheels-3",
+    ),
+    Compiler("5c49b46c0", "2026-07-29", ("0.0.1.2026073000", "0.0.1.2026073024"), "1.4.0", "latest-wheels-4"),
+)
+"""The one to install first. What was checked are the sources, built with LLVM 22.1 and with mlir-aie as of
+`MLIR_AIE`; nobody has run the wheels with this project."""
+
+MLIR_AIE = ("979629649", "2026-04-23")
+
+XRT_PACKAGES = ("libxrt-npu2", "libxrt-utils", "libxrt-utils-npu", "python3-xrt")
+"""As Ubuntu 26.04 calls them, and AMD's archive for 24.04: `XRT_ARCHIVE`, which also has the driver."""
+XRT_ARCHIVE = "ppa:amd-team/xrt"
+DRIVER_PACKAGE = "amdxdna-dkms"
 
 LEAST: dict[str, tuple[str, str]] = {
-    "XRT": ("2.23", "hardware contexts from ELF files in its Python bindings"),
+    "XRT": ("2.21.75", "hardware contexts from ELF files in its Python bindings"),
     "Linux": ("6.14", "the amdxdna driver; older kernels need the driver package that comes with XRT"),
+    "mlir_air": (COMPILERS[0].wheel[0], "what was checked first"),
+    "mlir_aie": ("0.0.1.2026042300", "what was checked first"),
 }
 """Oldest that can work, and for what."""
+
+SHARED_CONTEXT = "2.23"
+"""The first XRT whose bindings add a program to a context (`add_config`); before, each program has one of its own."""
 
 NPU2_DEVICES: dict[tuple[str, str], str] = {
     ("0x17f0", "0x10"): "Strix",
@@ -30,10 +87,28 @@ NPU1_DEVICE = "0x1502"
 NPU2_COLUMNS = 8
 
 
+def checked(package: str, found: str) -> bool:
+    """Whether a wheel of the compiler has the version that was checked, or the first one after it."""
+    if package == "mlir_air":
+        return any(version(first) <= version(found) < version(end) for first, end in (c.wheel for c in COMPILERS))
+    return found in ({PEANO} if package == "llvm-aie" else {compiler.mlir_aie for compiler in COMPILERS})
+
+
+def known_good() -> dict[str, str]:
+    """What the table says, for people."""
+    return {
+        "mlir-air": ", ".join(f"{compiler.commit} ({compiler.date})" for compiler in COMPILERS),
+        "mlir-aie": "{} ({})".format(*MLIR_AIE),
+        "llvm-aie": PEANO,
+        "compilers": COMPILERS[0].install,
+        **{f"least {what}": least for what, (least, _) in LEAST.items()},
+    }
+
+
 def version(text: str) -> tuple[int, ...]:
     """`2.23.0-rc1` -> (2, 23, 0): the leading numbers."""
     numbers = []
-    for part in text.split("-")[0].split("."):
+    for part in re.split("[-+]", text)[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import xxhash
@@ -27,6 +29,8 @@ class Found:
 
     path: Path
     version: str
+    wheel: str = ""
+    """The Python package that it came with, if that says its version."""
 
 
 def _packages(*parts: str) -> Iterator[Path]:
@@ -52,6 +56,15 @@ def _version_line(program: Path) -> str:
     return next((line for line in lines if re.search(r"\d\.\d|[0-9a-f]{7}", line)), lines[0] if lines else "no version")
 
 
+def _found(path: Path, program: Path, package: str) -> Found:
+    """By the version of the wheel where it is from one: a nightly's program does not tell it from the next."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        wheel = metadata.distribution(package)
+        if Path(str(wheel.locate_file(package))).resolve() in program.resolve().parents:
+            return Found(path, wheel.version, package)
+    return Found(path, _version_line(program))
+
+
 @functools.cache
 def peano() -> Found | None:
     """Root of the Peano compiler: `PEANO_INSTALL_DIR`, else the `llvm-aie` wheel."""
@@ -59,20 +72,28 @@ def peano() -> Found | None:
     roots = [Path(chosen)] if chosen else list(_packages("llvm-aie"))
     for root in roots:
         if (root / "bin/clang++").exists():
-            return Found(root.resolve(), _version_line(root / "bin/clang++"))
+            return _found(root.resolve(), root / "bin/clang++", "llvm-aie")
     return None
 
 
 @functools.cache
 def aircc() -> Found | None:
     program = _program("aircc", "mlir_air")
-    return Found(program, _version_line(program)) if program else None
+    return _found(program, program, "mlir_air") if program else None
 
 
 @functools.cache
 def aiecc() -> Found | None:
     program = _program("aiecc", "mlir_aie")
-    return Found(program, _version_line(program)) if program else None
+    return _found(program, program, "mlir_aie") if program else None
+
+
+@functools.cache
+def aiebu_asm() -> Found | None:
+    """The assembler of ELFs, which aiecc has inside: on PATH, in a wheel, or where XRT installs it."""
+    placed = (Path("/opt/xilinx") / package / "bin/aiebu-asm" for package in ("xrt", "aiebu"))
+    program = _program("aiebu-asm", "mlir_aie") or next((path for path in placed if path.is_file()), None)
+    return _found(program, program, "mlir_aie") if program else None
 
 
 @functools.cache
@@ -110,8 +131,9 @@ def need_npu_tools(*names: str) -> None:
 
 def npu_fingerprint() -> str | None:
     """Version lines of the tools that make an NPU program; None if one is missing."""
-    found = [tool() for tool in NPU_TOOLS.values()]
-    return "; ".join(tool.version for tool in found if tool) if all(found) else None
+    found, assembler = [tool() for tool in NPU_TOOLS.values()], aiebu_asm()
+    versions = [*(tool.version for tool in found if tool), assembler.version if assembler else "no aiebu-asm"]
+    return "; ".join(versions) if all(found) else None
 
 
 def peano_fingerprint() -> str | None:
@@ -167,11 +189,13 @@ def _npu(system: Path, node: Path) -> Npu:
 
 @dataclass(frozen=True)
 class Pyxrt:
-    """XRT's Python bindings. `elf_contexts`: whether a context takes an ELF, which running needs."""
+    """XRT's Python bindings. `elf_contexts`: whether a context takes an ELF, which running needs; `shared_contexts`:
+    more than one."""
 
     path: str
     runlist: bool
     elf_contexts: bool
+    shared_contexts: bool
 
 
 def pyxrt() -> Pyxrt | None:
@@ -181,9 +205,10 @@ def pyxrt() -> Pyxrt | None:
         return None
     context = getattr(bindings, "hw_context", None)
     described = (getattr(context, "__init__", None) or context).__doc__ or ""
+    shared = hasattr(context, "add_config")
     # A word of its own: every signature in the text has a `self`.
-    elf_contexts = hasattr(context, "add_config") or re.search(r"\belf\b", described) is not None
-    return Pyxrt(getattr(bindings, "__file__", "") or "", hasattr(bindings, "runlist"), elf_contexts)
+    elf_contexts = shared or re.search(r"\belf\b", described) is not None
+    return Pyxrt(getattr(bindings, "__file__", "") or "", hasattr(bindings, "runlist"), elf_contexts, shared)
 
 
 def xrt_version(system: Path = Path("/")) -> str | None:

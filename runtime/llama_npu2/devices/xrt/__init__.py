@@ -5,6 +5,7 @@ sides do not see each other's writes until told: this package follows which byte
 just before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more,
 which the time limit allows for.
 
+    limits         what driver and XRT allow, with sources
     bindings       the bindings themselves, and their exceptions as one line
     buffers        a buffer object, its mapping, and which side has the newer bytes
     session        everything that is held of the device, and giving it back
@@ -25,20 +26,27 @@ from llama_npu2.devices import Call
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.session import Session
 from llama_npu2.devices.xrt.submissions import XrtSubmission
-from llama_npu2.manifest import Manifest
+from llama_npu2.manifest import Manifest, NpuProgram
 
 
 def open_device(library: Path, threads: int, manifest: Manifest) -> XrtDevice:
     """Raises UserError."""
-    return XrtDevice(library, threads, manifest.model)
+    return XrtDevice(library, threads, manifest.model, manifest.npu_programs)
 
 
 class XrtDevice:
     """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
-    `model` is the manifest's, for doing without them."""
+    `model` is the manifest's, for doing without them; `programs` says by file what the NPU's programs cost (one that is
+    not there: nothing)."""
 
-    def __init__(self, host_library: Path, threads: int = 0, model: Mapping[str, Any] | None = None) -> None:
-        self._session = Session(host_library, threads, model or {})
+    def __init__(
+        self,
+        host_library: Path,
+        threads: int = 0,
+        model: Mapping[str, Any] | None = None,
+        programs: Mapping[Path, NpuProgram] | None = None,
+    ) -> None:
+        self._session = Session(host_library, threads, model or {}, programs or {})
         self._cpu = self._session.cpu
         # Runs at the end of the process too, whatever way it ends, and before the bindings are unloaded.
         self._finalizer = weakref.finalize(self, self._session.close)

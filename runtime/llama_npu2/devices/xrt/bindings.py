@@ -12,6 +12,9 @@ FAILURES = (RuntimeError, OSError, MemoryError, IndexError)
 """What the bindings turn C++ exceptions into."""
 
 
+TOO_OLD = "the installed XRT cannot load ELF programs from Python: see doit doctor"
+
+
 def import_pyxrt() -> Any:
     try:
         import pyxrt
@@ -19,6 +22,8 @@ def import_pyxrt() -> Any:
         raise UserError(
             f"target npu2 needs XRT's Python bindings ({error}): install XRT and run its setup.sh, see doit doctor"
         ) from None
+    if not hasattr(pyxrt, "ext"):
+        raise UserError(TOO_OLD)
     return pyxrt
 
 

@@ -8,21 +8,22 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.host_numpy import NumpyDevice
 from llama_npu2.devices.libraries import open_library
-from llama_npu2.devices.xrt.bindings import FAILURES, failures, import_pyxrt
+from llama_npu2.devices.xrt.bindings import FAILURES, TOO_OLD, failures, import_pyxrt
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
+from llama_npu2.devices.xrt.limits import CONTEXTS, HEAP, RUNS_SHARE, check_duration, heap_bytes
 from llama_npu2.errors import UserError
+from llama_npu2.manifest import NpuProgram
 
 LOCK = "llama-npu2.lock"
-KERNEL = "main"
-"""What the compiler calls the kernel of every ELF; the function's name is its instance."""
 
 _ALIGNMENT = 64
 _NAME_CLASH = "kernel already exists"
@@ -36,6 +37,12 @@ class XrtProgram:
     name: str
     kernel: Any
     context: int
+    milliseconds: float
+    """Of one call, by the estimate."""
+    heap: int
+    """Bytes of the device heap that a run of it takes."""
+    run: Any = field(default=None, repr=False)
+    """The run that its calls share, if there is no room for one each."""
 
 
 class Releasable(Protocol):
@@ -46,8 +53,11 @@ class Releasable(Protocol):
 class Session:
     """Everything that is held of the device; `close` gives it back in the order that XRT wants."""
 
-    def __init__(self, host_library: Path, threads: int, model: Mapping[str, Any]) -> None:
+    def __init__(
+        self, host_library: Path, threads: int, model: Mapping[str, Any], programs: Mapping[Path, NpuProgram]
+    ) -> None:
         self.pyxrt = import_pyxrt()
+        self._about = programs
         self.cpu = host_device(host_library, threads, model)
         self.lock: int | None = None
         self.counts = Counts()
@@ -55,6 +65,8 @@ class Session:
         self.files: dict[Path, int] = {}
         """Context of each ELF."""
         self.programs: list[XrtProgram] = []
+        self._calls: Counter[XrtProgram] = Counter()
+        """Calls that are prepared, by program."""
         self.buffers: list[XrtBuffer] = []
         self.submissions: list[Releasable] = []
         self.running: Callable[[], object] | None = None
@@ -64,7 +76,7 @@ class Session:
         self.device: Any = None
         try:
             self.lock = exclusive_use()
-            with failures("the NPU cannot be opened", "see doit doctor"):
+            with failures("the NPU cannot be opened", f"see doit doctor; {HEAP >> 20} MiB get locked ({_memlock()})"):
                 self.device = self.pyxrt.device(0)
         except BaseException:
             self.close()
@@ -82,13 +94,43 @@ class Session:
             return self.pyxrt.ext.bo(self.device, size)
 
     def load(self, path: Path, entry: str) -> XrtProgram:
+        about = self._about.get(path, NpuProgram())
+        check_duration(path.stem, about.milliseconds)
         with failures(f"{path} cannot be loaded", "it must come from doit compile target=npu2"):
             if path not in self.files:
                 self.files[path] = self._context_for(path, self.pyxrt.elf(str(path)))
             context = self.files[path]
-            kernel = self.pyxrt.ext.kernel(self.contexts[context], f"{KERNEL}:{entry}")
-        self.programs.append(XrtProgram(path.stem, kernel, context))
-        return self.programs[-1]
+            kernel = self.pyxrt.ext.kernel(self.contexts[context], f"{about.kernel}:{entry}")
+        program = XrtProgram(path.stem, kernel, context, about.milliseconds, heap_bytes(about.instruction_bytes))
+        self.programs.append(program)
+        return program
+
+    def will_call(self, programs: Iterable[XrtProgram]) -> None:
+        """Count prepared calls, before any of them runs."""
+        self._calls.update(programs)
+
+    def runs_of_their_own(self) -> set[XrtProgram]:
+        """The programs with a run for each of their calls: as many as the heap has room for, those first that take
+        least. Each of the others has one run, whose arguments are set for each call."""
+        room = RUNS_SHARE - sum(program.heap for program in self._calls)
+        extra = {program: program.heap * (count - 1) for program, count in self._calls.items()}
+        chosen = set()
+        for program in sorted(extra, key=lambda program: (extra[program], program.name)):
+            if extra[program] > room:
+                break
+            room -= extra[program]
+            chosen.add(program)
+        return chosen
+
+    def new_run(self, program: XrtProgram) -> Any:
+        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer buckets="
+        with failures(f"{program.name}: the NPU's driver has no room for its instructions", remedy):
+            return self.pyxrt.run(program.kernel)
+
+    def shared_run(self, program: XrtProgram) -> Any:
+        if program.run is None:
+            program.run = self.new_run(program)
+        return program.run
 
     def _context_for(self, path: Path, elf: Any) -> int:
         """Number of a context that holds the ELF: an old one if XRT can and will add to it, else a new one."""
@@ -96,10 +138,12 @@ class Session:
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
                     return number
+        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer buckets=, see doit doctor on XRT"
         try:
-            self.contexts.append(self.pyxrt.hw_context(self.device, elf))
+            with failures(f"{path}: no hardware context beside {len(self.contexts)} others", remedy):
+                self.contexts.append(self.pyxrt.hw_context(self.device, elf))
         except TypeError:
-            raise UserError("the installed XRT cannot load ELF programs from Python: see doit doctor") from None
+            raise UserError(TOO_OLD) from None
         return len(self.contexts) - 1
 
     def drain(self) -> None:
@@ -114,8 +158,9 @@ class Session:
         for submission in self.submissions:
             submission.release()
         self.submissions.clear()
+        self._calls.clear()
         for program in self.programs:
-            program.kernel = None
+            program.run = program.kernel = None
         self.programs.clear()
         self.contexts.clear()
         for buffer in self.buffers:

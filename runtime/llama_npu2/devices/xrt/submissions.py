@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 from llama_npu2.devices import Call, Submission
 from llama_npu2.devices.xrt.access import Access, accesses
 from llama_npu2.devices.xrt.bindings import FAILURES, failures, first_line
+from llama_npu2.devices.xrt.limits import CHAIN, COMMAND, RECOVERY, WATCHDOG, WATCHDOG_PERIODS
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.errors import UserError
 
-TIMEOUT_MS = 10_000
-"""Longer than the driver's own deadline (6 s) and waking up, so that the driver's verdict is seen if there is one."""
+TIMEOUT_MS = round(1000 * (WATCHDOG_PERIODS * WATCHDOG + RECOVERY + COMMAND))
+"""Longer than the driver needs to end a command and to say so, even when the NPU has to wake first (150 ms): its
+verdict is seen if there is one."""
 
 _BUSY = ("NEW", "QUEUED", "SUBMITTED")
 """How the states of a run end that is still under way."""
@@ -31,6 +33,7 @@ class XrtSubmission:
             for device, part in groupby(calls, lambda call: isinstance(call.program, XrtProgram))
         ]
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
+        session.will_call(call.program for call in on_device)
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -90,7 +93,7 @@ class _Device:
 
     def run(self, seq: int, pos: int) -> None:
         if not self._groups:
-            # At first use: every run holds its own copy of the instructions, and not every bucket gets used.
+            # At first use: all phases are prepared then, and not every bucket gets used.
             self._groups = list(self._grouped())
         for access in self._accesses:
             self._hand_over(access, seq, pos)
@@ -110,42 +113,56 @@ class _Device:
             buffer.device_newer.add(low, high)
 
     def _grouped(self) -> Iterator[_Single | _List]:
-        runs = [_Run(self._session, call) for call in self._calls]
-        listed = hasattr(self._session.pyxrt, "runlist") and os.environ.get("LLAMA_NPU2_RUNLIST") != "0"
-        for context, part in groupby(runs, lambda run: run.program.context):
-            group = list(part)
-            if listed and len(group) > 1:
-                yield _List(self._session, context, group)
-            else:
-                yield from (_Single(self._session, run) for run in group)
+        session, own = self._session, self._session.runs_of_their_own()
+        listed = hasattr(session.pyxrt, "runlist") and os.environ.get("LLAMA_NPU2_RUNLIST") != "0"
+        runs = [_Run(session, call, call.program in own) for call in self._calls]
+        for (context, listable), part in groupby(runs, lambda run: (run.program.context, listed and run.own)):
+            for group in lists(part) if listable else ([run] for run in part):
+                yield _List(session, context, group) if len(group) > 1 else _Single(session, group[0])
+
+
+def lists(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    """Cut runs of one context into run lists none of whose commands takes longer than a command may: XRT makes every
+    24 runs of a list one, so a list ends where the command at its end is full before that."""
+    group: list[_Run] = []
+    seconds = 0.0
+    for run in runs:
+        if len(group) % CHAIN == 0:
+            seconds = 0.0
+        seconds += run.program.milliseconds / 1000
+        if seconds >= COMMAND and len(group) % CHAIN:
+            yield group
+            group, seconds = [], run.program.milliseconds / 1000
+        group.append(run)
+    if group:
+        yield group
 
 
 class _Run:
-    """One XRT run: a program with its arguments."""
+    """One call as XRT runs it. `own`: whether its run is nobody else's, so that arguments which stay are set once."""
 
-    def __init__(self, session: Session, call: Call) -> None:
+    def __init__(self, session: Session, call: Call, own: bool) -> None:
         self.program: XrtProgram = call.program
+        self.own = own
         self.where = f"{self.program.name}, {call.place}" if call.place else self.program.name
-        self._moving: list[tuple[int, Access]] = []
+        self.run: Any = session.new_run(self.program) if own else session.shared_run(self.program)
+        accesses = [Access.of(binding, slot) for binding, slot in zip(call.bindings, call.slots, strict=True)]
+        self._moving = [(index, access) for index, access in enumerate(accesses) if access.binding.view or not own]
         self._views: list[Any] = []
-        with failures(self.where):
-            self.run: Any = session.pyxrt.run(self.program.kernel)
-        for index, (binding, slot) in enumerate(zip(call.bindings, call.slots, strict=True)):
-            access = Access.of(binding, slot)
-            if binding.view:
-                self._moving.append((index, access))
-            else:
-                self._set(index, binding.buffer.bo)
+        for index, access in enumerate(accesses):
+            if own and not access.binding.view:
+                self._set(index, access.buffer.bo)
 
     def _set(self, index: int, bo: Any) -> None:
         with failures(self.where):
             self.run.set_arg(index, bo)
 
     def move(self, seq: int, pos: int) -> None:
-        """Point the arguments that follow the position at where it is."""
+        """Set the arguments that follow the position, and those that other calls changed."""
         views = []
         for index, access in self._moving:
-            views.append(access.buffer.view(access.binding.offset(seq, pos), access.nbytes))
+            offset = access.binding.offset(seq, pos)
+            views.append(access.buffer.view(offset, access.nbytes) if access.binding.view else access.buffer.bo)
             self._set(index, views[-1])
         self._views = views
 
