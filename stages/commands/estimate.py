@@ -1,155 +1,148 @@
-"""`doit estimate`: DDR traffic, arithmetic and time of every launch on the NPU, beside mlir-air's example.
+"""`doit estimate`: time of every launch on the NPU and what sets it, per program, per token and per prompt.
 
-Our side is counted from the modules; the other side from the tile sizes that its documents state, by the same rules:
-https://github.com/Xilinx/mlir-air/tree/e972f2942d41123f161276b27f991ef10da2a2e6/programming_examples/llms/llama32_1b
-(MIT licence), `docs/profile.md` for the times.
+`measured=FILE`: by the rates in a report of `doit selftest`, as far as it has them. `check=1`: other projects' plans by
+the same arithmetic, beside what they measured. The arithmetic is `stages.estimate`'s.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
 
+from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.dtypes import nbytes
-from llama_npu2.table import Column, Table
-from stages import air
-from stages.air import limits
+from llama_npu2.table import Column, Table, fitted
+from stages.estimate.constants import Constant, Machine, constants
+from stages.estimate.price import Priced, price
+from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
+from stages.estimate.work import HOST_CALL, HOST_COPY, HOST_READ, SUBMISSION, Amount, Serial, Time, spend
 from stages.graph import Build
 from stages.model.config import Config
 from stages.model.families import read_config
-from stages.model.grouping import Program, chained, cover, programs
-from stages.model.parts import Launch
+from stages.model.grouping import Placed, chained, cover, programs
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
+from stages.weights.formats import formats
 
-BANDWIDTH = 60e9
-"""Bytes per second of DDR that the NPU sees."""
-
-MACS_PER_SECOND = limits.COLUMNS * limits.ROWS * 128 * 1.8e9
-"""bf16 multiply-accumulates: every core, 128 a cycle (`mmul` 4x8x8), 1.8 GHz."""
-
-EXAMPLE_MS: Mapping[str, float] = {
-    "rms_gemms_rope": 7.3,
-    "flash_attn": 21.6,
-    "o_ffn": 41.0,
-    "rms_gemv_rope": 0.9,
-    "o_gemv_ffn": 3.6,
-    "lm_head_gemv": 13.6,
-}
-"""Per call, Llama-3.2-1B, 2048 tokens, as measured by mlir-air's example."""
+DEPTH = 1024
+"""Positions before the token that is priced, as others quote theirs."""
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Bytes to and from DDR, the least that any tiling could move, multiply-accumulates."""
-
-    bytes: int = 0
-    minimum: int = 0
-    macs: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.bytes + other.bytes, self.minimum + other.minimum, self.macs + other.macs)
-
-    @property
-    def ms(self) -> float:
-        """The longer of moving at `BANDWIDTH` and computing at `MACS_PER_SECOND`."""
-        return 1e3 * max(self.bytes / BANDWIDTH, self.macs / MACS_PER_SECOND)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; `launch` is empty for the sum over a program, whose `ms` is that of its launches."""
-
-    program: str
-    launch: str
-    tiling: str
-    cost: Cost
-    ms: float
-    example_bytes: int | None = None
-    example_ms: float | None = None
-
-
 def run(build: Build) -> None:
-    """Per launch and per program of the separate grouping: traffic, its minimum, arithmetic, time; then per token."""
-    bucket = build.options.bucket_list()[-1]
-    print_estimate(read_config(build.source.fetch() / "config.json"), bucket)
+    options = build.options
+    machine = Machine.from_report(Path(options.measured)) if options.measured else Machine()
+    if options.check:
+        print_check(machine)
+        return
+    config = read_config(build.source.fetch() / "config.json")
+    print_estimate(config, options.bucket_list(), machine, options.matmul == "bfp16")
 
 
-def print_estimate(config: Config, bucket: int) -> None:
-    titles = ("", "MiB", "minimum", "x", "GMAC", "ms", "example MiB", "example ms")
-    widths = (33, 8, 8, 5, 8, 7, 0, 0)
-    table = Table([Column(title, width, right=bool(title)) for title, width in zip(titles, widths, strict=True)])
-    print(table.header())
-    for row in estimate(config, bucket):
-        print(table.row(*_cells(row)), flush=True)
-    for grouping in GROUPINGS:
-        moved, weights = decode_traffic(config, grouping)
-        print(
-            f"\ngrouping={grouping}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its "
-            f"weights, {moved / BANDWIDTH * 1e3:.1f} ms at {BANDWIDTH / 1e9:.0f} GB/s"
-        )
-        for what, size in host_traffic(config, grouping, bucket).items():
-            print(f"  {what.replace('_', ' ')}: {size / 1024:.1f} KiB between host and device")
+# ours
 
 
-def _cells(row: Row) -> Iterator[str]:
-    cost = row.cost
-    yield f"  {row.launch}" if row.launch else row.program
-    yield from (f"{cost.bytes / MIB:.1f}", f"{cost.minimum / MIB:.1f}")
-    yield f"{cost.bytes / cost.minimum if cost.minimum else 1.0:.2f}"
-    yield from (f"{cost.macs / 1e9:.2f}", f"{row.ms:.2f}")
-    yield "" if row.example_bytes is None else f"{row.example_bytes / MIB:.1f}"
-    yield "" if row.example_ms is None else f"{row.example_ms:.1f}"
+@dataclass(frozen=True)
+class Stretch:
+    """Calls that follow one another on one side: device programs by name, or parts for the host."""
+
+    device: tuple[str, ...]
+    host: tuple[Placed, ...]
 
 
-def estimate(config: Config, bucket: int = 2048, grouping: str = "separate") -> list[Row]:
-    """Rows of every described launch and, after them, of their program. The separate grouping has the example's."""
-    rows = []
-    for program in device_programs(config, grouping, bucket):
-        module = build_module(program, config.dimensions())
-        costs = list(launch_costs(module))
-        theirs = example_bytes(program, config, bucket) if grouping == "separate" else []
-        for position, (kernel, tiling, cost) in enumerate(zip(module.kernels, module.tilings, costs, strict=True)):
-            example = theirs[position] if theirs else None
-            rows.append(Row(program.entry, kernel.name, str(tiling), cost, cost.ms, example))
-        stated = [size for size in theirs if size is not None]
-        row = Row(program.entry, "", "", sum(costs, Cost()), sum(cost.ms for cost in costs))
-        complete = sum(stated) if stated and len(stated) == len(costs) else None
-        measured = EXAMPLE_MS.get(program.entry) if theirs else None
-        rows.append(replace(row, example_bytes=complete, example_ms=measured))
-    return rows
+class Estimate:
+    """A model in a grouping, with programs for prompts in buckets."""
+
+    def __init__(
+        self, config: Config, grouping: str, buckets: Sequence[int], machine: Machine, bfp16: bool = False
+    ) -> None:
+        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping]
+        self.buckets, self.machine, self.bfp16 = buckets, machine, bfp16
+
+    @cached_property
+    def modules(self) -> dict[str, Module]:
+        """Of every device program, by its name."""
+        found = programs(self.config.family, self.grouping, self.buckets)
+        dims = self.config.dimensions()
+        return {p.name: build_module(p, dims, bfp16=bool(self.bfp16 and p.bucket)) for p in found if not p.host}
+
+    @cached_property
+    def rows(self) -> dict[str, list[Priced]]:
+        """Of every device program, its launches."""
+        return {name: price(module, self.machine) for name, module in self.modules.items()}
+
+    def token(self, depth: int = DEPTH) -> Time:
+        """One token behind `depth` positions, host and submissions included."""
+        return self._phase(self.stretches(), 1, depth)
+
+    def prompt(self, bucket: int) -> Time:
+        """A prompt that fills a bucket, up to its logits."""
+        return self._phase(self.stretches(bucket), bucket, 0)
+
+    def traffic(self) -> tuple[int, int]:
+        """(DDR bytes, weight bytes) of one token: every device program as often as a token calls it."""
+        moved = weights = 0
+        for name in (name for stretch in self.stretches() for name in stretch.device):
+            moved += sum(row.traffic.bytes for row in self.rows[name])
+            slots = (slot for slot in self.modules[name].described_slots() if slot["role"] == "weight")
+            weights += sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots)
+        return moved, weights
+
+    def stretches(self, bucket: int | None = None) -> Iterator[Stretch]:
+        """Of a prompt in a bucket, else of a token."""
+        chain = self.grouping.prompt if bucket else self.grouping.token
+        calls = cover(chained(self.config.family, chain, self.config.layers), self.grouping.groups)
+        for _, part in groupby(calls, lambda call: call[0] is None):
+            found = list(part)
+            names = tuple(f"{group.name}.{bucket}" if group.prompt else group.name for group, _ in found if group)
+            yield Stretch(names, () if names else tuple(placed for _, parts in found for placed in parts))
+
+    def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
+        crossing = host_traffic(self.config, self.name, rows)["token" if rows == 1 else "prompt"]
+        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in stretches]
+        return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
+
+    def _device(self, stretch: Stretch) -> Time:
+        calls = [total(self.rows[name]) for name in stretch.device]
+        submissions = Amount(SUBMISSION, commands([call.seconds for call in calls]))
+        return sum(calls, spend(submissions, self.machine))
+
+    def _host(self, stretch: Stretch, rows: int, depth: int) -> Time:
+        """One native call, which streams what its parts touch."""
+        dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
+        moved = sum(_host_bytes(placed, dims) for placed in stretch.host)
+        return spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved)), self.machine)
 
 
-def device_programs(config: Config, grouping: str, bucket: int) -> list[Program]:
-    return [p for p in programs(config.family, GROUPINGS[grouping], [bucket]) if not p.host]
+def total(rows: Iterable[Priced]) -> Time:
+    """One call of a program, without its submission."""
+    return sum((row.time for row in rows), Time())
 
 
-def launch_costs(module: Module) -> Iterator[Cost]:
-    """Per described launch: the AIR launches of one (partitions of a vocabulary) added up."""
-    merged: dict[int, air.Traffic] = {}
-    for traffic in air.count(module.air):
-        position = int(traffic.name.partition("_")[0].removeprefix("launch"))
-        merged.setdefault(position, air.Traffic(traffic.name, traffic.slots)).add(traffic)
-    for position, tiling in enumerate(module.tilings):
-        yield Cost(merged[position].bytes, merged[position].minimum, tiling.macs)
+def commands(seconds: Sequence[float]) -> int:
+    """How many commands calls that follow one another take: a run list is cut by number and by time."""
+    count, runs, spent = 0, CHAIN, 0.0
+    for each in seconds:
+        if runs == CHAIN or spent + each > COMMAND:
+            count, runs, spent = count + 1, 0, 0.0
+        runs, spent = runs + 1, spent + each
+    return count
 
 
-def decode_traffic(config: Config, grouping: str = "fused") -> tuple[int, int]:
-    """(DDR bytes, weight bytes) of one token: every device program as often as a token calls it."""
-    phase = chained(config.family, GROUPINGS[grouping].token, config.layers)
-    calls = Counter(group.name for group, _ in cover(phase, GROUPINGS[grouping].groups) if group)
-    moved = weights = 0
-    for program in device_programs(config, grouping, 128):
-        if count := calls[program.entry]:
-            module = build_module(program, config.dimensions())
-            moved += count * sum(cost.bytes for cost in launch_costs(module))
-            slots = (slot for slot in module.described_slots() if slot["role"] == "weight")
-            weights += count * sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots)
-    return moved, weights
+def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
+    """Of everything that a part's kernels touch; of an embedding only the rows that are looked up."""
+    sizes = {
+        slot.name: nbytes(formats()[slot.format].dtype, [int(dims[d]) if isinstance(d, str) else d for d in slot.shape])
+        for slot in placed.part.slots
+    }
+    looked_up = {
+        launch.args["weight"]: launch.args["out"] for launch in placed.part.launches if "tokens" in launch.args
+    }
+    return sum(sizes[looked_up.get(name, name)] for name in sizes)
 
 
 def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) -> dict[str, int]:
@@ -173,32 +166,93 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) ->
     return {"prompt": sum(prompt), "token": sum(token)}
 
 
-# The example's tile sizes, per product: rows of x and columns of out per launch step.
-_EXAMPLE_GEMM = {"wq": (512, 512), "wk": (512, 512), "wv": (512, 512), "w_gate": (512, 512), "w_up": (512, 512)}
-_EXAMPLE_GEMM |= {"wo": (512, 256), "w_down": (512, 256)}
+def print_estimate(config: Config, buckets: Sequence[int], machine: Machine, bfp16: bool) -> None:
+    print(_rates(machine))
+    for grouping in GROUPINGS:
+        estimate = Estimate(config, grouping, buckets, machine, bfp16)
+        print(f"\ngrouping={grouping}, per call:")
+        table = Table(_COLUMNS)
+        print(table.header())
+        for name, rows in estimate.rows.items():
+            print(table.row(*_program_cells(name, rows)))
+            if not name.endswith(tuple(f".{bucket}" for bucket in buckets[:-1])):
+                print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
+        _print_phases(estimate)
 
 
-def example_bytes(program: Program, config: Config, bucket: int) -> list[int | None]:
-    """DDR bytes of each launch with the example's tile sizes; None where they are not stated (attention)."""
-    known = {**config.dimensions(), "seq": bucket, "max_seq": bucket}
-    return [_example_launch(launch, known) for part in program.parts for launch in part.launches]
+def _print_phases(estimate: Estimate) -> None:
+    moved, weights = estimate.traffic()
+    rate, token = estimate.machine.ddr_gbps, estimate.token()
+    print(
+        f"\ngrouping={estimate.name}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its "
+        f"weights, {moved / rate / 1e6:.1f} ms at {rate:.0f} GB/s"
+    )
+    print(f"  token behind {DEPTH}: {_sum(token)}; {1 / token.seconds:.1f} tokens/s")
+    for bucket in estimate.buckets:
+        print(f"  prompt of {bucket}: {_sum(estimate.prompt(bucket))}")
+    for what, size in host_traffic(estimate.config, estimate.name, estimate.buckets[-1]).items():
+        print(f"  {what}: {size / 1024:.1f} KiB between host and device")
 
 
-def _example_launch(launch: Launch, known: Mapping[str, int | float]) -> int | None:
-    size = {key: known[v] if isinstance(v, str) and v != "pos" else v for key, v in launch.scalars.items()}
-    rows, cols, outs = (int(size.get(key, 1)) for key in ("rows", "cols", "out_cols"))
-    moved = None
-    match launch.kernel.name:
-        case "gemm" | "gemm_kv":
-            block_m, block_n = _EXAMPLE_GEMM[launch.args["weight"]]
-            moved = rows * cols * math.ceil(outs / block_n) + cols * outs * math.ceil(rows / block_m) + rows * outs
-        case "gemv" | "gemv_f32":
-            step = limits.COLUMNS * (2 if cols >= 8192 else 8)
-            moved = cols * outs + cols * math.ceil(outs / step) + outs
-        case "rms_norm":
-            moved = 2 * rows * cols + cols
-        case "add" | "silu_and_mul":
-            moved = 3 * rows * cols
-        case "rope" | "rope_kv":
-            moved = 3 * rows * int(size["heads"]) * int(size["head_dim"])
-    return None if moved is None else nbytes("bf16", [moved])
+def _rates(machine: Machine) -> str:
+    if not machine.measured:
+        return "Rates: published ones, none measured on this machine (doit estimate check=1 shows them)."
+    return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
+
+
+_COLUMNS = (
+    Column("", 26),
+    Column("ms", 9, right=True),
+    Column("limit", 13),
+    Column("of it", right=True),
+    Column("MiB", 8, right=True),
+    Column("x least", right=True),
+    Column("GMAC", 8, right=True),
+)
+
+
+def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
+    moved, minimum, macs = (
+        sum(row.traffic.bytes for row in rows),
+        sum(row.traffic.minimum for row in rows),
+        sum(row.macs for row in rows),
+    )
+    yield from _cells(name, total(rows), moved, minimum, macs)
+
+
+def _launch_cells(row: Priced) -> Iterator[str]:
+    name = row.name if row.launches == 1 else f"{row.name} x {row.launches}"
+    yield from _cells(f"  {name}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
+
+
+def _cells(name: str, time: Time, moved: int, minimum: int, macs: int) -> Iterator[str]:
+    yield from (name, f"{time.milliseconds:.3f}", time.limit, f"{time.by[time.limit] / time.seconds:.0%}")
+    yield from (f"{moved / MIB:.1f}", f"{moved / minimum:.2f}", f"{macs / 1e9:.2f}")
+
+
+def _sum(time: Time) -> str:
+    largest = sorted(time.by.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{limit} {1e3 * seconds:.1f}" for limit, seconds in largest if seconds >= 5e-5)
+    return f"{time.milliseconds:.1f} ms ({parts})"
+
+
+# others
+
+
+def print_check(machine: Machine) -> None:
+    """The table of rates, and other projects' plans by it."""
+    columns = Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")
+    print(fitted(columns, (list(_constant_cells(each, each.name in machine.measured)) for each in constants(machine))))
+    numbers = [Column(name, right=True) for name in ("measured ms", "model ms", "error")]
+    for title, rows in (("fitted", FITTED), ("single kernels", KERNELS), ("predicted", PREDICTED)):
+        cells = (list(_row_cells(row, machine)) for row in rows)
+        print(f"\n{fitted([Column(title), *numbers, Column('note')], cells)}")
+
+
+def _row_cells(row: Row, machine: Machine) -> Iterator[str]:
+    yield from (row.what, f"{row.measured:.3f}", f"{row.model(machine):.3f}", f"{row.error(machine):+.0%}", row.note)
+
+
+def _constant_cells(each: Constant, measured: bool) -> Iterator[str]:
+    yield from (each.name, f"{each.value:g}", f"{each.low:g}-{each.high:g}", each.unit)
+    yield "measured by the selftest" if measured else each.source

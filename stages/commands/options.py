@@ -34,7 +34,10 @@ class Options(Sampling, Running):
     raw: bool = False
     full: bool = False
     json: bool = False
+    check: bool = False
+    measured: str = ""
     peers: str = ""
+    risky: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

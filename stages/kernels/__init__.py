@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llama_npu2.dtypes import DTYPES
+from stages.air import limits
 
 if TYPE_CHECKING:
     from stages.air import AirModule
@@ -30,12 +31,37 @@ Sizes = Mapping[str, Any]
 """Values of a launch's scalars by name, and of the build's options (`bfp16`)."""
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What one call of a tile function does on its core.
+
+    `macs`: multiply-accumulates of the matrix unit, what feeds and drains it included, in a `mode`: "bf16" as products
+    of elements, "bf16_bfp16" through block floating point (see `stages.estimate.constants`). `vectors`: other vector
+    operations: an operation of the AIE API on at most 64 lanes is one, so is a load or store of 64 bytes; constants,
+    and taking vectors apart, are none. `share`: of the calls; the others return at once.
+    """
+
+    macs: int = 0
+    mode: str = "bf16"
+    vectors: int = 0
+    share: float = 1.0
+
+
+def lanes(length: int, widest: int = limits.VECTOR) -> int:
+    """Of the vectors that a tile function takes so many values in: as `lanes_for` in kernel_src/aie2p/tile.h."""
+    return widest if length % widest == 0 or widest == 16 else lanes(length, widest // 2)
+
+
 class Tiling(Protocol):
     """How a launch is cut for the array. `str()` of it goes beside the module, for people."""
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates of the whole launch, those on padding included."""
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Of one call, by tile function."""
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,6 @@ def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.astype(np.float32) + b.astype(np.float32)).astype(bfloat16)
 
 
-KERNELS = (signature("add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"))),)
+KERNELS = (
+    signature("add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"), vectors=7)),
+)

@@ -5,12 +5,13 @@ One row of the array is enough: eight tiles keep eight pairs of DDR streams busy
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stages import air
 from stages.air import limits
-from stages.kernels import Sizes
+from stages.kernels import BF16, Cost, Sizes, lanes
 
 if TYPE_CHECKING:
     from stages.air import AirModule, MemRef, Number
@@ -21,7 +22,10 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class Tiling:
-    """Each of `columns` tiles walks its share in chunks of `tile_rows` x `tile_cols`."""
+    """Each of `columns` tiles walks its share in chunks of `tile_rows` x `tile_cols`.
+
+    `vectors`: vector operations per vector of values.
+    """
 
     kernel: str
     rows: int
@@ -29,14 +33,32 @@ class Tiling:
     columns: int
     tile_rows: int
     tile_cols: int
+    vectors: int = 0
 
     @property
     def chunk(self) -> int:
         return self.tile_rows * self.tile_cols
 
     @property
+    def steps(self) -> tuple[int, int]:
+        """Of one core: over its rows, and over the columns of each."""
+        if self.rows == 1:
+            return 1, self.cols // self.columns // self.tile_cols
+        return self.rows // self.columns // self.tile_rows, self.cols // self.tile_cols
+
+    @property
+    def inner_steps(self) -> int:
+        """Of the innermost loop that there is."""
+        outer, inner = self.steps
+        return inner if inner > 1 else outer
+
+    @property
     def macs(self) -> int:
         return 0
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        return {self.kernel: Cost(vectors=self.chunk // lanes(self.chunk) * self.vectors)}
 
     def __str__(self) -> str:
         return (
@@ -45,17 +67,22 @@ class Tiling:
 
 
 def tile(kernel: str, rows: int, cols: int) -> Tiling:
-    """Cut `rows` x `cols` so that a chunk of each array, double-buffered, fits L1."""
+    """Cut `rows` x `cols` into the largest chunks of which each array's, as often as the compiler copies them, fit L1;
+    a core makes an even number of steps where a shape allows it (`limits.steady`)."""
     what = f"{kernel} {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     step = limits.VECTOR if cols % limits.VECTOR == 0 else limits.VECTOR // 2
     if rows == 1:
         columns = limits.first(what, "the columns", (c for c in divisors_of_herd(cols) if cols // c % step == 0))
-        return Tiling(kernel, rows, cols, columns, 1, limits.divisors(cols // columns, step, CHUNK)[0])
-    columns = divisors_of_herd(rows)[0]
-    tile_cols = limits.divisors(cols, step, CHUNK)[0]
-    tile_rows = limits.divisors(rows // columns, 1, CHUNK // tile_cols)[0] if tile_cols == cols else 1
-    return Tiling(kernel, rows, cols, columns, tile_rows, tile_cols)
+        shapes = [(1, width) for width in limits.divisors(cols // columns, step, CHUNK)]
+    else:
+        columns = divisors_of_herd(rows)[0]
+        shapes = [(height, cols) for height in limits.divisors(rows // columns, 1, CHUNK // cols)]
+        shapes += [(1, width) for width in limits.divisors(cols, step, CHUNK)]
+    cut = (Tiling(kernel, rows, cols, columns, *shape) for shape in shapes)
+    fitting = [t for t in cut if limits.fits_l1(3 * limits.copies(t.inner_steps) * BF16 * t.chunk)]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
+    return limits.steady_first(fitting, lambda t: t.inner_steps)[0]
 
 
 def divisors_of_herd(size: int) -> list[int]:
@@ -70,9 +97,7 @@ def build(tiling: Tiling, args: tuple[str, str, str]) -> AirModule:
     left, right, out = (b.args[name] for name in args)
     variant = air.Variant.of(tiling.kernel, COUNT=tiling.chunk)
     share = (tiling.cols if tiling.rows == 1 else tiling.rows) // tiling.columns
-    outer, inner = share // tiling.tile_rows, tiling.cols // tiling.tile_cols
-    if tiling.rows == 1:
-        outer, inner = 1, share // tiling.tile_cols
+    outer, inner = tiling.steps
     chunks = [(tiling.chunk,)] * 3
     with b.launch(), b.segment(), b.herd(tiling.columns, 1) as (tx, _):
         with b.loop(outer) as i, b.loop(inner) as j, b.alloc(air.L1, *chunks) as (x, y, z):
@@ -99,10 +124,10 @@ class _Piece:
         return array.at(columns) if self.row is None else array.at((self.row, tiling.tile_rows, tiling.cols), columns)
 
 
-def device(kernel: str, args: tuple[str, str, str]) -> dict[str, Any]:
-    """What a kernel says of the array, for `signature`; `args` as in `build`."""
+def device(kernel: str, args: tuple[str, str, str], vectors: int) -> dict[str, Any]:
+    """What a kernel says of the array, for `signature`; `args` as in `build`, `vectors` as in `Tiling`."""
 
     def cut(sizes: Sizes) -> Tiling:
-        return tile(kernel, sizes["rows"], sizes["cols"])
+        return replace(tile(kernel, sizes["rows"], sizes["cols"]), vectors=vectors)
 
     return {"tiling": cut, "program": lambda tiling: build(tiling, args)}

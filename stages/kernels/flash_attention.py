@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, signature
+from stages.kernels import BF16, F32, Cost, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
@@ -83,6 +84,20 @@ class Tiling:
         )
         return 2 * steps * self.heads * self.tile_q * self.tile_k * self.head_dim
 
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Softmax: per block of queries, 45 vector operations for a block of keys and 56 for the row's bookkeeping. A
+        step whose maxima move also scales the result so far, which few do."""
+        blocks, macs = self.tile_q // limits.BLOCK, 2 * self.tile_q * self.tile_k * self.head_dim
+        dims = self.head_dim // limits.BLOCK
+        step = blocks * (self.tile_k // limits.BLOCK * 45 + 56)
+        steps = self.heads * self.seq // self.tile_q * ((self.pos + self.seq) // self.tile_k)
+        return {
+            "fa_init": Cost(vectors=blocks * (9 * dims + 2)),
+            "fa_step": Cost(macs, vectors=step, share=self.macs / (macs * steps)),
+            "fa_out": Cost(vectors=blocks * (24 * dims + 24)),
+        }
+
     def __str__(self) -> str:
         return (
             f"flash_attention {self.seq} rows at {self.pos}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
@@ -100,14 +115,20 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Ti
     limits.require_multiple(what, "seq", seq, 2 * limits.BLOCK)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
     group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
+    keys = pos + seq
     fitting = [
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
-        for k in limits.divisors(pos + seq, 2 * limits.BLOCK, 64)
-        if limits.fits_l1((BF16 + F32) * q * head_dim, 2 * BF16 * 2 * k * head_dim, 2 * F32 * q, 2 * F32 * q * k)
+        for k in limits.divisors(keys, 2 * limits.BLOCK, 64)
+        if limits.fits_l1(
+            (BF16 + F32) * q * head_dim,
+            limits.copies(keys // k) * BF16 * 2 * k * head_dim,
+            2 * F32 * q,
+            2 * F32 * q * k,
+        )
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
-    tile_q, tile_k = max(fitting)
+    tile_q, tile_k = max(fitting, key=lambda tiles: (limits.steady(keys // tiles[1]), tiles))
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = 2 * BF16 * group_rows * query_tiles * tile_q * head_dim
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Sizes, add, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Cost, Sizes, add, matrix, signature, silu_and_mul
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
@@ -73,6 +73,10 @@ class Tiling:
         return self.herd_rows * self.tile_n
 
     @property
+    def core_steps(self) -> int:
+        return self.cols // self.tile_k
+
+    @property
     def stays(self) -> bool:
         return self.x_chunk == self.cols
 
@@ -84,6 +88,15 @@ class Tiling:
     @property
     def macs(self) -> int:
         return self.rows * self.cols * self.out_cols
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        vectors = self.tile_m * self.tile_n // limits.VECTOR
+        return {
+            "gemm_zero": Cost(vectors=2 * vectors),
+            "gemm_step": Cost(self.tile_m * self.tile_n * self.tile_k, "bf16_bfp16" if self.bfp16 else "bf16"),
+            "gemm_out": Cost(vectors=9 * vectors // 2),
+        }
 
     def __str__(self) -> str:
         x = (
@@ -101,7 +114,7 @@ def tile(
     rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0, bfp16: bool = False
 ) -> Tiling:
     """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps
-    are even in number: the compiler unrolls them in pairs, and an odd one costs a third buffer."""
+    of a core are even in number (`limits.steady`) wherever a shape allows it."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -120,12 +133,17 @@ def tile(
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
     candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES and c.x_chunk // limits.BLOCK <= limits.WRAP]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(candidates)))
-    return min(candidates, key=lambda c: (ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k))
+    candidates = [c for c in candidates if limits.cuttable(c.out_cols // c.block_n)]
+    limits.first(what, f"descriptors of at most {limits.ITERATIONS} steps", range(len(candidates)))
+    return min(
+        candidates,
+        key=lambda c: (not limits.steady(c.core_steps), ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k),
+    )
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
-    copies = limits.copies(p.cols // p.tile_k)
+    copies = limits.copies(p.core_steps)
     tiles = (p.tile_m * p.tile_k, p.tile_k * p.tile_n)
     return F32 * p.tile_m * p.tile_n, copies * BF16 * tiles[0], copies * BF16 * tiles[1]
 
@@ -208,7 +226,7 @@ def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
 def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
     """`acc += x @ weight[:, col]`, in steps of `tile_k`."""
     m, n, k, e = p.tile_m, p.tile_n, p.tile_k, limits.BLOCK
-    with b.loop(p.cols // k) as step, b.alloc(air.L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
+    with b.loop(p.core_steps) as step, b.alloc(air.L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
         fetch(a, step, tile)
         b.dma(w, b.args["weight"].at((col * (n // e), n // e, p.cols * e), (step * (k * e), k * e, 1)))
         b.call(p.variant, "gemm_step", a, w, acc)

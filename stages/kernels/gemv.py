@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, add, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -79,6 +81,18 @@ class Tiling:
     def macs(self) -> int:
         return self.padded * self.cols
 
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Its products are the vector unit's: those of a block beside what spreads `x` over it, those of plain rows
+        beside loads of `x` that rows share."""
+        if self.blocked:
+            step = self.tile_m // limits.BLOCK * (self.chunk // limits.BLOCK * 13 + 9)
+        else:
+            sharing = next(n for n in (4, 2, 1) if self.tile_m % n == 0)
+            step = self.tile_m // sharing * (self.chunk // lanes(self.chunk, 64) * (2 + 3 * sharing) + 14 * sharing)
+        out = 4 * math.ceil(self.tile_m / 16)
+        return {"gemv_zero": Cost(), "gemv_step": Cost(vectors=step), "gemv_out": Cost(vectors=out)}
+
     def __str__(self) -> str:
         return (
             f"gemv {self.out_cols}x{self.cols} {self.dtype}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
@@ -88,7 +102,7 @@ class Tiling:
 
 def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Tiling:
     """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of
-    blocks, which is one run of memory."""
+    blocks, which is one run of memory; plain rows are a dimension of the transfer."""
     what = f"gemv {out_cols}x{cols}"
     grain = limits.BLOCK if blocked else 2
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -101,6 +115,8 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         for r in range(limits.ROWS, 0, -1)
         for m in limits.divisors(column, grain, grain if blocked else 16)
         for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // BF16 // m))
+        # Blocks of a chunk lie together, its plain rows do not.
+        if blocked or k <= limits.WRAP
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
     limits.first(what, f"cols = {cols} into two chunks of whole vectors ({limits.VECTOR})", range(len(shapes)))
@@ -112,7 +128,7 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
     shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * BF16 <= half]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
-    herd_rows, tile_m, chunk = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0], shape[1] * shape[2]))
+    herd_rows, tile_m, chunk = max(shapes, key=lambda s: (limits.steady(cols // s[2]), s[0] * s[1], s[0], s[1] * s[2]))
     tiles = column // (herd_rows * tile_m)
     most = max(1, ROWS_PER_LAUNCH // (limits.COLUMNS * herd_rows * tile_m))
     steps = tuple(min(most, tiles - start) for start in range(0, tiles, most))
@@ -135,8 +151,8 @@ def build(tiling: Tiling) -> AirModule:
 def _step(b: Builder, p: Tiling, first: Index) -> None:
     """Outputs `first` to `first + per_step`, `tile_m` of them on every tile."""
     n, k, r = p.tile_m, p.cols, p.herd_rows
-    with b.alloc(air.L2, (limits.COLUMNS, r, n, k), ((limits.COLUMNS, r, n), p.dtype)) as (weight, out):
-        b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (0, r, n * k), (first, n, k), (0, k, 1)))
+    with b.alloc(air.L2, (limits.COLUMNS, r * n, k), ((limits.COLUMNS, r * n), p.dtype)) as (weight, out):
+        b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (first, r * n, k), (0, k, 1)))
         with b.herd(limits.COLUMNS, r) as (tx, ty), b.alloc(air.L1, (k,), ((n,), "f32")) as (x, acc):
             b.dma(x, b.args["x"].at((0, k, 1)))
             _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
@@ -147,7 +163,7 @@ def _step(b: Builder, p: Tiling, first: Index) -> None:
                 with b.alloc(air.L1, (n,)) as (rounded,):
                     b.call(p.variant, "gemv_out", acc, rounded)
                     b.dma(mine, rounded)
-        b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (0, r, n), (first, n, 1)), out)
+        b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (first, r * n, 1)), out)
 
 
 def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Dim, Dim], acc: MemRef) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, elementwise, signature
+from stages.kernels import BF16, Cost, elementwise, lanes, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Number
@@ -38,17 +39,23 @@ class Tiling:
     def macs(self) -> int:
         return 0
 
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        return {"rms_norm": Cost(vectors=self.tile_rows * (self.cols // lanes(self.cols) * 10 + 16))}
+
     def __str__(self) -> str:
         return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
 
 
 def tile(rows: int, cols: int, eps: float) -> Tiling:
-    """Most rows at a time of which input and output fit L1 twice, beside the weight."""
+    """Most rows at a time of which input and output, as often as the compiler copies them, fit L1 beside the weight; in
+    an even number of steps where a shape allows it (`limits.steady`)."""
     what = f"rms_norm {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     columns = elementwise.divisors_of_herd(rows)[0]
-    row = BF16 * cols
-    fitting = (r for r in limits.divisors(rows // columns, 1, 4) if limits.fits_l1(2 * 2 * r * row, row))
+    row, share = BF16 * cols, rows // columns
+    fitting = [r for r in limits.divisors(share, 1, 4) if limits.fits_l1(2 * limits.copies(share // r) * r * row, row)]
+    fitting = limits.steady_first(fitting, lambda r: share // r)
     return Tiling(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, elementwise, signature
+from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule
@@ -48,6 +49,12 @@ class Tiling:
     def macs(self) -> int:
         return 0
 
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """Of a head's pairs, and once per row of the table's, which are split."""
+        pairs = self.head_dim // 2
+        return {"rope": Cost(vectors=self.tile_rows * (self.heads + 1) * pairs // lanes(pairs) * 14)}
+
     def __str__(self) -> str:
         out = "K halves of KV" if self.interleaved else "rows"
         return (
@@ -57,12 +64,14 @@ class Tiling:
 
 
 def tile(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_row: int = 0) -> Tiling:
-    """Most rows at a time of which input, output and table fit L1 twice."""
+    """Most rows at a time of which input, output and table, as often as the compiler copies them, fit L1; in an even
+    number of steps where a shape allows it (`limits.steady`)."""
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
-    row = BF16 * heads * head_dim
-    fitting = (r for r in limits.divisors(rows // columns, 1, 8) if limits.fits_l1(2 * r * (2 * row + F32 * head_dim)))
+    bytes_of_row, share = 2 * BF16 * heads * head_dim + F32 * head_dim, rows // columns
+    fitting = [r for r in limits.divisors(share, 1, 8) if limits.fits_l1(limits.copies(share // r) * r * bytes_of_row)]
+    fitting = limits.steady_first(fitting, lambda r: share // r)
     tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
     return Tiling(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
 

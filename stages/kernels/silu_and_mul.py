@@ -20,6 +20,6 @@ KERNELS = (
         ("gate", "up"),
         "rows cols",
         reference,
-        **elementwise.device("silu_and_mul", ("gate", "up", "out")),
+        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=174),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import Arg, signature
+from stages.kernels import Arg, Cost, signature
 from stages.weights.formats import formats
 
 
@@ -23,6 +24,10 @@ class Tiling:
     rows: int
     cols: int
     macs: int = 0
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        return {"unpack": Cost(vectors=4 * self.cols // limits.VECTOR)}
 
 
 def build(tiling: Tiling) -> air.AirModule:

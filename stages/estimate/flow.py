@@ -1,0 +1,138 @@
+"""The work of a launch, read from its operations.
+
+What follows from the program, and not from its numbers: which transfers and calls wait for one another, because they
+share a buffer. A buffer that a loop allocates is there twice, so that it is filled while it is read; one of a launch
+step is there once. Steps of a launch grid share descriptors, so that none is awaited before the next is issued. Calls
+of tile functions cost what their kernel's tiling says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from xdsl.dialects import func, scf
+from xdsl.ir import Block, Operation, SSAValue
+
+from stages.air import analysis
+from stages.air.checks import streams
+from stages.air.dialect import L2, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp
+from stages.air.traffic import Traffic, count_launch
+from stages.estimate.work import (
+    CALL,
+    CONFIGURATION,
+    DDR,
+    ELEMENTWISE,
+    NOTHING,
+    STREAM,
+    Amount,
+    Overlap,
+    Repeat,
+    Serial,
+    Work,
+    multiply,
+)
+from stages.kernels import Cost
+
+_MOVES = (DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
+
+
+def launch_work(launch: LaunchOp, costs: Mapping[str, Cost]) -> tuple[Work, Traffic]:
+    """Of one launch; `costs` by tile function. And what it moves to and from DDR."""
+    return _Launch(launch, costs).work()
+
+
+def call_work(cost: Cost) -> Work:
+    """Of one call of a tile function."""
+    products = multiply(cost.macs, cost.mode) if cost.macs else NOTHING
+    return Serial(products, Amount(ELEMENTWISE, cost.vectors), Amount(CALL, 1))
+
+
+class _Launch:
+    def __init__(self, launch: LaunchOp, costs: Mapping[str, Cost]) -> None:
+        self.launch, self.costs = launch, costs
+        self.segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+        self.name = analysis.name_of(self.segment, "launch")
+        self.streams = streams(self.segment, self.name)
+
+    def work(self) -> tuple[Work, Traffic]:
+        traffic = count_launch(self.launch)
+        cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
+        steps = Repeat(math.prod(self.launch.shape()), self._turn(self.segment.body.block))
+        return Serial(Amount(CONFIGURATION, cores), Overlap(Amount(DDR, traffic.bytes), steps)), traffic
+
+    # segments
+
+    def _turn(self, block: Block) -> Work:
+        """One of many passes over a block whose buffers are there once: each has to be let go of before it is filled
+        again, and is let go of when all have passed that touch it."""
+        parts = list(self._parts(block))
+        buffers = {buffer for _, _, touched in parts for buffer in touched}
+        chains = [Serial(*(work for _, work, touched in parts if buffer in touched)) for buffer in buffers]
+        return Overlap(*chains, *(work for _, work, touched in parts if not touched))
+
+    def _parts(self, block: Block) -> Iterator[tuple[Operation, Work, set[SSAValue]]]:
+        """What takes time in a block of a segment, in order, and the L2 buffers it touches that the block knows."""
+        for op in block.ops:
+            if isinstance(op, (*_MOVES, HerdOp, scf.ForOp)):
+                yield op, self._part(op), self._touched(op)
+
+    def _part(self, op: Operation) -> Work:
+        if isinstance(op, HerdOp):
+            return self._core(op.body.block)
+        if isinstance(op, scf.ForOp):
+            return self._pipeline(analysis.trip_count(op, self.name), [w for _, w, _ in self._parts(op.body.block)])
+        return Amount(STREAM, self._bytes(op) / self.streams.get(op, 1))
+
+    @staticmethod
+    def _pipeline(times: int, parts: Sequence[Work]) -> Work:
+        """Passes over buffers that are there twice: all parts at once, after the first and up to the last."""
+        return Serial(*parts, Repeat(times - 1, Overlap(*parts)))
+
+    def _touched(self, op: Operation) -> set[SSAValue]:
+        inside = {result for inner in op.walk() for result in inner.results}
+        ends = [side for move in analysis.walk_ops(op, *_MOVES) for side in self._sides(move)]
+        return {buffer for side in ends if side.space == L2 and (buffer := analysis.root(side.value)) not in inside}
+
+    # cores
+
+    def _core(self, block: Block) -> Work:
+        """A core's program: loops that fetch overlap what they fetch with what they compute."""
+        parts: list[Work] = []
+        for op in block.ops:
+            if isinstance(op, scf.ForOp):
+                parts.append(self._loop(op))
+            elif isinstance(op, _MOVES):
+                parts.append(Amount(STREAM, self._bytes(op)))
+            elif isinstance(op, func.CallOp):
+                parts.append(call_work(self._cost(op)))
+        return Serial(*parts)
+
+    def _loop(self, op: scf.ForOp) -> Work:
+        block, times = op.body.block, analysis.trip_count(op, self.name)
+        if any(isinstance(inner, scf.ForOp) for inner in block.ops):
+            return Repeat(times, self._core(block))
+        moves = [Amount(STREAM, self._bytes(inner)) for inner in block.ops if isinstance(inner, _MOVES)]
+        costs = [self._cost(inner) for inner in block.ops if isinstance(inner, func.CallOp)]
+        shares = {cost.share for cost in costs} | {1.0}
+        share = min(shares)
+        active = Overlap(Serial(*map(call_work, costs)), *moves)
+        return Serial(Repeat(times * share, active), Repeat(times * (1 - share), Overlap(*moves)))
+
+    def _cost(self, op: func.CallOp) -> Cost:
+        symbol = op.callee.string_value()
+        known = [function for function in self.costs if symbol.startswith(f"{function}_")]
+        if not known:
+            raise TypeError(f"{self.name}: no tiling says what {symbol} costs")
+        return self.costs[max(known, key=len)]
+
+    # transfers
+
+    def _sides(self, op: Operation) -> tuple[analysis.Side, ...]:
+        if isinstance(op, DmaMemcpyNdOp):
+            return analysis.sides(op, self.name)
+        assert isinstance(op, ChannelPutOp | ChannelGetOp)
+        return (analysis.end(op, self.name),)
+
+    def _bytes(self, op: Operation) -> int:
+        return self._sides(op)[0].bytes
