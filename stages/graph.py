@@ -70,7 +70,7 @@ class Build:
     @cached_property
     def steps(self) -> dict[str, Step]:
         """Every step by name."""
-        return {step.name: step for step in _Wiring(self).steps()}
+        return {step.name: step for step in Wiring(self).steps()}
 
     def finish(self) -> None:
         """The directory is complete: remove what steps left that are no more, and let others have their turn."""
@@ -80,7 +80,7 @@ class Build:
 
 
 @dataclass(frozen=True, eq=False)
-class _Library:
+class Library:
     """Programs that are built together, by a target's rooms."""
 
     name: str
@@ -96,9 +96,29 @@ class _Library:
     def file(self) -> Path:
         return Path("elf") / f"{self.name}{self.target.programs.SUFFIX}"
 
+    @property
+    def costs(self) -> tuple[Path, ...]:
+        """What the estimate says of it, where the target asks for that."""
+        return (MODULES / f"{self.name}.cost.json",) if self.target.modules.COSTS else ()
 
-class _Wiring:
+    @property
+    def described(self) -> tuple[Path, ...]:
+        """What the manifest says of its programs, in pieces."""
+        return MODULES / f"{self.name}.json", *self.costs, *self.told
+
+    @property
+    def told(self) -> tuple[Path, ...]:
+        """What only the finished program tells of itself, where the target writes that."""
+        return (Path("elf") / f"{self.name}.json",) if self.target.programs.DESCRIBES else ()
+
+
+class Wiring:
     """Which step reads what."""
+
+    PREFIX = ""
+    """Of the steps' names."""
+    BEFORE_TOOLS: tuple[str, ...] = ("weights", "tokenizer", f"elf:{HOST}")
+    """What is built before what needs foreign tools, so that without them all else is there and one line names them."""
 
     def __init__(self, build: Build) -> None:
         self.build, self.options, self.target = build, build.options, build.target
@@ -116,12 +136,12 @@ class _Wiring:
             yield from self._made_for(target, [library for library in libraries if library.target is target])
         yield self._manifest(libraries)
 
-    def _libraries(self) -> list[_Library]:
+    def _libraries(self) -> list[Library]:
         """The host's programs in one, which target cpu makes for all targets; each device program in its own."""
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         made = programs(family, self.grouping, self.build.buckets)
-        host = _Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
-        return [host, *(_Library(p.name, self.target, (p,)) for p in made if not p.host)]
+        host = Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
+        return [host, *(Library(p.name, self.target, (p,)) for p in made if not p.host)]
 
     def _step(
         self,
@@ -137,7 +157,8 @@ class _Wiring:
         if arguments:
             action, more = partial(action, **arguments), {"params": arguments, **more}
         outputs = tuple(self.directory / output for output in outputs)
-        return Step(self.build.project, name, doc, action, outputs, tuple(inputs), **more)
+        more["after"] = tuple(self.PREFIX + other for other in more.get("after", ()))
+        return Step(self.build.project, self.PREFIX + name, doc, action, outputs, tuple(inputs), **more)
 
     def _checkpoint(self) -> Step:
         source, ignore = self.build.source, list(self.options.ignore_list())
@@ -171,7 +192,7 @@ class _Wiring:
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING],
         )
 
-    def _made_for(self, target: Target, libraries: Sequence[_Library]) -> Iterator[Step]:
+    def _made_for(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
         """Modules, objects and programs of one target's libraries."""
         modules = [self._module(library) for library in libraries]
         yield from modules
@@ -181,19 +202,26 @@ class _Wiring:
         for library, module in zip(libraries, modules, strict=True):
             yield self._program(library, module)
 
-    def _module(self, library: _Library) -> Step:
+    def _module(self, library: Library) -> Step:
         room = library.target.modules
-        options = {"grouping": self.grouping_name, "bfp16": self.options.matmul == "bfp16"}
+        action, inputs, arguments = self._generation(library)
         return self._step(
             f"module:{library.name}",
             f"Generate the source of {library.name} from its description.",
-            partial(room.write_module, self.directory, library.name),
+            action,
             # A dot in the name is a bucket, not a suffix.
-            [MODULES / f"{library.name}{suffix}" for suffix in (room.SUFFIX, ".json")],
-            [self.directory / CONFIG],
-            arguments=room.arguments(library.programs, options),
+            [*(MODULES / f"{library.name}{suffix}" for suffix in (room.SUFFIX, ".json")), *library.costs],
+            inputs,
+            arguments=arguments,
             tool=room.fingerprint,
         )
+
+    def _generation(self, library: Library) -> tuple[Any, list[Path], dict[str, Any]]:
+        """The action that makes a library's module, what it reads, and its arguments."""
+        room = library.target.modules
+        options = {"grouping": self.grouping_name, "bfp16": self.options.matmul == "bfp16"}
+        action = partial(room.write_module, self.directory, library.name)
+        return action, [self.directory / CONFIG], room.arguments(library.programs, options)
 
     def _objects(self, target: Target, source: str, descriptions: Sequence[Path]) -> Step:
         room, cache = target.objects, self.build.artifacts / ".cache/objects"
@@ -206,41 +234,50 @@ class _Wiring:
             [path, *(descriptions if room.VARIANTS else ())],
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
-            # So that without a target's tools everything else is built before the one line that names them.
-            after=("weights", "tokenizer", f"elf:{HOST}") if target.foreign_tools else (),
+            after=self.BEFORE_TOOLS if target.foreign_tools else (),
         )
 
-    def _program(self, library: _Library, module: Step) -> Step:
+    def _program(self, library: Library, module: Step) -> Step:
         """A program reads just the objects that it links: which, its action finds out."""
         room = library.target.programs
         return self._step(
             f"elf:{library.name}",
             f"Link {library.name} from its module and its objects.",
             partial(room.write_program, module.outputs[0], library.name),
-            [library.file],
-            module.outputs,
+            [library.file, *library.told],
+            module.outputs[:2],
             tool=room.fingerprint,
             after=tuple(f"object:{source}" for source in library.sources),
         )
 
-    def _manifest(self, libraries: Sequence[_Library]) -> Step:
+    def _manifest(self, libraries: Sequence[Library]) -> Step:
         entries = {
             program.name: {
                 "file": library.file.as_posix(),
                 "entry": program.entry,
                 "host": program.host,
-                "module": library.name,
+                "described": [path.as_posix() for path in library.described],
             }
             for library in libraries
             for program in library.programs
         }
-        made = [path for library in libraries for path in (MODULES / f"{library.name}.json", library.file)]
+        made = [path for library in libraries for path in (*library.described, library.file)]
         machine = {"name": self.target.name, "device": self.target.device, **self.target.machine()}
+        action, inputs = self._description()
         return self._step(
             "manifest",
             "Describe the artifact directory.",
-            partial(write_manifest, self.directory, self.build.source.name),
+            action,
             [Path("manifest.json")],
-            [self.directory / part for part in (CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *made)],
+            [self.directory / part for part in (*inputs, *made)],
             arguments={"programs": entries, "target": machine},
         )
+
+    def _description(self) -> tuple[Any, list[Path]]:
+        """The action that describes the directory, and what it reads besides modules and programs."""
+        return partial(write_manifest, self.directory, self.build.source.name), [
+            CONFIG,
+            PLAN,
+            WEIGHTS,
+            Path("tokenizer"),
+        ]

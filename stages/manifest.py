@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.manifest import FORMAT
 from stages.engine.files import file_digests, read_json, write_json
-from stages.engine.places import CONFIG, MODULES, PLAN, WEIGHTS
+from stages.engine.places import CONFIG, PLAN, WEIGHTS
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
 from stages.weights.formats import formats
@@ -27,31 +27,43 @@ def write_manifest(
 ) -> None:
     """Step action: collect what is in the artifact `directory`.
 
-    `programs`: name -> file, entry point, on the host?, and the module in whose description its slots are. `target`:
-    name, device, and what it asks of a machine.
+    `programs`: name -> file, entry point, on the host?, and the files that say the rest: its slots, and what a device's
+    build counted and estimated. `target`: name, device, and what it asks of a machine.
     """
     config = read_config(directory / CONFIG)
     plan = read_json(directory / PLAN)
     weights = read_json(directory / WEIGHTS)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
-    files = dict(weights["files"])
-    for name in [*sorted({str(program["file"]) for program in programs.values()}), *tokenizer]:
-        files[name] = file_digests(directory / name)
-    manifest = {
+    described = describe(directory, programs, target)
+    described["model"] = {"name": model, **asdict(config), "eos": end_tokens(directory, config)}
+    described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
+    described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
+    described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
+    write_json(work / "manifest.json", described)
+
+
+def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a manifest, of programs alone: no model, no buffers, no plans."""
+    files = sorted({str(program["file"]) for program in programs.values()})
+    return {
         "format": FORMAT,
-        "model": {"name": model, **asdict(config), "eos": end_tokens(directory, config)},
+        "model": {},
         "target": {**target, "system": sys.platform, "machine": platform.machine()},
-        "buffers": {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()},
+        "buffers": {},
         "programs": {name: _program(directory, name, **program) for name, program in programs.items()},
-        "plans": {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()},
-        "files": files,
+        "plans": {},
+        "files": {name: file_digests(directory / name) for name in files},
     }
-    write_json(work / "manifest.json", manifest)
 
 
-def _program(directory: Path, name: str, module: str, **entry: Any) -> dict[str, Any]:
-    described = read_json(directory / MODULES / f"{module}.json")["programs"]
-    return {**entry, **described[name]}
+_TOLD = ("kernel", "instruction_bytes", "milliseconds")
+"""What the runtime knows of a device program besides its slots: `stages.targets.npu2` says how each is found."""
+
+
+def _program(directory: Path, name: str, described: Sequence[str], **entry: Any) -> dict[str, Any]:
+    for told in (read_json(directory / path) for path in described):
+        entry |= told["programs"][name] if "programs" in told else {key: told[key] for key in _TOLD if key in told}
+    return entry
 
 
 def _call(layer: int | None, **call: Any) -> dict[str, Any]:

@@ -37,6 +37,14 @@ DEMO = model(2000, 256, 768, 4, 2, 64, layers=4)
 MODELS = {"demo": DEMO, **{name: parse_config(fields, name) for name, fields in PRESETS.items()}}
 
 
+JUDGED = {
+    **MODELS,
+    "llama-3.1-8b": model(128256, 4096, 14336, 32, 8, 128, layers=32),
+    "one kv head": model(32000, 2048, 5632, 32, 1, 64, layers=22),
+}
+"""Whose programs the real compiler is to accept."""
+
+
 def device_programs(grouping: str, *buckets: int) -> list[Program]:
     """What runs on the array, a prompt's programs once per bucket (128 if none is given)."""
     return [p for p in programs("llama", GROUPINGS[grouping], buckets or (128,)) if not p.host]

@@ -20,6 +20,7 @@ from stages import air
 from stages.air import analysis, limits
 from stages.air.dialect import AIR, DmaMemcpyNdOp, HerdOp
 from stages.targets.npu2_sim.lower import lower
+from stages.targets.npu2_sim.objects import FENCE_BYTES
 from tests.test_air_programs import PROGRAMS, norm_twice
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +120,7 @@ def test_elements_take_what_their_type_says(dtype: str, size: int) -> None:
     (traffic,) = air.count(made)
     assert traffic.slots == {"x": size << 17} and traffic.read == {"x": 256 * size}
     source = lower(made.module)
-    assert f'\\"bytes\\": {size << 17}' in source and f"claim(0, {256 * size})" in source
+    assert f'\\"bytes\\": {size << 17}' in source and f"claim({FENCE_BYTES}, {256 * size})" in source
     text = air.to_mlir(made.module)
     assert f"memref<256x{dtype}, 2 : i32>" in text and air.to_mlir(air.parse_mlir(text)) == text
     most = (limits.L1_BYTES - limits.STACK_BYTES) // size
@@ -190,10 +191,10 @@ def test_sides_know_their_runs_and_axes() -> None:
 
 
 def test_a_slot_has_the_type_of_its_arguments() -> None:
-    parts = [(copy((64,), "i8"), {"x": "bytes"}), (copy((64,)), {"x": "values"}), (copy((64,)), {"x": "values"})]
+    parts = [(copy((64,), "i8"), {"x": "bytes"}), *[(copy((64,)), {"x": "values"}) for _ in range(3)]]
     made = air.stitch("f", ("values", "bytes"), parts)
     assert [str(t) for t in made.function.function_type.inputs] == ["memref<131072xbf16>", "memref<131072xi8>"]
-    assert [[str(a.name_hint) for a in launch.args] for launch in made.launches] == [["bytes"], ["values"], ["values"]]
+    assert [[str(a.name_hint) for a in launch.args] for launch in made.launches] == [["bytes"], *[["values"]] * 3]
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from xdsl.dialects import func
+from xdsl.dialects import func, scf
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import BlockArgument
 
 from llama_npu2.errors import UserError
 from stages import air
+from stages.air import limits
+from stages.air.access import accesses
+from stages.air.analysis import launches, trip_count
 from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, SegmentOp
-from stages.commands.estimate import decode_traffic, estimate, host_traffic
-from stages.kernels import gemm, gemv, kernels, rope
+from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
 from stages.model.parts import Slot
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from tests.conftest import outputs_of_two_runs
-from tests.npu_shapes import BUCKETS, MODELS, device_program, device_programs, layout
+from tests.npu_shapes import BUCKETS, DEMO, MODELS, device_program, device_programs, layout
 
 LLAMA = MODELS["llama-3.2-1b"]
 
@@ -36,7 +38,7 @@ def wiring(made: Module) -> list[list[str]]:
     return [[str(arg.name_hint) for arg in launch.args] for launch in made.air.launches]
 
 
-def test_a_prefill_layer_is_fifteen_launches_wired_by_slot() -> None:
+def test_a_prefill_layer_is_fifteen_launches_wired_by_slot_and_one_that_settles() -> None:
     layer = module("prefill_layer", "fused")
     assert wiring(layer) == [
         ["norm_w", "x_in", "normed"],
@@ -54,6 +56,7 @@ def test_a_prefill_layer_is_fifteen_launches_wired_by_slot() -> None:
         ["gate", "up", "swiglu"],
         ["swiglu", "w_down", "down"],
         ["res1", "down", "output"],
+        ["output"],
     ]
     roles = {name: slot["role"] for name, slot in described(layer).items()}
     assert [name for name, role in roles.items() if role == "output"] == ["kv", "output"]
@@ -66,7 +69,72 @@ def test_decode_joins_a_layer_with_the_next() -> None:
     assert wired[7] == ["res1", "down", "output"] and "output" in wired[8] and "wq" in wired[9]
     last = module("decode_last", "fused")
     assert wiring(last)[8] == ["final_norm_w", "output", "normed"]
-    assert all(names == ["w_vocab", "normed", "logits"] for names in wiring(last)[9:])
+    *partitions, settling = wiring(last)[9:]
+    assert all(names == ["w_vocab", "normed", "logits"] for names in partitions) and settling == ["logits"]
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_program_is_even(model: str, grouping: str) -> None:
+    """In resets of the array: else its second dispatch begins with the image that its first one ended on, which is not
+    loaded again. In steps of every core."""
+    for program in device_programs(grouping, *BUCKETS):
+        built = build_module(program, MODELS[model].dimensions())
+        assert len(built.air.launches) % 2 == 0, program.name
+        assert all(limits.steady(steps) for steps in core_steps(built.air)), program.name
+
+
+def core_steps(made: air.AirModule) -> list[int]:
+    """Of the innermost loops of cores."""
+    loops = [
+        op for herd in made.module.walk() if isinstance(herd, HerdOp) for op in herd.walk() if isinstance(op, scf.ForOp)
+    ]
+    inner = [loop for loop in loops if not any(isinstance(op, scf.ForOp) for op in loop.walk() if op is not loop)]
+    return [trip_count(loop, "") for loop in inner]
+
+
+def test_an_odd_number_of_steps_is_taken_where_there_is_no_other() -> None:
+    tiling = gemv.tile(64, 1056)
+    assert 1056 // tiling.chunk == 3, "chunks of whole vectors: 3, 11 or 33"
+    assert gemv.tile(64, 3072).chunk == 768, "not a third, which would fit"
+    assert elementwise.tile("add", 8 * 9, 1024).inner_steps == 2, "rows in halves, not three of nine at a time"
+    assert elementwise.tile("add", 8 * 9, 32).inner_steps == 1
+
+
+CUT = {
+    "gemv of 64 rows": (lambda: gemv.build(gemv.tile(64, 256)), "memref<8x8x256xbf16, 1"),
+    "gemm of 64 rows": (lambda: gemm.build(gemm.tile(64, 256, 256)), "memref<8x32x8x8xbf16, 1"),
+    "gemm of 48 columns": (lambda: gemm.build(gemm.tile(512, 256, 48)), "memref<8x64x48xbf16, 1"),
+    "a head of its own": (
+        lambda: flash_attention.build(flash_attention.tile(128, 8, 8, 64)),
+        "memref<8x128x64xbf16, 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_what_the_compiler_cuts_has_no_dimension_of_one_element(case: str) -> None:
+    """mlir-air takes such a dimension for its neighbour, and each column then moves what all of them should."""
+    made, buffer = CUT[case]
+    text = air.to_mlir(made().module)
+    assert buffer in text
+    air.check(air.parse_mlir(text))
+    with pytest.raises(UserError, match="a dimension of one element between DDR and L2"):
+        air.check(air.parse_mlir(text.replace(buffer, buffer.replace("<8x", "<8x1x"))))
+
+
+def test_settling_is_added_and_taken_away() -> None:
+    module = build_module(device_program("flash_attn", "separate"), DEMO.dimensions()).air.module
+    assert air.settles(module) and len(launches(module)) == 2
+    air.toggle_settling(module)
+    assert not air.settles(module) and len(launches(module)) == 1
+    air.toggle_settling(module)
+    assert air.settles(module)
+    air.check(module)
+    assert [(a.slot, a.written, a.runs.elements) for a in accesses(launches(module)[-1], "")] == [
+        ("attn_out", False, 32),
+        ("attn_out", True, 32),
+    ], "64 bytes, onto themselves"
 
 
 def declarations(made: air.AirModule) -> list[func.FuncOp]:
@@ -87,7 +155,8 @@ def test_every_model_maps_with_distinct_symbols(model: str, grouping: str) -> No
         assert {link.data for link in symbols.values() if isinstance(link, StringAttr)} == objects
         for herd in (op for op in levels if isinstance(op, HerdOp)):
             calls = [op for op in herd.walk() if isinstance(op, func.CallOp)]
-            assert {symbols[op.callee.string_value()] for op in calls} == {herd.attributes["link_with"]}
+            linked = {herd.attributes["link_with"]} if "link_with" in herd.attributes else set()
+            assert {symbols[op.callee.string_value()] for op in calls} == linked
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -201,29 +270,3 @@ def test_traffic_of_a_vector_product_counts_the_broadcast_once_per_step() -> Non
 def test_rope_writes_half_of_the_interleaved_slot() -> None:
     (traffic,) = air.count(rope.build(rope.tile(128, 2, 64, interleaved=True)))
     assert traffic.written == {"out": 2 * 128 * 128}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_token_moves_hardly_more_than_the_weights(model: str) -> None:
-    moved, weights = decode_traffic(MODELS[model])
-    assert weights < moved <= 1.02 * weights
-
-
-def test_a_prompt_moves_less_than_in_the_example() -> None:
-    totals = {row.program: row for row in estimate(LLAMA) if not row.launch}
-    for program in ("rms_gemms_rope", "o_ffn", "rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv"):
-        row = totals[program]
-        assert row.example_bytes is not None and row.cost.minimum <= row.cost.bytes < row.example_bytes
-        assert row.example_ms is not None and 0 < row.ms < row.example_ms
-
-
-def test_attention_skips_the_arithmetic_that_causality_masks() -> None:
-    row = next(row for row in estimate(LLAMA) if row.launch == "flash_attention")
-    full = 2048 * 2048 * 2 * 64 * 32
-    assert 0.5 * full < row.cost.macs < 0.55 * full
-
-
-def test_host_traffic_is_tokens_in_and_kv_out() -> None:
-    crossing = host_traffic(LLAMA)
-    kv = 16 * 2048 * 2 * 512 * 2
-    assert kv < crossing["prompt"] < 1.2 * kv and crossing["token"] < 1 << 20

@@ -152,6 +152,7 @@ def _in_herd(op: Operation) -> bool:
         (lambda: gemv.tile(2048, 1 << 18), "no tile size fits L1"),
         (lambda: gemv.tile(64, 32), "no tile size fits cols = 32 into two chunks of whole vectors"),
         (lambda: gemm.tile(128, 256, 1024, head_dim=1024), "no tile size fits whole heads of 1024 into 512 columns"),
+        (lambda: gemm.tile(64, 64, 16 * 67), "no tile size fits descriptors of at most 64 steps"),
         (lambda: rope.tile(8, 512, 128), "L1"),
         (lambda: flash_attention.tile(512, 8, 8, 512), "L1"),
         (lambda: gemm.tile(100, 64, 64), "rows = 100"),

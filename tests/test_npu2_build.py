@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -17,16 +18,18 @@ from typing import Any
 import pytest
 
 from llama_npu2.errors import UserError
-from stages.air import to_mlir
+from stages.air import parse_mlir, to_mlir, toggle_settling
 from stages.commands import doctor
 from stages.engine.places import KERNELS, OBJECTS
 from stages.kernels import kernels
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.kernel_name import kernel_name
 from stages.targets.npu2.modules import build_module
 from tests.conftest import ROOT, build, doit, ran
 from tests.npu_shapes import DEMO, device_program, device_programs
+from tests.objects import PEANO_OBJECT
 
 FACTS = ROOT / "tests/aircc_options.txt"
 
@@ -34,7 +37,9 @@ FACTS = ROOT / "tests/aircc_options.txt"
 def _hello() -> str:
     add = kernels()["add"]
     assert add.tiling and add.program
-    return to_mlir(add.program(add.tiling({"rows": 64, "cols": 256})).module)
+    module = add.program(add.tiling({"rows": 64, "cols": 256})).module
+    toggle_settling(module)
+    return to_mlir(module)
 
 
 HELLO = _hello()
@@ -42,7 +47,7 @@ OBJECT = "add_count2048.o"
 
 
 def forget_tools() -> None:
-    for find in (*toolchain.NPU_TOOLS.values(), host_toolchain.host_compiler_fingerprint):
+    for find in (*toolchain.NPU_TOOLS.values(), toolchain.aiebu_asm, host_toolchain.host_compiler_fingerprint):
         find.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -73,7 +78,8 @@ if "-D__AIE_API_AIE_ADF_HPP__" not in args:
     sys.exit("aie_api/aie.hpp:12: fatal error: 'adf.h' file not found")
 headers = f"{{pathlib.Path(source).with_name('tile.h')}} /opt/api/aie_api/aie.hpp"
 pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {{source}} {{headers}}")
-pathlib.Path(args[args.index("-o") + 1]).write_text(" ".join(a for a in args if a.startswith("-D")))
+content = peano_object + " ".join(a for a in args if a.startswith("-D")).encode()
+pathlib.Path(args[args.index("-o") + 1]).write_bytes(content)
 """
 AIRCC = f"""{RECORD}
 pathlib.Path(os.environ["RECORD"]).write_text(json.dumps(record))
@@ -81,15 +87,30 @@ print(os.environ.get("AIRCC_SAYS", "fine"), file=sys.stderr)
 if made := os.environ.get("AIRCC_MAKES"):
     content = made.encode().decode("unicode_escape").encode("latin1")
     pathlib.Path(args[args.index("--elf-name") + 1]).write_bytes(content)
+    if "AIRCC_LEAVES" in os.environ:
+        leave(args, os.environ["AIRCC_LEAVES"])
 exec(os.environ.get("AIRCC_DOES", ""))
 sys.exit(int(os.environ.get("AIRCC_STATUS", "0")))
 """
 
 
+LEAVE = f"""
+def leave(args, edit):
+    sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "runtime")!r}]
+    import re
+    from tests.npu_ir import write_made
+    mlir = pathlib.Path("air.mlir").read_text()
+    function = args[args.index("--xclbin-instance-name") + 1]
+    change = eval(edit, dict(re=re))
+    write_made(pathlib.Path(args[args.index("--tmpdir") + 1]), mlir, function, lambda text: change(text, mlir))
+"""
+"""What aircc and aiecc leave for the audit; `edit`: a change of it."""
+
+
 def install(root: Path, clang: str, aircc: str, aiecc: str) -> dict[str, str]:
     """Write fakes of every tool that builds for the NPU; returns the environment in which they are found."""
-    script(root / "peano/bin/clang++", clang)
-    script(root / "bin/aircc", aircc)
+    script(root / "peano/bin/clang++", f"peano_object = {PEANO_OBJECT!r}\n{clang}")
+    script(root / "bin/aircc", LEAVE + aircc)
     script(root / "other/aiecc", aiecc)
     (root / "include/aie_api").mkdir(parents=True)
     (root / "include/aie_api/aie.hpp").write_text("")
@@ -109,6 +130,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RECORD", str(root / "record.json"))
     monkeypatch.setenv("RECORD_CC", str(root / "cc.json"))
     monkeypatch.setenv("AIRCC_MAKES", r"\x7fELF..\0add\0")
+    monkeypatch.setenv("AIRCC_LEAVES", "lambda text, mlir: text")
     return root
 
 
@@ -174,7 +196,7 @@ def check_options(arguments: list[str]) -> list[str]:
 def test_elf_is_made_in_its_own_directory(tools: Path, module: Path, tmp_path: Path) -> None:
     assert make(module, tmp_path) == [tmp_path / "artifacts/build/objects/aie2p/add" / OBJECT], "what it linked"
     produced = {p.relative_to(tmp_path / "work").as_posix() for p in (tmp_path / "work").rglob("*") if p.is_file()}
-    assert produced == {"elf/hello.128.elf", "build/logs/hello.128.log"}
+    assert produced == {"elf/hello.128.elf", "elf/hello.128.json", "build/logs/hello.128.log"}
     record = json.loads((tools / "record.json").read_text())
     assert record["files"] == sorted([OBJECT, "air.mlir", "log"]), "the module and its objects, where aiecc looks"
     assert check_options(record["args"]) == ["air.mlir"]
@@ -196,7 +218,7 @@ def test_objects_are_compiled_for_the_npu_once(
     read = objects_of(module, tmp_path)
     assert read == [KERNELS / "aie2p/add.cc", KERNELS / "aie2p/tile.h"], "the source and its headers"
     made = tmp_path / "objects" / OBJECTS / "aie2p/add" / OBJECT
-    assert made.read_text().endswith("-DCOUNT=2048 -DVARIANT=count2048")
+    assert made.read_bytes().endswith(b"-DCOUNT=2048 -DVARIANT=count2048")
     arguments = json.loads((tools / "cc.json").read_text())["args"]
     assert {"--target=aie2p-none-unknown-elf", "-O2", "-std=c++20"} <= set(arguments)
     assert f"-I{tools / 'include'}" in arguments
@@ -206,7 +228,7 @@ def test_objects_are_compiled_for_the_npu_once(
     for stored in (tmp_path / "cache").glob("*.o"):
         stored.write_text("damaged")
     objects_of(module, tmp_path)
-    assert made.read_text().endswith("-DCOUNT=2048 -DVARIANT=count2048")
+    assert made.read_bytes().endswith(b"-DCOUNT=2048 -DVARIANT=count2048")
 
 
 def test_objects_of_a_kernel_are_what_modules_ask_for(tools: Path, module: Path, tmp_path: Path) -> None:
@@ -241,7 +263,7 @@ for line in source.read_text().splitlines():
     code, _, comment = line.partition("//")
     if code and (not comment.startswith(" only ") or comment[6:] in args):
         text.append(code)
-pathlib.Path(args[args.index("-o") + 1]).write_text("\\n".join(text))
+pathlib.Path(args[args.index("-o") + 1]).write_bytes(peano_object + "\\n".join(text).encode())
 pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {source} {source.with_name('tile.h')}")
 """
 FAKE_AIRCC = """
@@ -251,6 +273,16 @@ name = args[args.index("--xclbin-instance-name") + 1]
 made = [p for p in pathlib.Path(os.environ["SIMULATED"]).iterdir() if p.name in (f"{name}.so", f"{name}.64.so")]
 objects = [p.read_bytes() for p in sorted(pathlib.Path.cwd().glob("*.o"))]
 pathlib.Path(args[args.index("--elf-name") + 1]).write_bytes(made[0].read_bytes() + b"".join(objects))
+leave(args, "lambda text, mlir: text")
+"""
+FAKE_AIEBU = """
+if "--version" in args:
+    sys.exit(print("fake 1.0"))
+name = json.loads(pathlib.Path(args[args.index("-j") + 1]).read_text())["xrt-kernels"][0]["name"]
+facts = b"llama-npu2-standin:" + json.dumps({"kernel": name}).encode()
+content = pathlib.Path("out.elf").read_bytes() + f"_Z{len(name)}{name}Pc".encode()
+pathlib.Path(args[args.index("-o") + 1]).write_bytes(content + facts)
+sys.exit(int(os.environ.get("AIEBU_STATUS", "0")))
 """
 COMPILE = ("compile", "model=models/demo", "target=npu2", "buckets=64")
 LINKS_SILU = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
@@ -261,6 +293,7 @@ def fakes(tmp_path: Path, artifacts: Path) -> dict[str, str]:
     """An environment with everything that builds for the NPU."""
     root = tmp_path / "fakes"
     simulated = build("demo", artifacts, target="npu2-sim", buckets="64,128") / "elf"
+    script(root / "bin/aiebu-asm", FAKE_AIEBU)
     return install(root, FAKE_PEANO, FAKE_AIRCC, FAKE_AIRCC) | {"SIMULATED": str(simulated)}
 
 
@@ -311,7 +344,7 @@ FAILURES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "segment": (
         {"AIRCC_STATUS": "1", "AIRCC_SAYS": "air_project/air.mlir:6:1: error: no room"},
-        r"error: no room \(in add_segment_1, launch 1 of 1\)",
+        r"error: no room \(in add_segment_1, launch 1 of 2\)",
     ),
     "silent": ({"AIRCC_STATUS": "3", "AIRCC_SAYS": ""}, "aircc: no message"),
     "no elf": ({"AIRCC_MAKES": "", "AIRCC_SAYS": "Error: lost"}, "made no ELF, though it reports success: Error: lost"),
@@ -330,6 +363,7 @@ def test_failure_is_one_line_and_leaves_the_log(
 ) -> None:
     del tools
     environment, message = FAILURES[failure]
+    monkeypatch.delenv("AIRCC_LEAVES")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message) as caught:
@@ -339,6 +373,143 @@ def test_failure_is_one_line_and_leaves_the_log(
     assert str(log) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "--xclbin-instance-name add" in log.read_text()
+
+
+def test_a_crash_of_the_compiler_is_tried_again(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tools
+    once = f"open({str(tmp_path / 'crashed')!r}, 'x'); os.kill(os.getpid(), 11)"
+    monkeypatch.setenv("AIRCC_DOES", f"os.path.exists({str(tmp_path / 'crashed')!r}) or exec({once!r})")
+    make(module, tmp_path)
+    assert "hello.128: aircc crashed (SIGSEGV), tried again" in logged(tmp_path)
+
+
+def told(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "work/elf/hello.128.json").read_text())
+    return found
+
+
+def logged(tmp_path: Path) -> str:
+    return (tmp_path / "work/build/logs/hello.128.log").read_text()
+
+
+_DOUBLED = 'lambda text, mlir: re.sub("( +aiex.dma_start_task.*\\n)", r"\\1\\1", text)'
+_RESET = "      aiex.npu.load_pdi {device_ref = @add_segment_1_reset}\\n    }\\n  } {dlti"
+_RESET_FIRST = f'lambda text, mlir: text.replace("    }}\\n  }} {{dlti", "{_RESET}", 1)'
+
+
+def test_what_would_compute_garbage_is_refused_and_leaves_the_log(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tools
+    monkeypatch.setenv("AIRCC_LEAVES", _DOUBLED)
+    with pytest.raises(
+        UserError, match=r"^hello.128, launch 1 of 2 .* reads 65536 bytes of a, the module says"
+    ) as caught:
+        make(module, tmp_path)
+    log = tmp_path / "artifacts/build/logs/hello.128.log"
+    assert str(log) in str(caught.value) and "reads 65536 bytes of a" in log.read_text()
+    assert not (tmp_path / "work/elf").exists()
+
+
+def test_an_odd_number_of_resets_is_linked_again(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler adds resets which the launches do not tell: the one that settled them goes."""
+    monkeypatch.setenv("AIRCC_LEAVES", _RESET_FIRST)
+    make(module, tmp_path)
+    assert (told(tmp_path)["resets"], told(tmp_path)["launches"], told(tmp_path)["settled"]) == (2, 1, False)
+    assert "hello.128: 3 resets of the array a dispatch, an odd number: linked again" in logged(tmp_path)
+    assert json.loads((tools / "record.json").read_text())["files"] == sorted([OBJECT, "air.mlir", "log"])
+
+
+def test_a_launch_more_is_linked_where_it_is_missing(tools: Path, module: Path, tmp_path: Path) -> None:
+    del tools
+    unsettled = parse_mlir(HELLO)
+    toggle_settling(unsettled)
+    module.write_text(to_mlir(unsettled))
+    make(module, tmp_path)
+    assert (told(tmp_path)["resets"], told(tmp_path)["settled"]) == (2, True)
+
+
+def test_resets_that_stay_odd_are_refused(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tools
+    only_settled = f'lambda text, mlir: ({_RESET_FIRST})(text, mlir) if "settle" in mlir else text'
+    monkeypatch.setenv("AIRCC_LEAVES", only_settled)
+    with pytest.raises(
+        UserError, match=r"^hello.128: resets the array 1 times a dispatch, which must be even: the whole"
+    ):
+        make(module, tmp_path)
+
+
+def test_a_stream_that_the_heap_cannot_hold_is_refused(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tools
+    monkeypatch.setattr(programs, "RUNS_SHARE", 1024)
+    with pytest.raises(UserError, match=r"^hello.128: needs \d+ of bytes of the NPU's heap for runs, the NPU has 1024"):
+        make(module, tmp_path)
+
+
+def assembler(tools: Path, body: str) -> None:
+    script(tools / "bin/aiebu-asm", f"if '--version' in args:\n    sys.exit(print('fake 1.0'))\n{body}")
+    forget_tools()
+
+
+_ASSEMBLE = """
+config = json.loads(pathlib.Path(args[args.index("-j") + 1]).read_text())
+(kernel,) = config["xrt-kernels"]
+assert args[:2] == ["-t", "aie2_config"] and [one["id"] for one in kernel["instance"]] == ["add"]
+name = kernel["name"]
+pathlib.Path(args[args.index("-o") + 1]).write_bytes(f"\\x7fELF..\\0add\\0_Z{len(name)}{name}PcPc".encode("latin1"))
+"""
+
+
+def test_kernels_of_different_programs_have_different_names(tools: Path, module: Path, tmp_path: Path) -> None:
+    assembler(tools, _ASSEMBLE)
+    make(module, tmp_path)
+    assert told(tmp_path)["kernel"] == "hello_128"
+    assert b"_Z9hello_128Pc" in (tmp_path / "work/elf/hello.128.elf").read_bytes()
+    assert told(tmp_path)["instruction_bytes"] == 16 + 2 * 32, "of the program alone"
+
+
+NAMELESS = {
+    "no assembler": ("", "aiebu-asm is not found"),
+    "fails": (f"{_ASSEMBLE}\nsys.exit('no such PDI')", "aiebu-asm ended with 1: no such PDI"),
+    "makes nothing": ("pass", "aiebu-asm ended with 0: no message"),
+    "another name": (_ASSEMBLE.replace("{len(name)}{name}", "4main"), "aiebu-asm ended with 0: no message"),
+}
+
+
+@pytest.mark.parametrize("why", NAMELESS)
+def test_a_kernel_that_cannot_be_renamed_stays_main(
+    tools: Path, module: Path, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, said = NAMELESS[why]
+    if body:
+        assembler(tools, body)
+    else:
+        monkeypatch.setattr("stages.targets.npu2.kernel_name.aiebu_asm", lambda: None)
+    make(module, tmp_path)
+    assert told(tmp_path)["kernel"] == "main"
+    assert (tmp_path / "work/elf/hello.128.elf").read_bytes() == b"\x7fELF..\0add\0", "as aircc made it"
+    assert f"hello.128: its kernel stays main, so that it shares no context: {said}" in logged(tmp_path)
+
+
+def test_an_assembler_that_comes_later_makes_the_programs_again(tools: Path) -> None:
+    before = toolchain.npu_fingerprint()
+    assembler(tools, _ASSEMBLE)
+    assert before != toolchain.npu_fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [("decode_layer", "decode_layer"), ("o_ffn.512", "o_ffn_512"), ("7b", "k_7b"), ("_x", "k__x")]
+)
+def test_names_of_kernels_are_as_cpp_writes_them(library: str, name: str) -> None:
+    assert kernel_name(library) == name
 
 
 def test_stack_is_raised_for_aircc_alone(
@@ -407,6 +578,7 @@ def laptop(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     bindings.hw_context = type("hw_context", (), {"add_config": None})
     bindings.runlist = None
     monkeypatch.setitem(sys.modules, "pyxrt", bindings)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return tmp_path / "system"
 
 
@@ -480,7 +652,7 @@ def test_doctor_without_any_tool(laptop: Path, monkeypatch: pytest.MonkeyPatch, 
         find.cache_clear()  # type: ignore[attr-defined]
     verdicts = doctor.conclusions(doctor.report(tmp_path))
     assert verdicts["build npu2"] == "no: host compiler, aircc, aiecc, Peano, AIE API headers"
-    assert verdicts["run npu2"] == "no: NPU, NPU driver, XRT, pyxrt"
+    assert verdicts["run npu2"].startswith("no: NPU, NPU driver, XRT, pyxrt")
     assert verdicts["build and run cpu"] == "no: host compiler"
 
 
@@ -545,7 +717,7 @@ def test_real_aircc_makes_an_elf(real: Path, monkeypatch: pytest.MonkeyPatch) ->
 REFUSED = {
     "too large for L1": (
         lambda text: text.replace("memref<2048xbf16, 2 : i32>", "memref<28672xbf16, 2 : i32>"),
-        r"hello: aircc: .*allocated buffers exceeded available memory \(in add_segment_1, launch 1 of 1\)",
+        r"hello: aircc: .*allocated buffers exceeded available memory \(in add_segment_1, launch 1 of 2\)",
     ),
     "mistyped": (
         lambda text: text.replace("memref<64x256xbf16> {", "memref<64x25xbf16> {", 1),

@@ -87,8 +87,11 @@ class MemRef:
     strides: tuple[int, ...] = ()
 
     def at(self, *dims: tuple[Number, int, int]) -> MemRef:
-        """The same buffer walked by `(offset, size, stride)` per dimension, outermost first."""
-        offsets, sizes, strides = zip(*dims, strict=True)
+        """The same buffer walked by `(offset, size, stride)` per dimension, outermost first. One element at 0 says
+        nothing and is left out: the compiler, which tells dimensions by their strides where it cuts a transfer, takes
+        it for its neighbour and moves all of what it should cut."""
+        said = [(offset, size, stride) for offset, size, stride in dims if (offset, size) != (0, 1)] or dims[-1:]
+        offsets, sizes, strides = zip(*said, strict=True)
         return MemRef(self.value, offsets, sizes, strides)
 
 
@@ -247,11 +250,13 @@ class Builder:
 
     @contextmanager
     def alloc(self, space: int, *shapes: Shape | tuple[Shape, str]) -> Iterator[list[MemRef]]:
-        """Buffers in L1 or L2 that live for the block; a shape alone is bf16, `(shape, dtype)` says otherwise."""
+        """Buffers in L1 or L2 that live for the block; a shape alone is bf16, `(shape, dtype)` says otherwise. In L2,
+        dimensions of one element are left out, as in `MemRef.at`."""
         buffers = []
         for entry in shapes:
             shape, dtype = entry if isinstance(entry[-1], str) else (entry, "bf16")
-            kind = memref_type(shape, dtype, space)  # type: ignore[arg-type]
+            said = [size for size in shape if size != 1 or space != dialect.L2]  # type: ignore[union-attr]
+            kind = memref_type(said, dtype, space)  # type: ignore[arg-type]
             buffers.append(MemRef(self.emit(memref.AllocOp([], [], kind)).results[0]))
         yield buffers
         for buffer in buffers:

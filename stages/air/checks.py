@@ -17,7 +17,18 @@ from xdsl.ir import Operation, SSAValue
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
 from stages.air.analysis import Dims, Fifo, Side
-from stages.air.dialect import L1, L2, L3, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, SegmentOp, enclosing
+from stages.air.dialect import (
+    L1,
+    L2,
+    L3,
+    ChannelGetOp,
+    ChannelPutOp,
+    DmaMemcpyNdOp,
+    HerdOp,
+    SegmentOp,
+    constant_of,
+    enclosing,
+)
 
 Stream = tuple[object, object]
 
@@ -40,6 +51,12 @@ def check(module: ModuleOp, ping_pong: bool = True) -> None:
         if len(segments) != 1:
             raise UserError(f"{where}: has {len(segments)} segments; a launch of several needs exactly one")
         _Segment(segments[0], f"{where} ({analysis.name_of(segments[0], 'segment')})", ping_pong).check()
+
+
+def streams(segment: SegmentOp, where: str) -> dict[Operation, int]:
+    """Over how many streams, one per memory tile, each transfer between DDR and L2 is spread."""
+    counted = _Segment(segment, where, ping_pong=True)
+    return {each.op: counted.streams(each) for each in counted.transfers if each.herd is None}
 
 
 def _check_words(side: Side, where: str) -> None:
@@ -111,6 +128,7 @@ class _Segment:
             for side in transfer.buffers:
                 _check_words(side, self.where)
                 self._check_dimensions(transfer, side)
+                self._check_cut(transfer, side)
             self._check_race(transfer)
         for herd in self.herds:
             self._check_herd(herd)
@@ -126,15 +144,26 @@ class _Segment:
         most, memory = (MEMTILE_DIMENSIONS, "L2") if side.space == L2 else (TILE_DIMENSIONS, "L1")
         dims = self._one_part(transfer, side)
         self._require(f"DMA dimensions on the {memory} side", len(dims), most)
-        # The outermost size is no field of a descriptor; the innermost counts words.
-        what, size_of = f"in one DMA dimension on the {memory} side", analysis.element_bytes(side.kind)
-        self._require(f"steps {what}", max((size for size, _ in dims[1:-1]), default=0), limits.WRAP)
-        words = max((size * size_of // limits.GRANULARITY_BYTES for size, _ in dims[1:][-1:]), default=0)
-        self._require(f"words {what}", words, limits.RUN_WORDS)
+        if len(dims) > 1:
+            what = f"steps in one DMA dimension on the {memory} side"
+            self._require(what, max(size for size, _ in dims), limits.WRAP)
+
+    def _check_cut(self, transfer: _Transfer, side: Side) -> None:
+        """The compiler cuts what goes between DDR and several memory tiles. It tells dimensions by their strides, and
+        those of one element have their neighbour's: each part then moves all of it, in silence (mlir-air,
+        `air-split-l2-memref`)."""
+        if transfer.herd is not None or transfer.side(L3) is None or self.streams(transfer) == 1:
+            return
+        named = zip(side.sizes, side.offsets, strict=False)
+        idle = [size for size, offset in named if size == 1 and constant_of(offset) == 0]
+        if idle or (side.space == L2 and 1 in side.kind.get_shape()):
+            raise UserError(
+                f"{self.where}: a dimension of one element between DDR and L2, which the compiler takes for another"
+            )
 
     def _one_part(self, transfer: _Transfer, side: Side) -> Dims:
         """Folded dimensions of what one memory tile takes of a transfer."""
-        spread = self._streams(transfer) if transfer.herd is None else 1
+        spread = self.streams(transfer) if transfer.herd is None else 1
         return side.dims[1:] if spread > 1 and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
 
     def _check_race(self, transfer: _Transfer) -> None:
@@ -188,16 +217,16 @@ class _Segment:
             if found is None:
                 continue
             if transfer.herd is None:
-                part = self._all_bytes(analysis.root(found[0].value)) // self._streams(transfer)
+                part = self._all_bytes(analysis.root(found[0].value)) // self.streams(transfer)
                 self._require("bytes of one memory tile", part, limits.L2_BYTES)
-            streams[found[1]][transfer.stream()] = self._streams(transfer)
-            descriptors += self._streams(transfer)
+            streams[found[1]][transfer.stream()] = self.streams(transfer)
+            descriptors += self.streams(transfer)
         for way, found_streams in streams.items():
             available = limits.MEMTILE_CHANNELS * limits.COLUMNS
             self._require(f"memory tile DMA channels {way}", sum(found_streams.values()), available)
         self._require("memory tile descriptors", descriptors, limits.MEMTILE_DESCRIPTORS * limits.COLUMNS)
 
-    def _streams(self, transfer: _Transfer) -> int:
+    def streams(self, transfer: _Transfer) -> int:
         """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the
         buffer can be spread over, because the herd cuts it and the transfer names that dimension first."""
         if transfer.herd is not None:
@@ -230,10 +259,11 @@ class _Segment:
             found = transfer.side(L3)
             if found is None:
                 continue
+            self._check_loops(transfer)
             kind = direct if transfer.herd is not None else staged
-            kind["in" if found[1] == "out" else "out"][transfer.stream()] = self._streams(transfer)
+            kind["in" if found[1] == "out" else "out"][transfer.stream()] = self.streams(transfer)
             tasks[transfer.stream()] += self._tasks(transfer, found[0])
-            descriptors += self._streams(transfer) * self._pieces(transfer, found[0])
+            descriptors += self.streams(transfer) * self._pieces(transfer, found[0])
         for way in ("in", "out"):
             most = sorted(direct[way].values())[-limits.TILE_CHANNELS :]
             used = sum(staged[way].values()) + sum(most)
@@ -242,6 +272,17 @@ class _Segment:
         for stream, count in tasks.items():
             waiting = PING_PONG_TASKS if any(stream in kind for kind in staged.values()) else 0
             self._require("queue entries of a shim channel per launch step", count, limits.QUEUE_DEPTH + waiting)
+
+    def _check_loops(self, transfer: _Transfer) -> None:
+        """The compiler folds the loops around a transfer of DDR into descriptors, in pieces."""
+        parent = transfer.op.parent_op()
+        while parent is not None:
+            if isinstance(parent, scf.ForOp) and not limits.cuttable(steps := analysis.trip_count(parent, self.where)):
+                raise UserError(
+                    f"{self.where}: a loop of {steps} steps around a DMA, which has no divisor below "
+                    f"{limits.ITERATIONS} to be cut by"
+                )
+            parent = parent.parent_op()
 
     def _pieces(self, transfer: _Transfer, side: Side) -> int:
         """Descriptors for one execution: what is longer than a descriptor's dimensions is cut."""

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from xdsl.dialects import func
-from xdsl.dialects.builtin import FunctionType, ModuleOp, StringAttr, SymbolRefAttr
-from xdsl.ir import Attribute, Block, BlockArgument, Region
+from xdsl.dialects.builtin import FunctionType, MemRefType, ModuleOp, StringAttr, SymbolRefAttr
+from xdsl.ir import Attribute, Block, BlockArgument, Operation, Region
 
-from stages.air.builder import AirModule
-from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, SegmentOp
+from stages.air import analysis
+from stages.air.access import accesses
+from stages.air.builder import AirModule, Builder
+from stages.air.dialect import L1, ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 
 Part = tuple[AirModule, Mapping[str, str]]
 """A module and its wiring: argument name -> slot name."""
+
+SETTLE = "settle"
+"""In the names of the launch that makes the number of resets even."""
+
+SETTLE_BYTES = 64
+"""What it copies at most: a line of the host's cache, some steps of the narrowest stream."""
 
 
 def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
     """One function `name(slots)` that runs the launches of `parts` in order. A slot has the type of its arguments.
 
     The parts are consumed: their operations are moved. Symbols of segments, herds and channels get
-    `launch<position of the part>_` in front. TypeError if arguments wired to one slot differ in type, if arguments and
-    wiring or slots and wirings do not match, or if one symbol is declared with two signatures (object variants carry
-    their shapes in their names, so none should be).
+    `launch<position of the part>_` in front. Launches of an odd number are followed by one that settles them
+    (`toggle_settling`), for which the last one has to write something.
+
+    TypeError if it does not, if arguments wired to one slot differ in type, if arguments and wiring or slots and
+    wirings do not match, or if one symbol is declared with two signatures (object variants carry their shapes in their
+    names, so none should be).
     """
     types = _slot_types(name, slots, parts)
     block = Block(arg_types=types)
@@ -34,12 +46,24 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
         _merge_declarations(declared, module)
         _rename(module, f"launch{position}_")
         channels += _detach_channels(module)
-        _move(module.function, wiring, values, block)
+        for argument, value in _arguments(module.function).items():
+            value.replace_all_uses_with(values[wiring[argument]])
+        for op in _detach_body(module.function):
+            block.add_op(op)
     block.add_op(func.ReturnOp())
     function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
     stitched = ModuleOp([*channels, *(declared[symbol] for symbol in sorted(declared)), function])
     stitched.verify()
+    if len(analysis.launches(stitched)) % 2:
+        toggle_settling(stitched)
     return AirModule(stitched, frozenset().union(*(module.variants for module, _ in parts)))
+
+
+def part_of(launch: LaunchOp) -> int:
+    """Position of the part that a stitched launch comes from."""
+    segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+    assert segment.sym_name is not None
+    return int(segment.sym_name.data.partition("_")[0].removeprefix("launch"))
 
 
 def _slot_types(name: str, slots: Sequence[str], parts: Sequence[Part]) -> list[Attribute]:
@@ -90,10 +114,60 @@ def _detach_channels(module: AirModule) -> list[ChannelOp]:
     return channels
 
 
-def _move(function: func.FuncOp, wiring: Mapping[str, str], values: Mapping[str, BlockArgument], block: Block) -> None:
-    for name, argument in _arguments(function).items():
-        argument.replace_all_uses_with(values[wiring[name]])
-    for op in list(function.body.block.ops):
-        if not isinstance(op, func.ReturnOp):
-            op.detach()
-            block.add_op(op)
+def _detach_body(function: func.FuncOp) -> list[Operation]:
+    moved = [op for op in function.body.block.ops if not isinstance(op, func.ReturnOp)]
+    for op in moved:
+        op.detach()
+    return moved
+
+
+def _segment_name(launch: LaunchOp) -> str:
+    return next(analysis.name_of(op, "") for op in launch.body.block.ops if isinstance(op, SegmentOp))
+
+
+def settles(module: ModuleOp) -> bool:
+    """Whether the last launch is there for the number of resets alone."""
+    return f"{SETTLE}_" in _segment_name(analysis.launches(module)[-1])
+
+
+def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
+    """Elements of a slot that lie together from `first`, at most `run`, copied onto themselves."""
+    dtype = str(slot.element_type)
+    count = min(run, SETTLE_BYTES // analysis.element_bytes(slot))
+    b = Builder(SETTLE, {"slot": slot})
+    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(L1, ((count,), dtype)) as (line,):
+        place = b.args["slot"].at((first, count, 1))
+        b.dma(line, place)
+        b.dma(place, line)
+    return b.finish()
+
+
+def toggle_settling(module: ModuleOp) -> None:
+    """Add a last launch that changes nothing, or take it away again.
+
+    Each launch resets the array by loading one of two empty images in turn, and the firmware does not load an image
+    again that is loaded already: a dispatch must end on another image than it begins with, so the number of resets is
+    even (mlir-aie, `AIEExpandLoadPdi`, up to #3622). The launch copies 64 bytes that the launch before it wrote onto
+    themselves, by way of one core that computes nothing.
+    """
+    *_, last = analysis.launches(module)
+    if settles(module):
+        last.detach()
+        last.erase()
+        module.verify()
+        return
+    before = re.match(r"launch(\d+)_", _segment_name(last))
+    position = int(before[1]) + 1 if before else 1
+    function = analysis.public_function(module)
+    written = next((access for access in accesses(last, SETTLE) if access.written), None)
+    if written is None:
+        raise TypeError(f"{function.sym_name.data}: its last launch writes nothing")
+    slot = _arguments(function)[written.slot]
+    assert isinstance(slot.type, MemRefType)
+    made = _settling(slot.type, int(written.runs.starts.min()), written.runs.length)
+    _rename(made, f"launch{position}_")
+    _arguments(made.function)["slot"].replace_all_uses_with(slot)
+    returning = function.body.block.last_op
+    assert returning is not None
+    function.body.block.insert_ops_before(_detach_body(made.function), returning)
+    module.verify()

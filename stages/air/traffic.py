@@ -45,10 +45,11 @@ class Traffic:
 
 def count(module: AirModule) -> list[Traffic]:
     """Traffic of every launch, in order."""
-    return [_count_launch(launch) for launch in module.launches]
+    return [count_launch(launch) for launch in module.launches]
 
 
-def _count_launch(launch: LaunchOp) -> Traffic:
+def count_launch(launch: LaunchOp) -> Traffic:
+    """Traffic of one launch."""
     segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
     sizes = {str(arg.name_hint): analysis.buffer_bytes(arg) for arg in launch.args if isinstance(arg.type, MemRefType)}
     traffic = Traffic(analysis.name_of(segment, "launch"), sizes)

@@ -23,6 +23,8 @@ class Modules(Protocol):
     """Room `modules`: description -> generated source of a library, and beside it what its build needs to know."""
 
     SUFFIX: str
+    COSTS: bool
+    """Whether it also writes `<library>.cost.json`: what of the manifest the estimate says."""
 
     def write_module(self, directory: Path, library: str, work: Path, **arguments: Any) -> None:
         """Step action: `build/modules/<library><SUFFIX>` and `<library>.json` of the configuration in `directory`."""
@@ -58,6 +60,8 @@ class Programs(Protocol):
     """Room `programs`: module and objects -> what the device loads."""
 
     SUFFIX: str
+    DESCRIBES: bool
+    """Whether it also writes `<library>.json` beside it: what of the manifest only the finished program tells."""
 
     def write_program(self, module: Path, library: str, work: Path) -> list[Path]:
         """Step action: `elf/<library><SUFFIX>`; returns the objects that were linked."""

@@ -16,6 +16,7 @@ from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.weights.formats import formats
 
+COSTS = False
 SUFFIX = ".cc"
 
 _SUPPORT = ("peaks", "team")

@@ -9,9 +9,10 @@ from stages.engine.objects import linked, run_compiler
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.targets.cpu.toolchain import host_compiler_fingerprint as fingerprint
 
-__all__ = ["SUFFIX", "fingerprint", "link_host", "write_program"]
+__all__ = ["DESCRIBES", "SUFFIX", "fingerprint", "link_host", "write_program"]
 
 SUFFIX = ".so"
+DESCRIBES = False
 
 
 def write_program(module: Path, library: str, work: Path) -> list[Path]:

@@ -9,9 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2.devices.xrt.limits import check_duration
 from stages import air
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, MODULES
+from stages.estimate import price
 from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
 from stages.model.grouping import Program
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from stages.air import AirModule, Variant
 
 SUFFIX = ".mlir"
+COSTS = True
 
 Dimensions = Mapping[str, int | float]
 
@@ -61,17 +64,28 @@ def write_module(
     bucket: int | None,
     bfp16: bool,
     support: Sequence[str] = (),
+    priced: bool = True,
 ) -> None:
-    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, as JSON.
+    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, and what the
+    estimate says of its launches, both as JSON. Raises UserError where one call would take too long.
 
-    `support`: C++ sources whose objects it links besides its tile functions.
+    `support`: C++ sources whose objects it links besides its tile functions. `priced`: whether the estimate's time of
+    one call is written too; it is no input of what is built, so that another constant of the estimate re-links nothing.
     """
-    module = _module(directory, grouping, entry, bucket, bfp16)
+    write(_module(directory, grouping, entry, bucket, bfp16), library, work, support, priced)
+
+
+def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
+    """The files of a module below `work`."""
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(module.text())
     # A dot in the name is a bucket, not a suffix.
     write_json(path.with_suffix(".json"), description(library, module, support))
+    if priced:
+        cost = price.description(module)
+        check_duration(library, cost["milliseconds"])
+        write_json(path.with_suffix(".cost.json"), cost)
 
 
 def _module(directory: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool) -> Module:

@@ -10,12 +10,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from llama_npu2.devices.xrt.limits import RUNS_SHARE, heap_bytes
 from llama_npu2.errors import UserError
-from stages.engine.files import read_json, write_atomic
+from stages import air
+from stages.air import limits
+from stages.engine.files import read_json, write_atomic, write_json
 from stages.engine.objects import linked
+from stages.targets.npu2.kernel_name import instructions, kernel_name, rename
 from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
 
@@ -25,9 +30,13 @@ TIME_LIMIT = 3600
 STACK_BYTES = 4 << 30
 """Passes recurse deeply over long modules. Not unlimited, because that leaves their threads with 2 MiB each."""
 
-__all__ = ["SUFFIX", "Job", "command_line", "fingerprint", "link", "write_program"]
+if TYPE_CHECKING:
+    from stages.targets.npu2.audit import Findings
+
+__all__ = ["DESCRIBES", "SUFFIX", "Job", "command_line", "fingerprint", "link", "write_program"]
 
 SUFFIX = ".elf"
+DESCRIBES = True
 INTERMEDIATE = "air_project"
 ELF = "out.elf"
 MODULE = "air.mlir"
@@ -48,21 +57,66 @@ class Job:
 
 
 def write_program(module: Path, library: str, work: Path, time_limit: int = TIME_LIMIT) -> list[Path]:
-    """Step action: `elf/LIBRARY.elf` and `build/logs/LIBRARY.log` from a module's MLIR and the description beside it.
-    Returns the objects that it links.
+    """Step action: `elf/LIBRARY.elf`, what is to be known of it as `elf/LIBRARY.json`, and `build/logs/LIBRARY.log`, of
+    a module's MLIR and the description beside it. Returns the objects that it links.
 
-    Raises UserError. When aircc fails, its log is left in the artifact directory.
+    Raises UserError. When aircc fails, or what it made does not pass the audit, its log is left in the artifact
+    directory.
     """
     need_npu_tools()
     about, objects = read_json(module.with_suffix(".json")), linked(module)
     job = Job(library, module.read_text(), about["function"], about["options"], objects)
     scratch = work / "aircc"
-    log = link(job, scratch, module.parents[1] / "logs" / f"{library}.log", time_limit)
+    log, told = make(job, scratch, module.parents[1] / "logs" / f"{library}.log", time_limit)
     (work / "elf").mkdir(exist_ok=True)
     (scratch / ELF).rename(work / "elf" / f"{library}{SUFFIX}")
+    # A dot in the name is a bucket, not a suffix.
+    write_json(work / "elf" / f"{library}.json", told)
     write_atomic(work / "build/logs" / f"{library}.log", log.encode())
     shutil.rmtree(scratch)
     return list(objects.values())
+
+
+def make(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> tuple[str, dict[str, Any]]:
+    """Link a program in the new directory `scratch`, audit what came of it, and give its kernel a name of its own.
+    Returns the log, and what is to be known of the ELF. Raises UserError, after writing the log to `failed_log`."""
+    log = link(job, scratch, failed_log, time_limit)
+    findings = _audited(job, scratch, log, failed_log)
+    if findings.resets % 2:
+        # The compiler adds resets of its own where a DMA repeats, which the number of launches does not tell.
+        log += f"\n{job.program}: {findings.resets} resets of the array a dispatch, an odd number: linked again\n"
+        shutil.rmtree(scratch)
+        job = replace(job, mlir=_toggled(job.mlir))
+        log += link(job, scratch, failed_log, time_limit)
+        findings = _audited(job, scratch, log, failed_log, even=True)
+    size = instructions(scratch / INTERMEDIATE, job.function).stat().st_size
+    kernel, why_not = rename(scratch / INTERMEDIATE, job.function, scratch / ELF, kernel_name(job.program))
+    notes = [f"its kernel stays {kernel}, so that it shares no context: {why_not}"] if why_not else []
+    log += "".join(f"\n{job.program}: {note}" for note in (*notes, *findings.notes))
+    return log, {"kernel": kernel, "instruction_bytes": size, **asdict(findings)}
+
+
+def _toggled(mlir: str) -> str:
+    module = air.parse_mlir(mlir)
+    air.toggle_settling(module)
+    return air.to_mlir(module)
+
+
+def _audited(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = False) -> Findings:
+    """UserError, after writing the log, if what aircc made would not run right. `even`: nor an odd number of resets."""
+    # Loads MLIR's framework, which an up-to-date build does not need.
+    from stages.targets.npu2.audit import audit_made
+
+    try:
+        findings = audit_made(job.program, air.parse_mlir(job.mlir), scratch / INTERMEDIATE, job.function)
+        if even and findings.resets % 2:
+            raise UserError(f"{job.program}: resets the array {findings.resets} times a dispatch, which must be even")
+        size = instructions(scratch / INTERMEDIATE, job.function).stat().st_size
+        limits.require(job.program, "bytes of the NPU's heap for runs", heap_bytes(size), RUNS_SHARE)
+    except UserError as error:
+        write_atomic(failed_log, f"{log}\n{error}\n".encode())
+        raise UserError(f"{error}: the whole log is {failed_log}") from None
+    return findings
 
 
 def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> str:
@@ -75,6 +129,12 @@ def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT
         shutil.copyfile(path, scratch / name)
     started = time.monotonic()
     status, log = _run(command_line(job), scratch, time_limit)
+    if status == -signal.SIGSEGV:
+        # Some passes walk containers in the order of addresses: the same module may pass when tried again.
+        shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
+        crashed = f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n"
+        status, log = _run(command_line(job), scratch, time_limit)
+        log = crashed + log
     problem = _problem(job, status, log, scratch, time_limit)
     if problem is None:
         return log
@@ -89,8 +149,20 @@ def command_line(job: Job) -> list[str]:
     assert driver and compiler
     # XRT finds the kernel by instance name; with another one than the function's it hangs at run time.
     names = ["--elf-name", ELF, "--xclbin-instance-name", job.function, "--tmpdir", INTERMEDIATE]
+    stack = f"--stack-size={limits.STACK_BYTES}"
     compilers = ["--peano", str(compiler.path), "--no-xchesscc", "--no-xbridge"]
-    return [str(driver.path), "--device", "npu2", MODULE, "--output-format", "elf", *names, *compilers, *job.options]
+    return [
+        str(driver.path),
+        "--device",
+        "npu2",
+        MODULE,
+        "--output-format",
+        "elf",
+        *names,
+        stack,
+        *compilers,
+        *job.options,
+    ]
 
 
 def _run(command: Sequence[str], directory: Path, time_limit: int) -> tuple[int | None, str]:
@@ -140,7 +212,6 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: 
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
-        # One pass of mlir-air changes a container while it walks it, which shows with many launches if at all.
         said = f": {error}" if error else ""
         return f"aircc crashed ({signal.Signals(-status).name}){said}: try again, or grouping=separate"
     if status:
