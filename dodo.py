@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stages.commands.tasks import command, group, report_complete, step
+from stages.commands.tasks import command, group, report_complete, selftest, step
 from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
 
 
@@ -93,8 +93,18 @@ def task_doctor():
     return command("doctor", built=False)
 
 
+def task_probe():
+    """Build the programs of `doit selftest`."""
+    yield from group("probe")
+
+
+def task_selftest():
+    """Bring up an NPU rung by rung, say what the first fault means, measure; risky=1 also what may reset it."""
+    return selftest()
+
+
 def task_estimate():
-    """Estimate DDR traffic, arithmetic and time of every launch on the NPU."""
+    """Estimate time and its limit for every launch on the NPU, per token and per prompt; check=1, measured=FILE."""
     return command("estimate", built=False)
 
 

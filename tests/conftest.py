@@ -163,7 +163,7 @@ def built(project: Path, tmp_path: Path) -> Path:
 def ran(run: subprocess.CompletedProcess[str]) -> set[str]:
     """Names of the steps that a doit run executed."""
     assert run.returncode == 0, run.stdout + run.stderr
-    return {line for line in run.stdout.splitlines() if re.fullmatch(r"[a-z]+(:[\w./]+)?", line)}
+    return {line for line in run.stdout.splitlines() if re.fullmatch(r"[a-z]+(:[\w./:]+)?", line)}
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

@@ -17,13 +17,15 @@ from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
 from stages.engine.doit_tasks import command_task, doit_task
 from stages.graph import Build
+from stages.selftest.graph import Probes
 
 Task = dict[str, Any]
 
 try:
     # doit offers get_var for known names only; the names themselves are needed to refuse a misspelt one.
     _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}))
-    _steps = _build.steps
+    _probes = Probes(_build)
+    _steps = _build.steps | _probes.steps
 except UserError as error:
     raise InvalidDodoFile(str(error)) from None
 
@@ -43,13 +45,19 @@ def command(name: str, built: bool = True) -> Task:
     return command_task(partial(_run, name), [_build.finish] if built else [], ["manifest"] if built else [])
 
 
+def selftest() -> Task:
+    """The ladder as a doit task: it uses its own programs, and a model's."""
+    needs = ["manifest", "probe:manifest"] if _probes.suit else []
+    return command_task(partial(_run, "selftest", _probes), [_build.finish, _probes.finish] if needs else [], needs)
+
+
 def report_complete() -> Task:
     """The task that builds everything and says so."""
     return command_task(_say_complete, [_build.finish], ["manifest"])
 
 
-def _run(name: str) -> TaskFailed | bool | None:
-    outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(_build)
+def _run(name: str, build: Build = _build) -> TaskFailed | bool | None:
+    outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(build)
     return outcome
 
 

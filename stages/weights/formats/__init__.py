@@ -22,13 +22,20 @@ def _unchanged(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def _first(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Of rows that lie as they are, with others behind them."""
+    return packed.reshape(-1, *shape[1:])[: shape[0]]
+
+
 @dataclass(frozen=True)
 class Layout:
     """An order of a stored tensor's elements. `shape`: of the stored tensor -> after packing; `pack`: the same for the
-    tensor. `serves`: layouts whose readers can read this one as well, because it only adds elements behind theirs."""
+    tensor; `unpack(packed, shape)`: the stored tensor of that shape again. `serves`: layouts whose readers can read
+    this one as well, because it only adds elements behind theirs."""
 
     shape: Callable[[Shape], Shape] = tuple
     pack: Callable[[np.ndarray], np.ndarray] = _unchanged
+    unpack: Callable[[np.ndarray, Shape], np.ndarray] = _first
     serves: tuple[str, ...] = ()
 
 
@@ -67,6 +74,11 @@ class Format:
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
         """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
         return self.layout(layout).pack(self.quantise(tensor))
+
+    def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:
+        """The values, f32 of logical `shape`, of what `pack` made."""
+        stored = self.layout(layout).unpack(packed, self.stored_shape(shape))
+        return self.dequantise(stored, shape[-1])
 
     def common_layout(self, one: str, other: str) -> str:
         """The layout that readers of both can read. ValueError if there is none."""

@@ -32,6 +32,14 @@ def to_panels(weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words.transpose(0, 2, 1)).view(bfloat16).reshape(shape)
 
 
+def from_panels(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """The weight `[out, in]` of its panels."""
+    rows, cols = shape
+    panels, pairs, height, _ = panels_shape(shape)
+    wide = packed.reshape(panels, pairs, height, 2).transpose(0, 2, 1, 3).reshape(panels * height, pairs * 2)
+    return wide[:rows, :cols]
+
+
 def blocks_shape(shape: Shape) -> Shape:
     """Shape of a weight `[out, in]` in blocks: `[out/8, in/8, 8 inputs, 8 outputs]`."""
     rows, cols = shape
@@ -47,6 +55,11 @@ def to_blocks(weight: np.ndarray) -> np.ndarray:
     """
     rows, cols, *_ = blocks_shape(weight.shape)
     return np.ascontiguousarray(weight.reshape(rows, BLOCK, cols, BLOCK).transpose(0, 2, 3, 1))
+
+
+def from_blocks(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """The weight `[out, in]` of its blocks."""
+    return packed.reshape(blocks_shape(shape)).transpose(0, 3, 1, 2).reshape(shape)
 
 
 def padded_shape(shape: Shape) -> Shape:
@@ -73,8 +86,8 @@ FORMAT = Format(
     quantise,
     lambda stored, n: stored.astype(np.float32),
     layouts={
-        "panels": Layout(panels_shape, to_panels),
-        "blocks": Layout(blocks_shape, to_blocks),
+        "panels": Layout(panels_shape, to_panels, from_panels),
+        "blocks": Layout(blocks_shape, to_blocks, from_blocks),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },
 )

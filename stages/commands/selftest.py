@@ -1,0 +1,68 @@
+"""`doit selftest`: brings up an NPU rung by rung, and writes a report that a user can attach to a bug report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from doit.exceptions import TaskFailed
+
+from llama_npu2.errors import UserError
+from llama_npu2.manifest import Manifest
+from stages.commands import doctor
+from stages.engine.places import CONFIG
+from stages.model.families import read_config
+from stages.model.grouping import programs
+from stages.selftest import report
+from stages.selftest.graph import Probes
+from stages.selftest.ladder import Kit, Rung, climb
+
+
+def run(probes: Probes) -> TaskFailed | None:
+    """Fails where a rung breaks. Raises UserError."""
+    if not probes.suit:
+        raise UserError(f"selftest: target {probes.target.name} runs nothing on the NPU's array: add target=npu2")
+    found = climb(_kit(probes), _say)
+    content = report.report(found, [asdict(row) for row in doctor.report()], _about(probes))
+    path = report.write(probes.directory, content)
+    where = probes.directory_as_given / path.name
+    print(f"\n{report.summary(found.rungs)}\n\n{where} and {where.with_suffix('.txt')} say it all", flush=True)
+    broken = found.broken
+    return TaskFailed(f"selftest broke at {broken.rung}: {broken.what}", report=False) if broken else None
+
+
+def _kit(probes: Probes) -> Kit:
+    model, options = probes.model, probes.options
+    config = read_config(model.directory / CONFIG)
+    grouping = model.target.grouping(options.grouping or model.target.default_grouping)
+    return Kit(
+        Manifest.open(probes.directory),
+        Manifest.open(model.directory),
+        config,
+        programs(config.family, grouping, model.buckets),
+        options.matmul == "bfp16",
+        options.threads,
+        options.repeats,
+        options.risky,
+    )
+
+
+def _about(probes: Probes) -> dict[str, Any]:
+    """What was run, and what the programs were built with."""
+    options, built = probes.options, probes.steps["probe:elf:add"].receipt() or {"key": {}}
+    return {
+        "llama-npu2": version("llama-npu2"),
+        "target": probes.target.name,
+        "model": probes.model.source.name,
+        "grouping": options.grouping or probes.target.default_grouping,
+        "matmul": options.matmul,
+        "buckets": options.buckets,
+        "risky": options.risky,
+        "tools": built["key"].get("tool", ""),
+    }
+
+
+def _say(rung: Rung) -> None:
+    detail = f": {rung.detail}" if rung.detail else ""
+    print(f"{rung.result:8} {rung.rung}, {rung.what}{detail}", flush=True)

@@ -1,0 +1,124 @@
+"""What parts and plans compute, in numpy: the kernels' references, wired as the parts say.
+
+Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, head_dim]`, NaN where nothing was put.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.model.grouping import Program
+from stages.model.parts import Dim, Launch, Slot
+
+Values = dict[str, np.ndarray]
+Sizes = Mapping[str, Any]
+"""Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
+
+_HALVES = {"rope_kv": 0, "gemm_kv": 1}
+"""Kernels that write one half of an interleaved cache, and which."""
+
+
+def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
+    """Run the launches of a program's parts; `values` by slot, of what it reads, then also of what it writes."""
+    for part, wired in zip(program.parts, program.wiring, strict=True):
+        for launch in part.launches:
+            _launch(launch, {arg: wired[slot] for arg, slot in launch.args.items()}, sizes, values)
+
+
+def _launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: Values) -> None:
+    kernel = launch.kernel
+    known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+    known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
+    written = [slots[arg.name] for arg in kernel.args if arg.written]
+    cache = next((values[slots[arg.name]] for arg in kernel.args if arg.name == "kv"), None)
+    if cache is not None:
+        until = known["pos"] + known.get("seq", 1)
+        # What appends to a cache has its own `k` and `v`.
+        known = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | known
+    if "table" in known:
+        known["x"] = np.atleast_2d(known["x"])
+    out = kernel.reference(**{name: _shaped(name, known) for name in inspect.signature(kernel.reference).parameters})
+    (slot,) = written
+    if kernel.name in _HALVES:
+        rows = values[slot][known["pos"] :][: len(out)]
+        rows[:, :, _HALVES[kernel.name]] = out.reshape(len(rows), *rows.shape[1::2])
+    else:
+        values[slot] = out
+
+
+def _half(cache: np.ndarray, which: int, until: int) -> np.ndarray:
+    return cache[:until, :, which].reshape(until, -1)
+
+
+def _shaped(name: str, known: Mapping[str, Any]) -> Any:
+    """New rows of K and V go into a cache head by head."""
+    one_row = name in ("k", "v") and known[name].ndim == 1
+    return known[name].reshape(known["kv_heads"], -1) if one_row else known[name]
+
+
+class Model:
+    """A model's phases, call by call. `plans` and `programs` as in a manifest and from `stages.model.grouping`;
+    `tensor(name, shape)` gives a weight or table of a logical shape."""
+
+    def __init__(
+        self,
+        plans: Mapping[str, Sequence[Mapping[str, Any]]],
+        programs: Sequence[Program],
+        dimensions: Mapping[str, Any],
+        tensor: Callable[[str, tuple[int, ...]], np.ndarray],
+        positions: int,
+    ) -> None:
+        """`positions`: of the KV caches, at least as many as will be used."""
+        self._plans, self._dimensions, self._tensor = plans, dimensions, tensor
+        self._programs = {program.name: program for program in programs}
+        self._positions = positions
+        self._buffers: Values = {}
+        self.position = 0
+
+    def run(
+        self,
+        phase: str,
+        ids: Sequence[int],
+        watch: Callable[[Mapping[str, Any], Values, Values], object] = lambda call, before, after: None,
+    ) -> np.ndarray:
+        """Process tokens; returns the logits, f32 `[vocab]`. `watch(call, before, after)` gets what a call's slots held
+        before and hold after it, without weights and tables."""
+        sizes = {**self._dimensions, "seq": len(ids), "pos": self.position, "max_seq": self._positions}
+        self._buffers["tokens"] = np.asarray(ids, np.int32)
+        for call in self._plans[phase]:
+            program = self._programs[call["program"]]
+            bound = list(zip(program.slots, call["buffers"], strict=True))
+            values = {slot.name: self._read(slot, reference, sizes) for slot, reference in bound}
+            kept = [slot.name for slot in program.slots if slot.role not in ("weight", "table")]
+            before = {name: values[name].copy() for name in kept}
+            evaluate(program, sizes, values)
+            watch(call, before, {name: values[name] for name in kept})
+            for slot, reference in bound:
+                if slot.role in ("output", "scratch"):
+                    self._buffers[reference.partition("@")[0]] = values[slot.name]
+        self.position += len(ids)
+        return self._buffers["logits"]
+
+    def _read(self, slot: Slot, reference: str, sizes: Sizes) -> np.ndarray:
+        name, _, view = reference.partition("@")
+        shape = tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
+        if slot.role in ("weight", "table"):
+            return self._tensor(name, self._logical(slot.shape, shape))
+        if slot.keeps:
+            heads = (self._dimensions["kv_heads"], 2, self._dimensions["head_dim"])
+            return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, bfloat16))
+        size = math.prod(shape)
+        first = (sizes["seq"] - 1) * size if view == "last" else 0
+        held = self._buffers.get(name)
+        if held is None or held.size < first + size:
+            return np.full(shape, np.nan, bfloat16)
+        return held.reshape(-1)[first : first + size].reshape(shape)
+
+    def _logical(self, dims: Sequence[Dim], shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._positions, *shape[1:]) if dims[0] == "max_seq" else shape
