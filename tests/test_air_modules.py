@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from xdsl.dialects import func, scf
-from xdsl.dialects.builtin import StringAttr
-from xdsl.ir import BlockArgument
+from xdsl.dialects.builtin import MemRefType, StringAttr
+from xdsl.ir import BlockArgument, SSAValue
 
 from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
 from stages.air.access import accesses
 from stages.air.analysis import launches, trip_count
-from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, SegmentOp
+from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
 from stages.model.parts import Slot
 from stages.targets.npu2 import TARGET
@@ -82,6 +82,31 @@ def test_every_program_is_even(model: str, grouping: str) -> None:
         built = build_module(program, MODELS[model].dimensions())
         assert len(built.air.launches) % 2 == 0, program.name
         assert all(limits.steady(steps) for steps in core_steps(built.air)), program.name
+
+
+def test_where_cores_are_told_their_step_no_two_share_descriptors() -> None:
+    """What a core is told of a launch step it must have taken before it is told the next."""
+    told = {
+        program.name: any(map(tells_its_step, build_module(program, DEMO.dimensions()).air.launches))
+        for program in device_programs("separate", 512)
+    }
+    assert [name for name, does in told.items() if does] == ["flash_attn.512"]
+    for program in device_programs("fused", 512):
+        built = build_module(program, DEMO.dimensions())
+        if any(map(tells_its_step, built.air.launches)):
+            assert built.options == ["--air-runtime-loop-tiling-sizes=1"] * 2
+
+
+def tells_its_step(launch: LaunchOp) -> bool:
+    """Whether a core computes with the position in the grid, apart from addresses."""
+    herds = [op for op in launch.walk() if isinstance(op, HerdOp)]
+    given = [arg for herd in herds for arg in herd.body_args if not isinstance(arg.type, MemRefType)]
+    return any(reaches_a_call(arg) for arg in given)
+
+
+def reaches_a_call(value: SSAValue) -> bool:
+    uses = [use.operation for use in value.uses]
+    return any(isinstance(op, func.CallOp) or any(map(reaches_a_call, op.results)) for op in uses)
 
 
 def core_steps(made: air.AirModule) -> list[int]:

@@ -383,3 +383,35 @@ def test_accesses_are_what_traffic_counts(made: Callable[[], air.AirModule]) -> 
         for slot, size in counter.items():
             runs = [a.runs for a in accesses(module.launches[0], "") if (a.slot, a.written) == (slot, written)]
             assert sum(r.elements for r in runs) * 2 == size == Coverage.of(runs).elements * 2
+
+
+TOLD = "      aiex.npu.rtp_write(@__air_herd_rtp_0_2, 0, {0})\n      aiex.set_lock(%lock_0_2, 1)\n"
+
+
+def telling(*before: int) -> Edit:
+    """The core is told a step in front of the tasks of these numbers."""
+
+    def edit(text: str) -> str:
+        pieces = re.split(r"(?<=\n)(?= +%\d+ = aiex\.dma_configure_task_for)", text)
+        for step, number in enumerate(before):
+            pieces[1 + number] = TOLD.format(step) + pieces[1 + number]
+        return "".join(pieces)
+
+    return edit
+
+
+TELLING = {
+    "of the next step before the last is done": ((0, 0), "told of several steps at once, by @__air_herd_rtp_0_2"),
+    "of more steps than there are": ((0, 1), r"told of 2 of 1 steps, by @__air_herd_rtp_0_2"),
+}
+
+
+def test_a_core_may_be_told_its_step(tmp_path: Path) -> None:
+    assert findings(tmp_path, edit=telling(0)).resets == 2
+
+
+@pytest.mark.parametrize("fault", TELLING)
+def test_cores_that_miss_what_they_are_told_are_refused(tmp_path: Path, fault: str) -> None:
+    before, message = TELLING[fault]
+    with pytest.raises(UserError, match=message):
+        findings(tmp_path, edit=telling(*before))

@@ -146,6 +146,7 @@ class _Launch:
     def check(self, launch: LaunchOp) -> None:
         self._check_slots(launch)
         self._check_flight()
+        self._check_told(math.prod(launch.shape()))
         for task in self._tasks():
             for descriptor in task.descriptors:
                 self._check_descriptor(task.channel, descriptor, task.runs)
@@ -228,6 +229,23 @@ class _Launch:
                 self._check_quiet(running)
         self._check_over(over, awaited)
         self._check_quiet(running)
+
+    def _check_told(self, steps: int) -> None:
+        """Cores that are told which step of the launch it is are told before each, and not of the next before what they
+        made of it is there: a lock that says so holds 1, however often it is set."""
+        times: Counter[str] = Counter()
+        told: set[str] = set()
+        for command in self.configuration.commands:
+            if command.what == "await":
+                told.clear()
+            elif command.what == "write":
+                if command.target in told:
+                    raise UserError(f"{self.where}: cores are told of several steps at once, by {command.target}")
+                told.add(command.target)
+                times[command.target] += 1
+        for target, count in times.items():
+            if count != steps:
+                raise UserError(f"{self.where}: cores are told of {count} of {steps} steps, by {target}")
 
     def _check_over(self, over: Sequence[Task], awaited: bool) -> None:
         if over and not awaited:

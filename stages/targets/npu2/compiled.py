@@ -145,11 +145,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Command:
-    """`what`: start, await or free a `task`; load the configuration `device`; or write a number to the array."""
+    """`what`: start, await or free a `task`; load the configuration `device`; or write a number to `target`, a lock or
+    memory of a core."""
 
     what: str
     task: Task | None = None
     device: str = ""
+    target: str = ""
 
 
 @dataclass(frozen=True)
@@ -390,7 +392,8 @@ class _Reader:
             elif line.name in _COMMANDS:
                 task = tasks.get(line.arguments()[0]) if line.name.endswith("_task") else None
                 device = line.symbol if line.name.endswith("load_pdi") else ""
-                yield Command(_COMMANDS[line.name], task, device)
+                target = line.arguments()[0] if _COMMANDS[line.name] == "write" else ""
+                yield Command(_COMMANDS[line.name], task, device, target)
             elif line.name != "arith.constant":
                 raise line.refuse("a command that is not known")
 
