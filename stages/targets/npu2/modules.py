@@ -127,9 +127,9 @@ class Module:
 
     @property
     def options(self) -> list[str]:
-        """For `aircc`: how many steps of a launch grid share the descriptors of a shim channel. One where cores are told
-        which step it is, as those of attention are: the compiler tells them of all these steps at once, and a core
-        then waits for ever for what it missed."""
+        """For `aircc`: how many steps of a launch grid share the descriptors of a shim channel. One where cores are
+        told which step it is, as those of attention are: the compiler tells them of all these steps at once, and a
+        core then waits for ever for what it missed."""
         steps = 1 if self.program.bucket else 16
         return [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
 
