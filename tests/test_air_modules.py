@@ -122,6 +122,7 @@ def test_an_odd_number_of_steps_is_taken_where_there_is_no_other() -> None:
     tiling = gemv.tile(64, 1056)
     assert 1056 // tiling.chunk == 3, "chunks of whole vectors: 3, 11 or 33"
     assert gemv.tile(64, 3072).chunk == 768, "not a third, which would fit"
+    assert gemv.tile(4096, 3072, "f32", blocked=False).chunk == 512, "not 768, which no descriptor takes beside rows"
     assert elementwise.tile("add", 8 * 9, 1024).inner_steps == 2, "rows in halves, not three of nine at a time"
     assert elementwise.tile("add", 8 * 9, 32).inner_steps == 1
 
