@@ -200,11 +200,6 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         "is not handed the program's arguments in their order",
     ),
     "another order of reading": (lambda text: swapped(text), "reads x in another order than the module, in 1 inputs"),
-    "a tile that takes more at a time": (
-        sub(r", 0, 2\) \{task_id", ", 0, 48) {task_id"),
-        r"4096 bytes at channel MM2S 0 of tile \(0, 0\), of which channel S2MM 0 of tile \(0, 2\) moves 96 at a time",
-    ),
-    "a stream without an end": (sub(r"S2MM, 0, \^bb3", "S2MM, 2, ^bb3"), "moves 0 at a time"),
     "a buffer over the stack": (lambda text: text, r"%buf0 at 0 begins below \d+, where others end"),
     "a buffer off its vectors": (lambda text: text, r"%buf0 at \d+ is not aligned to the 64 bytes of its vectors"),
 }

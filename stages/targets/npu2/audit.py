@@ -155,7 +155,6 @@ class _Launch:
                 self._check_descriptor(engine.channel, descriptor, engine.runs)
         self._check_engines()
         self._check_locks()
-        self._check_balance()
         if stray := self.configuration.stacks - {limits.STACK_BYTES}:
             raise UserError(f"{self.where}: cores have {min(stray)} bytes of stack, not {limits.STACK_BYTES}")
 
@@ -265,8 +264,7 @@ class _Launch:
         held = sum(len(other.descriptors) for other in running if (other.channel.column, other.channel.row) == place)
         self.findings.most("in_flight", waiting)
         self.findings.most("shim_descriptors", held)
-        staged = any(channel in flow and {end.row for end in flow} == {0, 1} for flow in self.configuration.flows)
-        more = PING_PONG_TASKS if staged else 0
+        more = PING_PONG_TASKS if channel in self.configuration.shim_to_memory else 0
         self._require(f"tasks at {channel}", waiting, limits.QUEUE_DEPTH + more)
         self._require(f"descriptors of tile {place}", held, limits.SHIM_DESCRIPTORS)
 
@@ -276,8 +274,8 @@ class _Launch:
         where = f"{self.where}: {channel}"
         kind = limits.dma(channel.row)
         limits.require(where, "runs of a descriptor", runs, limits.RUNS)
-        if _bytes(descriptor) % limits.GRANULARITY_BYTES:
-            raise UserError(f"{where}: moves {_bytes(descriptor)} bytes, no whole words")
+        if (descriptor.length * descriptor.element_bytes) % limits.GRANULARITY_BYTES:
+            raise UserError(f"{where}: moves {descriptor.length * descriptor.element_bytes} bytes, no whole words")
         # The shim's fourth dimension is the step from run to run.
         iterates = channel.row == 0 and len(descriptor.dims) == 4
         (steps, step), dims = (descriptor.dims[0], descriptor.dims[1:]) if iterates else ((1, 0), descriptor.dims)
@@ -308,26 +306,9 @@ class _Launch:
                 which = f"{'odd' if parity else 'even'} channels of tile ({column}, {row})"
                 self._require(f"descriptors of the {which}", count, limits.MEMTILE_DESCRIPTORS // 2)
 
-    def _check_balance(self) -> None:
-        """What passes between a channel of the shim and the tile at the other end of its stream is a whole number of
-        what that tile moves at a time: a part of it would wait for ever."""
-        bytes_of: Counter[Channel] = Counter()
-        for task in self._tasks():
-            bytes_of[task.channel] += task.runs * sum(map(_bytes, task.descriptors))
-        at_a_time = {engine.channel: sum(map(_bytes, engine.descriptors)) for engine in self.configuration.engines}
-        for flow in self.configuration.flows:
-            for shim, tile in (flow, reversed(flow)):
-                moved, whole = bytes_of[shim], at_a_time.get(tile, 0)
-                if shim.row == 0 and (whole == 0 or moved % whole):
-                    raise UserError(f"{self.where}: {moved} bytes at {shim}, of which {tile} moves {whole} at a time")
-
     def _check_locks(self) -> None:
         used = [value for engine in self.configuration.engines for value in engine.locks]
         self._require("the value of a lock", max((*used, *self.configuration.locks), default=0), limits.LOCK_VALUE)
-
-
-def _bytes(descriptor: Descriptor) -> int:
-    return descriptor.length * descriptor.element_bytes
 
 
 def _digest(stream: Iterable[Runs]) -> bytes:

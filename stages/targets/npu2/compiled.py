@@ -189,8 +189,8 @@ class Configuration:
     cores: tuple[tuple[int, int], ...]
     stacks: frozenset[int]
     """Bytes that cores have of it."""
-    flows: tuple[tuple[Channel, Channel], ...]
-    """Circuit-switched streams, from and to."""
+    shim_to_memory: frozenset[Channel]
+    """Channels of the shim whose data passes through a memory tile."""
     arguments: tuple[str, ...]
     commands: tuple[Command, ...]
 
@@ -312,7 +312,7 @@ class _Reader:
             tuple(line.number_of("init") or 0 for line in self._named("aie.lock")),
             tuple(self._at(core, core.arguments()[0]) for core in cores),
             frozenset(core.number_of("stack_size") or STACK_DEFAULT for core in cores),
-            tuple(self._flow(line) for line in self._named("aie.flow")),
+            self._shim_to_memory(),
             tuple(arguments),
             tuple(self._commands(commands.body, arguments)),
         )
@@ -324,14 +324,17 @@ class _Reader:
             address, bank = (line.number_of(attribute) for attribute in ("address", "mem_bank"))
             yield Buffer(line.result, *place, elements * size, address, bank)
 
-    def _flow(self, line: Line) -> tuple[Channel, Channel]:
-        source, out, target, into = line.arguments()
-        if not out.startswith("DMA") or not into.startswith("DMA"):
-            raise line.refuse("a stream that is not between DMAs")
-        numbers = (int(port.partition(":")[2]) for port in (out, into))
-        ends = zip((source, target), ("MM2S", "S2MM"), numbers, strict=True)
-        first, second = (Channel(*self._at(line, tile), direction, number) for tile, direction, number in ends)
-        return first, second
+    def _shim_to_memory(self) -> frozenset[Channel]:
+        """Both ways: streams between row 0 and row 1."""
+        found = set()
+        for line in self._named("aie.flow"):
+            source, out, target, into = line.arguments()
+            ends = [(self._at(line, source), "MM2S", out), (self._at(line, target), "S2MM", into)]
+            rows = [place[1] for place, *_ in ends]
+            if sorted(rows) == [0, 1]:
+                place, direction, port = ends[rows.index(0)]
+                found.add(Channel(*place, direction, int(port.partition(":")[2])))
+        return frozenset(found)
 
     def _engines(self, line: Line) -> Iterator[Engine]:
         place = self._at(line, line.arguments()[0])
