@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -174,10 +175,12 @@ def test_tilings_state_themselves_in_one_line(name: str) -> None:
     assert "herd" in text and "\n" not in text
 
 
-def test_gemm_keeps_rows_in_l2_while_they_fit() -> None:
-    assert gemm.tile(2048, 3072, 2048).stays
-    wide = gemm.tile(2048, 8192, 2048)
-    assert not wide.stays and wide.x_chunk < 8192
+def test_gemm_reads_x_once_per_block_of_columns() -> None:
+    """What a memory tile is given it sends once: rows of x cannot stay there for the next block."""
+    tiling = gemm.tile(512, 2048, 2048)
+    (traffic,) = air.count(gemm.build(tiling))
+    assert traffic.read["x"] == 2 * 512 * 2048 * tiling.steps[1] and tiling.steps[1] == 2048 // tiling.block_n > 1
+    assert traffic.bytes == gemm.ddr_bytes(tiling) and tiling.x_chunk <= gemm.CHUNK
 
 
 def norm_twice() -> air.AirModule:
@@ -224,10 +227,11 @@ def test_launch_grids_are_constant(program: air.AirModule) -> None:
 
 
 @pytest.mark.parametrize("rows", [128, 256])
-@pytest.mark.parametrize("cols", [4096, 4608, 5632, 7168])
-def test_rows_of_x_stay_only_where_a_descriptor_takes_them(rows: int, cols: int) -> None:
-    """Their 8x8 blocks are one dimension of the transfer. TinyLlama has 704 of them, the compiler takes 512."""
+@pytest.mark.parametrize("cols", [4608, 5632, 7168])
+def test_no_dimension_of_a_transfer_is_longer_than_the_compiler_takes(rows: int, cols: int) -> None:
+    """TinyLlama's rows have 704 blocks of 8x8, which are one dimension of the transfer if all pass at once; it takes
+    512."""
     tiling = gemm.tile(rows, cols, 2048)
-    assert tiling.x_chunk // limits.BLOCK <= 512
-    assert tiling.stays == (cols == 4096)
     air.check(gemm.build(tiling).module)
+    with pytest.raises(UserError, match=f"needs {cols // limits.BLOCK} of steps in one DMA dimension on the L2 side"):
+        air.check(gemm.build(replace(tiling, x_chunk=cols)).module)

@@ -18,6 +18,7 @@ from stages.air.access import Coverage, Runs, accesses, walk
 from stages.kernels import gemm, gemv, kernels
 from stages.targets.npu2 import audit as judge
 from stages.targets.npu2.compiled import read_compiled, read_lines
+from stages.targets.npu2.liveness import check_liveness
 from stages.targets.npu2.modules import build_module
 from tests.npu_ir import lowered, stream, write_made
 from tests.npu_shapes import DEMO, device_programs
@@ -199,6 +200,18 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         sub(r"(aiex\.run @launch0_rms_norm_segment_1_sequence)\(%arg0, %arg1", r"\1(%arg1, %arg0"),
         "is not handed the program's arguments in their order",
     ),
+    "an output that nobody sends": (
+        sub(r" +aie\.flow\(%tile_0_2.*\n", ""),
+        r"never ends: the commands wait for channel S2MM 0 of tile \(0, 0\)",
+    ),
+    "a lock that nobody gives": (
+        sub(r"(\^bb3:.*\n)", r"\1      aie.use_lock(%lock_0_2, AcquireGreaterEqual, 2)\n"),
+        "never ends",
+    ),
+    "a stream to what is no DMA": (
+        sub(r"%tile_0_2, DMA : 1\)", "%tile_0_2, Core : 0)"),
+        "a stream that is not between DMAs",
+    ),
     "another order of reading": (lambda text: swapped(text), "reads x in another order than the module, in 1 inputs"),
     "a buffer over the stack": (lambda text: text, r"%buf0 at 0 begins below \d+, where others end"),
     "a buffer off its vectors": (lambda text: text, r"%buf0 at \d+ is not aligned to the 64 bytes of its vectors"),
@@ -226,14 +239,14 @@ def test_as_many_tasks_as_a_channel_holds_pass(tmp_path: Path) -> None:
 
 def blocks(count: int, channel: str = "S2MM, 0") -> str:
     """A chain of so many descriptors on one channel."""
-    made = [f"      %0 = aie.dma_start({channel}, ^bb1, ^end)"]
+    made = [f"      %0 = aie.dma_start({channel}, ^chain1, ^end)"]
     for i in range(1, count + 1):
         made += [
-            f"    ^bb{i}:",
+            f"    ^chain{i}:",
             "      aie.dma_bd(%buf0 : memref<64xbf16, 2 : i32>, 0, 64)",
-            f"      aie.next_bd ^bb{i + 1}",
+            f"      aie.next_bd ^chain{i + 1}",
         ]
-    return "\n".join([*made, f"    ^bb{count + 1}:", "      aie.end", "    ^end:", "      aie.end", ""])
+    return "\n".join([*made, f"    ^chain{count + 1}:", "      aie.end", "    ^end:", "      aie.end", ""])
 
 
 @pytest.mark.parametrize(
@@ -262,8 +275,8 @@ def test_descriptors_of_a_tile_are_counted(tmp_path: Path, tile: str, engine: st
 
 def test_a_chain_of_descriptors_that_fits_passes(tmp_path: Path) -> None:
     def edit(text: str) -> str:
-        start = text.index("      %0 = aie.dma_start")
-        return text[:start] + blocks(16) + text[text.index("    }\n", start) :]
+        start, rest = (text.index(f"      %{i} = aie.dma_start") for i in (0, 1))
+        return text[:start] + blocks(15) + text[rest:]
 
     assert findings(tmp_path, edit=edit).core_descriptors == 16
 
@@ -415,3 +428,109 @@ def test_cores_that_miss_what_they_are_told_are_refused(tmp_path: Path, fault: s
     before, message = TELLING[fault]
     with pytest.raises(UserError, match=message):
         findings(tmp_path, edit=telling(*before))
+
+
+STALE = "uses %buf0 where its DMA is at %buf2"
+
+
+def core_of(steps: int, buffers: int, last: str = "%buf2") -> str:
+    """A core that is sent so many pieces, as the compiler unrolls the loop in which it takes them."""
+    kind = "memref<64xbf16, 2 : i32>"
+    filled = [
+        line
+        for i in range(buffers)
+        for line in (
+            f"^bb{i + 1}:",
+            "aie.use_lock(%empty, AcquireGreaterEqual, 1)",
+            f"aie.dma_bd(%buf{i} : {kind}, 0, 64)",
+            "aie.use_lock(%full, Release, 1)",
+            f"aie.next_bd ^bb{(i + 1) % buffers + 1}",
+        )
+    ]
+    call = f"func.call @f({{}}) : ({kind}) -> ()"
+    used = f"aie.use_lock(%full, AcquireGreaterEqual, 1)\n{call}\naie.use_lock(%empty, Release, 1)"
+    return "\n".join(
+        [
+            "aie.device(npu2) @core {",
+            "%shim = aie.tile(0, 0)",
+            "%tile = aie.tile(0, 2)",
+            f"%empty = aie.lock(%tile, 0) {{init = {buffers} : i32}}",
+            "%full = aie.lock(%tile, 1) {init = 0 : i32}",
+            "%sent = aie.lock(%tile, 2) {init = 0 : i32}",
+            *(f"%buf{i} = aie.buffer(%tile) : memref<64xbf16, 2 : i32>" for i in range(buffers)),
+            "%mem = aie.mem(%tile) {",
+            "  %0 = aie.dma_start(S2MM, 0, ^bb1, ^out)",
+            *filled,
+            "^out:",
+            "  %1 = aie.dma_start(MM2S, 0, ^send, ^end)",
+            "^send:",
+            "  aie.use_lock(%sent, AcquireGreaterEqual, 1)",
+            "  aie.dma_bd(%buf0 : memref<64xbf16, 2 : i32>, 0, 2)",
+            "  aie.next_bd ^send",
+            "^end:",
+            "  aie.end",
+            "}",
+            "%core = aie.core(%tile) {",
+            "  %c0 = arith.constant 0 : index",
+            "  %c2 = arith.constant 2 : index",
+            f"  %n = arith.constant {steps - steps % 2} : index",
+            "  cf.br ^bb1",
+            "^bb1:",
+            "  scf.for %i = %c0 to %n step %c2 {",
+            used.format("%buf0"),
+            used.format("%buf1"),
+            "  }",
+            *([used.format(last)] if steps % 2 else []),
+            "  aie.use_lock(%sent, Release, 1)",
+            "  cf.br ^bb1",
+            "}",
+            "aie.flow(%shim, DMA : 0, %tile, DMA : 0)",
+            "aie.flow(%tile, DMA : 0, %shim, DMA : 0)",
+            "aie.shim_dma_allocation @in(%shim, MM2S, 0)",
+            "aie.shim_dma_allocation @out(%shim, S2MM, 0)",
+            f"aie.runtime_sequence @core_sequence(%arg0: memref<{64 * steps}xbf16>, %arg1: memref<2xbf16>) {{",
+            "%0 = aiex.dma_configure_task_for @in {",
+            f"aie.dma_bd(%arg0 : memref<{64 * steps}xbf16>, 0, {64 * steps})",
+            "}",
+            "aiex.dma_start_task(%0)",
+            "%1 = aiex.dma_configure_task_for @out {",
+            "aie.dma_bd(%arg1 : memref<2xbf16>, 0, 2)",
+            "} {issue_token = true}",
+            "aiex.dma_start_task(%1)",
+            "aiex.dma_await_task(%1)",
+            "}",
+            "}",
+            "aie.device(npu2) {",
+            "aie.runtime_sequence @f(%arg0: memref<2xbf16>) {",
+            "aiex.configure @core {",
+            "aiex.run @core_sequence(%arg0, %arg0) : (memref<2xbf16>, memref<2xbf16>)",
+            "}",
+            "}",
+            "}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "buffers", "message"),
+    [(4, 2, ""), (3, 3, ""), (5, 3, STALE), (15, 3, STALE)],
+)
+def test_a_core_uses_its_buffers_in_the_order_of_its_dma(steps: int, buffers: int, message: str) -> None:
+    """Why an odd number of steps reads what is there from before."""
+    assert limits.in_turn(steps) == (not message) and limits.copies(steps) == buffers
+    ((configuration, _),) = read_compiled(core_of(steps, buffers), "f").steps
+    if message:
+        with pytest.raises(UserError, match=message):
+            check_liveness("f", configuration)
+    else:
+        check_liveness("f", configuration)
+
+
+def test_a_core_that_is_sent_too_little_waits_for_ever() -> None:
+    """What a memory tile sends once, though the core takes it once per block of columns."""
+    text = core_of(4, 2).replace("0, 256)", "0, 128)")
+    ((configuration, _),) = read_compiled(text, "f").steps
+    with pytest.raises(
+        UserError, match=r"f: never ends: the commands wait for channel S2MM 0 of tile \(0, 0\), core \(0, 2\)"
+    ):
+        check_liveness("f", configuration)

@@ -143,6 +143,7 @@ def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarr
     "rows, cols, out_cols, options, x_chunk",
     [
         (128, 256, 256, {}, None),
+        (128, 256, 512, {}, 256),
         (64, 64, 32, {}, None),
         (128, 576, 192, {}, None),
         (128, 224, 176, {}, None),
@@ -154,7 +155,7 @@ def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarr
     ids=str,
 )
 def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int | None) -> None:
-    """Also with `x` passing through L2 in chunks, which `tile` does only where rows are too wide to stay."""
+    """Also with other chunks of `x` than `tile` chooses, all of it at once too."""
     tiling = gemm.tile(rows, cols, out_cols, **options)
     tiling = replace(tiling, x_chunk=x_chunk, tile_k=min(tiling.tile_k, 32)) if x_chunk else tiling
     x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)

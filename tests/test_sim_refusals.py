@@ -411,9 +411,9 @@ def test_channels_come_out_even(puts: int, gets: int, size: int, reason: str) ->
     case = Case()
     b = case.builder
     channel = b.channel((1, 1), (1, 2))
-    with b.launch(), b.segment(), b.alloc(L2, (64,)) as (m,):
-        b.dma(m, case.a.at((0, 64, 1)))
-        with b.loop(puts):
+    with b.launch(), b.segment():
+        with b.loop(puts), b.alloc(L2, (64,)) as (m,):
+            b.dma(m, case.a.at((0, 64, 1)))
             b.put(channel, (0, 0), m.at((0, 64, 1)))
         with b.herd(1, 2) as tile, b.alloc(L1, (64,)) as (x,):
             with b.loop(gets):
@@ -424,7 +424,7 @@ def test_channels_come_out_even(puts: int, gets: int, size: int, reason: str) ->
     else:
         slots, counters = run(case.module(), [random(N, seed=n) for n in range(3)])
         assert slots[2][:32].tobytes() == slots[2][32:64].tobytes() == slots[0][:32].tobytes()
-        assert counters.slots == [{"a": (128, 0), "out": (0, 128)}]
+        assert counters.slots == [{"a": (puts * 128, 0), "out": (0, 128)}]
 
 
 def test_a_launch_needs_one_segment() -> None:

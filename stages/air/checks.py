@@ -179,6 +179,7 @@ class _Segment:
         self._require("herd columns", columns, limits.COLUMNS)
         self._require("herd rows", rows, limits.ROWS)
         self._require("L1 bytes (with stack)", self._l1_bytes(herd) + limits.STACK_BYTES, limits.L1_BYTES)
+        self._check_turns(herd)
         descriptors = 0
         far: dict[tuple[str, int], set[object]] = defaultdict(set)
         for transfer in self.transfers:
@@ -192,6 +193,14 @@ class _Segment:
             # Streams of one shim take turns on a channel; those of memory tiles cannot.
             used = len(far[way, L2]) + min(len(far[way, L3]), limits.TILE_CHANNELS)
             self._require(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
+
+    def _check_turns(self, herd: HerdOp) -> None:
+        """Buffers of a loop come round in the order in which the core uses them: see `limits.in_turn`."""
+        for buffer in analysis.allocations(herd, L1) if self.ping_pong else ():
+            loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
+            steps = analysis.trip_count(loop, self.where) if isinstance(loop, scf.ForOp) else 1
+            if not limits.in_turn(steps):
+                raise UserError(f"{self.where}: in {steps} steps a core takes its 3 buffers in another order than DMA")
 
     def _copies(self, buffer: SSAValue) -> int:
         """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it, and a third for an odd step."""
@@ -211,11 +220,14 @@ class _Segment:
         used = sum(map(self._all_bytes, analysis.allocations(self.op, L2)))
         self._require("L2 bytes", used, limits.L2_BYTES * limits.COLUMNS)
         streams: dict[str, dict[Stream, int]] = {"in": {}, "out": {}}
+        moved: dict[object, dict[str, int]] = defaultdict(lambda: {"in": 0, "out": 0})
         descriptors = 0
         for transfer in self.transfers:
             found = transfer.side(L2)
             if found is None:
                 continue
+            times = analysis.executions(transfer.op, self.where) * (self.streams(transfer) if transfer.herd else 1)
+            moved[found[0].key][found[1]] += found[0].bytes * times
             if transfer.herd is None:
                 part = self._all_bytes(analysis.root(found[0].value)) // self.streams(transfer)
                 self._require("bytes of one memory tile", part, limits.L2_BYTES)
@@ -225,6 +237,17 @@ class _Segment:
             available = limits.MEMTILE_CHANNELS * limits.COLUMNS
             self._require(f"memory tile DMA channels {way}", sum(found_streams.values()), available)
         self._require("memory tile descriptors", descriptors, limits.MEMTILE_DESCRIPTORS * limits.COLUMNS)
+        for buffer, ways in moved.items():
+            if ways["out"] > ways["in"] > 0 and self._taken_in_a_loop(buffer):
+                self._require("bytes out of a buffer of L2, which sends what it is given once", ways["out"], ways["in"])
+
+    def _taken_in_a_loop(self, buffer: object) -> bool:
+        """Whether a loop of the segment that does not hold the buffer takes from it. The compiler's locks count who
+        takes a buffer and not how often, so that who takes it again waits for ever."""
+        assert isinstance(buffer, SSAValue) and isinstance(buffer.owner, Operation)
+        taking = [t for t in self.transfers if (found := t.side(L2)) and found[1] == "out" and found[0].key is buffer]
+        loops = (enclosing(transfer.herd or transfer.op, scf.ForOp) for transfer in taking)
+        return any(loop is not None and not loop.is_ancestor(buffer.owner) for loop in loops)
 
     def streams(self, transfer: _Transfer) -> int:
         """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the

@@ -105,14 +105,23 @@ def copies(steps: int) -> int:
 
 
 def steady(steps: int) -> bool:
-    """Whether a loop of a core that moves data runs once or an even number of times. Upstream saw silent zeros behind
-    an odd number of inner DMA iterations (mlir-air, `EltwiseAdd_bf16.md`: 15), and an odd one costs a third buffer."""
+    """Whether a loop of a core that moves data runs once or an even number of times: odd ones cost a third buffer."""
     return steps == 1 or steps % 2 == 0
 
 
-def steady_first(candidates: Iterable[Candidate], steps: Callable[[Candidate], int]) -> list[Candidate]:
-    """The same in their order, those of `steady` steps before all others."""
-    return sorted(candidates, key=lambda candidate: not steady(steps(candidate)))
+def in_turn(steps: int) -> bool:
+    """Whether a core uses the buffers of such a loop in the order in which its DMA goes through them. The compiler
+    unrolls the loop in pairs. With an odd number of steps it makes three buffers, which the DMA takes in turn; the core
+    uses two of them by turns and the third in the last step, which is the same for three steps and for no more:
+    upstream saw silent zeros with 15 (mlir-air, `EltwiseAdd_bf16.md`)."""
+    return steady(steps) or steps == 3
+
+
+def steady_first(what: str, candidates: Iterable[Candidate], steps: Callable[[Candidate], int]) -> list[Candidate]:
+    """Those whose steps are `in_turn`, in their order, but the `steady` before the others. UserError if none is."""
+    kept = [candidate for candidate in candidates if in_turn(steps(candidate))]
+    first(what, "an even number of steps of a core", range(len(kept)))
+    return sorted(kept, key=lambda candidate: not steady(steps(candidate)))
 
 
 def divisors(number: int, step: int = 1, most: int | None = None) -> list[int]:

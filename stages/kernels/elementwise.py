@@ -82,7 +82,7 @@ def tile(kernel: str, rows: int, cols: int) -> Tiling:
     cut = (Tiling(kernel, rows, cols, columns, *shape) for shape in shapes)
     fitting = [t for t in cut if limits.fits_l1(3 * limits.copies(t.inner_steps) * BF16 * t.chunk)]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
-    return limits.steady_first(fitting, lambda t: t.inner_steps)[0]
+    return limits.steady_first(what, fitting, lambda t: t.inner_steps)[0]
 
 
 def divisors_of_herd(size: int) -> list[int]:

@@ -128,6 +128,7 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Ti
         )
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
+    fitting = limits.steady_first(what, fitting, lambda tiles: keys // tiles[1])
     tile_q, tile_k = max(fitting, key=lambda tiles: (limits.steady(keys // tiles[1]), tiles))
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = 2 * BF16 * group_rows * query_tiles * tile_q * head_dim

@@ -39,15 +39,16 @@ TILE = 64
 """Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
 
 CHUNK = 256
-"""Columns of `x` that pass through L2 at a time where not all of them can stay."""
+"""Columns of `x` that pass through L2 at a time."""
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Columns of the array split rows of `x`, its rows split columns of `out`; a core accumulates `tile_m` x `tile_n`.
 
-    `x_chunk` = `cols`: a block of `8 * tile_m` rows of `x` stays in L2 while all weights pass by, so `x` is read from
-    DDR once. Less (rows too wide to stay): the block passes through L2 in chunks, once per block of output columns.
+    `x` passes through L2, `x_chunk` columns at a time, once per block of output columns. It cannot stay there while all
+    weights pass by: a memory tile sends once what it was given once, because the compiler counts who takes a buffer,
+    and not how often.
     `head_dim`: the output is the V halves of `[K | V]` heads, from `first_row` on; None: plain rows.
     `bfp16`: the core multiplies in block floating point, eight values to an exponent: faster, less exact.
     """
@@ -77,8 +78,9 @@ class Tiling:
         return self.cols // self.tile_k
 
     @property
-    def stays(self) -> bool:
-        return self.x_chunk == self.cols
+    def steps(self) -> tuple[int, int]:
+        """Of the launch: blocks of rows, and for each of them blocks of output columns."""
+        return self.rows // self.block_m, self.out_cols // self.block_n
 
     @property
     def variant(self) -> Variant:
@@ -99,22 +101,18 @@ class Tiling:
         }
 
     def __str__(self) -> str:
-        x = (
-            f"{self.block_m} rows of x stay in L2"
-            if self.stays
-            else f"x passes through L2, {self.x_chunk} columns at a time"
-        )
         return (
             f"gemm {self.rows}x{self.cols}x{self.out_cols}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
-            f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {x}{', out V halves of KV' if self.head_dim else ''}"
+            f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {self.x_chunk} columns of x at a time"
+            f"{', out V halves of KV' if self.head_dim else ''}"
         )
 
 
 def tile(
     rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0, bfp16: bool = False
 ) -> Tiling:
-    """Least DDR traffic first: large output tiles, `x` kept in L2 where it fits beside double-buffered output. Steps
-    of a core are even in number (`limits.steady`) wherever a shape allows it."""
+    """Least DDR traffic first: large output tiles. Steps of a core are even in number (`limits.steady`) wherever a
+    shape allows it."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -124,17 +122,18 @@ def tile(
         Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for chunk in {cols, *limits.divisors(cols, 2 * limits.BLOCK, CHUNK)[:1]}
+        for chunk in limits.divisors(cols, 2 * limits.BLOCK, max(2 * limits.BLOCK, min(CHUNK, cols // 2)))[:1]
         for k in limits.divisors(chunk, limits.BLOCK, TILE)
         if herd_rows * n % (head_dim or 1) == 0
     ]
     limits.first(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", range(len(candidates)))
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
-    candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES and c.x_chunk // limits.BLOCK <= limits.WRAP]
+    candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(candidates)))
     candidates = [c for c in candidates if limits.cuttable(c.out_cols // c.block_n)]
     limits.first(what, f"descriptors of at most {limits.ITERATIONS} steps", range(len(candidates)))
+    candidates = limits.steady_first(what, candidates, lambda c: c.core_steps)
     return min(
         candidates,
         key=lambda c: (not limits.steady(c.core_steps), ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k),
@@ -150,13 +149,13 @@ def _l1(p: Tiling) -> tuple[int, int, int]:
 
 def _l2(p: Tiling) -> tuple[int, int]:
     """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
-    return (1 if p.stays else 2) * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.tile_n
+    return 2 * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.tile_n
 
 
 def ddr_bytes(p: Tiling) -> int:
     """DDR bytes of the whole product."""
-    x_reads = 1 if p.stays else p.out_cols // p.block_n
-    return BF16 * (p.rows * p.cols * x_reads + p.cols * p.out_cols * (p.rows // p.block_m) + p.rows * p.out_cols)
+    down, across = p.steps
+    return BF16 * (p.rows * p.cols * across + p.cols * p.out_cols * down + p.rows * p.out_cols)
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -166,33 +165,13 @@ def build(tiling: Tiling) -> AirModule:
     width = p.out_cols * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
     b = air.Builder("gemm", {name: air.memref_type(shape) for name, shape in shapes.items()})
-    steps = p.out_cols // p.block_n
-    with b.launch(p.rows // p.block_m, 1 if p.stays else steps) as (i, j), b.segment():
-        if p.stays:
-            _keep(b, p, i * p.block_m, steps)
-        else:
-            _stream(b, p, i * p.block_m, j)
+    with b.launch(*p.steps) as (i, j), b.segment():
+        _stream(b, p, i * p.block_m, j)
     return b.finish()
 
 
-def _keep(b: Builder, p: Tiling, row: Index, steps: int) -> None:
-    """Rows `row` to `row + block_m` of the output: their `x` comes to L2 once, in 8x8 blocks."""
-    m, k, e, size = p.tile_m, p.tile_k, limits.BLOCK, p.tile_m * p.cols
-    with b.alloc(air.L2, (limits.COLUMNS, m // e, p.cols // e, e, e)) as (x,):
-        blocks = ((0, m // e, e * p.cols), (0, e, e), (0, p.cols // e, e * e), (0, e, 1))
-        # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
-        rows = ((0, limits.COLUMNS, size), (row, m, p.cols), (0, p.cols, 1))
-        b.dma(x.at((0, limits.COLUMNS, size), *blocks), b.args["x"].at(*rows))
-        with b.loop(steps) as j:
-
-            def fetch(a: MemRef, step: Number, tile: tuple[Index, Index]) -> None:
-                b.dma(a, x.at((tile[0], 1, size), (0, m // e, e * p.cols), (step * (k * e), k * e, 1)))
-
-            _block(b, p, row, j, fetch)
-
-
 def _stream(b: Builder, p: Tiling, row: Index, j: Index) -> None:
-    """Block `j` of these rows where they are too wide to stay: `x` passes through L2 chunk by chunk."""
+    """Rows `row` to `row + block_m` of block `j` of output columns: their `x` passes through L2 chunk by chunk."""
     channel = b.channel((limits.COLUMNS, 1), (limits.COLUMNS, p.herd_rows))
     with b.loop(p.cols // p.x_chunk) as chunk:
         for column in range(limits.COLUMNS):

@@ -128,6 +128,7 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
     shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * BF16 <= half]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
+    shapes = limits.steady_first(what, shapes, lambda s: cols // s[2])
     herd_rows, tile_m, chunk = max(shapes, key=lambda s: (limits.steady(cols // s[2]), s[0] * s[1], s[0], s[1] * s[2]))
     tiles = column // (herd_rows * tile_m)
     most = max(1, ROWS_PER_LAUNCH // (limits.COLUMNS * herd_rows * tile_m))

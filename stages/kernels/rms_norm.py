@@ -55,8 +55,8 @@ def tile(rows: int, cols: int, eps: float) -> Tiling:
     columns = elementwise.divisors_of_herd(rows)[0]
     row, share = BF16 * cols, rows // columns
     fitting = [r for r in limits.divisors(share, 1, 4) if limits.fits_l1(2 * limits.copies(share // r) * r * row, row)]
-    fitting = limits.steady_first(fitting, lambda r: share // r)
-    return Tiling(rows, cols, eps, columns, limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting))
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
+    return Tiling(rows, cols, eps, columns, limits.steady_first(what, fitting, lambda r: share // r)[0])
 
 
 def build(tiling: Tiling) -> AirModule:

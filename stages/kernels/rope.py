@@ -71,8 +71,8 @@ def tile(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_
     columns = elementwise.divisors_of_herd(rows)[0]
     bytes_of_row, share = 2 * BF16 * heads * head_dim + F32 * head_dim, rows // columns
     fitting = [r for r in limits.divisors(share, 1, 8) if limits.fits_l1(limits.copies(share // r) * r * bytes_of_row)]
-    fitting = limits.steady_first(fitting, lambda r: share // r)
-    tile_rows = limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
+    tile_rows = limits.steady_first(what, fitting, lambda r: share // r)[0]
     return Tiling(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
 
 

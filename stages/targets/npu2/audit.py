@@ -32,6 +32,7 @@ from stages.targets.npu2.compiled import (
     read_buffers,
     read_compiled,
 )
+from stages.targets.npu2.liveness import check_liveness
 
 LOWERED = "npu.air.mlir"
 """Of aircc: configurations and commands, as aiecc takes them."""
@@ -157,6 +158,7 @@ class _Launch:
         self._check_locks()
         if stray := self.configuration.stacks - {limits.STACK_BYTES}:
             raise UserError(f"{self.where}: cores have {min(stray)} bytes of stack, not {limits.STACK_BYTES}")
+        check_liveness(self.where, self.configuration)
 
     def _require(self, what: str, used: int, available: int) -> None:
         limits.require(self.where, what, used, available)
@@ -264,7 +266,8 @@ class _Launch:
         held = sum(len(other.descriptors) for other in running if (other.channel.column, other.channel.row) == place)
         self.findings.most("in_flight", waiting)
         self.findings.most("shim_descriptors", held)
-        more = PING_PONG_TASKS if channel in self.configuration.shim_to_memory else 0
+        staged = any(channel in (flow.source, flow.target) and 1 in flow.rows for flow in self.configuration.flows)
+        more = PING_PONG_TASKS if staged else 0
         self._require(f"tasks at {channel}", waiting, limits.QUEUE_DEPTH + more)
         self._require(f"descriptors of tile {place}", held, limits.SHIM_DESCRIPTORS)
 
@@ -274,8 +277,8 @@ class _Launch:
         where = f"{self.where}: {channel}"
         kind = limits.dma(channel.row)
         limits.require(where, "runs of a descriptor", runs, limits.RUNS)
-        if (descriptor.length * descriptor.element_bytes) % limits.GRANULARITY_BYTES:
-            raise UserError(f"{where}: moves {descriptor.length * descriptor.element_bytes} bytes, no whole words")
+        if descriptor.bytes % limits.GRANULARITY_BYTES:
+            raise UserError(f"{where}: moves {descriptor.bytes} bytes, no whole words")
         # The shim's fourth dimension is the step from run to run.
         iterates = channel.row == 0 and len(descriptor.dims) == 4
         (steps, step), dims = (descriptor.dims[0], descriptor.dims[1:]) if iterates else ((1, 0), descriptor.dims)
@@ -307,8 +310,15 @@ class _Launch:
                 self._require(f"descriptors of the {which}", count, limits.MEMTILE_DESCRIPTORS // 2)
 
     def _check_locks(self) -> None:
-        used = [value for engine in self.configuration.engines for value in engine.locks]
-        self._require("the value of a lock", max((*used, *self.configuration.locks), default=0), limits.LOCK_VALUE)
+        turns = (turn for engine in self.configuration.engines for turn in engine.turns)
+        used = [count for turn in turns for _, count in (*turn.takes, *turn.gives)]
+        most = max((*used, *self.configuration.locks.values()), default=0)
+        self._require("the value of a lock", most, limits.LOCK_VALUE)
+
+
+def _digest(stream: Iterable[Runs]) -> bytes:
+    """Of the elements that a stream walks, in order."""
+    return xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in in_order(stream)))
 
 
 def _digest(stream: Iterable[Runs]) -> bytes:

@@ -108,7 +108,8 @@ def elements_of(memref: str) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Descriptor:
     """`buffer`: its name where it is defined, of so many `elements` of `element_bytes`. `dims` are as written, or the
-    `length` in order. All but `element_bytes` in elements."""
+    `length` in order. All but `element_bytes` in elements. `packet`: what the stream's packets are marked with, None
+    where it is switched by circuit."""
 
     buffer: str
     elements: int
@@ -117,6 +118,11 @@ class Descriptor:
     length: int
     dims: Dims
     line: int
+    packet: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -154,15 +160,66 @@ class Command:
     target: str = ""
 
 
+LockUse = tuple[str, int]
+"""A lock, and by how much it is taken down or up."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One descriptor of a tile's channel, the locks that it waits for and takes, and those that it gives."""
+
+    takes: tuple[LockUse, ...]
+    descriptor: Descriptor
+    gives: tuple[LockUse, ...]
+
+
 @dataclass(frozen=True)
 class Engine:
-    """What a channel of a memory or compute tile does on its own: its descriptors, in order, for ever or `runs` times;
-    numbers that its descriptors acquire and release locks by."""
+    """What a channel of a memory or compute tile does on its own: its turns in order, again and again (`endless`) or
+    `runs` times."""
 
     channel: Channel
     runs: int
-    descriptors: tuple[Descriptor, ...]
-    locks: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    endless: bool
+
+    @property
+    def descriptors(self) -> list[Descriptor]:
+        return [turn.descriptor for turn in self.turns]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a core does: take or give (`lock`, by `count`), call a tile function with `buffers`, or all of `body`, and
+    that `count` times."""
+
+    what: str
+    lock: str = ""
+    count: int = 1
+    buffers: tuple[str, ...] = ()
+    body: tuple[Action, ...] = ()
+
+
+@dataclass(frozen=True)
+class Core:
+    """`actions` are done again and again."""
+
+    column: int
+    row: int
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A stream between two DMAs, or those of its packets that are marked with `packet`."""
+
+    source: Channel
+    target: Channel
+    packet: int | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.source.row, self.target.row
 
 
 @dataclass(frozen=True)
@@ -184,13 +241,12 @@ class Configuration:
     name: str
     engines: tuple[Engine, ...]
     buffers: tuple[Buffer, ...]
-    locks: tuple[int, ...]
+    locks: Mapping[str, int]
     """Values that locks begin with."""
-    cores: tuple[tuple[int, int], ...]
+    cores: tuple[Core, ...]
     stacks: frozenset[int]
     """Bytes that cores have of it."""
-    shim_to_memory: frozenset[Channel]
-    """Channels of the shim whose data passes through a memory tile."""
+    flows: tuple[Flow, ...]
     arguments: tuple[str, ...]
     commands: tuple[Command, ...]
 
@@ -274,6 +330,26 @@ _COMMANDS = {
 }
 
 
+_FOR = re.compile(r"= (%[\w]+) to (%[\w]+) step (%[\w]+)")
+
+
+def _constants(line: Line) -> Iterator[tuple[str, int]]:
+    """Numbers of an operation and what is inside it, by name."""
+    for inner in line.body:
+        found = re.match(r"(%\w+) = arith\.constant (-?\d+) : ", inner.text)
+        if found:
+            yield found[1], int(found[2])
+        yield from _constants(inner)
+
+
+def _lock_use(line: Line) -> tuple[str, str, int]:
+    """Whether a lock is taken or given, which, and by how much."""
+    lock, action, count, *_ = line.arguments()
+    if action not in ("AcquireGreaterEqual", "Release"):
+        raise line.refuse("a use of a lock that is not known")
+    return "take" if action == "AcquireGreaterEqual" else "give", lock, int(count)
+
+
 class _Reader:
     """One `aie.device`."""
 
@@ -309,10 +385,10 @@ class _Reader:
             self.device.symbol,
             tuple(engine for line in self._named("aie.mem", "aie.memtile_dma") for engine in self._engines(line)),
             tuple(self.buffers()),
-            tuple(line.number_of("init") or 0 for line in self._named("aie.lock")),
-            tuple(self._at(core, core.arguments()[0]) for core in cores),
+            {line.result: line.number_of("init") or 0 for line in self._named("aie.lock")},
+            tuple(self._core(core) for core in cores),
             frozenset(core.number_of("stack_size") or STACK_DEFAULT for core in cores),
-            self._shim_to_memory(),
+            (*map(self._flow, self._named("aie.flow")), *self._packet_flows()),
             tuple(arguments),
             tuple(self._commands(commands.body, arguments)),
         )
@@ -324,17 +400,48 @@ class _Reader:
             address, bank = (line.number_of(attribute) for attribute in ("address", "mem_bank"))
             yield Buffer(line.result, *place, elements * size, address, bank)
 
-    def _shim_to_memory(self) -> frozenset[Channel]:
-        """Both ways: streams between row 0 and row 1."""
-        found = set()
-        for line in self._named("aie.flow"):
-            source, out, target, into = line.arguments()
-            ends = [(self._at(line, source), "MM2S", out), (self._at(line, target), "S2MM", into)]
-            rows = [place[1] for place, *_ in ends]
-            if sorted(rows) == [0, 1]:
-                place, direction, port = ends[rows.index(0)]
-                found.add(Channel(*place, direction, int(port.partition(":")[2])))
-        return frozenset(found)
+    def _flow(self, line: Line) -> Flow:
+        source, out, target, into = line.arguments()
+        return Flow(self._port(line, source, out, "MM2S"), self._port(line, target, into, "S2MM"))
+
+    def _port(self, line: Line, tile: str, port: str, direction: str) -> Channel:
+        bundle, _, number = (word.strip() for word in port.partition(":"))
+        if bundle != "DMA":
+            raise line.refuse("a stream that is not between DMAs")
+        return Channel(*self._at(line, tile), direction, int(number))
+
+    def _packet_flows(self) -> Iterator[Flow]:
+        for line in self._named("aie.packet_flow"):
+            packet = int(line.arguments()[0], 0)
+            ends: dict[str, list[Channel]] = {"MM2S": [], "S2MM": []}
+            for inner in line.body:
+                if inner.name != "aie.end":
+                    direction = {"aie.packet_source": "MM2S", "aie.packet_dest": "S2MM"}[inner.name]
+                    tile, port = (word.strip() for word in inner.text.partition("<")[2].rpartition(">")[0].split(","))
+                    ends[direction].append(self._port(inner, tile, port, direction))
+            yield from (Flow(source, target, packet) for source in ends["MM2S"] for target in ends["S2MM"])
+
+    def _core(self, line: Line) -> Core:
+        constants = dict(_constants(line))
+        blocks = [inner for inner in line.body if inner.name.startswith("^")]
+        if len(blocks) > 1 and any(inner.name == "cf.cond_br" for inner in line.body):
+            raise line.refuse("a core with a way of its own")
+        return Core(*self._at(line, line.arguments()[0]), tuple(self._actions(line.body, constants)))
+
+    def _actions(self, lines: Sequence[Line], constants: Mapping[str, int]) -> Iterator[Action]:
+        for line in lines:
+            match line.name:
+                case "aie.use_lock":
+                    yield Action(*_lock_use(line))
+                case "func.call":
+                    yield Action("call", buffers=tuple(word for word in line.arguments() if word in self.memrefs))
+                case "scf.for":
+                    first, last, step = (constants[word] for word in _FOR.findall(line.text)[0])
+                    yield Action(
+                        "loop", count=-(-(last - first) // step), body=tuple(self._actions(line.body, constants))
+                    )
+                case _ if line.body:
+                    raise line.refuse("an operation of a core that is not known")
 
     def _engines(self, line: Line) -> Iterator[Engine]:
         place = self._at(line, line.arguments()[0])
@@ -347,27 +454,36 @@ class _Reader:
         for start in (inner for block in blocks.values() for inner in block if inner.name == "aie.dma_start"):
             direction, number, first, _, *more = start.arguments()
             runs = next((int(word.partition("=")[2]) for word in more if word.startswith("repeat_count")), 0) + 1
-            yield self._engine(Channel(*place, direction, int(number)), runs, blocks, first)
+            turns, endless = self._turns(blocks, first)
+            yield Engine(Channel(*place, direction, int(number)), runs, turns, endless)
 
-    def _engine(self, channel: Channel, runs: int, blocks: Mapping[str, list[Line]], first: str) -> Engine:
-        descriptors, locks, label, seen = [], [], first, set()
+    def _turns(self, blocks: Mapping[str, list[Line]], first: str) -> tuple[tuple[Turn, ...], bool]:
+        """From the first block on, and whether the last leads to it."""
+        turns: list[Turn] = []
+        label, seen = first, set()
         while label and label not in seen:
             seen.add(label)
-            following = ""
+            locks: dict[str, list[LockUse]] = {"take": [], "give": []}
+            descriptor, following = None, ""
             for line in blocks[label]:
                 match line.name:
                     case "aie.use_lock":
-                        locks.append(int(line.arguments()[2]))
+                        what, lock, count = _lock_use(line)
+                        locks[what].append((lock, count))
                     case "aie.dma_bd":
-                        descriptors.append(self._descriptor(line, self.memrefs))
+                        descriptor = self._descriptor(line, self.memrefs)
                     case "aie.next_bd":
                         following = line.text.split()[1]
                     case "aie.end":
                         pass
                     case _:
                         raise line.refuse("an operation of a DMA that is not known")
+            if descriptor is not None:
+                turns.append(Turn(tuple(locks["take"]), descriptor, tuple(locks["give"])))
             label = following
-        return Engine(channel, runs, tuple(descriptors), tuple(locks))
+        if label not in ("", first):
+            raise blocks[label][0].refuse("descriptors that lead into the middle of themselves")
+        return tuple(turns), label == first
 
     def _descriptor(self, line: Line, memrefs: Mapping[str, str]) -> Descriptor:
         first, *rest = line.arguments()
@@ -381,7 +497,9 @@ class _Reader:
         )
         if buffer not in memrefs or len(patterns) > 1 or len(found) != " ".join(patterns).count("<"):
             raise line.refuse("a descriptor that cannot be read")
-        return Descriptor(buffer, elements, size, offset, length, found or ((length, 1),), line.number)
+        packet = re.search(r"pkt_id = (\d+)", line.text)
+        marked = int(packet[1]) if packet else None
+        return Descriptor(buffer, elements, size, offset, length, found or ((length, 1),), line.number, marked)
 
     def _commands(self, lines: Sequence[Line], arguments: Mapping[str, str]) -> Iterator[Command]:
         channels = {line.symbol: self._allocation(line) for line in self._named("aie.shim_dma_allocation")}
