@@ -50,7 +50,7 @@ GBPS = 1e9
 
 def time_of(module: air.AirModule, costs: Any, machine: Machine = MACHINE) -> Time:
     (launch,) = module.launches
-    return spend(launch_work(launch, costs)[0], machine)
+    return spend(launch_work(launch, costs, shared_steps=64)[0], machine)
 
 
 # the table
@@ -142,6 +142,15 @@ def test_a_product_whose_x_passes_through_hides_it() -> None:
     assert by[STREAM] < 0.05 * by["multiply"]
     slow = replace(MACHINE, stream_gbps=0.5)
     assert time_of(gemm.build(tiling), tiling.costs, slow).limit == STREAM
+
+
+@pytest.mark.parametrize(("shared", "awaited"), [(1, 63), (3, 2 * 6 - 1), (16, 0)])
+def test_steps_that_share_no_descriptors_are_awaited(shared: int, awaited: int) -> None:
+    tiling = gemm.tile(2048, 2048, 8192)
+    assert tiling.steps == (4, 16)
+    (launch,) = gemm.build(tiling).launches
+    time = spend(launch_work(launch, tiling.costs, shared)[0], MACHINE)
+    assert time.by.get("step", 0.0) == pytest.approx(1e-6 * MACHINE.step_us * awaited)
 
 
 def test_block_floating_point_products_are_faster() -> None:

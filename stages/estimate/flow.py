@@ -2,8 +2,8 @@
 
 What follows from the program, and not from its numbers: which transfers and calls wait for one another, because they
 share a buffer. A buffer that a loop allocates is there twice, so that it is filled while it is read; one of a launch
-step is there once. Steps of a launch grid share descriptors, so that none is awaited before the next is issued. Calls
-of tile functions cost what their kernel's tiling says.
+step is there once. Steps of a launch grid that share descriptors are issued together; those that come next wait for
+them. Calls of tile functions cost what their kernel's tiling says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from stages.estimate.work import (
     DDR,
     ELEMENTWISE,
     NOTHING,
+    STEP,
     STREAM,
     Amount,
     Overlap,
@@ -37,9 +38,10 @@ from stages.kernels import Cost
 _MOVES = (DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
 
 
-def launch_work(launch: LaunchOp, costs: Mapping[str, Cost]) -> tuple[Work, Traffic]:
-    """Of one launch; `costs` by tile function. And what it moves to and from DDR."""
-    return _Launch(launch, costs).work()
+def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: int) -> tuple[Work, Traffic]:
+    """Of one launch; `costs` by tile function, `shared_steps` of each dimension of its grid are issued together. And
+    what it moves to and from DDR."""
+    return _Launch(launch, costs).work(shared_steps)
 
 
 def call_work(cost: Cost) -> Work:
@@ -55,11 +57,13 @@ class _Launch:
         self.name = analysis.name_of(self.segment, "launch")
         self.streams = streams(self.segment, self.name)
 
-    def work(self) -> tuple[Work, Traffic]:
+    def work(self, shared_steps: int) -> tuple[Work, Traffic]:
         traffic = count_launch(self.launch)
         cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
         steps = Repeat(math.prod(self.launch.shape()), self._turn(self.segment.body.block))
-        return Serial(Amount(CONFIGURATION, cores), Overlap(Amount(DDR, traffic.bytes), steps)), traffic
+        awaited = math.prod(-(-size // shared_steps) for size in self.launch.shape()) - 1
+        moved = Overlap(Amount(DDR, traffic.bytes), steps)
+        return Serial(Amount(CONFIGURATION, cores), moved, Amount(STEP, awaited)), traffic
 
     # segments
 

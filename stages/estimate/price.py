@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Described(Protocol):
-    """A program for the array: its operations, kernel and tiling of each launch that a part describes."""
+    """A program for the array: its operations, kernel and tiling of each launch that a part describes; so many steps
+    of each dimension of a launch grid are issued before one is awaited."""
 
     @property
     def air(self) -> AirModule: ...
@@ -24,6 +25,8 @@ class Described(Protocol):
     def kernels(self) -> Sequence[Kernel]: ...
     @property
     def tilings(self) -> Sequence[Tiling]: ...
+    @property
+    def shared_steps(self) -> int: ...
 
 
 @dataclass
@@ -49,7 +52,7 @@ def price(module: Described, machine: Machine) -> list[Priced]:
     for launch in module.air.launches:
         position = part_of(launch)
         tiling = module.tilings[position] if position < len(module.tilings) else None
-        work, traffic = launch_work(launch, tiling.costs if tiling else {})
+        work, traffic = launch_work(launch, tiling.costs if tiling else {}, module.shared_steps)
         time = spend(work, machine)
         if position in rows:
             row = rows[position]

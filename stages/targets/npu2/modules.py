@@ -126,12 +126,16 @@ class Module:
         return sorted(self.air.variants, key=lambda variant: variant.object)
 
     @property
+    def shared_steps(self) -> int:
+        """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
+        another. One where cores are told which step it is, as those of attention are: the compiler tells them of all
+        these steps at once, and a core then waits for ever for what it missed."""
+        return 1 if self.program.bucket else 16
+
+    @property
     def options(self) -> list[str]:
-        """For `aircc`: how many steps of a launch grid share the descriptors of a shim channel. One where cores are
-        told which step it is, as those of attention are: the compiler tells them of all these steps at once, and a
-        core then waits for ever for what it missed."""
-        steps = 1 if self.program.bucket else 16
-        return [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
+        """For `aircc`."""
+        return [f"--air-runtime-loop-tiling-sizes={self.shared_steps}"] * 2
 
     def text(self) -> str:
         return air.to_mlir(self.air.module)
