@@ -18,7 +18,7 @@ from stages.air.access import Coverage, Runs, accesses, walk
 from stages.kernels import gemm, gemv, kernels
 from stages.targets.npu2 import audit as judge
 from stages.targets.npu2.compiled import read_compiled, read_lines
-from stages.targets.npu2.liveness import check_liveness
+from stages.targets.npu2.liveness import HELD, check_liveness
 from stages.targets.npu2.modules import build_module
 from tests.npu_ir import lowered, stream, write_made
 from tests.npu_shapes import DEMO, device_programs
@@ -534,3 +534,13 @@ def test_a_core_that_is_sent_too_little_waits_for_ever() -> None:
         UserError, match=r"f: never ends: the commands wait for channel S2MM 0 of tile \(0, 0\), core \(0, 2\)"
     ):
         check_liveness("f", configuration)
+
+
+def test_a_descriptor_may_be_longer_than_what_a_stream_holds() -> None:
+    steps = 1024
+    text = core_of(steps, 2).replace("(%empty, Release, 1)", "(%empty, Release, 1)\naie.use_lock(%sent, Release, 1)")
+    text = text.replace("}\naie.use_lock(%sent, Release, 1)", "}").replace("0, 2)", "0, 64)")
+    text = text.replace("memref<2xbf16>, 0, 64)", f"memref<{64 * steps}xbf16>, 0, {64 * steps})")
+    assert 2 * 64 * steps > HELD
+    ((configuration, _),) = read_compiled(text, "f").steps
+    check_liveness("f", configuration)

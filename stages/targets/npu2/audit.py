@@ -321,11 +321,6 @@ def _digest(stream: Iterable[Runs]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in in_order(stream)))
 
 
-def _digest(stream: Iterable[Runs]) -> bytes:
-    """Of the elements that a stream walks, in order."""
-    return xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in in_order(stream)))
-
-
 def audit_buffers(program: str, placed: Mapping[str, Sequence[Buffer]]) -> list[str]:
     """Where the compiler put the buffers of each configuration: inside the tile's memory, behind the stack, and apart.
     Returns notes. Raises UserError."""

@@ -113,6 +113,17 @@ class _Array:
             self.arrived[target] += count
         self.moved = True
 
+    def _receive(self, channel: Channel, count: int) -> Iterator[None]:
+        """What has arrived is taken at once: a descriptor may be longer than what a stream holds."""
+        while count:
+            taken = min(count, self.arrived[channel])
+            if taken == 0:
+                yield
+                continue
+            self.arrived[channel] -= taken
+            count -= taken
+            self.moved = True
+
     def _commands(self, part: _Part) -> Iterator[None]:
         for command in self.configuration.commands:
             if command.what == "start" and command.task:
@@ -136,9 +147,7 @@ class _Array:
                 if channel.direction == "MM2S":
                     self._send((channel, descriptor.packet), descriptor.bytes)
                 else:
-                    while self.arrived[channel] < descriptor.bytes:
-                        yield
-                    self.arrived[channel] -= descriptor.bytes
+                    yield from self._receive(channel, descriptor.bytes)
             self.done[task] += 1
             self.moved = True
 
@@ -161,10 +170,7 @@ class _Array:
                 yield
             self._send(stream, turn.descriptor.bytes)
         else:
-            while self.arrived[channel] < turn.descriptor.bytes:
-                yield
-            self.arrived[channel] -= turn.descriptor.bytes
-            self.moved = True
+            yield from self._receive(channel, turn.descriptor.bytes)
         for lock, count in turn.gives:
             self._give(lock, count)
 
