@@ -22,11 +22,13 @@ Edit = Callable[[str], str]
 
 
 def lowered(module: ModuleOp) -> str:
-    """`npu.air.mlir`: a configuration and a sequence for each launch, and the program that runs them in order."""
+    """`npu.air.mlir`: a configuration and a sequence for each launch, the last first as the compiler leaves them,
+    and the program that runs them in order."""
     function = analysis.public_function(module)
     made = analysis.launches(module)
     names = [_segment(launch) for launch in made]
-    devices = [line for launch, name in zip(made, names, strict=True) for line in _device(function, launch, name)]
+    behind = reversed(list(zip(made, names, strict=True)))
+    devices = [line for launch, name in behind for line in _device(function, launch, name)]
     given = ", ".join(f"%arg{i}" for i in range(len(function.body.block.args)))
     kinds = ", ".join(str(argument.type) for argument in function.body.block.args)
     steps = [

@@ -121,7 +121,7 @@ def swapped(text: str) -> str:
 FAULTS: dict[str, tuple[Edit, str]] = {
     "a slot is read twice": (
         doubled(_START),
-        r"launch 1 of 2 \(launch0_\w+\): reads 4096 bytes of weight, the module says 2048: element 0 2 times",
+        r"launch 2 of 2 \(launch0_\w+\): reads 4096 bytes of weight, the module says 2048: element 0 2 times",
     ),
     "a slot is not read": (
         sub(_TASK.format("stream_0"), ""),
@@ -193,8 +193,8 @@ FAULTS: dict[str, tuple[Edit, str]] = {
         "norm.16: has 2 launches, aircc made 1",
     ),
     "launches in another order": (
-        sub(r"( +aiex\.configure @launch0.*\n.*\n.*\n)( +aiex\.configure.*\n.*\n.*\n)", r"\2\1"),
-        r"launch 1 of 2 \(launch1_settle_segment_1\): reads 0 bytes of x, the module says 2048",
+        sub(r"( +aiex\.configure @launch1.*\n.*\n.*\n)( +aiex\.configure.*\n.*\n.*\n)", r"\2\1"),
+        r"launch 1 of 2 \(launch0_\w+\): reads 2048 bytes of x, the module says 0",
     ),
     "arguments in another order": (
         sub(r"(aiex\.run @launch0_rms_norm_segment_1_sequence)\(%arg0, %arg1", r"\1(%arg1, %arg0"),

@@ -339,12 +339,12 @@ def test_artifacts_of_another_machine_need_no_tools(built: Path, fakes: dict[str
 
 FAILURES: dict[str, tuple[dict[str, str], str]] = {
     "error": (
-        {"AIRCC_STATUS": "1", "AIRCC_SAYS": 'loc("air.mlir":9:5): error: too big\nCompilation failed'},
-        r'aircc: loc\("air.mlir":9:5\): error: too big \(in add_herd_2\)',
+        {"AIRCC_STATUS": "1", "AIRCC_SAYS": 'loc("air.mlir":25:5): error: too big\nCompilation failed'},
+        r'aircc: loc\("air.mlir":25:5\): error: too big \(in add_herd_2\)',
     ),
     "segment": (
-        {"AIRCC_STATUS": "1", "AIRCC_SAYS": "air_project/air.mlir:6:1: error: no room"},
-        r"error: no room \(in add_segment_1, launch 1 of 2\)",
+        {"AIRCC_STATUS": "1", "AIRCC_SAYS": "air_project/air.mlir:22:1: error: no room"},
+        r"error: no room \(in add_segment_1, launch 2 of 2\)",
     ),
     "silent": ({"AIRCC_STATUS": "3", "AIRCC_SAYS": ""}, "aircc: no message"),
     "no elf": ({"AIRCC_MAKES": "", "AIRCC_SAYS": "Error: lost"}, "made no ELF, though it reports success: Error: lost"),
@@ -394,7 +394,7 @@ def logged(tmp_path: Path) -> str:
     return (tmp_path / "work/build/logs/hello.128.log").read_text()
 
 
-_DOUBLED = 'lambda text, mlir: re.sub("( +aiex.dma_start_task.*\\n)", r"\\1\\1", text)'
+_DOUBLED = 'lambda text, mlir: re.sub("( +aiex.dma_start_task.*\\n)", r"\\1\\1", text, count=3)'
 _RESET = "      aiex.npu.load_pdi {device_ref = @add_segment_1_reset}\\n    }\\n  } {dlti"
 _RESET_FIRST = f'lambda text, mlir: text.replace("    }}\\n  }} {{dlti", "{_RESET}", 1)'
 
@@ -405,11 +405,11 @@ def test_what_would_compute_garbage_is_refused_and_leaves_the_log(
     del tools
     monkeypatch.setenv("AIRCC_LEAVES", _DOUBLED)
     with pytest.raises(
-        UserError, match=r"^hello.128, launch 1 of 2 .* reads 65536 bytes of a, the module says"
+        UserError, match=r"^hello.128, launch 2 of 2 .* reads 45056 bytes of a, the module says"
     ) as caught:
         make(module, tmp_path)
     log = tmp_path / "artifacts/build/logs/hello.128.log"
-    assert str(log) in str(caught.value) and "reads 65536 bytes of a" in log.read_text()
+    assert str(log) in str(caught.value) and "reads 45056 bytes of a" in log.read_text()
     assert not (tmp_path / "work/elf").exists()
 
 
@@ -717,7 +717,7 @@ def test_real_aircc_makes_an_elf(real: Path, monkeypatch: pytest.MonkeyPatch) ->
 REFUSED = {
     "too large for L1": (
         lambda text: text.replace("memref<2048xbf16, 2 : i32>", "memref<28672xbf16, 2 : i32>"),
-        r"hello: aircc: .*allocated buffers exceeded available memory \(in add_segment_1, launch 1 of 2\)",
+        r"hello: aircc: .*allocated buffers exceeded available memory \(in add_segment_1, launch 2 of 2\)",
     ),
     "mistyped": (
         lambda text: text.replace("memref<64x256xbf16> {", "memref<64x25xbf16> {", 1),

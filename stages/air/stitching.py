@@ -28,7 +28,7 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
     """One function `name(slots)` that runs the launches of `parts` in order. A slot has the type of its arguments.
 
     The parts are consumed: their operations are moved. Symbols of segments, herds and channels get
-    `launch<position of the part>_` in front. Launches of an odd number are followed by one that settles them
+    `launch<position of the part>_` in front. Launches of an odd number come behind one that settles them
     (`toggle_settling`), for which the last one has to write something.
 
     TypeError if it does not, if arguments wired to one slot differ in type, if arguments and wiring or slots and
@@ -126,8 +126,8 @@ def _segment_name(launch: LaunchOp) -> str:
 
 
 def settles(module: ModuleOp) -> bool:
-    """Whether the last launch is there for the number of resets alone."""
-    return f"{SETTLE}_" in _segment_name(analysis.launches(module)[-1])
+    """Whether the first launch is there for the number of resets alone."""
+    return f"{SETTLE}_" in _segment_name(analysis.launches(module)[0])
 
 
 def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
@@ -143,19 +143,21 @@ def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
 
 
 def toggle_settling(module: ModuleOp) -> None:
-    """Add a last launch that changes nothing, or take it away again.
+    """Add a first launch that changes nothing, or take it away again.
 
     Each launch resets the array by loading one of two empty images in turn, and the firmware does not load an image
     again that is loaded already: a dispatch must end on another image than it begins with, so the number of resets is
-    even (mlir-aie, `AIEExpandLoadPdi`, up to #3622). The launch copies 64 bytes that the launch before it wrote onto
-    themselves, by way of one core that computes nothing.
+    even (mlir-aie, `AIEExpandLoadPdi`, up to #3622). The launch copies 64 bytes that the last one will write
+    onto themselves, by way of one core that computes nothing. It is the first because mlir-air of 2026-07-29 gives shim
+    tiles to launches from the last to the first, each from where the one behind it ended: attention needs all of them.
     """
-    *_, last = analysis.launches(module)
+    launches = analysis.launches(module)
     if settles(module):
-        last.detach()
-        last.erase()
+        launches[0].detach()
+        launches[0].erase()
         module.verify()
         return
+    last = launches[-1]
     before = re.match(r"launch(\d+)_", _segment_name(last))
     position = int(before[1]) + 1 if before else 1
     function = analysis.public_function(module)
@@ -167,7 +169,7 @@ def toggle_settling(module: ModuleOp) -> None:
     made = _settling(slot.type, int(written.runs.starts.min()), written.runs.length)
     _rename(made, f"launch{position}_")
     _arguments(made.function)["slot"].replace_all_uses_with(slot)
-    returning = function.body.block.last_op
-    assert returning is not None
-    function.body.block.insert_ops_before(_detach_body(made.function), returning)
+    beginning = function.body.block.first_op
+    assert beginning is not None
+    function.body.block.insert_ops_before(_detach_body(made.function), beginning)
     module.verify()
