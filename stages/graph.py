@@ -19,6 +19,7 @@ from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
 from stages.model.grouping import Program, programs
 from stages.model.plan import write_plan
+from stages.model.policy import Policy, parse_policy
 from stages.model.sources import ArtifactsOnly, Source, copy_tokenizer, known_family, record_checkpoint, resolve
 from stages.targets import Target, default_target, targets
 from stages.weights.packing import pack_weights
@@ -50,17 +51,29 @@ class Build:
         return chosen or default_target(self.artifacts / self.source.name)
 
     @cached_property
+    def policy(self) -> Policy:
+        """In which formats the weights are stored."""
+        chosen = parse_policy(self.options.weights)
+        self.target.check_formats(chosen.formats)
+        return chosen
+
+    @property
+    def name(self) -> str:
+        """Of the directory: the target, and the formats of the weights where they are not bf16."""
+        return f"{self.target.name}{self.policy.suffix}"
+
+    @cached_property
     def directory(self) -> Path:
-        return self.artifacts / self.source.name / self.target.name
+        return self.artifacts / self.source.name / self.name
 
     @property
     def directory_as_given(self) -> Path:
         """For messages: below the `artifacts` of the command line."""
-        return Path(self.options.artifacts) / self.source.name / self.target.name
+        return Path(self.options.artifacts) / self.source.name / self.name
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(self.artifacts / ".locks" / f"{self.source.name}-{self.target.name}.lock")
+        turn = Turn(self.artifacts / ".locks" / f"{self.source.name}-{self.name}.lock")
         return Project(self.directory, Digests(self.artifacts / ".digests.json"), turn)
 
     @cached_property
@@ -139,7 +152,7 @@ class Wiring:
     def _libraries(self) -> list[Library]:
         """The host's programs in one, which target cpu makes for all targets; each device program in its own."""
         family = known_family(self.build.source, self.directory / CONFIG).model_type
-        made = programs(family, self.grouping, self.build.buckets)
+        made = programs(family, self.grouping, self.build.buckets, self.build.policy)
         host = Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in made if not p.host)]
 
@@ -178,8 +191,9 @@ class Wiring:
         )
 
     def _plan(self) -> Step:
-        action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, buckets=self.build.buckets)
-        params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, "buckets": self.build.buckets}
+        chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": self.build.policy.text}
+        action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
+        params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
         doc = "Derive the buffers and the order of calls."
         return self._step("plan", doc, action, [PLAN, PACKING], [self.directory / CONFIG], params=params)
 
@@ -219,7 +233,11 @@ class Wiring:
     def _generation(self, library: Library) -> tuple[Any, list[Path], dict[str, Any]]:
         """The action that makes a library's module, what it reads, and its arguments."""
         room = library.target.modules
-        options = {"grouping": self.grouping_name, "bfp16": self.options.matmul == "bfp16"}
+        options = {
+            "grouping": self.grouping_name,
+            "bfp16": self.options.matmul == "bfp16",
+            "weights": self.build.policy.text,
+        }
         action = partial(room.write_module, self.directory, library.name)
         return action, [self.directory / CONFIG], room.arguments(library.programs, options)
 

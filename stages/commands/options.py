@@ -30,6 +30,7 @@ class Options(Sampling, Running):
     buckets: str = "128,512,2048"
     grouping: str = ""
     matmul: str = "bf16"
+    weights: str = ""
     prompt: str | None = None
     raw: bool = False
     full: bool = False

@@ -73,6 +73,8 @@ class Arg:
     format: str = "bf16"
     written: bool = False
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    matrix: bool = False
+    """Whether it is a weight that other formats can hold (`format_kernel`)."""
 
     def layout(self, kernel_set: str) -> str:
         return self.layouts.get(kernel_set, "plain")
@@ -116,7 +118,7 @@ def format_kernel(kernel: str, weights: str) -> str:
 
 def matrix(name: str) -> Arg:
     """A weight matrix in the layouts that the products of both kernel sets read."""
-    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})
+    return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"}, matrix=True)
 
 
 def signature(

@@ -16,6 +16,6 @@ def reference(tokens: np.ndarray, weight: np.ndarray) -> np.ndarray:
 TOKENS = Arg("tokens", "i32")
 
 KERNELS = (
-    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"})), "rows cols vocab", reference),
+    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)), "rows cols vocab", reference),
     signature("embed_rows", (TOKENS, "weight"), "rows cols vocab", reference),
 )

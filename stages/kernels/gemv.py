@@ -194,7 +194,7 @@ KERNELS = (
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
     signature(
         "gemv_f32",
-        (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}), "x"),
+        (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}, matrix=True), "x"),
         _PARAMS,
         reference_f32,
         writes=(Arg("out", "f32", written=True, layouts={"aie2p": "padded"}),),

@@ -14,9 +14,8 @@ from stages.kernels import embed as embedding
 from stages.weights.formats import Format, formats
 
 GROUPED = tuple(f for f in formats().values() if f.values > 1 and "panels" in f.layouts)
-_WEIGHTS = ("weight", "gate", "up")
 _OF_BF16 = [
-    k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and "rows" not in k.name.split("_")
+    k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and any(arg.matrix for arg in k.args)
 ]
 
 
@@ -24,9 +23,9 @@ def _widened(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     """The reference of a kernel of bf16 weights, of the values of stored ones; f32 until the result is rounded."""
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
-        names = [arg.name for arg in kernel.args if not arg.written]
+        args = [arg for arg in kernel.args if not arg.written]
         cols = scalars.pop("cols")
-        wide = [stored.dequantise(t, cols) if n in _WEIGHTS else t for n, t in zip(names, tensors, strict=False)]
+        wide = [stored.dequantise(t, cols) if arg.matrix else t for arg, t in zip(args, tensors, strict=False)]
         return kernel.reference(*wide, **scalars)
 
     return reference
@@ -38,7 +37,7 @@ def _kernels() -> Iterator[Kernel]:
             yield signature(
                 format_kernel(kernel.name, stored.name),
                 tuple(
-                    replace(arg, format=stored.name, layouts={"cpu": "panels"}) if arg.name in _WEIGHTS else arg
+                    replace(arg, format=stored.name, layouts={"cpu": "panels"}) if arg.matrix else arg
                     for arg in kernel.args
                     if not arg.written
                 ),

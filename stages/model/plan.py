@@ -21,6 +21,7 @@ from stages.model.config import Config
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs
 from stages.model.parts import Dim, Slot
+from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
 
 PREFILL_ROWS = 512
@@ -47,31 +48,37 @@ class Plan:
     phases: dict[str, list[Call]] = field(default_factory=dict)
 
 
-def write_plan(directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int]) -> None:
-    """Step action: the plan of the configuration in the artifact `directory`, as JSON."""
-    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets)
+def write_plan(
+    directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int], weights: str
+) -> None:
+    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`: a policy's text."""
+    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets, parse_policy(weights))
     write_json(work / PLAN, asdict(plan))
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
 
 
-def make_plan(config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int] = ()) -> Plan:
+def make_plan(
+    config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int] = (), policy: Policy = BF16
+) -> Plan:
     """`kernel_set`: whose layouts device programs read. `buckets`: row counts of static programs; none: any number.
 
     Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`.
     TypeError where programs want one buffer in ways that exclude each other.
     """
-    return _Planner(config, grouping, kernel_set, buckets).plan()
+    return _Planner(config, grouping, kernel_set, buckets, policy).plan()
 
 
 class _Planner:
     """With buckets, buffers are as long as the longest: positions past the model's context are only ever padding."""
 
-    def __init__(self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int]) -> None:
-        self.config, self.grouping, self.kernel_set = config, grouping, kernel_set
+    def __init__(
+        self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int], policy: Policy
+    ) -> None:
+        self.config, self.grouping, self.kernel_set, self.policy = config, grouping, kernel_set, policy
         self.buckets = sorted(buckets)
         family = families.of(config)
         self.family, self.head = family.model_type, family.head(config)
-        self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets)}
+        self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets, policy)}
         longest = self.buckets[-1] if buckets else 0
         self.dimensions: Mapping[str, float] = config.dimensions() | {
             "max_seq": max(config.max_seq, longest),
@@ -90,7 +97,8 @@ class _Planner:
         return self.made
 
     def _calls(self, chain: Chain, bucket: int | None = None) -> Iterator[Call]:
-        for group, placed in cover(chained(self.family, chain, self.config.layers), self.grouping.groups):
+        phase = chained(self.family, chain, self.config.layers, self.policy)
+        for group, placed in cover(phase, self.grouping.groups):
             entry = group.name if group else placed[0].part.name
             program = self.programs.get((entry, bucket)) or self.programs[entry, None]
             layer = placed[0].layer if placed[0].inside else None

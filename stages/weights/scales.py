@@ -43,11 +43,7 @@ def affine(groups: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         scale, offset = (n * gq - q * total) * inverse, (qq * total - q * gq) * inverse
         free = offset <= 0
         scale, offset = np.where(free, scale, gq * _inverse(qq)), np.where(free, offset, 0)
-        found = (
-            squares
-            + scale * (scale * qq - 2 * gq)
-            + offset * (2 * scale * q + n * offset - 2 * total)
-        )
+        found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + n * offset - 2 * total)
         better = (found < error) & (scale >= 0)
         best[0], best[1] = np.where(better, scale, best[0]), np.where(better, -offset, best[1])
         error = np.where(better, found, error)

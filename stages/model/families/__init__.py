@@ -23,7 +23,8 @@ class Family:
     """`parse`: the configuration of a checkpoint, or UserError naming the field that cannot be run. `tensors`: name and
     shape of all that a checkpoint must hold, in model order. `head`: the tensor that makes the logits. `ignored`:
     patterns of tensors that old exporters wrote beside the weights. `residual`: patterns of those whose products are
-    added to the activations, which random ones keep small."""
+    added to the activations, which random ones keep small. `matrices`: slots of weights of products, but
+    for the vocabulary's."""
 
     model_type: str
     architectures: tuple[str, ...]
@@ -32,6 +33,7 @@ class Family:
     head: Callable[[Config], str]
     ignored: tuple[str, ...]
     residual: tuple[str, ...]
+    matrices: tuple[str, ...]
 
 
 @functools.cache

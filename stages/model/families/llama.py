@@ -99,4 +99,5 @@ FAMILY = Family(
     # An embedding that is tied may be stored twice.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight"),
     residual=("*.o_proj.weight", "*.down_proj.weight"),
+    matrices=tuple(slot for slot, (_, shape) in WEIGHTS.items() if len(shape) == 2),
 )

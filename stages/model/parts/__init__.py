@@ -11,10 +11,11 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stages.kernels import Kernel, kernels
+from stages.kernels import Kernel, format_kernel, kernels
+from stages.model.policy import BF16, Policy
 
 RUNTIME_SCALARS = ("seq", "pos")
 
@@ -112,6 +113,23 @@ def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
 
 
 @functools.cache
-def part(family: str, name: str) -> Part:
-    """A part of a family (by its `model_type`). KeyError if there is none of that name."""
-    return _tables()[family][name]()
+def part(family: str, name: str, policy: Policy = BF16) -> Part:
+    """A part of a family (by its `model_type`), its weights in the formats of a policy. KeyError if there is none of
+    that name."""
+    made = _tables()[family][name]()
+    return made if policy == BF16 else _stored(made, policy)
+
+
+def _stored(part: Part, policy: Policy) -> Part:
+    """A part of bf16 weights with weights in other formats, and the kernels that read those."""
+    slots = tuple(
+        replace(slot, format=policy.of(slot.name, slot.shape, slot.format)) if slot.role == "weight" else slot
+        for slot in part.slots
+    )
+    known = {slot.name: slot.format for slot in slots}
+
+    def stored(launch: Launch) -> Launch:
+        (name,) = {known[launch.args[arg.name]] for arg in launch.kernel.args if arg.matrix} or {"bf16"}
+        return replace(launch, kernel=kernels()[format_kernel(launch.kernel.name, name)])
+
+    return replace(part, slots=slots, launches=tuple(map(stored, part.launches)))

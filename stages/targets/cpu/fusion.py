@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.kernels import kernels
+from stages.kernels import format_kernel, kernels
 from stages.model.parts import Launch, Part
+from stages.weights.formats import formats
 
-_PRODUCTS = ("gemm", "gemv")
+_PRODUCTS = tuple(format_kernel(product, name) for product in ("gemm", "gemv") for name in formats())
 
 
 def fuse(part: Part) -> tuple[Launch, ...]:

@@ -12,6 +12,7 @@ from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
+from stages.model.policy import parse_policy
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.weights.formats import formats
@@ -29,7 +30,11 @@ def fingerprint() -> None:
 
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
     """What `write_module` takes for a library of these programs."""
-    return {"parts": [program.entry for program in programs], "support": _support(programs)}
+    return {
+        "parts": [program.entry for program in programs],
+        "support": _support(programs),
+        "weights": options["weights"],
+    }
 
 
 def sources(programs: Sequence[Program]) -> list[str]:
@@ -51,12 +56,14 @@ def _sources(parts: Iterable[Part], support: Sequence[str]) -> list[str]:
     return [f"{HOST_SET}/{stem}" for stem in sorted({*stems, *support})]
 
 
-def write_module(directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str]) -> None:
+def write_module(
+    directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str], weights: str
+) -> None:
     """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
-    else its build and the manifest need to know, as JSON."""
+    else its build and the manifest need to know, as JSON. `weights`: a policy's text."""
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
-    found = [part(config.family, name) for name in parts]
+    found = [part(config.family, name, parse_policy(weights)) for name in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions))

@@ -11,7 +11,10 @@ ZERO = 32
 """What is added to a number to store it without a sign."""
 
 GROUPED = Grouped(
-    factors=1, scale_values=1, bits=6, pack=lambda numbers: np.concatenate([nibbles(numbers), two_bits(numbers)], axis=-1)
+    factors=1,
+    scale_values=1,
+    bits=6,
+    pack=lambda numbers: np.concatenate([nibbles(numbers), two_bits(numbers)], axis=-1),
 )
 
 
