@@ -10,8 +10,8 @@ weights; each costs a pass."""
 
 
 def symmetric(groups: np.ndarray, least: int, most: int) -> np.ndarray:
-    """Scales f32 `[...]` >= 0 of groups f32 `[..., n]`: of those tried, each refitted by least squares to the numbers it
-    gives, the one with the least squared error."""
+    """Scales f32 `[...]` >= 0 of groups f32 `[..., n]`: of those tried, each refitted by least squares to the numbers
+    it gives, the one with the least squared error."""
     largest = np.abs(groups).max(axis=-1)
     best, error = np.zeros_like(largest), np.full_like(largest, np.inf)
     for stretch in _STRETCHES:
@@ -26,8 +26,8 @@ def symmetric(groups: np.ndarray, least: int, most: int) -> np.ndarray:
 
 
 def affine(groups: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum` with q from 0
-    to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error."""
+    """Scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum` with q from
+    0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error."""
     n = np.float32(groups.shape[-1])
     low = np.minimum(groups.min(axis=-1), 0)
     span = groups.max(axis=-1) - low

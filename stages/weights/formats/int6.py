@@ -1,4 +1,5 @@
-"""int6: 6.25 bits a weight. 32 weights share a scale, a whole number of 8 bits times a factor of the row: `w = d s q`."""
+"""int6: 6.25 bits a weight. 32 weights share a scale, a whole number of 8 bits times a factor of the row:
+`w = d s q`."""
 
 from __future__ import annotations
 
