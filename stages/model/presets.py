@@ -40,6 +40,9 @@ def _shape(hidden: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA32 | _shape(2048, 16, 32, head_dim=64),
     "llama-3.2-3b": _LLAMA32 | _shape(3072, 28, 24, head_dim=128),
+    "llama-3.1-8b": _LLAMA32
+    | {"tie_word_embeddings": False, "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0}, "intermediate_size": 14336}
+    | _shape(4096, 32, 32, head_dim=128),
     "smollm2-135m": _SMOLLM2 | _shape(576, 30, 9, num_key_value_heads=3, intermediate_size=1536, rope_theta=100000.0),
     "smollm2-360m": _SMOLLM2 | _shape(960, 32, 15, num_key_value_heads=5, intermediate_size=2560, rope_theta=100000.0),
     "smollm2-1.7b": _SMOLLM2

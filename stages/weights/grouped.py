@@ -18,18 +18,24 @@ from stages.weights.formats import Format, Layout, Shape
 LINE = 64
 """Bytes. A line of scales is in front of the numbers of as many groups as it holds, so that all lines are aligned."""
 
-Pack = Callable[[np.ndarray], np.ndarray]
-"""Numbers u8 `[..., rows, GROUP]` -> bytes u8 `[..., bytes of a group of PANEL_ROWS rows]`."""
+
+@dataclass(frozen=True)
+class Bits:
+    """How the numbers of a group of a panel lie. `pack`: u8 `[..., rows, GROUP]` -> bytes u8 `[..., bytes]`; `unpack`:
+    back, of PANEL_ROWS rows."""
+
+    bits: int
+    pack: Callable[[np.ndarray], np.ndarray]
+    unpack: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `bits`: of a number."""
+    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie."""
 
     factors: int
     scale_values: int
-    bits: int
-    pack: Pack
+    numbers: Bits
     scale_type: type = np.uint8
 
     @property
@@ -50,7 +56,7 @@ class Grouped:
     @property
     def number_bytes(self) -> int:
         """Of a group of a panel."""
-        return PANEL_ROWS * GROUP * self.bits // 8
+        return PANEL_ROWS * GROUP * self.numbers.bits // 8
 
     def stored(self, factors: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """`factors` f32 `[..., factors]`, `scales` u8 `[..., groups, scales]`, `numbers` of one byte
@@ -84,7 +90,7 @@ class Grouped:
         factors, scales, numbers = self.parts(padded)
         groups, step = numbers.shape[-2], self.block_groups
         by_panel = numbers.reshape(panels, PANEL_ROWS, groups, GROUP).swapaxes(1, 2)
-        packed = self.pack(by_panel)
+        packed = self.numbers.pack(by_panel)
         lines = np.zeros((panels, -(-groups // step) * step, PANEL_ROWS * self.scales), np.uint8)
         lines[:, :groups] = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
         out = np.empty((panels, size), np.uint8)
@@ -104,6 +110,29 @@ class Grouped:
         values: np.ndarray = np.ascontiguousarray(scales).view(self.scale_type).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(values).view(np.uint8).reshape(panels, groups, -1)
 
+    def from_panels(self, packed: np.ndarray, shape: Shape) -> np.ndarray:
+        """Rows as stored, i8 of that shape, of their panels."""
+        rows, stored_bytes = shape
+        panels, raw = len(packed), packed.view(np.uint8)
+        groups, step = (stored_bytes - self.header) // (self.scales + GROUP), self.block_groups
+        at = PANEL_ROWS * self.header
+        header = np.ascontiguousarray(raw[:, :at]).view(np.float32).reshape(panels, self.factors, PANEL_ROWS)
+        scales, numbers = [], []
+        for first in range(0, groups, step):
+            count = min(step, groups - first)
+            line, end = raw[:, at : at + LINE], at + LINE + count * self.number_bytes
+            scales.append(line[:, : count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
+            numbers.append(raw[:, at + LINE : end].reshape(panels, count, -1))
+            at = end
+        values = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
+        by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
+        stored = self.stored(
+            header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
+            np.ascontiguousarray(by_row).view(np.uint8).reshape(panels * PANEL_ROWS, groups, -1),
+            self.numbers.unpack(np.concatenate(numbers, axis=1)).swapaxes(1, 2).reshape(-1, groups, GROUP),
+        )
+        return stored[:rows]
+
     def format(
         self, name: str, quantise: Callable[[np.ndarray], np.ndarray], dequantise: Callable[[np.ndarray], np.ndarray]
     ) -> Format:
@@ -116,7 +145,7 @@ class Grouped:
             values=GROUP,
             elements=self.scales + GROUP,
             row_elements=self.header,
-            layouts={"panels": Layout(self.panels_shape, self.to_panels)},
+            layouts={"panels": Layout(self.panels_shape, self.to_panels, self.from_panels, rows=PANEL_ROWS)},
         )
 
 
@@ -138,10 +167,10 @@ def _by_rows(quantise: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -
     return np.concatenate(made).reshape(*outer, -1)
 
 
-# Numbers of a group of a panel -> its bytes; kernel_src/cpu/grouped.h describes the orders.
+# kernel_src/cpu/grouped.h describes the orders.
 
 
-def nibbles(numbers: np.ndarray) -> np.ndarray:
+def _pack_nibbles(numbers: np.ndarray) -> np.ndarray:
     """The low four bits: `[4 lines][rows][2][2]`, two nibbles to a byte."""
     *outer, rows, _ = numbers.shape
     by_line = numbers.reshape(*outer, rows, GROUP // 8, 2, 2, 2) & 15  # row, line, byte, nibble, half
@@ -149,15 +178,51 @@ def nibbles(numbers: np.ndarray) -> np.ndarray:
     return np.moveaxis(both, -4, -3).swapaxes(-1, -2).reshape(*outer, -1)
 
 
-def two_bits(numbers: np.ndarray) -> np.ndarray:
+def _unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    outer = packed.shape[:-1]
+    by_line = packed.reshape(*outer, GROUP // 8, PANEL_ROWS, 2, 2).swapaxes(-1, -2)  # line, row, byte, half
+    both = np.moveaxis(by_line, -4, -3)
+    return np.stack([both & 15, both >> 4], axis=-2).reshape(*outer, PANEL_ROWS, GROUP)
+
+
+_SHIFTS = 2 * np.arange(8, dtype=np.uint16)[:, None]
+
+
+def _pack_two_bits(numbers: np.ndarray) -> np.ndarray:
     """Bits 4 and 5: `[2 lines][rows][2]` words of 16 bits."""
     *outer, rows, _ = numbers.shape
     by_line = (numbers.reshape(*outer, rows, GROUP // 16, 8, 2) >> 4 & 3).astype(np.uint16)
-    words = (by_line << 2 * np.arange(8, dtype=np.uint16)[:, None]).sum(axis=-2, dtype=np.uint16)
+    words = (by_line << _SHIFTS).sum(axis=-2, dtype=np.uint16)
     return np.ascontiguousarray(np.moveaxis(words, -3, -2)).reshape(*outer, -1).view(np.uint8)
 
 
-def pairs(numbers: np.ndarray) -> np.ndarray:
+def _unpack_two_bits(packed: np.ndarray) -> np.ndarray:
+    outer = packed.shape[:-1]
+    words = np.ascontiguousarray(packed).view(np.uint16).reshape(*outer, GROUP // 16, PANEL_ROWS, 2)
+    by_line = np.moveaxis(words, -2, -3)[..., None, :] >> _SHIFTS & 3
+    return (by_line << 4).astype(np.uint8).reshape(*outer, PANEL_ROWS, GROUP)
+
+
+def _pack_six_bits(numbers: np.ndarray) -> np.ndarray:
+    return np.concatenate([_pack_nibbles(numbers), _pack_two_bits(numbers)], axis=-1)
+
+
+def _unpack_six_bits(packed: np.ndarray) -> np.ndarray:
+    low, high = np.split(packed, [PANEL_ROWS * GROUP // 2], axis=-1)
+    return _unpack_nibbles(low) | _unpack_two_bits(high)
+
+
+def _pack_pairs(numbers: np.ndarray) -> np.ndarray:
     """Whole bytes: `[16 pairs][rows][2]`."""
     *outer, rows, _ = numbers.shape
     return np.moveaxis(numbers.reshape(*outer, rows, GROUP // 2, 2), -3, -2).reshape(*outer, -1)
+
+
+def _unpack_pairs(packed: np.ndarray) -> np.ndarray:
+    outer = packed.shape[:-1]
+    return np.moveaxis(packed.reshape(*outer, GROUP // 2, PANEL_ROWS, 2), -2, -3).reshape(*outer, PANEL_ROWS, GROUP)
+
+
+NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)
+SIX_BITS = Bits(6, _pack_six_bits, _unpack_six_bits)
+BYTES = Bits(8, _pack_pairs, _unpack_pairs)

@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llama_npu2.dtypes import DTYPES
+
 Shape = tuple[int, ...]
+
+PACKED_AT_ONCE = 1 << 22
+"""Values."""
 
 
 def _unchanged(array: np.ndarray) -> np.ndarray:
@@ -31,12 +36,14 @@ def _first(packed: np.ndarray, shape: Shape) -> np.ndarray:
 class Layout:
     """An order of a stored tensor's elements. `shape`: of the stored tensor -> after packing; `pack`: the same for the
     tensor; `unpack(packed, shape)`: the stored tensor of that shape again. `serves`: layouts whose readers can read
-    this one as well, because it only adds elements behind theirs."""
+    this one as well, because it only adds elements behind theirs. `rows`: so many rows of a matrix become one of what
+    is packed, whatever the others are; 0 where that is not so."""
 
     shape: Callable[[Shape], Shape] = tuple
     pack: Callable[[np.ndarray], np.ndarray] = _unchanged
     unpack: Callable[[np.ndarray, Shape], np.ndarray] = _first
     serves: tuple[str, ...] = ()
+    rows: int = 0
 
 
 PLAIN = Layout()
@@ -74,8 +81,17 @@ class Format:
         return tuple(self.layout(layout).shape(self.stored_shape(shape)))
 
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
-        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
-        return self.layout(layout).pack(self.quantise(tensor))
+        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`. Where a layout allows it, some
+        rows after others, so that what is in the making takes little memory."""
+        chosen = self.layout(layout)
+        if self.values == 1 or not chosen.rows:
+            return chosen.pack(self.quantise(tensor))
+        packed = np.empty(self.packed_shape(tensor.shape, layout), DTYPES[self.dtype])
+        step = chosen.rows * max(1, PACKED_AT_ONCE // (chosen.rows * tensor.shape[1]))
+        for first in range(0, len(tensor), step):
+            some = chosen.pack(self.quantise(tensor[first : first + step]))
+            packed[first // chosen.rows :][: len(some)] = some
+        return packed
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:
         """The values, f32 of logical `shape`, of what `pack` made."""

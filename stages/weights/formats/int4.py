@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped, nibbles
+from stages.weights.grouped import NIBBLES, Grouped
 from stages.weights.scales import affine, level
 
 MOST = 15
 
-GROUPED = Grouped(factors=2, scale_values=2, bits=4, pack=nibbles)
+GROUPED = Grouped(factors=2, scale_values=2, numbers=NIBBLES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped, nibbles, two_bits
+from stages.weights.grouped import SIX_BITS, Grouped
 from stages.weights.scales import level, symmetric
 
 ZERO = 32
 """What is added to a number to store it without a sign."""
 
-GROUPED = Grouped(
-    factors=1,
-    scale_values=1,
-    bits=6,
-    pack=lambda numbers: np.concatenate([nibbles(numbers), two_bits(numbers)], axis=-1),
-)
+GROUPED = Grouped(factors=1, scale_values=1, numbers=SIX_BITS)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped, pairs
+from stages.weights.grouped import BYTES, Grouped
 
-GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float16, bits=8, pack=pairs)
+GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float16, numbers=BYTES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:
