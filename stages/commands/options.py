@@ -34,6 +34,7 @@ class Options(Sampling, Running):
     prompt: str | None = None
     raw: bool = False
     full: bool = False
+    text: str = ""
     json: bool = False
     check: bool = False
     measured: str = ""

@@ -1,14 +1,20 @@
-"""The token gate: greedy decoding of an artifact directory against transformers in bf16 on the same checkpoint.
+"""Whether an artifact directory is right, and how good: against transformers.
 
-Both sides are fed the reference's tokens, so that every position counts, those after a first difference too.
+Right: with the very weights that the artifacts hold, as values, greedy tokens are those of transformers in bf16, and
+logits are about as near to those in float32 as a run in bf16 is. Good: what the weights' format costs, against the
+checkpoint (`quality`). What was found lies beside the manifest, in `verified.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
+import json
+import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +23,22 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.table import Column, Table
+from stages.commands import quality
+from stages.engine.files import write_atomic
 from stages.graph import Build
 from stages.model import families
+from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import first_line
 
 TOKENS = 32
 TOP = 5
+MOST = 1.5
+"""Times the error of transformers in bf16 that the runtime's logits may be off by."""
+EXACT_WINDOWS = 2
+"""Windows of the text that logits are compared on."""
+TEXT = Path(__file__).with_name("evaluation.txt")
+"""Questions, facts and short stories, written for this project."""
+VERIFIED = "verified.json"
 
 PROMPTS = (
     "The capital of France is",
@@ -72,23 +89,111 @@ class Comparison:
 
 
 def run(build: Build) -> TaskFailed | None:
-    """`doit verify`: two prompts, or with full=1 all."""
+    """`doit verify`: two prompts and some of the text, or with full=1 all."""
     options = build.options
-    passed = verify(build.directory, build.source.fetch(), len(PROMPTS) if options.full else 2, options.threads)
-    return None if passed else TaskFailed("verify: the runtime and transformers disagree, see the table")
+    text = Path(options.text) if options.text else TEXT
+    passed = verify(build.directory, build.source.fetch(), options.full, text, options.threads)
+    return None if passed else TaskFailed("verify: the runtime and transformers disagree, see above")
 
 
-def verify(directory: Path, checkpoint: Path, prompts: int, threads: int = 0) -> bool:
-    """Compare on the first `prompts` prompts, print a table, return whether all passed. Raises UserError."""
-    model = load_transformers(checkpoint, "bfloat16")
-    print(TABLE.header(), flush=True)
-    passed = True
+def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = TEXT, threads: int = 0) -> bool:
+    """Compare, print, record; returns whether the runtime is right. Raises UserError."""
+    model = load_transformers(checkpoint, "float32")
     with contextlib.closing(load(directory, threads)) as llm:
-        for prompt in PROMPTS[:prompts]:
-            comparison = compare(llm, model, prompt)
-            passed &= comparison.passed
-            print(comparison.row(), flush=True)
+        parts = quality.windows(llm, _read(text), quality.ALL_WINDOWS if full else quality.WINDOWS)
+        lost = quality.measure(llm, model, parts)
+        print(lost, flush=True)
+        weights = ArtifactWeights(directory)
+        put_weights(model, weights)
+        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS])
+        print(exactness, flush=True)
+        print(TABLE.header(), flush=True)
+        comparisons = []
+        for prompt in PROMPTS if full else PROMPTS[:2]:
+            comparisons.append(compare(llm, model, prompt))
+            print(comparisons[-1].row(), flush=True)
+    passed = exactness.passed and all(comparison.passed for comparison in comparisons)
+    _record(directory, text, weights, lost, exactness, comparisons, passed)
     return passed
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"text={text}: {first_line(error)}: give a text file") from None
+
+
+def _record(
+    directory: Path,
+    text: Path,
+    weights: ArtifactWeights,
+    lost: quality.Quality,
+    exactness: Exactness,
+    comparisons: Sequence[Comparison],
+    passed: bool,
+) -> None:
+    """What was found, of which artifacts, on what."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    found = {
+        "passed": passed,
+        "manifest": _sha256(directory / "manifest.json"),
+        "text": {"name": text.name, "sha256": _sha256(text)},
+        "machine": {"system": platform.system(), "machine": platform.machine(), **versions},
+        "bits": weights.bits,
+        "quality": lost.record(),
+        "exactness": asdict(exactness),
+        "tokens": [asdict(comparison) for comparison in comparisons],
+    }
+    write_atomic(directory / VERIFIED, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """How far logits are from transformers in float32 with the same weights: root mean square of the differences over
+    that of the logits, of the runtime and of transformers in bf16."""
+
+    ours: float
+    bf16: float
+
+    @property
+    def passed(self) -> bool:
+        return self.ours <= MOST * self.bf16
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "FAIL"
+        return (
+            f"with its own weights in float32: logits differ by {self.ours:.5f} of their size, "
+            f"transformers in bf16 by {self.bf16:.5f}; at most {MOST} times that  {verdict}"
+        )
+
+
+def compare_logits(llm: Llama, model: Any, parts: Sequence[Sequence[int]]) -> Exactness:
+    """`model` in float32; it is in bf16 afterwards."""
+    import torch
+
+    exact = [quality.source_logits(model, ids) for ids in parts]
+    rounded = model.to(torch.bfloat16)
+    ours = [quality.artifact_logits(llm, ids) for ids in parts]
+    return Exactness(_error(ours, exact), _error([quality.source_logits(rounded, ids) for ids in parts], exact))
+
+
+def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+    difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(found, exact, strict=True))
+    return float(np.sqrt(difference / sum(float(np.square(b, dtype=np.float64).sum()) for b in exact)))
+
+
+def put_weights(model: Any, weights: ArtifactWeights) -> None:
+    """Give a transformers model in float32 the weights of an artifact directory."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights.values(name))))
 
 
 def load_transformers(checkpoint: Path, dtype: str) -> Any:
@@ -98,6 +203,7 @@ def load_transformers(checkpoint: Path, dtype: str) -> Any:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     architecture = getattr(transformers, families.of(families.read_config(checkpoint / "config.json")).architectures[0])
     with torch.no_grad():
         return architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()

@@ -124,7 +124,7 @@ class Grouped:
             scales.append(line[:, : count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
             numbers.append(raw[:, at + LINE : end].reshape(panels, count, -1))
             at = end
-        values = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
+        values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
         by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
         stored = self.stored(
             header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
