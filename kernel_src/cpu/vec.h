@@ -4,6 +4,7 @@ namespace ISA {
 namespace {
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 constexpr int64_t lanes = ISA_LANES;
 

@@ -109,6 +109,11 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
+def format_kernel(kernel: str, weights: str) -> str:
+    """Name of the kernel that does what a kernel of bf16 weights does with weights of another format."""
+    return kernel if weights == "bf16" else f"{weights}_{kernel}"
+
+
 def matrix(name: str) -> Arg:
     """A weight matrix in the layouts that the products of both kernel sets read."""
     return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"})

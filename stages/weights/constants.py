@@ -10,8 +10,11 @@ PANEL_ROWS = 16
 KV_BLOCK_POSITIONS = 128
 """Positions per block of a KV cache in panels: a block of one head stays in the first-level cache."""
 
+GROUP = 32
+"""Inputs that share a scale in grouped formats."""
+
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
-    values = {"PANEL_ROWS": PANEL_ROWS, "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS, "BLOCK": BLOCK}
+    values = {"PANEL_ROWS": PANEL_ROWS, "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS, "BLOCK": BLOCK, "GROUP": GROUP}
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

@@ -45,9 +45,10 @@ PLAIN = Layout()
 @dataclass(frozen=True)
 class Format:
     """`values` logical values along a tensor's last axis make one block of `elements` elements of `dtype`; the last
-    block of a row may be short of values, never of elements.
+    block of a row may be short of values, never of elements. `row_elements` of a row are in front of its blocks.
 
-    `quantise`: values `[..., n]` (f32, f16 or bf16) -> stored elements `[..., ceil(n / values) * elements]`;
+    `quantise`: values `[..., n]` (f32, f16 or bf16) -> stored elements
+    `[..., row_elements + ceil(n / values) * elements]`;
     `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
     """
 
@@ -57,6 +58,7 @@ class Format:
     dequantise: Callable[[np.ndarray, int], np.ndarray]
     values: int = 1
     elements: int = 1
+    row_elements: int = 0
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
 
     def layout(self, name: str) -> Layout:
@@ -65,7 +67,7 @@ class Format:
     def stored_shape(self, shape: Shape) -> Shape:
         """Of a tensor of logical `shape`, in elements of `dtype`, before any layout."""
         *outer, last = shape
-        return (*outer, -(-last // self.values) * self.elements)
+        return (*outer, self.row_elements + -(-last // self.values) * self.elements)
 
     def packed_shape(self, shape: Shape, layout: str) -> Shape:
         """Of a tensor of logical `shape`, in elements of `dtype`, as it lies in memory."""

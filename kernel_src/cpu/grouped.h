@@ -1,0 +1,230 @@
+// Weights in groups: whole numbers of a few bits, 32 inputs of one output sharing a scale. Included inside each
+// instruction set.
+//
+// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to one of 32 with
+// zeros. A panel is
+//   header   f32 [factors][16]                    what a row's scales are multiples of, where they are whole numbers
+//   blocks   one line of scales, 64 bytes, for as many groups as it holds, then those groups' numbers; the last block
+//            may have fewer groups
+// A *pair* is inputs 2i, 2i + 1 of 16 outputs, as one line of panels.h holds it.
+//   int4   scale u8 [16], minimum u8 [16] per group: w = d s q - e m, header d and e
+//          numbers [4][16 outputs][4 bytes]: nibble t of 16-bit half j of an output = input 8 line + 2 t + j
+//   int6   scale u8 [16] per group: w = d s (q - 32), header d
+//          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
+//   int8   scale f16 [16] per group: w = s q
+//          numbers i8 [16 pairs][16 outputs][2]
+// A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
+namespace ISA {
+namespace {
+
+constexpr int64_t group_inputs = LAYOUT_GROUP, group_pairs = group_inputs / 2, line_bytes = 64;
+static_assert(LAYOUT_GROUP == 32, "four lines of nibbles, or sixteen pairs, are a group");
+
+INLINE int64_t group_count(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
+
+// Where things are in a panel.
+template <class Format>
+struct GroupedPanel {
+    static constexpr int64_t header = Format::factors * panel_rows * 4;
+    static constexpr int64_t block_groups = line_bytes / Format::scale_bytes;
+    static constexpr int64_t block = line_bytes + block_groups * Format::number_bytes;
+
+    static int64_t size(int64_t cols) {
+        const int64_t groups = group_count(cols), rest = groups % block_groups;
+        return header + groups / block_groups * block + (rest ? line_bytes + rest * Format::number_bytes : 0);
+    }
+    INLINE const uint8_t *scales(const uint8_t *panel, int64_t group) {
+        return panel + header + group / block_groups * block + group % block_groups * Format::scale_bytes;
+    }
+    INLINE const uint8_t *numbers(const uint8_t *panel, int64_t group) {
+        return panel + header + group / block_groups * block + line_bytes +
+               group % block_groups * Format::number_bytes;
+    }
+};
+
+#if ISA_LANES == 16
+
+static_assert(panel_rows == lanes, "a group's scales are one register");
+
+INLINE f32v load_u8(const uint8_t *p) {
+    return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE f32v load_f16(const uint8_t *p) { return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+// bf16 of 0, 1 .. 31 less `zero`, for vpermw and vpermi2w.
+template <int zero, int period>
+INLINE __m512i table(int first) {
+    alignas(64) uint16_t values[32];
+#pragma GCC unroll 32
+    for (int i = 0; i < 32; i++) {
+        const float value = static_cast<float>((first + i) % period - zero);
+        uint32_t bits;
+        __builtin_memcpy(&bits, &value, 4);
+        values[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    return _mm512_load_si512(values);
+}
+
+INLINE __m512i shifted(__m512i v, int by) { return by ? _mm512_srli_epi16(v, by) : v; }
+
+#endif
+
+struct Int4 {
+    static constexpr int64_t factors = 2, scale_bytes = 32, number_bytes = 256;
+    static constexpr bool has_minimum = true;
+
+#if ISA_LANES == 16
+    __m512i values;
+
+    // Constructors do not get the target pragma.
+    INLINE Int4 make() { return {table<0, 16>(0)}; }
+
+    INLINE __m512i line(const uint8_t *numbers, int i) { return _mm512_loadu_si512(numbers + i * line_bytes); }
+
+    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
+        return (__m512bh)_mm512_permutexvar_epi16(shifted(line(numbers, i / 4), i % 4 * 4), values);
+    }
+#endif
+
+    // Number of input k and output r.
+    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
+        const uint8_t byte = numbers[k / 8 * line_bytes + r * 4 + k % 2 * 2 + k % 8 / 4];
+        return k % 4 < 2 ? byte & 15 : byte >> 4;
+    }
+};
+
+struct Int6 {
+    static constexpr int64_t factors = 1, scale_bytes = 16, number_bytes = 384;
+    static constexpr bool has_minimum = false;
+
+#if ISA_LANES == 16
+    __m512i low, high, nibble;
+
+    INLINE Int6 make() { return {table<32, 64>(0), table<32, 64>(32), _mm512_set1_epi16(15)}; }
+
+    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
+        const __m512i four = shifted(Int4::line(numbers, i / 4), i % 4 * 4);
+        const __m512i two = Int4::line(numbers, 4 + i / 8);
+        const int at = i % 8 * 2;  // to bits 4 and 5
+        const __m512i above = at < 4 ? _mm512_slli_epi16(two, 4 - at) : shifted(two, at - 4);
+        // nibble ? four : above; vpermi2w takes the low six bits
+        const __m512i index = _mm512_ternarylogic_epi32(nibble, four, above, 0xca);
+        return (__m512bh)_mm512_permutex2var_epi16(low, index, high);
+    }
+#endif
+
+    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
+        uint16_t two;
+        __builtin_memcpy(&two, numbers + (4 + k / 16) * line_bytes + r * 4 + k % 2 * 2, 2);
+        return (Int4::number(numbers, k, r) | (two >> (k % 16 / 2 * 2) & 3) << 4) - 32;
+    }
+};
+
+struct Int8 {
+    static constexpr int64_t factors = 0, scale_bytes = 32, number_bytes = 512;
+    static constexpr bool has_minimum = false;
+
+#if ISA_LANES == 16
+    INLINE Int8 make() { return {}; }
+
+    INLINE __m512 half(const uint8_t *numbers) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)numbers)));
+    }
+
+    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
+        return _mm512_cvtne2ps_pbh(half(numbers + i * 32 + 16), half(numbers + i * 32));
+    }
+#endif
+
+    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
+        return static_cast<int8_t>(numbers[k / 2 * 32 + r * 2 + k % 2]);
+    }
+};
+
+// Scales and minima of one group of a panel.
+#if ISA_LANES == 16
+
+template <class Format>
+struct Scales {
+    f32v scale, minimum;
+
+    INLINE Scales at(const uint8_t *panel, int64_t group) {
+        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
+        if (Format::factors == 0) return {load_f16(own), f32v{}};
+        const f32v scale = load_u8(own) * load<f32v>(panel);
+        return {scale, Format::has_minimum ? load_u8(own + panel_rows) * load<f32v>(panel + line_bytes) : f32v{}};
+    }
+};
+
+#endif
+
+INLINE float f16_to_float(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fff, bits = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u);
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    if (magnitude < 0x400) value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;  // subnormal: 2^-24 each
+    return half & 0x8000 ? -value : value;
+}
+
+// The same of output r.
+struct RowScales {
+    float scale, minimum;
+
+    template <class Format>
+    INLINE RowScales at(const uint8_t *panel, int64_t group, int64_t r) {
+        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
+        if (Format::factors == 0) {
+            uint16_t half;
+            __builtin_memcpy(&half, own + 2 * r, 2);
+            return {f16_to_float(half), 0};
+        }
+        const float minimum = Format::has_minimum ? own[panel_rows + r] * load_factor(panel + line_bytes, r) : 0;
+        return {own[r] * load_factor(panel, r), minimum};
+    }
+
+private:
+    INLINE float load_factor(const uint8_t *line, int64_t r) {
+        float factor;
+        __builtin_memcpy(&factor, line + 4 * r, 4);
+        return factor;
+    }
+};
+
+// The first `count` inputs of output r of a group, rounded to bf16.
+template <class Format>
+INLINE void widen_row(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
+    const auto scales = RowScales::at<Format>(panel, group, r);
+    const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
+    float wide[group_inputs];
+    for (int64_t k = 0; k < group_inputs; k++)
+        wide[k] = scales.scale * static_cast<float>(Format::number(numbers, k, r)) - scales.minimum;
+    for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
+}
+
+// total + a group's share: its sum of products, scaled, less its minimum times its sum of x. One rounding each where
+// the machine multiplies and adds at once, in every product alike.
+template <class Format>
+INLINE f32v scaled(f32v sum, f32v scale, f32v minimum, f32v sum_of_x, f32v total) {
+#if ISA_LANES == 16
+    total = (f32v)_mm512_fmadd_ps((__m512)scale, (__m512)sum, (__m512)total);
+    if (Format::has_minimum) total = (f32v)_mm512_fnmadd_ps((__m512)minimum, (__m512)sum_of_x, (__m512)total);
+#elif ISA_LANES == 8
+    total = (f32v)_mm256_fmadd_ps((__m256)scale, (__m256)sum, (__m256)total);
+    if (Format::has_minimum) total = (f32v)_mm256_fnmadd_ps((__m256)minimum, (__m256)sum_of_x, (__m256)total);
+#else
+    total += scale * sum;
+    if (Format::has_minimum) total -= minimum * sum_of_x;
+#endif
+    return total;
+}
+
+// The sum of a group of x, which minima are multiplied with. x: as many values as are left of the row.
+INLINE float sum_of_group(const bf16 *x, int64_t left) {
+    f32v sum = {};
+    for (int64_t i = 0; i < group_inputs; i += lanes)
+        if (i < left) sum += load_bf16(x + i, left - i);
+    return sum_of(sum);
+}
+
+}  // namespace
+}  // namespace ISA

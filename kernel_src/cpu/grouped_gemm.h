@@ -1,0 +1,237 @@
+// Matrix times panels of grouped weights (grouped.h), with an epilogue (gemm_core.h says what one is). Included inside
+// each instruction set.
+//
+// A block of groups of a few panels is widened to whole numbers in bf16, which is exact, and multiplied with all rows of
+// a task; a group's products are summed in registers and scaled into sums that stay in the cache.
+namespace ISA {
+namespace {
+
+constexpr int64_t groups_per_block = 8;
+
+// One (group, panel) of a block, widened.
+#if ISA_LANES == 16
+struct WideGroup {
+    bf16 lines[group_pairs][line_elements];
+    float scale[panel_rows], minimum[panel_rows];
+
+    template <class Format>
+    INLINE_MEMBER void widen(const uint8_t *panel, int64_t group) {
+        const Format format = Format::make();
+        const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
+#pragma GCC unroll 16
+        for (int i = 0; i < group_pairs; i++) _mm512_storeu_si512(lines[i], (__m512i)format.pair(numbers, i));
+        const auto scales = Scales<Format>::at(panel, group);
+        store(scale, scales.scale);
+        store(minimum, scales.minimum);
+    }
+};
+#else
+struct WideGroup {
+    float numbers[group_inputs][panel_rows];
+    float scale[panel_rows], minimum[panel_rows];
+
+    template <class Format>
+    INLINE_MEMBER void widen(const uint8_t *panel, int64_t group) {
+        widen_group<Format>(GroupedPanel<Format>::numbers(panel, group), numbers);
+        read_scales<Format>(panel, group, scale, minimum);
+    }
+};
+#endif
+
+// out[r][16 p + i] += the share of `groups` groups of P panels, for r < R.
+// x: rows of whole groups, `x_stride` apart; sums_of_x: per row and group, `sums_stride` apart.
+struct GroupedTileArgs {
+    const bf16 *x;
+    int64_t x_stride;
+    const float *sums_of_x;
+    int64_t sums_stride;
+    const WideGroup (*weights)[tile_panels];
+    int64_t groups;
+    float *out;
+};
+
+#if ISA_LANES == 16
+
+template <class Format, int R>
+void grouped_tile(const GroupedTileArgs &args) {
+    constexpr int P = tile_panels;
+    const bf16 *x = args.x;
+    const int64_t stride = args.x_stride;
+    for (int64_t g = 0; g < args.groups; g++, x += group_inputs) {
+        const WideGroup *const weights = args.weights[g];
+        __m512 sum[R][P];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < group_pairs; i++) {
+            __m512bh line[P];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(weights[p].lines[i]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const __m512bh pair = (__m512bh)load_pair(x + r * stride + 2 * i);
+#pragma GCC unroll 4
+                for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], line[p], pair);
+            }
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            const f32v scale = load<f32v>(weights[p].scale), minimum = load<f32v>(weights[p].minimum);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                float *const out = args.out + (r * P + p) * panel_rows;
+                const f32v sum_of_x = splat(Format::has_minimum ? args.sums_of_x[r * args.sums_stride + g] : 0);
+                store(out, scaled<Format>((f32v)sum[r][p], scale, minimum, sum_of_x, load<f32v>(out)));
+            }
+        }
+    }
+}
+
+#else
+
+template <class Format, int R>
+void grouped_tile(const GroupedTileArgs &args) {
+    for (int64_t g = 0; g < args.groups; g++)
+        for (int64_t r = 0; r < R; r++) {
+            float x[group_inputs];
+            for (int64_t i = 0; i < group_inputs; i += lanes)
+                store(x + i, load_bf16(args.x + r * args.x_stride + g * group_inputs + i));
+            const float sum_of_x = Format::has_minimum ? args.sums_of_x[r * args.sums_stride + g] : 0;
+            for (int64_t p = 0; p < tile_panels; p++) {
+                const WideGroup &weights = args.weights[g][p];
+                add_group<Format>(weights.numbers, weights.scale, weights.minimum, x, sum_of_x,
+                                  args.out + (r * tile_panels + p) * panel_rows);
+            }
+        }
+}
+
+#endif
+
+template <class Format>
+void grouped_tile_of_rows(int64_t rows, const GroupedTileArgs &args) {
+    static_assert(tile_rows == 6, "one case per number of rows");
+    switch (rows) {
+    case 1: return grouped_tile<Format, 1>(args);
+    case 2: return grouped_tile<Format, 2>(args);
+    case 3: return grouped_tile<Format, 3>(args);
+    case 4: return grouped_tile<Format, 4>(args);
+    case 5: return grouped_tile<Format, 5>(args);
+    default: return grouped_tile<Format, 6>(args);
+    }
+}
+
+template <class Format, class Epilogue>
+class GroupedGemm {
+public:
+    static constexpr int64_t group_panels = tile_panels / Epilogue::weights;
+    static constexpr int64_t group_columns = group_panels * panel_rows;
+
+    GroupedGemm(const bf16 *x, const uint8_t *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
+                const Epilogue &epilogue)
+        : x_(x), weights_(weights), rows_(rows), cols_(cols), out_cols_(out_cols), epilogue_(epilogue) {}
+
+    void run(Worker &worker) {
+        if (Format::has_minimum) sum_groups(worker);
+        const int64_t columns = (panel_count(out_cols_) + group_panels - 1) / group_panels;
+        const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
+        const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
+        const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
+        constexpr int64_t wide_bytes = groups_per_block * tile_panels * sizeof(WideGroup);
+        char *own = worker.scratch<char>(wide_bytes + task_rows * line_width * sizeof(float));
+        wide_ = reinterpret_cast<WideGroup(*)[tile_panels]>(own);
+        sums_ = reinterpret_cast<float *>(own + wide_bytes);
+        Chunks chunks(worker, columns * row_tasks, 1);
+        for (int64_t task, end; chunks.next(task, end);) {
+            const int64_t first = task % row_tasks * task_rows;
+            multiply(task / row_tasks, first, first + task_rows < rows_ ? first + task_rows : rows_);
+        }
+    }
+
+private:
+    static constexpr int64_t line_width = tile_panels * panel_rows;
+
+    void sum_groups(Worker &worker) {
+        const int64_t groups = group_count(cols_);
+        sums_of_x_ = worker.shared_scratch<float>(rows_ * groups);
+        {
+            Chunks chunks(worker, rows_, 8);
+            for (int64_t row, end; chunks.next(row, end);)
+                for (; row < end; row++)
+                    for (int64_t g = 0; g < groups; g++)
+                        sums_of_x_[row * groups + g] =
+                            sum_of_group(x_ + row * cols_ + g * group_inputs, cols_ - g * group_inputs);
+        }
+        worker.barrier();
+    }
+
+    void multiply(int64_t column, int64_t first, int64_t last) {
+        const int64_t groups = group_count(cols_);
+        memset(sums_, 0, (last - first) * line_width * sizeof(float));
+        for (int64_t done = 0; done < groups; done += groups_per_block) {
+            const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
+            widen(column, done, count);
+            for (int64_t row = first; row < last; row += tile_rows) {
+                const int64_t rows = last - row < tile_rows ? last - row : tile_rows;
+                multiply_rows(row, rows, done, count, sums_ + (row - first) * line_width);
+                if (done + count == groups) finish(column, row, rows, sums_ + (row - first) * line_width);
+            }
+        }
+    }
+
+    void widen(int64_t column, int64_t first, int64_t count) {
+        for (int64_t p = 0; p < tile_panels; p++)
+            for (int64_t g = 0; g < count; g++) wide_[g][p].template widen<Format>(panel(column, p), first + g);
+    }
+
+    void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *sums) const {
+        const int64_t groups = group_count(cols_), whole = cols_ / group_inputs;
+        GroupedTileArgs args;
+        args.x = x_ + row * cols_ + first * group_inputs;
+        args.x_stride = cols_;
+        args.sums_of_x = sums_of_x_ + row * groups + first;
+        args.sums_stride = groups;
+        args.weights = wide_;
+        args.out = sums;
+        args.groups = first + count <= whole ? count : count - 1;
+        if (args.groups > 0) grouped_tile_of_rows<Format>(rows, args);
+        if (args.groups < count) multiply_last(rows, args);
+    }
+
+    // A last group that is not whole: x has nothing behind its rows to be multiplied with zeros.
+    void multiply_last(int64_t rows, GroupedTileArgs args) const {
+        bf16 x[tile_rows][group_inputs] = {};
+        const int64_t left = cols_ % group_inputs, done = args.groups;
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(x[r], args.x + r * cols_ + done * group_inputs, left * sizeof(bf16));
+        args.x = x[0];
+        args.x_stride = group_inputs;
+        args.sums_of_x += done;
+        args.weights += done;
+        args.groups = 1;
+        grouped_tile_of_rows<Format>(rows, args);
+    }
+
+    // Past the last panel, the last one is computed again and the result dropped.
+    const uint8_t *panel(int64_t column, int64_t p) const {
+        const int64_t index = column * group_panels + p % group_panels, last = panel_count(out_cols_) - 1;
+        return weights_[p / group_panels] + (index < last ? index : last) * GroupedPanel<Format>::size(cols_);
+    }
+
+    void finish(int64_t column, int64_t row, int64_t rows, const float *sums) {
+        const int64_t at = column * group_columns;
+        const int64_t count = out_cols_ - at < group_columns ? out_cols_ - at : group_columns;
+        for (int64_t r = 0; r < rows; r++) epilogue_.row(sums + r * line_width, row + r, at, count);
+    }
+
+    const bf16 *x_;
+    const uint8_t *const *weights_;
+    int64_t rows_, cols_, out_cols_;
+    Epilogue epilogue_;
+    float *sums_of_x_ = nullptr, *sums_ = nullptr;
+    WideGroup (*wide_)[tile_panels] = nullptr;
+};
+
+}  // namespace
+}  // namespace ISA

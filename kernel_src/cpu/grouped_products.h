@@ -1,0 +1,120 @@
+// The products and the embedding lookup of one grouped format (grouped.h), as gemm.cc, gemv.cc and embed.cc have them.
+// A file for a format defines FORMAT, the format's struct, NAMED(kernel), the kernel's name with the format's in front,
+// and THIS_FILE, and includes this.
+#ifndef ISA
+#define KERNEL_FILE THIS_FILE
+#include "each_isa.h"
+
+KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
+                        Worker &worker) {
+    ISA_CALL(gemm, x, weight, out, rows, cols, out_cols, worker)
+}
+
+KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows,
+                            int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA_CALL(gemm_add, x, weight, residual, out, rows, cols, out_cols, worker)
+}
+
+KERNEL void NAMED(gemm_silu)(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows,
+                             int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA_CALL(gemm_silu, x, gate, up, out, rows, cols, out_cols, worker)
+}
+
+KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                        Worker &worker) {
+    ISA_CALL(gemv, weight, x, out, out_cols, cols, worker)
+}
+
+KERNEL void NAMED(gemv_f32)(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                            Worker &worker) {
+    ISA_CALL(gemv_f32, weight, x, out, out_cols, cols, worker)
+}
+
+KERNEL void NAMED(gemv_add)(const int8_t *weight, const bf16 *x, const bf16 *residual, bf16 *out, int64_t out_cols,
+                            int64_t cols, Worker &worker) {
+    ISA_CALL(gemv_add, weight, x, residual, out, out_cols, cols, worker)
+}
+
+KERNEL void NAMED(gemv_silu)(const int8_t *gate, const int8_t *up, const bf16 *x, bf16 *out, int64_t out_cols,
+                             int64_t cols, Worker &worker) {
+    ISA_CALL(gemv_silu, gate, up, x, out, out_cols, cols, worker)
+}
+
+KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t rows, int64_t cols,
+                         int64_t vocab, Worker &worker) {
+    ISA_CALL(embed, tokens, table, out, rows, cols, vocab, worker)
+}
+#else
+#include "vec.h"
+#include "epilogue.h"
+#include "operand.h"
+#include "tile.h"
+#include "gemm_core.h"
+#include "grouped.h"
+#include "grouped_gemv.h"
+#include "grouped_gemm.h"
+
+namespace ISA {
+
+INLINE const uint8_t *bytes(const int8_t *stored) { return reinterpret_cast<const uint8_t *>(stored); }
+
+static void gemm(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
+                 Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemm<FORMAT, StoreBf16>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+}
+
+static void gemm_add(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows, int64_t cols,
+                     int64_t out_cols, Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemm<FORMAT, AddResidual>(x, weights, rows, cols, out_cols, {residual, out, out_cols}).run(worker);
+}
+
+static void gemm_silu(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows, int64_t cols,
+                      int64_t out_cols, Worker &worker) {
+    using Epilogue = SiluAndMul<tile_panels / 2 * panel_rows>;
+    const uint8_t *weights[] = {bytes(gate), bytes(up)};
+    GroupedGemm<FORMAT, Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+}
+
+static void gemv(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols, Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemv<FORMAT, StoreBf16>(weights, out_cols, cols, {out, out_cols}).run(x, worker);
+}
+
+static void gemv_f32(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols, Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemv<FORMAT, StoreF32>(weights, out_cols, cols, {out, out_cols}).run(x, worker);
+}
+
+static void gemv_add(const int8_t *weight, const bf16 *x, const bf16 *residual, bf16 *out, int64_t out_cols,
+                     int64_t cols, Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemv<FORMAT, AddResidual>(weights, out_cols, cols, {residual, out, out_cols}).run(x, worker);
+}
+
+static void gemv_silu(const int8_t *gate, const int8_t *up, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                      Worker &worker) {
+    const uint8_t *weights[] = {bytes(gate), bytes(up)};
+    GroupedGemv<FORMAT, SiluAndMul<panel_rows>>(weights, out_cols, cols, {out, out_cols}).run(x, worker);
+}
+
+// The row of a token, widened and rounded to bf16; zeros for a token outside of the vocabulary.
+static void embed(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t rows, int64_t cols, int64_t vocab,
+                  Worker &worker) {
+    const int64_t size = GroupedPanel<FORMAT>::size(cols), groups = group_count(cols);
+    Chunks chunks(worker, rows * groups, 16);
+    for (int64_t at, end; chunks.next(at, end);)
+        for (; at < end; at++) {
+            const int64_t row = at / groups, group = at % groups, token = tokens[row], first = group * group_inputs;
+            const int64_t count = cols - first < group_inputs ? cols - first : group_inputs;
+            if (token >= 0 && token < vocab)
+                widen_row<FORMAT>(bytes(table) + token / panel_rows * size, group, token % panel_rows,
+                                  out + row * cols + first, count);
+            else
+                memset(out + row * cols + first, 0, count * sizeof(bf16));
+        }
+}
+
+}  // namespace ISA
+#endif

@@ -1,0 +1,6 @@
+// The products and the embedding lookup with weights in int4 (grouped.h): for each kernel of gemm.cc, gemv.cc and embed.cc
+// one that is called int4_ and the same name.
+#define FORMAT Int4
+#define NAMED(kernel) int4_##kernel
+#define THIS_FILE "int4.cc"
+#include "grouped_products.h"

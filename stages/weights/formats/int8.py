@@ -1,0 +1,29 @@
+"""int8: 8.5 bits a weight. 32 weights share a scale, f16: `w = s q`. The geometry and rounding of GGUF's Q8_0, whose
+values it holds exactly (ggml `quantize_row_q8_0_ref`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stages.weights.grouped import Grouped, pairs
+
+GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float16, bits=8, pack=pairs)
+
+
+def quantise(groups: np.ndarray) -> np.ndarray:
+    """f32 `[rows, groups, GROUP]` -> stored."""
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    scaled = groups * inverse
+    # Halves away from zero, as C's roundf has it.
+    numbers = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    return GROUPED.stored(np.empty((len(groups), 0)), scale.astype(np.float16).view(np.uint8), numbers)
+
+
+def dequantise(stored: np.ndarray) -> np.ndarray:
+    """Stored -> f32 `[..., groups, GROUP]`."""
+    _, scales, numbers = GROUPED.parts(stored)
+    return np.ascontiguousarray(scales).view(np.float16).astype(np.float32) * numbers.view(np.int8)
+
+
+FORMAT = GROUPED.format("int8", quantise, dequantise)

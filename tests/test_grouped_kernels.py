@@ -1,0 +1,67 @@
+"""Host kernels of grouped weights against numpy, in every instruction set this machine has and for odd shapes, and
+products of prompts against those of tokens, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stages.kernels.grouped import GROUPED
+from stages.weights.formats import formats
+from tests.cpu_kernels_util import BF16, U32, Kernels, U, build, guarded, machine_isas, output
+
+NAMES = [stored.name for stored in GROUPED]
+SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("cpu_kernels"))
+
+
+@pytest.fixture(params=machine_isas())
+def isa(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 3])
+def kernels(request, library, isa):
+    team = Kernels(library, isa, request.param)
+    yield team
+    team.close()
+
+
+def weight(rng, name, rows, cols):
+    """Panels, and the values that they hold."""
+    stored = formats()[name].quantise(rng.standard_normal((rows, cols), np.float32))
+    return guarded(formats()[name].layout("panels").pack(stored)), formats()[name].dequantise(stored, cols)
+
+
+def activations(rng, *shape):
+    return guarded(rng.standard_normal(shape, np.float32).astype(BF16))
+
+
+def assert_product(out, x, wide, rounded=True):
+    x64, w64 = np.asarray(x, np.float64), np.asarray(wide, np.float64)
+    exact, size = x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
+    # A minimum is subtracted from products that are up to fifteen times as large as their difference.
+    limit = (U if rounded else 0) * np.abs(exact) + 16 * (8 + w64.shape[1] ** 0.5) * U32 * size + 1e-30
+    assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_products(kernels, name, rows, cols):
+    rng = np.random.default_rng(rows * cols)
+    panels, wide = weight(rng, name, rows, cols)
+    for count in (1, 2, 7, 13):
+        x, out, one = activations(rng, count, cols), output((count, rows)), output((count, rows))
+        kernels(f"{name}_gemm", x, panels, out, count, cols, rows)
+        assert_product(out, x, wide)
+        for r in range(count):
+            kernels(f"{name}_gemv", panels, guarded(x[r]), one[r], rows, cols)
+        np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
+    exact = output(rows, np.float32)
+    kernels(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
+    assert_product(exact, x[0], wide, rounded=False)
+    np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
