@@ -115,7 +115,7 @@ class Grouped:
     def _scale_lines(self, scales: np.ndarray) -> np.ndarray:
         """u8 `[panels, PANEL_ROWS, groups, scales]` -> `[panels, groups, PANEL_ROWS * scales]`, value by value."""
         panels, _, groups, _ = scales.shape
-        values = np.ascontiguousarray(scales).view(self.scale_type).transpose(0, 2, 3, 1)
+        values: np.ndarray = np.ascontiguousarray(scales).view(self.scale_type).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(values).view(np.uint8).reshape(panels, groups, -1)
 
     def format(
