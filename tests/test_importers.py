@@ -1,12 +1,15 @@
-"""Checkpoints of every kind: what is read equals what the format's own library reads, element by element, what is stored is
-kept bit for bit, and a damaged file is one line."""
+"""Checkpoints of every kind: what is read equals what the format's own library reads, element by element, what is stored
+is kept bit for bit, and a damaged file is one line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import struct
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,19 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llama_npu2.errors import UserError
 from stages.commands.gguf_file import write_gguf
 from stages.model.checkpoint import Checkpoint, container
-from stages.model.config import inverse_frequencies
+from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.families import parse_config, tensors
 from stages.model.importers.gguf import rotary_order, tensor_name
 from stages.model.importers.gguf_blocks import TYPES
+from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
 from stages.model.sources import resolve
 from stages.weights.formats import formats
-from tests.conftest import CONFIG, random_tensors, write_checkpoint
+from tests.conftest import CONFIG, ROOT, random_tensors, write_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[test]'")
 
@@ -45,10 +50,8 @@ def check_stored(checkpoint: Checkpoint, name: str) -> None:
 
 # GGUF
 
-TOKENS = [chr(c) for c in range(ord("a"), ord("z") + 1)]
 
-
-def write_file(path: Path, types: dict[str, str], seed: int = 0, metadata: dict[str, Any] | None = None) -> dict:
+def write_file(path: Path, types: dict[str, str]) -> dict[str, np.ndarray]:
     """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. Returns values by name."""
     config = parse_config(CONFIG_OF_TESTS, "test")
     writer = gguf.GGUFWriter(path, "llama")
@@ -67,9 +70,12 @@ def write_file(path: Path, types: dict[str, str], seed: int = 0, metadata: dict[
         writer.add_uint32(f"llama.{name}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_eos_token_id(2)
-    for name, value in (metadata or {}).items():
-        getattr(writer, f"add_{'string' if isinstance(value, str) else 'uint32'}")(name, value)
-    rng, values = np.random.default_rng(seed), {}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<", "1", "<1", *(f"<{i}>" for i in range(3, config.vocab))])
+    writer.add_token_types([1] * config.vocab)
+    writer.add_token_merges(["< 1"])
+    rng, values = np.random.default_rng(0), {}
     for name, shape in tensors(config).items():
         kind = gguf.GGMLQuantizationType[types.get(name, "F32")]
         raw = random_blocks(rng, kind, shape)
@@ -191,7 +197,9 @@ Parts = dict[str, np.ndarray]
 
 
 def write_quantised(
-    directory: Path, settings: dict[str, Any], parts: Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, Any]]
+    directory: Path,
+    settings: dict[str, Any],
+    parts: Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, Any]],
 ) -> dict[str, np.ndarray]:
     """A checkpoint whose projections are made by `parts`: (generator, shape) -> parts and values."""
     write_checkpoint(directory, **SHAPES, quantization_config=settings)
@@ -417,3 +425,397 @@ def test_compressed_tensors_groups_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"{LINEAR[1].removesuffix('weight')}.*weight_packed"):
         Checkpoint.open(tmp_path)
+
+
+# Tokenizers
+
+TEXTS = (
+    "The capital of France is Paris.",
+    "  two  spaces\t and\n\nlines \r\n",
+    "I'll say: it's 1234567 o'clock, 3.14!",
+    "naïve émigré, 日本語, 🙂",
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>",
+    "",
+)
+
+
+def imported(**metadata: Any) -> tuple[Tokenizer, dict[str, Any]]:
+    """Tokenizer and configuration by `tokenizer.ggml.*`."""
+    fields = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    files = tokenizer_files(ConfigFields(fields, "test"))
+    return Tokenizer.from_str(files["tokenizer.json"].decode()), json.loads(files["tokenizer_config.json"])
+
+
+def metadata_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a byte-level tokenizer."""
+    inner, added = json.loads(tokenizer.to_str())["model"], tokenizer.get_added_tokens_decoder()
+    ids = range(tokenizer.get_vocab_size())
+    kinds = [(3 if added[i].special else 4) if i in added else 1 for i in ids]
+    merges = [" ".join(merge) for merge in inner["merges"]]
+    return {"model": "gpt2", "tokens": [tokenizer.id_to_token(i) for i in ids], "token_type": kinds, "merges": merges}
+
+
+def test_llama3_tokenizer() -> None:
+    ours = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
+    ids = {name: ours.token_to_id(f"<|{token}|>") for name, token in (("bos", "begin_of_text"), ("eos", "eot_id"))}
+    special = {f"{name}_token_id": i for name, i in ids.items()}
+    again, config = imported(pre="llama-bpe", **metadata_of(ours), **special)
+    assert (config["bos_token"], config["eos_token"]) == ("<|begin_of_text|>", "<|eot_id|>")
+    for text in TEXTS:
+        for add in (True, False):
+            found = again.encode(text, add_special_tokens=add).ids
+            assert found == ours.encode(text, add_special_tokens=add).ids
+            assert again.decode(found) == ours.decode(found)
+
+
+def test_smollm_tokenizer() -> None:
+    demo = json.loads((ROOT / "models/demo/tokenizer.json").read_text())["model"]
+    theirs = Tokenizer(models.BPE(vocab=demo["vocab"], merges=[tuple(merge) for merge in demo["merges"]]))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    theirs.decoder = decoders.ByteLevel()
+    again, _ = imported(pre="smollm", **metadata_of(theirs))
+    for text in TEXTS:
+        assert again.encode(text).ids == theirs.encode(text).ids
+
+
+def test_sentencepiece_tokenizer() -> None:
+    """Against SentencePiece's algorithm as it is defined: of neighbours whose union is a token, the best scored, the
+    first of equals, become one."""
+    words = ["▁the", "he", "▁t", "th", "in", "▁in", "ing", "▁thing", "er", "re", "▁a", "nt", "▁an", "an"]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words, *letters]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters))]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(words) + len(letters))]
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    tokenizer, config = imported(model="llama", tokens=tokens, token_type=kinds, scores=scores, **ids)
+    assert config["unk_token"] == "<unk>"
+
+    def reference(text: str) -> list[str]:
+        pieces = [*("▁" + text.replace(" ", "▁"))]
+        while True:
+            unions = [a + b for a, b in pairwise(pieces)]
+            best = max((scores[tokens.index(u)] for u in unions if u in tokens), default=None)
+            if best is None:
+                return pieces
+            at = next(i for i, u in enumerate(unions) if u in tokens and scores[tokens.index(u)] == best)
+            pieces[at : at + 2] = [unions[at]]
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(rng.choice([*"theinra "], 24)).strip() or "a"
+        assert tokenizer.encode(text).tokens == ["<s>", *reference(text)]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("a</s>b").tokens == ["<s>", "▁a", "</s>", "▁", "b"]
+
+
+def test_ends_and_chat_template() -> None:
+    """Tokens that end a text by their name count too; the template reaches the runtime's file."""
+    meta = {"tokens": ["a", "aa", "<|eot_id|>", "<|im_end|>"], "token_type": [1, 1, 3, 1], "eos_token_id": 0}
+    meta |= {"model": "gpt2", "merges": ["a a"]}
+    fields = {f"tokenizer.ggml.{name}": value for name, value in meta.items()} | {"tokenizer.chat_template": "{{ x }}"}
+    assert end_tokens(ConfigFields(fields, "test"), 4) == [0, 2]
+    files = tokenizer_files(ConfigFields(fields, "test"))
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == "{{ x }}"
+
+
+# Damaged files
+
+Damage = Callable[[Path], Any]
+BIG = 1 << 60
+
+
+def read_everything(path: Path) -> None:
+    checkpoint = Checkpoint.open(path, ())
+    for name in checkpoint.held:
+        checkpoint.tensor(name)
+    container(path).tokenizer()
+
+
+def refused(path: Path) -> str:
+    """The one line that a checkpoint is refused with, for which little memory is enough."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as caught:
+            read_everything(path)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 600
+    return line
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    write_file(path, dict.fromkeys(MATRICES, "Q4_K"))
+    read_everything(path)
+    return path.read_bytes()
+
+
+def number(size: int, value: float) -> bytes:
+    return struct.pack({1: "<B", 4: "<I", 8: "<Q"}[size] if isinstance(value, int) else "<f", value)
+
+
+def after(text: str, at: int, new: bytes) -> Callable[[bytes], bytes]:
+    """`new` instead of what is `at` bytes behind the first place of `text`."""
+
+    def change(data: bytes) -> bytes:
+        place = data.index(text.encode()) + len(text) + at
+        return data[:place] + new + data[place + len(new) :]
+
+    return change
+
+
+def metadata(key: str, value: float) -> Callable[[bytes], bytes]:
+    return after(key, 4, number(4, value))
+
+
+def renamed(old: str, new: str) -> Callable[[bytes], bytes]:
+    assert len(old) == len(new)
+    return lambda data: data.replace(old.encode(), new.encode(), 1)
+
+
+def in_data(value: float) -> Callable[[bytes], bytes]:
+    """As the first factor of a tensor."""
+
+    def change(data: bytes) -> bytes:
+        at = data_of("blk.0.ffn_down.weight", data)
+        return data[:at] + np.float16(value).tobytes() + data[at + 2 :]
+
+    return change
+
+
+def data_of(name: str, data: bytes) -> int:
+    """Where a matrix begins: its offset is behind its dimensions and type, the header ends with the norm's."""
+    at = data.index(name.encode()) + len(name) + 4 + 2 * 8 + 4
+    end = data.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8 + 4 + 8
+    return -(-end // 32) * 32 + struct.unpack_from("<Q", data, at)[0]
+
+
+GGUF_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "magic": (lambda d: b"GGML" + d[4:], "no GGUF file"),
+    "empty": (lambda d: b"", "empty"),
+    "version": (lambda d: d[:4] + number(4, 9) + d[8:], "version 9"),
+    "tensor count": (lambda d: d[:8] + number(8, BIG) + d[16:], f"{BIG} tensors do not fit"),
+    "value count": (lambda d: d[:16] + number(8, BIG) + d[24:], f"{BIG} values do not fit"),
+    "few values": (lambda d: d[:16] + number(8, 3) + d[24:], "is damaged"),
+    "length of a key": (lambda d: d[:24] + number(8, BIG) + d[32:], "ends in its header"),
+    "key not UTF-8": (lambda d: d[:32] + b"\xff\xff" + d[34:], "not UTF-8"),
+    "kind of a value": (after("llama.block_count", 0, number(4, 99)), "llama.block_count has type 99"),
+    "kind of an array": (after("ggml.tokens", 4, number(4, 77)), "array of type 77"),
+    "length of an array": (after("ggml.tokens", 8, number(8, BIG)), "strings of tokenizer.ggml.tokens do not fit"),
+    "array of numbers": (after("ggml.token_type", 8, number(8, BIG)), "values of tokenizer.ggml.token_type do not fit"),
+    "key twice": (renamed("llama.context_length", "general.architecture"), "general.architecture is there twice"),
+    "architecture": (renamed("\x05\0\0\0\0\0\0\0llama", "\x05\0\0\0\0\0\0\0qwen2"), '"qwen2": only llama'),
+    "no width": (renamed("llama.embedding_length", "llama.embedding_lengtg"), "llama.embedding_length = null"),
+    "no heads": (metadata("llama.attention.head_count", 0), "llama.attention.head_count = 0"),
+    "heads": (metadata("llama.attention.head_count_kv", 3), "num_key_value_heads = 3"),
+    "layers": (metadata("llama.block_count", 1 << 31), "2147483648 layers"),
+    "more layers": (metadata("llama.block_count", 2), "tensors are missing, first model.layers.1"),
+    "epsilon": (metadata("llama.attention.layer_norm_rms_epsilon", float("nan")), "layer_norm_rms_epsilon = NaN"),
+    "context": (metadata("llama.context_length", 0), "llama.context_length = 0"),
+    "rotation": (metadata("llama.rope.dimension_count", 32), "llama.rope.dimension_count = 32"),
+    "head size": (metadata("llama.attention.key_length", 63), "63"),
+    "end token": (metadata("tokenizer.ggml.eos_token_id", 4000), "tokenizer.ggml.eos_token_id = 4000"),
+    "dimensions": (after("token_embd.weight", 0, number(4, 9)), "token_embd.weight has 9 dimensions"),
+    "size": (after("token_embd.weight", 4, number(8, BIG)), "token_embd.weight has shape"),
+    "size 0": (after("token_embd.weight", 4, number(8, 0)), "token_embd.weight has shape"),
+    "other size": (after("blk.0.ffn_up.weight", 4, number(8, 512)), "blk.0.ffn_up.weight has shape [512, 512]"),
+    "unknown type": (after("blk.0.ffn_up.weight", 20, number(4, 99)), "blk.0.ffn_up.weight is of type 99"),
+    "other type": (after("blk.0.ffn_up.weight", 20, number(4, 10)), "blk.0.ffn_up.weight is Q2_K: only F32"),
+    "offset": (after("blk.0.ffn_up.weight", 24, number(8, BIG)), "blk.0.ffn_up.weight is not all in the file"),
+    "tensor twice": (renamed("blk.0.ffn_gate.weight", "blk.0.ffn_down.weight"), "blk.0.ffn_down.weight is there twice"),
+    "tensor missing": (renamed("blk.0.attn_k.weight", "blk.0.attn_x.weight"), "first model.layers.0.self_attn.k_proj"),
+    "scale NaN": (in_data(float("nan")), "blk.0.ffn_down.weight holds a scale"),
+    "scale infinite": (in_data(float("inf")), "blk.0.ffn_down.weight holds a scale"),
+    "no tokens": (renamed("tokenizer.ggml.tokens", "tokenizer.ggml.tokena"), "tokenizer.ggml.tokens must be"),
+    "no merges": (renamed("tokenizer.ggml.merges", "tokenizer.ggml.mergez"), "tokenizer.ggml.merges must be"),
+    "merge": (renamed("\x03\0\0\0\0\0\0\0< 1", "\x03\0\0\0\0\0\0\0<+1"), "its tokenizer cannot be made"),
+    "cuts": (renamed("smollm", "smallm"), 'tokenizer.ggml.pre = "smallm"'),
+    "tokenizer": (renamed("gpt2", "bert"), 'tokenizer.ggml.model = "bert"'),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_DAMAGE)
+def test_damaged_gguf(case: str, gguf_bytes: bytes, tmp_path: Path) -> None:
+    damage, reason = GGUF_DAMAGE[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(damage(gguf_bytes))
+    line = refused(path)
+    assert reason in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize("part", range(25))
+def test_truncated_gguf(part: int, gguf_bytes: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes[: len(gguf_bytes) * part // 25])
+    refused(path)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_changed_byte_in_a_gguf_header(seed: int, gguf_bytes: bytes, tmp_path: Path) -> None:
+    """It is refused, or it was one that does not matter."""
+    rng, data = np.random.default_rng(seed), bytearray(gguf_bytes)
+    data[int(rng.integers(0, 9000))] ^= 1 << int(rng.integers(8))
+    (tmp_path / "m.gguf").write_bytes(data)
+    try:
+        read_everything(tmp_path / "m.gguf")
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def edit_config(change: Callable[[dict[str, Any]], None]) -> Damage:
+    def damage(directory: Path) -> None:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return damage
+
+
+def settings(**changes: Any) -> Damage:
+    """Of `quantization_config`."""
+    return edit_config(lambda config: config["quantization_config"].update(changes))
+
+
+def weights(**changes: Any) -> Damage:
+    """Of the weights of compressed-tensors' only group."""
+
+    return edit_config(
+        lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+    )
+
+
+def part(name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Damage:
+    """Of one projection; None takes it away."""
+
+    def damage(directory: Path) -> None:
+        path, key = directory / "model.safetensors", DAMAGED + name
+        tensors = load_file(path)
+        old = tensors.pop(key)
+        save_file(tensors | ({key: np.ascontiguousarray(change(old))} if change else {}), path)
+
+    return damage
+
+
+def put(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    def change(array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array.reshape(-1)[0] = value
+        return array
+
+    return change
+
+
+def shorter(array: np.ndarray) -> np.ndarray:
+    return array[:-1]
+
+
+DAMAGED = "model.layers.0.mlp.up_proj."
+NAN, INF = float("nan"), float("inf")
+
+METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
+    "gptq": {
+        "not an object": (edit_config(lambda config: config.update(quantization_config="gptq")), "must be an object"),
+        "method": (settings(quant_method="bitsandbytes"), 'quant_method = "bitsandbytes": only awq'),
+        "no method": (settings(quant_method=None), "quant_method = null"),
+        "bits": (settings(bits=3), "bits = 3"),
+        "bits text": (settings(bits="4"), 'bits = "4"'),
+        "no bits": (settings(bits=None), "bits = null"),
+        "group 128": (settings(group_size=128), "q_proj.qzeros has shape [4, 32], its configuration implies [2, 32]"),
+        "group 0": (settings(group_size=0), "group_size = 0"),
+        "group -5": (settings(group_size=-5), "group_size = -5"),
+        "group text": (settings(group_size="64"), 'group_size = "64"'),
+        "group huge": (settings(group_size=BIG), "q_proj.qzeros has shape [4, 32], its configuration implies [1, 32]"),
+        "format": (settings(checkpoint_format="marlin"), 'checkpoint_format = "marlin"'),
+        "symmetric": (settings(sym=True), "q_proj.qzeros has zeros that are not in the middle"),
+        "symmetric text": (settings(sym="yes"), 'sym = "yes"'),
+        "no zeros": (part("qzeros", None), "up_proj.qzeros is missing"),
+        "no scales": (part("scales", None), "up_proj.scales is missing"),
+        "no numbers": (part("qweight", None), "up_proj.weight"),
+        "numbers short": (part("qweight", shorter), "up_proj.qweight has shape [31, 512]"),
+        "numbers float": (part("qweight", lambda a: a.astype(np.float32)), "up_proj.qweight is F32: only I32"),
+        "scales int": (part("scales", lambda a: a.astype(np.int32)), "up_proj.scales is I32"),
+        "scales turned": (part("scales", lambda a: a.T), "up_proj.scales has shape [512, 4]"),
+        "scale NaN": (part("scales", put(NAN)), "up_proj.scales holds a scale that is not a finite number"),
+        "scale infinite": (part("scales", put(INF)), "up_proj.scales holds a scale that is not a finite number"),
+        "group beyond": (part("g_idx", put(4)), "up_proj.g_idx names groups 0 to 4, there are 4"),
+        "group negative": (part("g_idx", put(-1)), "up_proj.g_idx names groups -1 to 3"),
+        "groups short": (part("g_idx", shorter), "up_proj.g_idx has shape [255]"),
+        "groups float": (part("g_idx", lambda a: a.astype(np.float32)), "up_proj.g_idx is F32"),
+        "bias": (part("bias", put(0.5)), "up_proj.bias is not zero"),
+        "bias short": (part("bias", shorter), "up_proj.bias has shape [511]"),
+    },
+    "awq": {
+        "version": (settings(version="gemv"), 'version = "gemv"'),
+        "bits": (settings(bits=8), "bits = 8"),
+        "no zeros": (settings(zero_point=False), "zero_point = false"),
+        "group": (settings(group_size=32), "q_proj.qzeros has shape [4, 32], its configuration implies [8, 32]"),
+        "group 0": (settings(group_size=0), "group_size = 0"),
+        "zeros missing": (part("qzeros", None), "up_proj.qzeros is missing"),
+        "numbers turned": (part("qweight", lambda a: a.T), "up_proj.qweight has shape [64, 256]"),
+        "scale NaN": (part("scales", put(NAN)), "up_proj.scales holds a scale that is not a finite number"),
+        "of GPTQ": (settings(quant_method="gptq"), "q_proj.qweight has shape [256, 32]"),
+    },
+    "compressed": {
+        "format": (settings(format="float-quantized"), 'format = "float-quantized"'),
+        "no groups": (settings(config_groups=None), "config_groups = null"),
+        "groups list": (settings(config_groups=[]), "config_groups = []"),
+        "group text": (settings(config_groups={"group_0": "W4A16"}), "must be an object of objects"),
+        "weights text": (settings(config_groups={"g": {"weights": 4, "targets": []}}), "weights = 4"),
+        "no targets": (settings(config_groups={"g": {"weights": {}}}), "targets = null"),
+        "pattern": (settings(config_groups={"g": {"weights": {}, "targets": ["re:("]}}), "not a regular expression"),
+        "other targets": (
+            settings(config_groups={"g": {"weights": {"num_bits": 4}, "targets": ["x"]}}),
+            "none targets model.layers.0",
+        ),
+        "bits 3": (weights(num_bits=3), "num_bits = 3"),
+        "bits 8": (
+            weights(num_bits=8),
+            "q_proj.weight_packed has shape [256, 32], its configuration implies [256, 64]",
+        ),
+        "float": (weights(type="float"), 'type = "float"'),
+        "block": (weights(strategy="block"), 'strategy = "block"'),
+        "group": (weights(group_size=128), "q_proj.weight_scale has shape [256, 4], group_size implies [256, 2]"),
+        "group 0": (weights(group_size=0), "group_size = 0"),
+        "symmetric text": (weights(symmetric=1), "symmetric = 1"),
+        "zeros missing": (weights(symmetric=False), "q_proj.weight_zero_point is missing"),
+        "shape": (part("weight_shape", put(7)), "up_proj.weight_shape says [7, 256]"),
+        "shape float": (part("weight_shape", lambda a: a.astype(np.float32)), "up_proj.weight_shape is F32"),
+        "shape long": (part("weight_shape", lambda a: np.append(a, 1)), "up_proj.weight_shape has shape [3]"),
+        "packed float": (part("weight_packed", lambda a: a.astype(np.float32)), "up_proj.weight_packed is F32"),
+        "packed short": (part("weight_packed", shorter), "up_proj.weight_packed has shape [511, 32]"),
+        "no scales": (part("weight_scale", None), "up_proj.weight_scale is missing"),
+        "scales int": (part("weight_scale", lambda a: a.astype(np.int8)), "up_proj.weight_scale is I8"),
+        "scale NaN": (part("weight_scale", put(NAN)), "up_proj.weight_scale holds a scale that is not a finite number"),
+        "scale infinite": (part("weight_scale", put(INF)), "up_proj.weight_scale holds a scale that is not a finite"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A good checkpoint by each method, to be copied."""
+    root = tmp_path_factory.mktemp("quantised")
+    write_quantised(root / "gptq", gptq_settings(), gptq_parts(order="equal"))
+    write_quantised(root / "awq", AWQ_SETTINGS, awq_parts())
+    write_compressed(root / "compressed", "W4A16")
+    for name in METHOD_DAMAGE:
+        read_everything(root / name)
+    return {name: root / name for name in METHOD_DAMAGE}
+
+
+@pytest.mark.parametrize(("method", "case"), [(m, c) for m, cases in METHOD_DAMAGE.items() for c in cases])
+def test_damaged_parts(method: str, case: str, quantised: dict[str, Path], tmp_path: Path) -> None:
+    damage, reason = METHOD_DAMAGE[method][case]
+    directory = shutil.copytree(quantised[method], tmp_path / "model")
+    damage(directory)
+    line = refused(directory)
+    assert reason in line
+    assert str(directory) in line
