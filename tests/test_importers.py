@@ -1,5 +1,5 @@
-"""Checkpoints of every kind: what is read equals what the format's own library reads, element by element, what is stored
-is kept bit for bit, and a damaged file is one line."""
+"""Checkpoints of every kind: what is read equals what the format's own library reads, element by element, what is
+stored is kept bit for bit, and a damaged file is one line."""
 
 from __future__ import annotations
 
@@ -170,6 +170,20 @@ def test_gguf_tensors_of_two_types_and_f16(tmp_path: Path) -> None:
     found = [checkpoint.stored_format(name) for name in (MATRICES[0], LINEAR[0], LINEAR[1], "model.norm.weight")]
     assert found == ["int8_f32_16", "f16", "int4_f32", "f32"]
     assert checkpoint.tensor(LINEAR[0]).dtype == np.float16
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_gguf_rotation_is_checked(factor: float, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 1.5}
+    write_checkpoint(tmp_path / "model", rope_scaling=scaling)
+    write_gguf(Checkpoint.open(tmp_path / "model"), tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    factors = np.full(CONFIG["head_dim"] // 2, 1.5, np.float32)
+    assert data.count(factors.tobytes()) == 1
+    damaged = factors.copy()
+    damaged[3] = factor
+    (tmp_path / "m.gguf").write_bytes(data.replace(factors.tobytes(), damaged.tobytes()))
+    assert "rope_freqs.weight must be F32 and hold positive numbers" in refused(tmp_path / "m.gguf")
 
 
 def test_gguf_is_a_source(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from stages.model.importers.directory import Directory
 from stages.model.importers.gguf import GgufFile
 from stages.weights.formats import Format, formats
 
-_CHUNK = 1 << 22
-"""Values that are dequantised at a time, so that what is in the making stays small."""
+_CHUNK = 1 << 20
+"""Values that are dequantised at a time, so that what is in the making stays in the cache."""
 
 
 def container(path: Path) -> Container:

@@ -17,7 +17,7 @@ from stages.model.importers import Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
 from stages.model.importers.gguf_header import Header, Place
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
-from stages.weights.formats import Shape
+from stages.weights.formats import Shape, formats
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_NAMES = {
@@ -37,8 +37,8 @@ _NAMES = {
     "lm_head.weight": "output.weight",
 }
 _DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16}
-_CHUNK = 1 << 22
-"""Values that are rearranged at a time."""
+_CHUNK = 1 << 20
+"""Values that are rearranged at a time, so that what is in the making stays in the cache."""
 
 
 def tensor_name(name: str) -> str:
@@ -106,11 +106,11 @@ class GgufFile:
         if kind not in ("none", "linear"):
             raise meta.fail("llama.rope.scaling.type", "only none, linear are supported")
         if ROPE_FACTORS in self._places:
-            held = self._held(ROPE_FACTORS, self._place(ROPE_FACTORS, (head_dim // 2,)), None)
-            factors = held.read().astype(np.float64)
-            if not (np.isfinite(factors) & (factors > 0)).all():
-                raise UserError(f"{self.path}: tensor {ROPE_FACTORS} holds what is not a positive number")
-            same = factors.tolist()
+            place = self._place(ROPE_FACTORS, (head_dim // 2,))
+            factors = self._read(ROPE_FACTORS, place, None)
+            if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
+                raise UserError(f"{self.path}: tensor {ROPE_FACTORS} must be F32 and hold positive numbers")
+            same = factors.astype(np.float64).tolist()
             return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
         if kind == "linear":
             return {"rope_type": "linear", "factor": meta.number("llama.rope.scaling.factor")}
@@ -161,16 +161,17 @@ class GgufFile:
         """Blocks to rows of the format, some rows at a time."""
         assert kind.stored
         order = np.arange(len(raw)) if rows is None else rows
-        step = max(1, _CHUNK // (raw.shape[1] * kind.values))
-        parts = []
+        length = raw.shape[1] * kind.values
+        stored = np.empty(formats()[kind.format].stored_shape((len(raw), length)), np.int8)
+        step = max(1, _CHUNK // length)
         for first in range(0, len(order), step):
             some = raw[order[first : first + step]]
             if not finite(kind, some):
                 raise UserError(
                     f"{self.path}: tensor {name} holds a scale that is not a finite number: the file is damaged"
                 )
-            parts.append(kind.stored(some))
-        return np.concatenate(parts)
+            stored[first : first + step] = kind.stored(some)
+        return stored
 
     def tokenizer(self) -> Mapping[str, bytes]:
         return tokenizer_files(ConfigFields(self._metadata, self.where))
