@@ -214,10 +214,11 @@ def write_quantised(
     directory: Path,
     settings: dict[str, Any],
     parts: Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, Any]],
+    **shapes: int,
 ) -> dict[str, np.ndarray]:
     """A checkpoint whose projections are made by `parts`: (generator, shape) -> parts and values."""
-    write_checkpoint(directory, **SHAPES, quantization_config=settings)
-    config, rng = parse_config(CONFIG_OF_TESTS, "test"), np.random.default_rng(3)
+    config = write_checkpoint(directory, **SHAPES | shapes, quantization_config=settings)
+    rng = np.random.default_rng(3)
     written, expected = {}, {}
     for name, values in random_tensors(config).items():
         if name in LINEAR:
@@ -329,10 +330,11 @@ def awq_parts(size: int = 64) -> Callable[[np.random.Generator, tuple[int, int]]
 
     def make(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
         rows, cols = shape
-        q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (rows, cols // size))
+        q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (rows, -(-cols // size)))
         s = random_scales(rng, z.shape, np.float16)
         parts = {"qweight": pack_words(q.T, 4, order), "qzeros": pack_words(z.T, 4, order), "scales": s.T}
-        return parts, s.astype(np.float32).repeat(size, 1) * (q - z.repeat(size, 1)).astype(np.float32)
+        groups = np.arange(cols) // size
+        return parts, s.astype(np.float32)[:, groups] * (q - z[:, groups]).astype(np.float32)
 
     return make
 
@@ -377,7 +379,7 @@ def compressed_parts(case: str) -> Callable[[np.random.Generator, tuple[int, int
         rows, cols = shape
         width = args["group_size"] or cols
         q = rng.integers(-half, half, shape)
-        s = random_scales(rng, (1, 1) if args["strategy"] == "tensor" else (rows, cols // width), dtype)
+        s = random_scales(rng, (1, 1) if args["strategy"] == "tensor" else (rows, -(-cols // width)), dtype)
         z = np.zeros(s.shape, int) if args["symmetric"] else rng.integers(-half, half, s.shape)
         parts = {"weight_scale": s.reshape(-1) if s.size == 1 else s}
         if packed:
@@ -386,16 +388,16 @@ def compressed_parts(case: str) -> Callable[[np.random.Generator, tuple[int, int
             parts["weight"] = q.astype(np.int8)
         if not args["symmetric"]:
             parts["weight_zero_point"] = pack_words((z + half).T, bits).T
-        wide = s.astype(np.float32).repeat(width, 1) * (q - z.repeat(width, 1)).astype(np.float32)
-        return parts, wide
+        groups = np.arange(cols) // width
+        return parts, s.astype(np.float32)[:, groups] * (q - z[:, groups]).astype(np.float32)
 
     return make
 
 
-def write_compressed(directory: Path, case: str) -> dict[str, np.ndarray]:
+def write_compressed(directory: Path, case: str, **shapes: int) -> dict[str, np.ndarray]:
     weights, *_ = COMPRESSED[case]
     kind = "int-quantized" if "W8A8" in case else "pack-quantized"
-    return write_quantised(directory, compressed_settings(kind, **weights), compressed_parts(case))
+    return write_quantised(directory, compressed_settings(kind, **weights), compressed_parts(case), **shapes)
 
 
 @pytest.mark.parametrize("case", COMPRESSED)
@@ -423,6 +425,16 @@ def test_compressed_tensors_equals_its_library(case: str, tmp_path: Path) -> Non
         theirs = library.decompress(parts, scheme)["weight"]
         ours = torch.from_numpy(checkpoint.tensor(name)).to(theirs.dtype)
         assert torch.equal(ours, theirs)
+
+
+def test_widths_that_are_no_multiples(tmp_path: Path) -> None:
+    """Of words, of groups, of ours or of theirs."""
+    odd = {"intermediate_size": 101}
+    expected = write_quantised(tmp_path / "gptq", gptq_settings(sym=True), gptq_parts(sym=True), **odd)
+    check_all(tmp_path / "gptq", expected, "int4_f32")
+    check_all(tmp_path / "awq", write_quantised(tmp_path / "awq", AWQ_SETTINGS, awq_parts(), **odd), "int4_f32")
+    for case in ("W4A16 zeros", "W8A16", "W8A8 rows"):
+        check_all(tmp_path / case, write_compressed(tmp_path / case, case, **odd), COMPRESSED[case][2])
 
 
 def test_compressed_tensors_groups_by_name(tmp_path: Path) -> None:
@@ -480,6 +492,14 @@ def test_llama3_tokenizer() -> None:
             found = again.encode(text, add_special_tokens=add).ids
             assert found == ours.encode(text, add_special_tokens=add).ids
             assert again.decode(found) == ours.decode(found)
+
+
+def test_whole_words() -> None:
+    """In Llama 3 a word that is a token is one, whatever the merges."""
+    tokens = ["a", "b", "c", "bc", "abc"]
+    metadata = {"model": "gpt2", "tokens": tokens, "token_type": [1] * 5, "merges": ["b c"]}
+    assert imported(pre="llama-bpe", **metadata)[0].encode("abc").tokens == ["abc"]
+    assert imported(pre="smollm", **metadata)[0].encode("abc").tokens == ["a", "bc"]
 
 
 def test_smollm_tokenizer() -> None:

@@ -26,12 +26,17 @@ class Affine:
     scales: np.ndarray
 
 
-def words_to_numbers(words: np.ndarray, bits: int) -> np.ndarray:
+def words(count: int, bits: int) -> int:
+    """Of 32 bits, for so many numbers."""
+    return -(-count * bits // 32)
+
+
+def words_to_numbers(packed: np.ndarray, bits: int) -> np.ndarray:
     """i32 `[..., n]` -> unsigned numbers of 4 or 8 bits, the lowest first, int16 `[..., n * 32 / bits]`."""
-    packed = np.ascontiguousarray(words).view(np.uint8)
+    numbers = np.ascontiguousarray(packed).view(np.uint8)
     if bits == 4:
-        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*words.shape[:-1], -1)
-    return packed.astype(np.int16)
+        numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    return numbers.astype(np.int16)
 
 
 def equal_groups(cols: int, size: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import numpy as np
 from llama_npu2.errors import UserError
 from stages.model.config import ConfigFields
 from stages.model.importers import Held, Method, affine
-from stages.model.importers.affine import Affine, equal_groups, words_to_numbers
+from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gptq import given_groups
 from stages.weights.formats import Shape
@@ -68,8 +68,8 @@ class _Matrix:
         rows, cols = self.shape
         scales = self.tensors.read(self.stem + "weight_scale").astype(np.float32).reshape(-1, self._groups)
         if self.packed:
-            words = self.tensors.read(self.stem + "weight_packed")
-            numbers = words_to_numbers(words, self.scheme.bits)[:, :cols]
+            packed = self.tensors.read(self.stem + "weight_packed")
+            numbers = words_to_numbers(packed, self.scheme.bits)[:, :cols]
         else:
             numbers = self.tensors.read(self.stem + "weight") + np.int16(self.half)
         shape = (rows, self._groups)
@@ -94,13 +94,13 @@ class _Matrix:
         part, stem, (rows, cols) = self.tensors.part, self.stem, self.shape
         names = [stem + ("weight_packed" if self.packed else "weight")]
         if self.packed:
-            part(names[0], ("I32",), (rows, -(-cols * self.scheme.bits // 32)))
+            part(names[0], ("I32",), (rows, words(cols, self.scheme.bits)))
             names += self._checked_shape()
         else:
             part(names[0], ("I8",), self.shape)
         if not self.scheme.symmetric:
             names.append(stem + "weight_zero_point")
-            self._check_scaled(names[-1], ("I8", "I32", "I64"), -(-rows * self.scheme.bits // 32))
+            self._check_scaled(names[-1], ("I8", "I32", "I64"), words(rows, self.scheme.bits))
         names += [name for name in (stem + beside for beside in _BESIDE) if name in self.tensors.entries]
         self._check_scaled(stem + "weight_scale", affine.SCALES)
         return (*names, stem + "weight_scale")
