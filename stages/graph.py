@@ -11,16 +11,26 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
-from stages.engine.files import Turn
+from stages.engine.files import Turn, read_json
 from stages.engine.objects import source_file
 from stages.engine.places import CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
+from stages.model.checkpoint import Checkpoint
 from stages.model.grouping import Program, programs
 from stages.model.plan import write_plan
-from stages.model.policy import Policy, parse_policy
-from stages.model.sources import ArtifactsOnly, Source, copy_tokenizer, known_family, record_checkpoint, resolve
+from stages.model.policy import BF16, Policy, held_policy, parse_policy
+from stages.model.sources import (
+    ArtifactsOnly,
+    Source,
+    copy_tokenizer,
+    known_family,
+    quantised,
+    record_checkpoint,
+    resolve,
+)
 from stages.targets import Target, default_target, targets
 from stages.weights.packing import pack_weights
 
@@ -53,14 +63,33 @@ class Build:
     @cached_property
     def policy(self) -> Policy:
         """In which formats the weights are stored."""
+        if not self.options.weights:
+            return self._held_policy()
         chosen = parse_policy(self.options.weights)
-        self.target.check_formats(chosen.formats)
+        if missing := [name for name in chosen.formats if not self.target.runs(name)]:
+            raise UserError(
+                f"weights={self.options.weights}: target {self.target.name} has no kernels for {missing[0]}: "
+                "choose target=cpu"
+            )
         return chosen
+
+    def _held_policy(self) -> Policy:
+        """What the checkpoint holds. Before a quantised one is there, that cannot be known: it is fetched."""
+        if isinstance(self.source, ArtifactsOnly):
+            return self._stored_policy()
+        if not quantised(self.source, self.directory / CONFIG):
+            return BF16
+        return held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
+
+    def _stored_policy(self) -> Policy:
+        """What artifacts hold whose checkpoint is not on this machine."""
+        recorded = self.directory / PLAN
+        return parse_policy(read_json(recorded).get("weights", "") if recorded.is_file() else "")
 
     @property
     def name(self) -> str:
-        """Of the directory: the target, and the formats of the weights where they are not bf16."""
-        return f"{self.target.name}{self.policy.suffix}"
+        """Of the directory: the target, and the formats of the weights where they were chosen."""
+        return f"{self.target.name}{parse_policy(self.options.weights).suffix}"
 
     @cached_property
     def directory(self) -> Path:

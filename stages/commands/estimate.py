@@ -20,8 +20,9 @@ from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import HOST_CALL, HOST_COPY, HOST_READ, SUBMISSION, Amount, Serial, Time, spend
 from stages.graph import Build
+from stages.model.checkpoint import container
 from stages.model.config import Config
-from stages.model.families import read_config
+from stages.model.families import parse_config
 from stages.model.grouping import Placed, chained, cover, programs
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
@@ -39,7 +40,8 @@ def run(build: Build) -> None:
     if options.check:
         print_check(machine)
         return
-    config = read_config(build.source.fetch() / "config.json")
+    checkpoint = container(build.source.fetch())
+    config = parse_config(checkpoint.fields, checkpoint.where)
     print_estimate(config, options.bucket_list(), machine, options.matmul == "bfp16")
 
 

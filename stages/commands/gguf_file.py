@@ -7,27 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, RopeScaling, inverse_frequencies
 from stages.model.families import tensors
-
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+from stages.model.importers.gguf import ROPE_FACTORS, rotary_order, tensor_name
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
@@ -40,14 +25,16 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
     try:
         _describe(writer, config)
         for name in tensors(config):
-            tensor = _rotary_order(name, checkpoint.tensor(name), config)
+            tensor = checkpoint.tensor(name)
+            order = rotary_order(name, len(tensor), config.head_dim)
             if tensor.ndim == 1:
-                writer.add_tensor(_gguf_name(name), tensor.astype(np.float32))
+                writer.add_tensor(tensor_name(name), tensor.astype(np.float32))
             else:
-                raw = tensor.view(np.uint8).reshape(len(tensor), -1)
-                writer.add_tensor(_gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+                inside = tensor.astype(bfloat16)[slice(None) if order is None else order]
+                raw = inside.view(np.uint8).reshape(len(inside), -1)
+                writer.add_tensor(tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
         if config.rope_scaling.type != "default":
-            writer.add_tensor("rope_freqs.weight", _frequency_factors(config))
+            writer.add_tensor(ROPE_FACTORS, _frequency_factors(config))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -74,21 +61,6 @@ def _describe(writer: Any, config: Config) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-
-
-def _gguf_name(name: str) -> str:
-    if name in _NAMES:
-        return _NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
-def _rotary_order(name: str, weight: np.ndarray, config: Config) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and K, a checkpoint rows (d, d + head_dim / 2)."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return weight
-    halves = weight.reshape(-1, 2, config.head_dim // 2, weight.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def _frequency_factors(config: Config) -> np.ndarray:

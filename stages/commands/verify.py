@@ -24,11 +24,10 @@ from doit.exceptions import TaskFailed
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.table import Column, Table
 from stages.commands import quality
-from stages.engine.files import write_atomic
+from stages.engine.files import first_line, write_atomic
 from stages.graph import Build
 from stages.model import families
 from stages.model.artifact_weights import ArtifactWeights
-from stages.model.checkpoint import first_line
 
 TOKENS = 32
 TOP = 5

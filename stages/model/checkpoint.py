@@ -1,134 +1,113 @@
-"""A checkpoint directory in Hugging Face format, checked. Only safetensors are read, never pickle and never code."""
+"""A checkpoint, checked: its configuration and its tensors, whatever holds them (`stages.model.importers`)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from llama_npu2.errors import UserError
-from stages.engine.files import read_json
 from stages.model import families
 from stages.model.config import Config
-from stages.model.families import read_config
+from stages.model.families import parse_config
+from stages.model.importers import PLAIN, Container, Held
+from stages.model.importers.directory import Directory
+from stages.model.importers.gguf import GgufFile
+from stages.weights.formats import Format, formats
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-_FLOAT_DTYPES = {"BF16": bfloat16, "F16": np.float16, "F32": np.float32}
+_CHUNK = 1 << 20
+"""Values that are dequantised at a time, so that what is in the making stays in the cache."""
+
+
+def container(path: Path) -> Container:
+    """What holds a checkpoint: a directory in Hugging Face format, or a GGUF file. Raises UserError."""
+    return Directory(path) if path.is_dir() else GgufFile(path)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint directory: its configuration and where each tensor is."""
+    """A checked checkpoint. `fields`: its configuration as those of a `config.json`; `files`: that hold
+    weights and tokenizer."""
 
-    directory: Path
     config: Config
-    files: Mapping[str, str]
-    """Tensor name -> file name."""
+    fields: Mapping[str, Any]
+    files: Sequence[Path]
+    held: Mapping[str, Held]
 
     @classmethod
-    def open(cls, directory: Path, ignore: Sequence[str] = ("*",)) -> Checkpoint:
-        """Read the configuration and every safetensors header; check names, shapes and dtypes. Raises UserError.
+    def open(cls, path: Path, ignore: Sequence[str] = ("*",)) -> Checkpoint:
+        """Read the configuration and every header; check names, shapes and dtypes. Raises UserError.
 
         `ignore`: patterns of tensors that may be there besides the model's; any, unless something else is said.
         """
-        config = read_config(directory / "config.json")
-        wanted = families.tensors(config)
-        files = _tensor_files(directory)
-        found = {}
-        for file in sorted(set(files.values())):
-            for name, shape in _checked_header(directory / file, wanted, (*families.of(config).ignored, *ignore)):
-                found[name] = file
-                if shape != wanted[name]:
-                    raise UserError(
-                        f"{directory / file}: tensor {name} has shape {list(shape)}, config.json implies "
-                        f"{list(wanted[name])}"
-                    )
-        missing = [name for name in wanted if name not in found]
-        if missing:
+        within = container(path)
+        config = parse_config(within.fields, within.where)
+        if config.layers > len(within.names):
             raise UserError(
-                f"{directory}: {len(missing)} tensors are missing, first {missing[0]}: "
-                "the checkpoint is incomplete or not the model that config.json describes"
+                f"{path}: {config.layers} layers by its configuration, but only {len(within.names)} tensors"
             )
-        return cls(directory, config, found)
+        held = _held(path, within, families.tensors(config))
+        _check_others(within, held, (*families.of(config).ignored, *ignore))
+        return cls(config, within.fields, within.files(), held)
 
-    def weight_files(self) -> list[Path]:
-        return [self.directory / name for name in sorted(set(self.files.values()))]
+    def stored_format(self, name: str) -> str:
+        """What the checkpoint holds a tensor as: "bf16", "f16", "f32", or the format of ours that holds its quantised
+        values exactly; "f32" too for quantised values that none of those holds."""
+        return self.held[name].format
+
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor in the elements of its `stored_format`, as `Format.quantise` makes them. Raises UserError."""
+        return self.held[name].read()
 
     def tensor(self, name: str) -> np.ndarray:
-        """The named tensor as bf16, converted with round-to-nearest-even if the file holds another float type."""
-        from safetensors import safe_open
+        """The values of a tensor: bf16, f16 or f32 as the file holds them; of a quantised one f32, computed in f32 from
+        the stored numbers and scales. Raises UserError."""
+        held = self.held[name]
+        stored = held.read()
+        return stored if held.format in PLAIN else _dequantised(formats()[held.format], stored, held.shape[-1])
 
-        with safe_open(self.directory / self.files[name], framework="numpy") as file:
-            return file.get_tensor(name).astype(bfloat16, copy=False)
 
-
-def _tensor_files(directory: Path) -> dict[str, str]:
-    """Tensor or shard names to files in the directory, from the index if there is one."""
-    index = directory / INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}: weight_map must be a non-empty object")
-        for file in weight_map.values():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise UserError(
-                    f"{index}: weight_map names {json.dumps(file)}: only plain *.safetensors names are read"
-                )
-            if not (directory / file).is_file():
-                raise UserError(f"{directory / file} is missing, {INDEX} names it: download the checkpoint again")
-        return weight_map
-    if (directory / SINGLE).is_file():
-        return {"": SINGLE}
-    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))
-    if pickled:
+def _held(path: Path, within: Container, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
+    """Every tensor of the model."""
+    held, missing = {}, []
+    for name, shape in wanted.items():
+        found = within.held(name, shape)
+        if found is None:
+            missing.append(name)
+        elif found.shape != shape:
+            raise UserError(
+                f"{within.where_is(found.parts[0])}: tensor {found.parts[0]} has shape {list(found.shape)}, "
+                f"the configuration implies {list(shape)}"
+            )
+        else:
+            held[name] = found
+    if missing:
         raise UserError(
-            f"{directory} holds only pickle files ({pickled[0]}): convert it to safetensors, pickle is not read"
+            f"{path}: {len(missing)} tensors are missing, first {missing[0]}: "
+            "the checkpoint is incomplete or not the model that its configuration describes"
         )
-    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}: not a complete checkpoint")
+    return held
 
 
-def _checked_header(
-    path: Path, wanted: Mapping[str, tuple[int, ...]], ignore: Sequence[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each wanted tensor in a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}): download it again") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
-    with file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-            if name not in wanted:
-                if any(fnmatchcase(name, pattern) for pattern in ignore):
-                    continue
-                raise UserError(
-                    f"{path}: unexpected tensor {name}: not part of the model that config.json describes; "
-                    f"ignore={name} leaves it out"
-                )
-            view = file.get_slice(name)
-            if view.get_dtype() not in _FLOAT_DTYPES:
-                raise UserError(
-                    f"{path}: tensor {name} is {view.get_dtype()}: only {', '.join(_FLOAT_DTYPES)} are supported"
-                )
-            yield name, tuple(view.get_shape())
+def _check_others(within: Container, held: Mapping[str, Held], ignore: Sequence[str]) -> None:
+    """Nothing is in the files that is neither part of the model nor ignored."""
+    for name in sorted(within.names.difference(*(tensor.parts for tensor in held.values()))):
+        if not any(fnmatchcase(name, pattern) for pattern in ignore):
+            raise UserError(
+                f"{within.where_is(name)}: unexpected tensor {name}: not part of the model that its configuration "
+                f"describes; ignore={name} leaves it out"
+            )
 
 
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+def _dequantised(form: Format, stored: np.ndarray, length: int) -> np.ndarray:
+    """f32 `[..., length]` of stored rows, some at a time."""
+    rows = stored.reshape(-1, stored.shape[-1])
+    values = np.empty((len(rows), length), np.float32)
+    step = max(1, _CHUNK // length)
+    for first in range(0, len(rows), step):
+        values[first : first + step] = form.dequantise(rows[first : first + step], length)
+    return values.reshape(*stored.shape[:-1], length)

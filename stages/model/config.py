@@ -15,13 +15,15 @@ from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of the rotary embedding. `llama3`: section "RoPE scaling" of the Llama 3.1 model code."""
+    """Frequency scaling of the rotary embedding. `llama3`: section "RoPE scaling" of the Llama 3.1 model code.
+    `longrope`: each frequency divided by one of `factors`, whatever the position."""
 
     type: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class ConfigFields:
             raise self.fail(name, "must be a positive integer")
         return value
 
+    def group_size(self, name: str) -> int | None:
+        """Values that share a scale; None, which files also write as -1: a whole row."""
+        return None if self.values.get(name) in (None, -1) else self.integer(name)
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
         value = default if value is None else value
@@ -123,6 +129,8 @@ class ConfigFields:
             return theta, RopeScaling()
         if kind == "linear":
             return theta, RopeScaling("linear", inner.number("factor"))
+        if kind == "longrope":
+            return theta, RopeScaling("longrope", factors=inner._same_factors())
         scaling = RopeScaling(
             "llama3",
             inner.number("factor"),
@@ -134,6 +142,17 @@ class ConfigFields:
             raise inner.fail("high_freq_factor", "must be greater than low_freq_factor")
         return theta, scaling
 
+    def _same_factors(self) -> tuple[float, ...]:
+        """Of a `longrope` that is the same for long and short texts, and leaves attention as it is."""
+        factors = self.values.get("short_factor")
+        if not isinstance(factors, list) or not all(isinstance(f, float) and 0 < f < float("inf") for f in factors):
+            raise self.fail("short_factor", "must be a list of positive numbers")
+        if self.values.get("long_factor") != factors:
+            raise self.fail("long_factor", "only what short_factor is is supported")
+        if self.values.get("attention_factor") != 1.0:
+            raise self.fail("attention_factor", "only 1.0 is supported")
+        return tuple(factors)
+
 
 def inverse_frequencies(config: Config) -> np.ndarray:
     """Rotation per position of each pair, float64 `[head_dim / 2]`, with the configuration's scaling applied."""
@@ -142,6 +161,8 @@ def inverse_frequencies(config: Config) -> np.ndarray:
     scaling = config.rope_scaling
     if scaling.type == "linear":
         return inverse / scaling.factor
+    if scaling.type == "longrope":
+        return inverse / np.array(scaling.factors)
     if scaling.type == "llama3":
         # Wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended.
         turns = scaling.original_max_position * inverse / (2 * np.pi)

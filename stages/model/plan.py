@@ -53,7 +53,7 @@ def write_plan(
 ) -> None:
     """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`: a policy's text."""
     plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets, parse_policy(weights))
-    write_json(work / PLAN, asdict(plan))
+    write_json(work / PLAN, asdict(plan) | {"weights": weights})
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
-from stages.model.families import families
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
+from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
 VOCAB = "vocab"
@@ -67,13 +70,28 @@ def parse_policy(text: str) -> Policy:
     return Policy(matrices, exceptions)
 
 
+def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy:
+    """What a checkpoint holds, where all layers hold a weight in one format that is `usable`; bf16 for the others."""
+    family = families.of(checkpoint.config)
+    layers = range(checkpoint.config.layers)
+    tensors = {slot: [name.format(layer=layer) for layer in layers] for slot, name in family.matrices.items()}
+    tensors[VOCAB] = [family.embedding, family.head(checkpoint.config)]
+    found = {}
+    for slot, names in tensors.items():
+        held = {checkpoint.stored_format(name) for name in names}
+        kept = held.pop() if len(held) == 1 else "bf16"
+        found[slot] = kept if kept not in PLAIN and usable(kept) else "bf16"
+    most = Counter(found.values()).most_common(1)[0][0]
+    return Policy(most, {slot: name for slot, name in found.items() if slot == VOCAB or name != most})
+
+
 def _matrix_formats() -> list[str]:
     """bf16, and what has panels besides it."""
     return sorted(f.name for f in formats().values() if "panels" in f.layouts)
 
 
 def _slots() -> list[str]:
-    matrices = {slot for family in families().values() for slot in family.matrices}
+    matrices = {slot for family in families.families().values() for slot in family.matrices}
     return sorted({VOCAB, *matrices})
 
 

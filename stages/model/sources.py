@@ -1,6 +1,6 @@
-"""Where a model comes from: `model=demo | hub id | local directory | random:<shapes>`.
+"""Where a model comes from: `model=demo | hub id | local directory | GGUF file | random:<shapes>`.
 
-Every source ends as a directory in Hugging Face format (`stages.model.checkpoint`).
+Every source ends as a path that `stages.model.checkpoint` opens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +16,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
-from stages.engine.files import Turn, atomic_directory, read_json, write_json
+from stages.engine.files import Turn, atomic_directory, first_line, read_json, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, ROOT
 from stages.model import families
-from stages.model.checkpoint import INDEX, SINGLE, TOKENIZER_FILES, Checkpoint, first_line
+from stages.model.checkpoint import Checkpoint, container
 from stages.model.families import Family, family_of, parse_config
+from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
 from stages.model.presets import PRESETS
 from stages.model.random_weights import write_byte_tokenizer, write_random_weights
 
 DEMO = ROOT / "models/demo"
-_HUB_PATTERNS = ("config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
+_HUB_PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
 class Source(Protocol):
-    """A place that can provide a checkpoint directory."""
+    """A place that can provide a checkpoint."""
 
     @property
     def name(self) -> str:
@@ -42,8 +42,11 @@ class Source(Protocol):
     def files(self) -> list[Path]:
         """Local files whose content decides whether the checkpoint changed (none for remote and generated ones)."""
 
+    def config_files(self) -> list[Path]:
+        """Those of `CONFIG_FILES`, without the weights; none where there are no such files. Raises UserError."""
+
     def fetch(self) -> Path:
-        """Make the checkpoint directory present on this machine and return it. Raises UserError."""
+        """Make the checkpoint present on this machine and return its path. Raises UserError."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,35 @@ class LocalSource:
         return {"kind": "directory"}
 
     def files(self) -> list[Path]:
-        names = {"config.json", SINGLE, INDEX, *TOKENIZER_FILES}
+        names = {*CONFIG_FILES, SINGLE, INDEX, *TOKENIZER_FILES}
         found = {*self.directory.glob("*.safetensors"), *(self.directory / n for n in names)}
         return sorted(p for p in found if p.is_file())
+
+    def config_files(self) -> list[Path]:
+        return [path for path in self.files() if path.name in CONFIG_FILES]
 
     def fetch(self) -> Path:
         if not (self.directory / "config.json").is_file():
             raise UserError(f"{self.directory} has no config.json: model= needs a directory in Hugging Face format")
         return self.directory
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    name: str
+    file: Path
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "gguf"}
+
+    def files(self) -> list[Path]:
+        return [self.file]
+
+    def config_files(self) -> list[Path]:
+        return []
+
+    def fetch(self) -> Path:
+        return self.file
 
 
 @dataclass(frozen=True)
@@ -80,8 +104,15 @@ class HubSource:
     def files(self) -> list[Path]:
         return []
 
+    def config_files(self) -> list[Path]:
+        directory = self._download(CONFIG_FILES)
+        return [path for name in CONFIG_FILES if (path := directory / name).is_file()]
+
     def fetch(self) -> Path:
         """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
+        return self._download(_HUB_PATTERNS)
+
+    def _download(self, patterns: Sequence[str]) -> Path:
         from huggingface_hub import errors, snapshot_download
         from huggingface_hub.utils import disable_progress_bars
 
@@ -89,7 +120,7 @@ class HubSource:
             disable_progress_bars()
         where = f"model {self.repo} (revision {self.revision})"
         try:
-            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(_HUB_PATTERNS)))
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns)))
         except errors.GatedRepoError:
             raise UserError(
                 f"{where} is gated: accept its licence at https://huggingface.co/{self.repo}, then run "
@@ -125,6 +156,9 @@ class RandomSource:
     def files(self) -> list[Path]:
         return []
 
+    def config_files(self) -> list[Path]:
+        return []
+
     def fetch(self) -> Path:
         config = parse_config(self.raw_config, f"model=random:{self.name}")
         wanted = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode()).hexdigest()
@@ -154,6 +188,9 @@ class ArtifactsOnly:
     def files(self) -> list[Path]:
         return []
 
+    def config_files(self) -> list[Path]:
+        return []
+
     def fetch(self) -> Path:
         raise UserError(
             f"model={self.name}: artifacts/{self.name} needs a rebuild but its checkpoint is not on this machine: "
@@ -170,12 +207,14 @@ def resolve(model: str, artifacts: Path, revision: str = "main") -> Source:
     path = Path(model).expanduser()
     if path.is_dir():
         return LocalSource(_safe_name(path.resolve().name), path)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufSource(_safe_name(path.stem), path)
     if (artifacts / model).is_dir() and "/" not in model:
         return ArtifactsOnly(model)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
         return HubSource(model, revision)
     raise UserError(
-        f"model={model}: no such directory; use demo, a local checkpoint directory, a hub id such as "
+        f"model={model}: no such directory or GGUF file; use demo, a local checkpoint, a hub id such as "
         f"meta-llama/Llama-3.2-1B-Instruct, or random:<{'|'.join(sorted(PRESETS))}|config.json>"
     )
 
@@ -208,30 +247,29 @@ def known_family(source: Source, recorded: Path) -> Family:
     return next(iter(families.families().values()))
 
 
+def quantised(source: Source, recorded: Path) -> bool:
+    """Whether a checkpoint may hold quantised weights, as far as that is known without them. `recorded`: its
+    configuration, where it was seen before."""
+    if isinstance(source, GgufSource):
+        return True
+    known = isinstance(source, HubSource) and recorded.is_file()
+    files = [recorded] if known else source.config_files()
+    return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
+
+
 def record_checkpoint(source: Source, digest: Callable[[Path], str | None], ignore: Sequence[str], work: Path) -> None:
     """Step action: check the checkpoint, in which tensors that match a pattern of `ignore` may be besides the model's;
     write its configuration and what identifies its content."""
-    directory = source.fetch()
-    opened = Checkpoint.open(directory, ignore)
-    if not (directory / "tokenizer.json").is_file():
-        raise UserError(
-            f"{directory} has no tokenizer.json: convert its tokenizer with "
-            "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        )
-    files = [*opened.weight_files(), *(p for name in TOKENIZER_FILES if (p := directory / name).is_file())]
-    write_json(work / CONFIG, read_json(directory / "config.json"))
+    opened = Checkpoint.open(source.fetch(), ignore)
+    write_json(work / CONFIG, opened.fields)
     write_json(
         work / CHECKPOINT,
-        {"source": source.identity(), "files": {p.name: digest(p) for p in files}},
+        {"source": source.identity(), "files": {p.name: digest(p) for p in opened.files}},
     )
 
 
 def copy_tokenizer(source: Source, work: Path) -> None:
-    """Step action: copy the tokenizer's files, each checked to be readable."""
-    directory = source.fetch()
+    """Step action: write the tokenizer's files, each checked to be readable."""
     (work / "tokenizer").mkdir()
-    for name in TOKENIZER_FILES:
-        if (path := directory / name).is_file():
-            if path.suffix == ".json":
-                read_json(path)
-            shutil.copyfile(path, work / "tokenizer" / name)
+    for name, content in container(source.fetch()).tokenizer().items():
+        (work / "tokenizer" / name).write_bytes(content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,12 +96,10 @@ class Target:
             raise UserError(f"grouping={name}: target {self.name} has {', '.join(self.groupings)}")
         return self.groupings[name]
 
-    def check_formats(self, names: Iterable[str]) -> None:
-        """UserError where it has no product of weights in a format."""
-        for name in names:
-            product = kernels().get(format_kernel("gemv", name))
-            if not (product and (product.program if self.static else product.host)):
-                raise UserError(f"weights: target {self.name} has no kernels for {name}: choose target=cpu")
+    def runs(self, weights: str) -> bool:
+        """Whether it has products of weights in a format."""
+        product = kernels().get(format_kernel("gemv", weights))
+        return bool(product and (product.program if self.static else product.host))
 
     def _room(self, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}.{name}")

@@ -1,7 +1,7 @@
-"""Formats of whole numbers in groups of 32 along a row that share a scale: how they are stored, and their panels.
+"""Formats of whole numbers in groups along a row that share a scale: how they are stored, and their panels.
 
-A tensor is stored row by row, as bytes: the row's factors, f32; then for each group its scales and 32 numbers, one byte
-each. That is what quantising makes and dequantising reads; in memory lie the layouts, which pack the bits.
+A tensor is stored row by row, as bytes: the row's factors, f32; then for each group its scales and its numbers, one
+byte each. That is what quantising makes and dequantising reads; in memory lie the layouts, which pack the bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Bits:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie."""
+    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie for a
+    kernel; None where none reads them. `group`: values that share scales."""
 
     factors: int
     scale_values: int
-    numbers: Bits
+    numbers: Bits | None
     scale_type: type = np.uint8
+    group: int = GROUP
 
     @property
     def scales(self) -> int:
@@ -56,11 +58,12 @@ class Grouped:
     @property
     def number_bytes(self) -> int:
         """Of a group of a panel."""
-        return PANEL_ROWS * GROUP * self.numbers.bits // 8
+        assert self.numbers
+        return PANEL_ROWS * self.group * self.numbers.bits // 8
 
     def stored(self, factors: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """`factors` f32 `[..., factors]`, `scales` u8 `[..., groups, scales]`, `numbers` of one byte
-        `[..., groups, GROUP]` -> i8 `[..., bytes]`."""
+        `[..., groups, group]` -> i8 `[..., bytes]`."""
         groups = np.concatenate([scales, numbers.view(np.uint8)], axis=-1)
         header = np.ascontiguousarray(factors, np.float32).view(np.uint8)
         return np.concatenate([header, groups.reshape(*groups.shape[:-2], -1)], axis=-1).view(np.int8)
@@ -69,12 +72,23 @@ class Grouped:
         """What `stored` was made of; numbers are u8."""
         raw = np.ascontiguousarray(stored).view(np.uint8)
         factors = np.ascontiguousarray(raw[..., : self.header]).view(np.float32)
-        groups = raw[..., self.header :].reshape(*raw.shape[:-1], -1, self.scales + GROUP)
+        groups = raw[..., self.header :].reshape(*raw.shape[:-1], -1, self.scales + self.group)
         return factors, groups[..., : self.scales], groups[..., self.scales :]
+
+    def scaled(self, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """`stored` where rows have no factors and scales are floats: `scales` `[..., groups, scale_values]`, `numbers`
+        i8 or u8 `[..., groups, group]` -> i8 `[..., bytes]`."""
+        raw = np.ascontiguousarray(scales, self.scale_type).view(np.uint8)
+        return self.stored(np.empty((*scales.shape[:-2], 0)), raw, numbers)
+
+    def scaled_parts(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What `scaled` was made of: scales f32, numbers u8."""
+        _, scales, numbers = self.parts(stored)
+        return np.ascontiguousarray(scales).view(self.scale_type).astype(np.float32, copy=False), numbers
 
     def panel_bytes(self, stored_bytes: int) -> int:
         """Of the panel of a tensor whose rows have so many bytes before packing."""
-        groups = (stored_bytes - self.header) // (self.scales + GROUP)
+        groups = (stored_bytes - self.header) // (self.scales + self.group)
         lines = -(-groups // self.block_groups)
         return PANEL_ROWS * self.header + lines * LINE + groups * self.number_bytes
 
@@ -89,7 +103,8 @@ class Grouped:
         padded[: len(stored)] = stored
         factors, scales, numbers = self.parts(padded)
         groups, step = numbers.shape[-2], self.block_groups
-        by_panel = numbers.reshape(panels, PANEL_ROWS, groups, GROUP).swapaxes(1, 2)
+        by_panel = numbers.reshape(panels, PANEL_ROWS, groups, self.group).swapaxes(1, 2)
+        assert self.numbers
         packed = self.numbers.pack(by_panel)
         lines = np.zeros((panels, -(-groups // step) * step, PANEL_ROWS * self.scales), np.uint8)
         lines[:, :groups] = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
@@ -114,7 +129,7 @@ class Grouped:
         """Rows as stored, i8 of that shape, of their panels."""
         rows, stored_bytes = shape
         panels, raw = len(packed), packed.view(np.uint8)
-        groups, step = (stored_bytes - self.header) // (self.scales + GROUP), self.block_groups
+        groups, step = (stored_bytes - self.header) // (self.scales + self.group), self.block_groups
         at = PANEL_ROWS * self.header
         header = np.ascontiguousarray(raw[:, :at]).view(np.float32).reshape(panels, self.factors, PANEL_ROWS)
         scales, numbers = [], []
@@ -126,26 +141,28 @@ class Grouped:
             at = end
         values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
         by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
+        assert self.numbers
         stored = self.stored(
             header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
             np.ascontiguousarray(by_row).view(np.uint8).reshape(panels * PANEL_ROWS, groups, -1),
-            self.numbers.unpack(np.concatenate(numbers, axis=1)).swapaxes(1, 2).reshape(-1, groups, GROUP),
+            self.numbers.unpack(np.concatenate(numbers, axis=1)).swapaxes(1, 2).reshape(-1, groups, self.group),
         )
         return stored[:rows]
 
     def format(
         self, name: str, quantise: Callable[[np.ndarray], np.ndarray], dequantise: Callable[[np.ndarray], np.ndarray]
     ) -> Format:
-        """`quantise`: whole groups f32 `[rows, groups, GROUP]` -> stored; `dequantise`: back."""
+        """`quantise`: whole groups f32 `[rows, groups, group]` -> stored; `dequantise`: back."""
+        panels = Layout(self.panels_shape, self.to_panels, self.from_panels, rows=PANEL_ROWS)
         return Format(
             name,
             "i8",
-            partial(_by_rows, quantise),
+            partial(_by_rows, quantise, self.group),
             lambda stored, n: dequantise(stored).reshape(*stored.shape[:-1], -1)[..., :n],
-            values=GROUP,
-            elements=self.scales + GROUP,
+            values=self.group,
+            elements=self.scales + self.group,
             row_elements=self.header,
-            layouts={"panels": Layout(self.panels_shape, self.to_panels, self.from_panels, rows=PANEL_ROWS)},
+            layouts={"panels": panels} if self.numbers else {},
         )
 
 
@@ -153,17 +170,17 @@ _CHUNK = 1 << 20
 """Values that are quantised at a time, so that what is in the making stays in the cache."""
 
 
-def _by_rows(quantise: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+def _by_rows(quantise: Callable[[np.ndarray], np.ndarray], group: int, values: np.ndarray) -> np.ndarray:
     """Rows of any length in pieces of whole groups, the last padded with zeros."""
     *outer, length = values.shape
-    rows, groups = values.reshape(-1, length), -(-length // GROUP)
+    rows, groups = values.reshape(-1, length), -(-length // group)
     step = max(1, _CHUNK // max(1, length))
     made = []
     for first in range(0, len(rows), step):
         some = rows[first : first + step].astype(np.float32)
-        if length % GROUP:
-            some = np.pad(some, ((0, 0), (0, groups * GROUP - length)))
-        made.append(quantise(some.reshape(len(some), groups, GROUP)))
+        if length % group:
+            some = np.pad(some, ((0, 0), (0, groups * group - length)))
+        made.append(quantise(some.reshape(len(some), groups, group)))
     return np.concatenate(made).reshape(*outer, -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from stages.engine.places import WEIGHTS
 from stages.model.buffers import Buffer
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
+from stages.model.importers import PLAIN
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, write_safetensors
 from stages.weights.formats import formats
@@ -22,7 +24,10 @@ from stages.weights.formats import formats
 def pack_weights(source: Source, wanted: Path, work: Path) -> None:
     """Step action: pack what the file `wanted` names."""
     buffers = {name: Buffer(**fields) for name, fields in read_json(wanted).items()}
-    pack(Checkpoint.open(source.fetch()), buffers, work)
+    checkpoint = Checkpoint.open(source.fetch())
+    for line in conversions(checkpoint, buffers):
+        print(line, flush=True)
+    pack(checkpoint, buffers, work)
 
 
 def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> None:
@@ -70,6 +75,24 @@ def _packed_shape(buffer: Buffer) -> tuple[int, ...]:
 def _contents(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], names: list[str]) -> Iterator[np.ndarray]:
     for name in names:
         buffer = buffers[name]
-        table = buffer.kind == "table"
-        values = rope_table(checkpoint.config, buffer.shape[0]) if table else checkpoint.tensor(name)
-        yield formats()[buffer.format].pack(values, buffer.layout)
+        stored = formats()[buffer.format]
+        if buffer.kind == "table":
+            yield stored.pack(rope_table(checkpoint.config, buffer.shape[0]), buffer.layout)
+        elif checkpoint.stored_format(name) == buffer.format:
+            yield stored.arrange(checkpoint.stored(name), buffer.layout)
+        else:
+            yield stored.pack(checkpoint.tensor(name), buffer.layout)
+
+
+def conversions(checkpoint: Checkpoint, buffers: Mapping[str, Buffer]) -> list[str]:
+    """A line for each pair of formats, what a checkpoint holds and what it is stored in, where values are rounded."""
+    pairs = Counter(
+        (checkpoint.stored_format(name), buffer.format)
+        for name, buffer in buffers.items()
+        if buffer.kind == "weight" and len(buffer.shape) == 2
+    )
+    return [
+        f"{count} matrices that the checkpoint holds as {held} are rounded to {stored}"
+        for (held, stored), count in sorted(pairs.items())
+        if held != stored and (stored != "bf16" or held not in PLAIN)
+    ]

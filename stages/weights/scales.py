@@ -15,9 +15,9 @@ def symmetric(groups: np.ndarray, least: int, most: int) -> np.ndarray:
     largest = np.abs(groups).max(axis=-1)
     best, error = np.zeros_like(largest), np.full_like(largest, np.inf)
     for stretch in _STRETCHES:
-        numbers = np.clip(np.rint(groups * _inverse(largest / (most + stretch))[..., None]), least, most)
+        numbers = np.clip(np.rint(groups * inverse(largest / (most + stretch))[..., None]), least, most)
         square = np.einsum("...i,...i->...", numbers, numbers)
-        scale = np.einsum("...i,...i->...", groups, numbers) * _inverse(square)
+        scale = np.einsum("...i,...i->...", groups, numbers) * inverse(square)
         # Of the fit: |g|^2 - s^2 |q|^2.
         found = -scale * scale * square
         better = found < error
@@ -36,13 +36,13 @@ def affine(groups: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     error = np.full_like(low, np.inf)
     shifted = groups - low[..., None]
     for stretch in _STRETCHES:
-        numbers = np.clip(np.rint(shifted * _inverse(span / (most + stretch))[..., None]), 0, most)
+        numbers = np.clip(np.rint(shifted * inverse(span / (most + stretch))[..., None]), 0, most)
         q, qq = numbers.sum(axis=-1), np.einsum("...i,...i->...", numbers, numbers)
         gq = np.einsum("...i,...i->...", groups, numbers)
-        inverse = _inverse(n * qq - q * q)
-        scale, offset = (n * gq - q * total) * inverse, (qq * total - q * gq) * inverse
+        over = inverse(n * qq - q * q)
+        scale, offset = (n * gq - q * total) * over, (qq * total - q * gq) * over
         free = offset <= 0
-        scale, offset = np.where(free, scale, gq * _inverse(qq)), np.where(free, offset, 0)
+        scale, offset = np.where(free, scale, gq * inverse(qq)), np.where(free, offset, 0)
         found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + n * offset - 2 * total)
         better = (found < error) & (scale >= 0)
         best[0], best[1] = np.where(better, scale, best[0]), np.where(better, -offset, best[1])
@@ -53,9 +53,9 @@ def affine(groups: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 def level(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Values >= 0 f32 `[rows, groups]` as whole numbers f32 from 0 to 255 times a factor f32 `[rows, 1]`."""
     factor = values.max(axis=-1, keepdims=True) / np.float32(255)
-    return factor, np.clip(np.rint(values * _inverse(factor)), 0, 255)
+    return factor, np.clip(np.rint(values * inverse(factor)), 0, 255)
 
 
-def _inverse(values: np.ndarray) -> np.ndarray:
+def inverse(values: np.ndarray) -> np.ndarray:
     """1 / values, 0 where that is not a number."""
     return np.divide(np.float32(1), values, out=np.zeros_like(values), where=np.abs(values) > np.float32(1e-30))

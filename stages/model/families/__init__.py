@@ -21,19 +21,20 @@ from stages.model.config import Config, ConfigFields
 @dataclass(frozen=True, eq=False)
 class Family:
     """`parse`: the configuration of a checkpoint, or UserError naming the field that cannot be run. `tensors`: name and
-    shape of all that a checkpoint must hold, in model order. `head`: the tensor that makes the logits. `ignored`:
-    patterns of tensors that old exporters wrote beside the weights. `residual`: patterns of those whose products are
-    added to the activations, which random ones keep small. `matrices`: slots of weights of products, but
-    for the vocabulary's."""
+    shape of all that a checkpoint must hold, in model order. `embedding`: the tensor of the embedding; `head`: the one
+    that makes the logits. `ignored`: patterns of tensors that old exporters wrote beside the weights. `residual`:
+    patterns of those whose products are added to the activations, which random ones keep small. `matrices`: slots of
+    weights of products of the layers, and what `{layer}` makes their tensors' names."""
 
     model_type: str
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFields], Config]
     tensors: Callable[[Config], dict[str, tuple[int, ...]]]
+    embedding: str
     head: Callable[[Config], str]
     ignored: tuple[str, ...]
     residual: tuple[str, ...]
-    matrices: tuple[str, ...]
+    matrices: Mapping[str, str]
 
 
 @functools.cache

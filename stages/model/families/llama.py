@@ -7,14 +7,13 @@ from typing import Any
 from stages.model.config import Config, ConfigFields
 from stages.model.families import Family
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 
 # Fields that would change the arithmetic if they had any other value.
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
     "sliding_window": (None,),
 }
@@ -71,6 +70,8 @@ def parse(fields: ConfigFields) -> Config:
         raise fields.fails("head_dim", head_dim, "must be even, rotary embedding pairs its halves")
     max_seq = fields.integer("max_position_embeddings", 2048)
     theta, scaling = fields.rope(max_seq, ROPE_TYPES)
+    if scaling.factors and len(scaling.factors) != head_dim // 2:
+        raise fields.fail("rope_scaling", f"must have {head_dim // 2} factors, one for each pair of head_dim")
     vocab = fields.integer("vocab_size")
     return Config(
         vocab=vocab,
@@ -95,9 +96,10 @@ FAMILY = Family(
     ("LlamaForCausalLM",),
     parse,
     tensors,
+    EMBED,
     head,
     # An embedding that is tied may be stored twice.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight"),
     residual=("*.o_proj.weight", "*.down_proj.weight"),
-    matrices=tuple(slot for slot, (_, shape) in WEIGHTS.items() if len(shape) == 2),
+    matrices={slot: tensor for slot, (tensor, shape) in WEIGHTS.items() if len(shape) == 2},
 )

@@ -81,15 +81,24 @@ class Format:
         return tuple(self.layout(layout).shape(self.stored_shape(shape)))
 
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
-        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`. Where a layout allows it, some
-        rows after others, so that what is in the making takes little memory."""
+        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
+        return self._arranged(tensor, self.quantise, layout, self.packed_shape(tensor.shape, layout))
+
+    def arrange(self, stored: np.ndarray, layout: str) -> np.ndarray:
+        """The same of what is stored already."""
+        return self._arranged(stored, lambda rows: rows, layout, self.layout(layout).shape(stored.shape))
+
+    def _arranged(
+        self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout: str, shape: Shape
+    ) -> np.ndarray:
+        """Where a layout allows it, some rows after others, so that what is in the making takes little memory."""
         chosen = self.layout(layout)
-        if self.values == 1 or not chosen.rows:
-            return chosen.pack(self.quantise(tensor))
-        packed = np.empty(self.packed_shape(tensor.shape, layout), DTYPES[self.dtype])
+        if not chosen.rows:
+            return chosen.pack(store(tensor))
+        packed = np.empty(shape, DTYPES[self.dtype])
         step = chosen.rows * max(1, PACKED_AT_ONCE // (chosen.rows * tensor.shape[1]))
         for first in range(0, len(tensor), step):
-            some = chosen.pack(self.quantise(tensor[first : first + step]))
+            some = chosen.pack(store(tensor[first : first + step]))
             packed[first // chosen.rows :][: len(some)] = some
         return packed
 

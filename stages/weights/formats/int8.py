@@ -17,13 +17,13 @@ def quantise(groups: np.ndarray) -> np.ndarray:
     scaled = groups * inverse
     # Halves away from zero, as C's roundf has it.
     numbers = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
-    return GROUPED.stored(np.empty((len(groups), 0)), scale.astype(np.float16).view(np.uint8), numbers)
+    return GROUPED.scaled(scale, numbers)
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
     """Stored -> f32 `[..., groups, GROUP]`."""
-    _, scales, numbers = GROUPED.parts(stored)
-    return np.ascontiguousarray(scales).view(np.float16).astype(np.float32) * numbers.view(np.int8)
+    scale, numbers = GROUPED.scaled_parts(stored)
+    return scale * numbers.view(np.int8)
 
 
 FORMAT = GROUPED.format("int8", quantise, dequantise)

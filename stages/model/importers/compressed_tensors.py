@@ -1,0 +1,183 @@
+"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 in words (`pack-quantized`). Of a
+matrix `[out, in]` there are
+
+    weight              i8 [out, in]                            or
+    weight_packed       i32 [out, ceil(in * bits / 32)]         numbers plus half their range, the lowest bits first
+    weight_shape        [2]                                     beside it
+    weight_scale        [out, groups], [out, 1] or [1]
+    weight_zero_point   i8 as the scale, or i32 [ceil(out * bits / 32), groups] packed along the outputs
+    weight_g_idx        i32 [in]                                the group of each input; -1: not used
+
+Scales of activations (`input_scale`) are not used: activations keep 16 bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.errors import UserError
+from stages.model.config import ConfigFields
+from stages.model.importers import Held, Method, affine
+from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
+from stages.model.importers.directory import Tensors
+from stages.model.importers.gptq import given_groups
+from stages.weights.formats import Shape
+
+FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
+_BESIDE = ("input_scale", "input_zero_point")
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How the weights of some modules are quantised. `size`: of a group; None: one for a row, or for all."""
+
+    bits: int
+    size: int | None
+    symmetric: bool
+    targets: tuple[str, ...]
+
+    def rank(self, module: str) -> int | None:
+        """How closely its targets mean a module: by name, by pattern, by class; None: not at all."""
+        kinds = [
+            0 if target == module else 1 if target.startswith("re:") else 2
+            for target in self.targets
+            if target in (module, "Linear") or (target.startswith("re:") and re.match(target[3:], module))
+        ]
+        return min(kinds, default=None)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One of them: `stem` is its name without `weight`."""
+
+    tensors: Tensors
+    stem: str
+    shape: Shape
+    scheme: _Scheme
+    packed: bool
+
+    @property
+    def half(self) -> int:
+        return 1 << (self.scheme.bits - 1)
+
+    def affine(self) -> Affine:
+        rows, cols = self.shape
+        scales = self.tensors.read(self.stem + "weight_scale").astype(np.float32).reshape(-1, self._groups)
+        if self.packed:
+            packed = self.tensors.read(self.stem + "weight_packed")
+            numbers = words_to_numbers(packed, self.scheme.bits)[:, :cols]
+        else:
+            numbers = self.tensors.read(self.stem + "weight") + np.int16(self.half)
+        shape = (rows, self._groups)
+        return Affine(numbers, np.broadcast_to(self._zeros(), shape), np.broadcast_to(scales, shape))
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.shape[1] // (self.scheme.size or self.shape[1]))
+
+    def _zeros(self) -> np.ndarray:
+        """int16, of the scales' shape."""
+        name = self.stem + "weight_zero_point"
+        if self.scheme.symmetric:
+            return np.int16(self.half).reshape(1, 1)
+        zeros = self.tensors.read(name)
+        if self.packed and zeros.dtype == np.int32:
+            return words_to_numbers(zeros.T, self.scheme.bits).T[: self.shape[0]]
+        return zeros.reshape(-1, self._groups) + np.int16(self.half)
+
+    def parts(self) -> tuple[str, ...]:
+        """Every part, checked to be what the scheme says."""
+        part, stem, (rows, cols) = self.tensors.part, self.stem, self.shape
+        names = [stem + ("weight_packed" if self.packed else "weight")]
+        if self.packed:
+            part(names[0], ("I32",), (rows, words(cols, self.scheme.bits)))
+            names += self._checked_shape()
+        else:
+            part(names[0], ("I8",), self.shape)
+        if not self.scheme.symmetric:
+            names.append(stem + "weight_zero_point")
+            self._check_scaled(names[-1], ("I8", "I32", "I64"), words(rows, self.scheme.bits))
+        names += [name for name in (stem + beside for beside in _BESIDE) if name in self.tensors.entries]
+        self._check_scaled(stem + "weight_scale", affine.SCALES)
+        return (*names, stem + "weight_scale")
+
+    def _checked_shape(self) -> list[str]:
+        name = self.stem + "weight_shape"
+        if name not in self.tensors.entries:
+            return []
+        self.tensors.part(name, ("I32", "I64"), (2,))
+        if (given := tuple(self.tensors.read(name).tolist())) != self.shape:
+            raise self.tensors.fails(name, f"says {list(given)}, the configuration implies {list(self.shape)}")
+        return [name]
+
+    def _check_scaled(self, name: str, dtypes: tuple[str, ...], packed_rows: int | None = None) -> None:
+        """There is one for each group of each row; where a row is one group, it may be one for all rows."""
+        entry = self.tensors.part(name, dtypes)
+        rows = packed_rows if packed_rows and self.packed and entry.dtype == "I32" else self.shape[0]
+        allowed = [(rows, self._groups)] + ([] if self.scheme.size else [(rows,), (1,), (1, 1), ()])
+        if entry.shape not in allowed:
+            raise self.tensors.fails(name, f"has shape {list(entry.shape)}, group_size implies {list(allowed[0])}")
+
+
+def _open(fields: ConfigFields) -> Callable[[Tensors, str, Shape], Held | None]:
+    fields.require({"format": (*FORMATS, "dense", "mixed-precision", None)})
+    groups = fields.values.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise fields.fail("config_groups", "must be an object of objects")
+    made = [_scheme(group, f"{fields.where}.config_groups.{name}") for name, group in groups.items()]
+    schemes = [scheme for scheme in made if scheme]
+
+    def held(tensors: Tensors, name: str, shape: Shape) -> Held | None:
+        stem = name.removesuffix("weight")
+        packed = stem + "weight_packed" in tensors.entries
+        # What is ignored is there as it was, without scales.
+        if stem + "weight_scale" not in tensors.entries and not packed:
+            return None
+        ranked = [(rank, i) for i, scheme in enumerate(schemes) if (rank := scheme.rank(stem.rstrip("."))) is not None]
+        if not ranked:
+            raise UserError(f"{fields.where}: config_groups: none targets {stem.rstrip('.')}, which is quantised")
+        matrix = _Matrix(tensors, stem, shape, schemes[min(ranked)[1]], packed)
+        return _held(matrix)
+
+    return held
+
+
+def _held(matrix: _Matrix) -> Held:
+    scheme, tensors, (_, cols) = matrix.scheme, matrix.tensors, matrix.shape
+    parts, groups = matrix.parts(), equal_groups(cols, scheme.size or cols)
+    if (name := matrix.stem + "weight_g_idx") in tensors.entries:
+        parts = (name, *parts)
+        tensors.part(name, ("I32", "I64"), (cols,))
+        if (tensors.read(name) != -1).any():
+            groups = given_groups(tensors, name, cols, groups[-1] + 1)
+    return affine.held(tensors, parts, matrix.shape, scheme.bits, groups, scheme.symmetric, matrix.affine)
+
+
+def _scheme(group: Mapping[str, Any], where: str) -> _Scheme | None:
+    """Of a group of `config_groups`; None if its weights are not quantised. Raises UserError."""
+    outer, weights, targets = ConfigFields(group, where), group.get("weights"), group.get("targets")
+    outer.require({"format": (*FORMATS, "dense", None)})
+    if weights is None:
+        return None
+    if not isinstance(weights, dict):
+        raise outer.fail("weights", "must be an object or null")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise outer.fail("targets", "must be a list of names")
+    for target in targets:
+        try:
+            re.compile(target)
+        except re.error:
+            raise outer.fail("targets", f"{target} is not a regular expression") from None
+    fields = ConfigFields(weights, f"{where}.weights")
+    strategies = ("channel", "tensor", "group", None)
+    fields.require({"num_bits": (4, 8), "type": ("int",), "dynamic": (False, None), "strategy": strategies})
+    return _Scheme(
+        fields.integer("num_bits"), fields.group_size("group_size"), fields.boolean("symmetric", True), tuple(targets)
+    )
+
+
+METHOD = Method("compressed-tensors", _open)

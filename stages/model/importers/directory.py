@@ -1,0 +1,183 @@
+"""A checkpoint directory in Hugging Face format. Only safetensors are read, never pickle and never code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.errors import UserError
+from stages.engine.files import first_line, read_json
+from stages.model.config import ConfigFields
+from stages.model.importers import PLAIN, Held, methods
+from stages.weights.formats import Shape
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG_FILES = ("config.json", "quantize_config.json")
+"""The second is AutoGPTQ's; others have what is in it in the first."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, `dtype` as safetensors calls it."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+
+
+class Tensors:
+    """What the safetensors of a directory hold, by name. Raises UserError where a header cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = _files(directory)
+        self.entries = {name: entry for file in self.files for name, entry in _header(file)}
+
+    def read(self, name: str) -> np.ndarray:
+        from safetensors import safe_open
+
+        with safe_open(self.entries[name].file, framework="numpy") as file:
+            return file.get_tensor(name)
+
+    def fails(self, name: str, why: str) -> UserError:
+        return UserError(f"{self.entries[name].file}: tensor {name} {why}")
+
+    def part(self, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Entry:
+        """The entry of a part that has to be there, of one of `dtypes`, and of that shape if one is given."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise UserError(f"{self.directory}: tensor {name} is missing: the checkpoint is incomplete")
+        if entry.dtype not in dtypes:
+            raise self.fails(name, f"is {entry.dtype}: only {', '.join(dtypes)} are supported")
+        if shape is not None and entry.shape != shape:
+            raise self.fails(name, f"has shape {list(entry.shape)}, its configuration implies {list(shape)}")
+        return entry
+
+    def plain(self, name: str) -> Held:
+        """A tensor that is stored as it is."""
+        entry = self.part(name, tuple(form.upper() for form in PLAIN))
+        return Held(entry.shape, entry.dtype.lower(), partial(self.read, name), (name,))
+
+
+class Directory:
+    """A container: see `stages.model.importers`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = str(path / "config.json")
+        self.fields = _config(path)
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return Tensors(self.path)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors.entries)
+
+    def files(self) -> list[Path]:
+        return [*self.tensors.files, *self._tokenizer_files()]
+
+    def _tokenizer_files(self) -> list[Path]:
+        return [path for name in TOKENIZER_FILES if (path := self.path / name).is_file()]
+
+    def where_is(self, name: str) -> str:
+        return str(self.tensors.entries[name].file)
+
+    def held(self, name: str, shape: Shape) -> Held | None:
+        if self._quantised and (found := self._quantised(self.tensors, name, shape)):
+            return found
+        return self.tensors.plain(name) if name in self.names else None
+
+    @cached_property
+    def _quantised(self) -> Callable[[Tensors, str, Shape], Held | None] | None:
+        """What finds quantised tensors, by `quantization_config`."""
+        values = self.fields.get("quantization_config")
+        if values is None:
+            return None
+        where = f"{self.where}: quantization_config"
+        if not isinstance(values, dict):
+            raise UserError(f"{where} must be an object or null")
+        fields, method = ConfigFields(values, where), values.get("quant_method")
+        if not isinstance(method, str) or method not in methods():
+            raise fields.fails("quant_method", method, f"only {', '.join(methods())} are read")
+        return methods()[method].open(fields)
+
+    def tokenizer(self) -> Mapping[str, bytes]:
+        if not (self.path / "tokenizer.json").is_file():
+            raise UserError(
+                f"{self.path} has no tokenizer.json: convert its tokenizer with "
+                "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        found = self._tokenizer_files()
+        for path in found:
+            if path.suffix == ".json":
+                read_json(path)
+        return {path.name: path.read_bytes() for path in found}
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """`config.json`, with what old tools wrote into a file beside it."""
+    main, beside = (directory / name for name in CONFIG_FILES)
+    fields = read_json(main)
+    if fields.get("quantization_config") is None and beside.is_file():
+        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside)}
+    return fields
+
+
+def _files(directory: Path) -> list[Path]:
+    """By the index if there is one; else the only one, whatever its name (AutoGPTQ's says bits and group size)."""
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed(index)
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    there = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors")
+    if len(there) == 1:
+        return there
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))
+    if pickled:
+        raise UserError(
+            f"{directory} holds only pickle files ({pickled[0]}): convert it to safetensors, pickle is not read"
+        )
+    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}: not a complete checkpoint")
+
+
+def _indexed(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: weight_map must be a non-empty object")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(f"{index}: weight_map names {json.dumps(file)}: only plain *.safetensors names are read")
+        if not (index.parent / file).is_file():
+            raise UserError(f"{index.parent / file} is missing, {INDEX} names it: download the checkpoint again")
+    return [index.parent / file for file in sorted(set(weight_map.values()))]
+
+
+def _header(path: Path) -> list[tuple[str, Entry]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}): download it again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
+    with file:
+        slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 - safe_open is not a mapping
+        return [(name, Entry(path, view.get_dtype(), tuple(view.get_shape()))) for name, view in slices]

@@ -1,0 +1,177 @@
+"""A GGUF file of a Llama as llama.cpp's converter writes it, with configuration and tokenizer in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from llama_npu2.errors import UserError
+from stages.model.config import ConfigFields
+from stages.model.importers import Held
+from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
+from stages.model.importers.gguf_header import Header, Place
+from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
+from stages.weights.formats import Shape, formats
+
+ROPE_FACTORS = "rope_freqs.weight"
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16}
+_CHUNK = 1 << 20
+"""Values that are rearranged at a time, so that what is in the making stays in the cache."""
+
+
+def tensor_name(name: str) -> str:
+    """What a tensor of a Llama is called in a GGUF file."""
+    if name in _NAMES:
+        return _NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def rotary_order(name: str, rows: int, head_dim: int) -> np.ndarray | None:
+    """The checkpoint's row that is in each row of the file: llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and
+    K, a checkpoint rows (d, d + head_dim / 2). None: as they are."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return None
+    return np.arange(rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
+class GgufFile:
+    """A container: see `stages.model.importers`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.where = path, str(path)
+        self._header = Header(path)
+        self._metadata, self._places = self._header.metadata, self._header.tensors
+        self.names = frozenset(self._places) - {ROPE_FACTORS}
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        meta = ConfigFields(self._metadata, self.where)
+        if meta.values.get("general.architecture") != "llama":
+            raise meta.fail("general.architecture", "only llama is supported")
+        if meta.values.get("split.count", 0) > 1:
+            raise meta.fail("split.count", "join the parts with llama-gguf-split --merge")
+        meta.require({"llama.expert_count": (0,)})
+        emb, heads = meta.integer("llama.embedding_length"), meta.integer("llama.attention.head_count")
+        head_dim = meta.integer("llama.attention.key_length", max(emb // heads, 1))
+        same = dict.fromkeys(("llama.attention.value_length", "llama.rope.dimension_count"), (head_dim,))
+        meta.require(same)
+        embedding = self._places.get("token_embd.weight")
+        vocab = meta.integer("llama.vocab_size", embedding.shape[0] if embedding else None)
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": emb,
+            "intermediate_size": meta.integer("llama.feed_forward_length"),
+            "num_hidden_layers": meta.integer("llama.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": meta.integer("llama.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "vocab_size": vocab,
+            "max_position_embeddings": meta.integer("llama.context_length"),
+            "rms_norm_eps": meta.number("llama.attention.layer_norm_rms_epsilon"),
+            "rope_theta": meta.number("llama.rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(meta, head_dim),
+            "tie_word_embeddings": "output.weight" not in self._places,
+            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": end_tokens(meta, vocab),
+        }
+
+    def _rope_scaling(self, meta: ConfigFields, head_dim: int) -> dict[str, Any] | None:
+        """In a GGUF file, Llama 3's scaling is the factors that it comes to."""
+        kind = self._metadata.get("llama.rope.scaling.type", "none")
+        if kind not in ("none", "linear"):
+            raise meta.fail("llama.rope.scaling.type", "only none, linear are supported")
+        if ROPE_FACTORS in self._places:
+            place = self._place(ROPE_FACTORS, (head_dim // 2,))
+            factors = self._read(ROPE_FACTORS, place, None)
+            if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
+                raise UserError(f"{self.path}: tensor {ROPE_FACTORS} must be F32 and hold positive numbers")
+            same = factors.astype(np.float64).tolist()
+            return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": meta.number("llama.rope.scaling.factor")}
+        return None
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def where_is(self, name: str) -> str:
+        return self.where
+
+    def held(self, name: str, shape: Shape) -> Held | None:
+        inside = tensor_name(name)
+        if inside not in self._places:
+            return None
+        order = rotary_order(name, shape[0], self.fields["head_dim"])
+        return self._held(inside, self._place(inside, shape), None if order is None else np.argsort(order))
+
+    def _place(self, name: str, shape: Shape) -> Place:
+        """Where a tensor is, checked to be of that shape, of a type that is read, and in the file."""
+        place, where = self._places[name], f"{self.path}: tensor {name}"
+        if place.type not in TYPES:
+            known = ", ".join(kind.name for kind in TYPES.values())
+            raise UserError(f"{where} is {REFUSED.get(place.type, f'of type {place.type}')}: only {known} are read")
+        kind = TYPES[place.type]
+        if place.shape != shape:
+            raise UserError(f"{where} has shape {list(place.shape)}, the metadata imply {list(shape)}")
+        if shape[-1] % kind.values:
+            raise UserError(f"{where} has rows of {shape[-1]} values, {kind.name} has blocks of {kind.values}")
+        if place.offset + prod(shape) // kind.values * kind.bytes > self.path.stat().st_size:
+            raise UserError(f"{where} is not all in the file: it is truncated, download it again")
+        return place
+
+    def _held(self, name: str, place: Place, rows: np.ndarray | None) -> Held:
+        """`rows`: of the file, in the order in which they are wanted."""
+        return Held(place.shape, TYPES[place.type].format, partial(self._read, name, place, rows), (name,))
+
+    def _read(self, name: str, place: Place, rows: np.ndarray | None) -> np.ndarray:
+        kind, (*outer, length) = TYPES[place.type], place.shape
+        blocks = length // kind.values
+        raw = np.memmap(self.path, np.uint8, "r", place.offset, (prod(outer), blocks, kind.bytes))
+        if kind.stored is None:
+            plain = raw.reshape(len(raw), -1).view(_DTYPES[kind.format])
+            return (np.array(plain) if rows is None else plain[rows]).reshape(place.shape)
+        return self._stored(name, kind, raw, rows).reshape(*outer, -1)
+
+    def _stored(self, name: str, kind: BlockType, raw: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+        """Blocks to rows of the format, some rows at a time."""
+        assert kind.stored
+        order = np.arange(len(raw)) if rows is None else rows
+        length = raw.shape[1] * kind.values
+        stored = np.empty(formats()[kind.format].stored_shape((len(raw), length)), np.int8)
+        step = max(1, _CHUNK // length)
+        for first in range(0, len(order), step):
+            some = raw[order[first : first + step]]
+            if not finite(kind, some):
+                raise UserError(
+                    f"{self.path}: tensor {name} holds a scale that is not a finite number: the file is damaged"
+                )
+            stored[first : first + step] = kind.stored(some)
+        return stored
+
+    def tokenizer(self) -> Mapping[str, bytes]:
+        return tokenizer_files(ConfigFields(self._metadata, self.where))

@@ -1,0 +1,162 @@
+"""The tokenizer of a GGUF file, as the files that Hugging Face's tokenizers read.
+
+`gpt2` is byte-level BPE with merges, cut before by one of llama.cpp's sets of expressions (`src/llama-vocab.cpp`);
+`llama` is SentencePiece's BPE, whose merges follow from the tokens' scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llama_npu2.errors import UserError
+from stages.engine.files import first_line
+from stages.model.config import ConfigFields
+
+_PREFIX = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Kinds of tokens (`llama_token_type`) that are found in text before it is cut."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SINGLE_DIGITS = (r"\p{N}", _GPT2)
+_CUTS: Mapping[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_LLAMA3,),
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "command-r": _SINGLE_DIGITS,
+}
+"""`tokenizer.ggml.pre` -> expressions, each applied to the pieces of the one before."""
+_WHOLE_WORDS = ("llama-bpe",)
+"""Sets whose words are one token if they are in the vocabulary, whatever the merges; texts begin with `bos`."""
+
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "</s>")
+"""Control tokens that end a text whether or not the metadata say so, as in llama.cpp."""
+
+
+def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
+    """Tokens that end a text: those that the metadata name, and those known by their text. Raises UserError."""
+    named = [f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = {token for name in named for token in meta.token_ids(name, vocab)}
+    tokens, kinds = (meta.values.get(_PREFIX + name) for name in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        pairs = zip(tokens[:vocab], kinds, strict=False)
+        ids |= {i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _ENDS}
+    return sorted(ids)
+
+
+def tokenizer_files(meta: ConfigFields) -> Mapping[str, bytes]:
+    """`tokenizer.json` and `tokenizer_config.json`. Raises UserError."""
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if (kind := meta.values.get(_PREFIX + "model")) not in makers:
+        raise meta.fail(_PREFIX + "model", f"only tokenizers {', '.join(makers)} are supported")
+    vocabulary = _Vocabulary(meta)
+    try:
+        tokenizer = makers[kind](vocabulary)
+        _finish(tokenizer, vocabulary)
+        text = tokenizer.to_str()
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{meta.where}: its tokenizer cannot be made: {first_line(error)}") from None
+    return {"tokenizer.json": text.encode(), "tokenizer_config.json": json.dumps(_config(vocabulary)).encode()}
+
+
+class _Vocabulary:
+    """Typed access to `tokenizer.ggml.*`. Raises UserError."""
+
+    def __init__(self, meta: ConfigFields) -> None:
+        self.meta = meta
+        self.tokens: list[str] = self.column("tokens", str)
+        self.kinds: list[int] = self.column("token_type", int, len(self.tokens))
+        self.ids = {token: i for i, token in reversed([*enumerate(self.tokens)])}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.meta.values.get(_PREFIX + name, default)
+
+    def column(self, name: str, kind: type, length: int | None = None) -> list[Any]:
+        values = self.get(name)
+        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
+            raise UserError(f"{self.meta.where}: {_PREFIX}{name} must be an array of {kind.__name__}")
+        if length is not None and len(values) != length:
+            raise UserError(f"{self.meta.where}: {_PREFIX}{name} has {len(values)} values for {length} tokens")
+        return values
+
+    def special(self, name: str) -> str | None:
+        """The token whose id stands under `<name>_token_id`."""
+        ids = self.meta.token_ids(f"{_PREFIX}{name}_token_id", len(self.tokens))
+        return self.tokens[ids[0]] if ids else None
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    name = vocabulary.get("pre", "default")
+    if name not in _CUTS:
+        raise vocabulary.meta.fail(_PREFIX + "pre", f"only {', '.join(_CUTS)} are supported")
+    merges = [tuple(merge.split(" ")) for merge in vocabulary.column("merges", str)]
+    model = models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=name in _WHOLE_WORDS)
+    tokenizer = Tokenizer(model)
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUTS[name]]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = vocabulary.column("scores", float, len(vocabulary.tokens))
+    unknown = vocabulary.special("unknown") or vocabulary.tokens[0]
+    merges = _merges(vocabulary.ids, scores)
+    model = models.BPE(vocab=vocabulary.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    first = [normalizers.Prepend("▁")] if vocabulary.get("add_space_prefix", True) else []
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if first else []
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of tokens that is a token, the best scored first."""
+    found = []
+    for token, i in ids.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        found += [(-scores[i], i, pair) for pair in cuts if pair[0] in ids and pair[1] in ids]
+    return [pair for *_, pair in sorted(found)]
+
+
+def _finish(tokenizer: Any, vocabulary: _Vocabulary) -> None:
+    """Tokens that are found before text is cut, and what a text begins and ends with."""
+    from tokenizers import AddedToken, processors
+
+    found = [(i, kind) for i, kind in enumerate(vocabulary.kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens(
+        [AddedToken(vocabulary.tokens[i], normalized=False, special=kind != _USER_DEFINED) for i, kind in found]
+    )
+    begins = vocabulary.get("model") == "llama" or vocabulary.get("pre") in _WHOLE_WORDS
+    begin = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
+    end = vocabulary.special("eos") if vocabulary.get("add_eos_token", False) else None
+    if begin or end:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*filter(None, (begin,)), "$A", *filter(None, (end,))],
+            special_tokens=[(token, vocabulary.ids[token]) for token in {begin, end} if token],
+        )
+
+
+def _config(vocabulary: _Vocabulary) -> dict[str, Any]:
+    """The chat template, and the special tokens that it may name."""
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    fields: dict[str, Any] = {field: vocabulary.special(name) for field, name in names.items()}
+    fields["chat_template"] = vocabulary.meta.values.get("tokenizer.chat_template")
+    return {"clean_up_tokenization_spaces": False} | {name: value for name, value in fields.items() if value}

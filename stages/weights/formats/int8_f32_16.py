@@ -1,0 +1,29 @@
+"""int8_f32_16: 10 bits a weight. 16 weights share a scale, f32: `w = s q`. For checkpoints: it holds what GGUF's Q6_K
+holds, exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stages.weights.grouped import Grouped
+from stages.weights.scales import inverse, symmetric
+
+MOST = 127
+
+GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float32, numbers=None, group=16)
+
+
+def quantise(groups: np.ndarray) -> np.ndarray:
+    """f32 `[rows, groups, 16]` -> stored."""
+    scale = symmetric(groups, -MOST, MOST)[..., None]
+    numbers = np.clip(np.rint(groups * inverse(scale)), -MOST, MOST)
+    return GROUPED.scaled(scale, numbers.astype(np.int8))
+
+
+def dequantise(stored: np.ndarray) -> np.ndarray:
+    """Stored -> f32 `[..., groups, 16]`."""
+    scale, numbers = GROUPED.scaled_parts(stored)
+    return scale * numbers.view(np.int8)
+
+
+FORMAT = GROUPED.format("int8_f32_16", quantise, dequantise)

@@ -1,0 +1,855 @@
+"""Checkpoints of every kind: what is read equals what the format's own library reads, element by element, what is
+stored is kept bit for bit, and a damaged file is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from llama_npu2.errors import UserError
+from stages.commands.gguf_file import write_gguf
+from stages.model.checkpoint import Checkpoint, container
+from stages.model.config import ConfigFields, inverse_frequencies
+from stages.model.families import parse_config, tensors
+from stages.model.importers.gguf import rotary_order, tensor_name
+from stages.model.importers.gguf_blocks import TYPES
+from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
+from stages.model.sources import resolve
+from stages.weights.formats import formats
+from tests.conftest import CONFIG, ROOT, random_tensors, write_checkpoint
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[test]'")
+
+SHAPES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+CONFIG_OF_TESTS = CONFIG | SHAPES
+MATRICES = [name for name, shape in tensors(parse_config(CONFIG_OF_TESTS, "test")).items() if len(shape) == 2]
+LINEAR = [name for name in MATRICES if "_proj" in name]
+
+
+def check_stored(checkpoint: Checkpoint, name: str) -> None:
+    """What is stored gives the values again, in every bit, and has the shape that packing counts on."""
+    form, values = formats()[checkpoint.stored_format(name)], checkpoint.tensor(name)
+    stored = checkpoint.stored(name)
+    assert stored.shape == form.stored_shape(values.shape)
+    again = form.dequantise(stored, values.shape[-1])
+    np.testing.assert_array_equal(again.view(np.uint32), values.astype(np.float32).view(np.uint32))
+
+
+# GGUF
+
+
+def write_file(path: Path, types: dict[str, str]) -> dict[str, np.ndarray]:
+    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. Returns values by name."""
+    config = parse_config(CONFIG_OF_TESTS, "test")
+    writer = gguf.GGUFWriter(path, "llama")
+    fields: dict[str, Any] = {
+        "context_length": 128,
+        "embedding_length": 256,
+        "block_count": 1,
+        "feed_forward_length": 512,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 64,
+        "rope.dimension_count": 64,
+        "vocab_size": config.vocab,
+    }
+    for name, value in fields.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_eos_token_id(2)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<", "1", "<1", *(f"<{i}>" for i in range(3, config.vocab))])
+    writer.add_token_types([1] * config.vocab)
+    writer.add_token_merges(["< 1"])
+    rng, values = np.random.default_rng(0), {}
+    for name, shape in tensors(config).items():
+        kind = gguf.GGMLQuantizationType[types.get(name, "F32")]
+        raw = random_blocks(rng, kind, shape)
+        writer.add_tensor(tensor_name(name), raw, raw_dtype=kind)
+        wide = gguf.dequantize(raw, kind).reshape(shape)
+        order = rotary_order(name, shape[0], config.head_dim)
+        values[name] = wide if order is None else wide[np.argsort(order)]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def random_blocks(rng: np.random.Generator, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Any numbers, with factors of both signs that are neither tiny nor huge."""
+    type_ = TYPES[kind]
+    if type_.stored is None:
+        dtype = {"F32": np.float32, "F16": np.float16, "BF16": bfloat16}[type_.name]
+        values = rng.standard_normal(shape, np.float32).astype(dtype)
+        return values.view(np.uint8).reshape(*shape[:-1], -1) if type_.name == "BF16" else values
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // type_.values, type_.bytes), np.uint8)
+    first, end = type_.factors
+    factors = rng.standard_normal((*raw.shape[:-1], (end - first) // 2), np.float32).astype(np.float16)
+    raw[..., first:end] = factors.view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values()])
+def test_gguf_equals_its_library(kind: str, tmp_path: Path) -> None:
+    expected = write_file(tmp_path / "m.gguf", dict.fromkeys(MATRICES, kind))
+    checkpoint = Checkpoint.open(tmp_path / "m.gguf", ())
+    for name, values in expected.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).astype(np.float32), values)
+        if checkpoint.stored_format(name) != "f16":
+            check_stored(checkpoint, name)
+    assert checkpoint.stored_format(LINEAR[0]) == next(t.format for t in TYPES.values() if t.name == kind)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_gguf_of_its_own_quantiser(kind: str, tmp_path: Path) -> None:
+    """Real values, with the signed zeros and empty blocks that random bytes do not have."""
+    values = np.random.default_rng(0).standard_normal((8, 256), np.float32)
+    values[0], values[1, :40], values[2] = 0, -1, 1e-7
+    raw = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+    type_ = TYPES[gguf.GGMLQuantizationType[kind]]
+    assert type_.stored
+    stored = type_.stored(raw.reshape(8, -1, type_.bytes))
+    again = formats()[type_.format].dequantise(stored, 256)
+    np.testing.assert_array_equal(again, gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    if kind == "Q8_0":
+        np.testing.assert_array_equal(formats()["int8"].quantise(values), stored)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "head_dim": 32, "eos_token_id": [2, 7]},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ],
+    ids=["default", "untied", "linear", "llama3"],
+)
+def test_gguf_round_trip(changes: dict, tmp_path: Path) -> None:
+    """Our own writer's file is the checkpoint again: configuration, rows of Q and K, rotation."""
+    config = write_checkpoint(tmp_path / "model", **changes)
+    before = Checkpoint.open(tmp_path / "model")
+    write_gguf(before, tmp_path / "model.gguf")
+    after = Checkpoint.open(tmp_path / "model.gguf", ())
+    for name in tensors(config):
+        np.testing.assert_array_equal(after.tensor(name).astype(bfloat16), before.tensor(name))
+    same = {"rope_scaling": config.rope_scaling, "eos": config.eos, "eps": config.eps}
+    assert dataclasses.replace(after.config, **same) == config
+    assert after.config.eps == pytest.approx(config.eps, rel=1e-6)
+    frequencies = inverse_frequencies(after.config)
+    np.testing.assert_allclose(frequencies, inverse_frequencies(config), rtol=1e-6)
+
+
+def test_gguf_tensors_of_two_types_and_f16(tmp_path: Path) -> None:
+    types = dict.fromkeys(MATRICES, "Q4_K") | {MATRICES[0]: "Q6_K", LINEAR[0]: "F16"}
+    write_file(tmp_path / "m.gguf", types)
+    checkpoint = Checkpoint.open(tmp_path / "m.gguf")
+    found = [checkpoint.stored_format(name) for name in (MATRICES[0], LINEAR[0], LINEAR[1], "model.norm.weight")]
+    assert found == ["int8_f32_16", "f16", "int4_f32", "f32"]
+    assert checkpoint.tensor(LINEAR[0]).dtype == np.float16
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_gguf_rotation_is_checked(factor: float, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 1.5}
+    write_checkpoint(tmp_path / "model", rope_scaling=scaling)
+    write_gguf(Checkpoint.open(tmp_path / "model"), tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    factors = np.full(CONFIG["head_dim"] // 2, 1.5, np.float32)
+    assert data.count(factors.tobytes()) == 1
+    damaged = factors.copy()
+    damaged[3] = factor
+    (tmp_path / "m.gguf").write_bytes(data.replace(factors.tobytes(), damaged.tobytes()))
+    assert "rope_freqs.weight must be F32 and hold positive numbers" in refused(tmp_path / "m.gguf")
+
+
+def test_gguf_is_a_source(tmp_path: Path) -> None:
+    write_file(tmp_path / "Some model Q8_0.gguf", {})
+    source = resolve(str(tmp_path / "Some model Q8_0.gguf"), tmp_path / "artifacts")
+    assert (source.name, source.fetch()) == ("Some-model-Q8_0", tmp_path / "Some model Q8_0.gguf")
+    assert source.files() == [source.fetch()]
+
+
+# Tensors in parts
+
+
+def pack_words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Numbers `[rows, n]` into i32 along the rows, as the formats' descriptions have it; `order`: which number of a
+    word is in its i-th place."""
+    per_word = 32 // bits
+    words = np.zeros((numbers.shape[0], -(-numbers.shape[1] // per_word)), np.uint64)
+    for place in range(per_word):
+        some = numbers[:, (order[place] if order else place) :: per_word].astype(np.uint64)
+        words[:, : some.shape[1]] |= some << np.uint64(bits * place)
+    return words.astype(np.uint32).view(np.int32)
+
+
+Parts = dict[str, np.ndarray]
+
+
+def write_quantised(
+    directory: Path,
+    settings: dict[str, Any],
+    parts: Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, Any]],
+    **shapes: int,
+) -> dict[str, np.ndarray]:
+    """A checkpoint whose projections are made by `parts`: (generator, shape) -> parts and values."""
+    config = write_checkpoint(directory, **SHAPES | shapes, quantization_config=settings)
+    rng = np.random.default_rng(3)
+    written, expected = {}, {}
+    for name, values in random_tensors(config).items():
+        if name in LINEAR:
+            made, expected[name] = parts(rng, values.shape)
+            written |= {name.removesuffix("weight") + part: np.ascontiguousarray(array) for part, array in made.items()}
+        else:
+            written[name] = values.astype(bfloat16)
+    save_file(written, directory / "model.safetensors")
+    return expected
+
+
+def random_scales(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    return (rng.random(shape, np.float32) / 16 + 1e-3).astype(dtype)
+
+
+def gptq_parts(
+    bits: int = 4, size: int = 64, dtype: Any = np.float16, v2: bool = False, sym: bool = False, order: str = "none"
+) -> Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, np.ndarray]]:
+    def make(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
+        rows, cols = shape
+        width = cols if size == -1 else size
+        groups = -(-cols // width)
+        g_idx = np.arange(cols) // width
+        if order == "act":
+            g_idx = rng.permutation(g_idx)
+        q = rng.integers(0, 1 << bits, (rows, cols))
+        z = np.full((rows, groups), 1 << bits - 1) if sym else rng.integers(1, 1 << bits, (rows, groups))
+        s = random_scales(rng, (rows, groups), dtype)
+        parts = {
+            "qweight": pack_words(q, bits).T,
+            "qzeros": pack_words((z if v2 else z - 1).T, bits),
+            "scales": s.T,
+            "bias": np.zeros(rows, np.float16),
+        }
+        if order != "none":
+            parts["g_idx"] = g_idx.astype(np.int32)
+        values = s.astype(np.float32)[:, g_idx] * (q - z[:, g_idx]).astype(np.float32)
+        return parts, values
+
+    return make
+
+
+def gptq_settings(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False} | changes
+
+
+GPTQ = {
+    "plain": ({}, {}, "int4_f32"),
+    "g_idx": ({}, {"order": "equal"}, "int4_f32"),
+    "act order": ({"desc_act": True}, {"order": "act"}, "f32"),
+    "v2": ({"checkpoint_format": "gptq_v2"}, {"v2": True}, "int4_f32"),
+    "symmetric": ({"sym": True}, {"sym": True}, "int4_f32"),
+    "symmetric, says v1, is v2": ({"sym": True}, {"sym": True, "v2": True}, "int4_f32"),
+    "8 bits": ({"bits": 8}, {"bits": 8}, "int8_f32"),
+    "rows": ({"group_size": -1}, {"size": -1}, "int4_f32"),
+    "short last group": ({"group_size": 96}, {"size": 96}, "int4_f32"),
+    "small groups": ({"group_size": 16}, {"size": 16}, "f32"),
+    "f32 scales": ({}, {"dtype": np.float32}, "int8_f32"),
+    "f32 scales, 8 bits": ({"bits": 8}, {"bits": 8, "dtype": np.float32}, "f32"),
+    "bf16 scales": ({}, {"dtype": bfloat16}, "int4_f32"),
+}
+
+
+@pytest.mark.parametrize("case", GPTQ)
+def test_gptq(case: str, tmp_path: Path) -> None:
+    settings, options, form = GPTQ[case]
+    expected = write_quantised(tmp_path, gptq_settings(**settings), gptq_parts(**options))
+    check_all(tmp_path, expected, form)
+
+
+def check_all(directory: Path, expected: dict[str, np.ndarray], form: str) -> None:
+    checkpoint = Checkpoint.open(directory, ())
+    assert expected
+    for name, values in expected.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), values)
+        assert checkpoint.tensor(name).dtype == np.float32
+        assert checkpoint.stored_format(name) == form
+        check_stored(checkpoint, name)
+    assert checkpoint.stored_format("model.norm.weight") == "bf16"
+
+
+def test_gptq_zeros_that_borrow(tmp_path: Path) -> None:
+    """Stored with one subtraction from whole words, a zero of 0 takes from its neighbours; GPTQModel adds it back."""
+
+    def parts(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
+        made, _ = gptq_parts(v2=True)(rng, shape)
+        q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (shape[0], shape[1] // 64))
+        zeros = pack_words(z.T, 4).view(np.uint32) - np.uint32(0x11111111)
+        made |= {"qweight": pack_words(q, 4).T, "qzeros": zeros.view(np.int32)}
+        return made, made["scales"].T.astype(np.float32).repeat(64, 1) * (q - z.repeat(64, 1)).astype(np.float32)
+
+    check_all(tmp_path, write_quantised(tmp_path, gptq_settings(), parts), "int4_f32")
+
+
+def test_gptq_by_autogptq(tmp_path: Path) -> None:
+    """Its settings are in a file of their own, and its weights in one whose name says bits and group size."""
+    expected = write_quantised(tmp_path, gptq_settings(), gptq_parts())
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-64g.safetensors")
+    check_all(tmp_path, expected, "int4_f32")
+
+
+def awq_parts(size: int = 64) -> Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, np.ndarray]]:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def make(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
+        rows, cols = shape
+        q, z = rng.integers(0, 16, shape), rng.integers(0, 16, (rows, -(-cols // size)))
+        s = random_scales(rng, z.shape, np.float16)
+        parts = {"qweight": pack_words(q.T, 4, order), "qzeros": pack_words(z.T, 4, order), "scales": s.T}
+        groups = np.arange(cols) // size
+        return parts, s.astype(np.float32)[:, groups] * (q - z[:, groups]).astype(np.float32)
+
+    return make
+
+
+AWQ_SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_awq(size: int, tmp_path: Path) -> None:
+    expected = write_quantised(tmp_path, AWQ_SETTINGS | {"group_size": size}, awq_parts(size))
+    check_all(tmp_path, expected, "int4_f32")
+
+
+def compressed_settings(kind: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"], "config_groups": groups}
+
+
+COMPRESSED = {
+    "W4A16": ({}, bfloat16, "int4_f32"),
+    "W4A16 f16": ({"group_size": 128}, np.float16, "int4_f32"),
+    "W4A16 f32": ({}, np.float32, "int8_f32"),
+    "W4A16 rows": ({"strategy": "channel", "group_size": None}, bfloat16, "int4_f32"),
+    "W4A16 zeros": ({"symmetric": False}, bfloat16, "int4_f32"),
+    "W4A16 f32 zeros": ({"symmetric": False}, np.float32, "int8_f32"),
+    "W8A16": ({"num_bits": 8, "group_size": 32}, bfloat16, "int8_f32"),
+    "W8A16 zeros": ({"num_bits": 8, "symmetric": False}, np.float16, "int8_f32"),
+    "W8A16 f32 zeros": ({"num_bits": 8, "symmetric": False}, np.float32, "f32"),
+    "W8A8 rows": ({"num_bits": 8, "strategy": "channel", "group_size": None}, bfloat16, "int8_f32"),
+    "W8A8 rows f32": ({"num_bits": 8, "strategy": "channel", "group_size": None}, np.float32, "int8_f32"),
+    "W8A8 tensor": ({"num_bits": 8, "strategy": "tensor", "group_size": None}, np.float32, "int8_f32"),
+}
+
+
+def compressed_parts(case: str) -> Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, np.ndarray]]:
+    weights, dtype, _ = COMPRESSED[case]
+    args = compressed_settings(**weights)["config_groups"]["group_0"]["weights"]
+    bits, half, packed = args["num_bits"], 1 << args["num_bits"] - 1, "W8A8" not in case
+
+    def make(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
+        rows, cols = shape
+        width = args["group_size"] or cols
+        q = rng.integers(-half, half, shape)
+        s = random_scales(rng, (1, 1) if args["strategy"] == "tensor" else (rows, -(-cols // width)), dtype)
+        z = np.zeros(s.shape, int) if args["symmetric"] else rng.integers(-half, half, s.shape)
+        parts = {"weight_scale": s.reshape(-1) if s.size == 1 else s}
+        if packed:
+            parts |= {"weight_packed": pack_words(q + half, bits), "weight_shape": np.array(shape, np.int64)}
+        else:
+            parts["weight"] = q.astype(np.int8)
+        if not args["symmetric"]:
+            parts["weight_zero_point"] = pack_words((z + half).T, bits).T
+        groups = np.arange(cols) // width
+        return parts, s.astype(np.float32)[:, groups] * (q - z[:, groups]).astype(np.float32)
+
+    return make
+
+
+def write_compressed(directory: Path, case: str, **shapes: int) -> dict[str, np.ndarray]:
+    weights, *_ = COMPRESSED[case]
+    kind = "int-quantized" if "W8A8" in case else "pack-quantized"
+    return write_quantised(directory, compressed_settings(kind, **weights), compressed_parts(case), **shapes)
+
+
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_compressed_tensors(case: str, tmp_path: Path) -> None:
+    check_all(tmp_path, write_compressed(tmp_path, case), COMPRESSED[case][2])
+
+
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_compressed_tensors_equals_its_library(case: str, tmp_path: Path) -> None:
+    """Where the scales are narrow, the library rounds to their type; so does the comparison."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors", reason="not installed: pip install -e '.[verify]'")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from safetensors.torch import load_file as load_torch
+
+    write_compressed(tmp_path, case)
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**settings["config_groups"]["group_0"])
+    library = BaseCompressor.get_value_from_registry(settings["format"])
+    whole, checkpoint = load_torch(tmp_path / "model.safetensors"), Checkpoint.open(tmp_path)
+    for name in LINEAR:
+        stem = name.removesuffix("weight")
+        parts = {part.removeprefix(stem): value for part, value in whole.items() if part.startswith(stem)}
+        theirs = library.decompress(parts, scheme)["weight"]
+        ours = torch.from_numpy(checkpoint.tensor(name)).to(theirs.dtype)
+        assert torch.equal(ours, theirs)
+
+
+def test_widths_that_are_no_multiples(tmp_path: Path) -> None:
+    """Of words, of groups, of ours or of theirs."""
+    odd = {"intermediate_size": 101}
+    expected = write_quantised(tmp_path / "gptq", gptq_settings(sym=True), gptq_parts(sym=True), **odd)
+    check_all(tmp_path / "gptq", expected, "int4_f32")
+    check_all(tmp_path / "awq", write_quantised(tmp_path / "awq", AWQ_SETTINGS, awq_parts(), **odd), "int4_f32")
+    for case in ("W4A16 zeros", "W8A16", "W8A8 rows"):
+        check_all(tmp_path / case, write_compressed(tmp_path / case, case, **odd), COMPRESSED[case][2])
+
+
+def test_compressed_tensors_groups_by_name(tmp_path: Path) -> None:
+    """The closest target counts: a name before a pattern before a class."""
+    write_compressed(tmp_path, "W4A16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    wrong = groups["group_0"]["weights"] | {"num_bits": 8}
+    groups["group_0"] = {"targets": ["re:.*proj$"], "weights": groups["group_0"]["weights"]}
+    groups["group_1"] = {"targets": ["Linear"], "weights": wrong}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(tmp_path, ()).stored_format(LINEAR[0]) == "int4_f32"
+    groups["group_1"]["targets"] = [LINEAR[1].removesuffix(".weight")]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{LINEAR[1].removesuffix('weight')}.*weight_packed"):
+        Checkpoint.open(tmp_path)
+
+
+# Tokenizers
+
+TEXTS = (
+    "The capital of France is Paris.",
+    "  two  spaces\t and\n\nlines \r\n",
+    "I'll say: it's 1234567 o'clock, 3.14!",
+    "naïve émigré, 日本語, 🙂",
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>",
+    "",
+)
+
+
+def imported(**metadata: Any) -> tuple[Tokenizer, dict[str, Any]]:
+    """Tokenizer and configuration by `tokenizer.ggml.*`."""
+    fields = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    files = tokenizer_files(ConfigFields(fields, "test"))
+    return Tokenizer.from_str(files["tokenizer.json"].decode()), json.loads(files["tokenizer_config.json"])
+
+
+def metadata_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a byte-level tokenizer."""
+    inner, added = json.loads(tokenizer.to_str())["model"], tokenizer.get_added_tokens_decoder()
+    ids = range(tokenizer.get_vocab_size())
+    kinds = [(3 if added[i].special else 4) if i in added else 1 for i in ids]
+    merges = [" ".join(merge) for merge in inner["merges"]]
+    return {"model": "gpt2", "tokens": [tokenizer.id_to_token(i) for i in ids], "token_type": kinds, "merges": merges}
+
+
+def test_llama3_tokenizer() -> None:
+    ours = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
+    ids = {name: ours.token_to_id(f"<|{token}|>") for name, token in (("bos", "begin_of_text"), ("eos", "eot_id"))}
+    special = {f"{name}_token_id": i for name, i in ids.items()}
+    again, config = imported(pre="llama-bpe", **metadata_of(ours), **special)
+    assert (config["bos_token"], config["eos_token"]) == ("<|begin_of_text|>", "<|eot_id|>")
+    for text in TEXTS:
+        for add in (True, False):
+            found = again.encode(text, add_special_tokens=add).ids
+            assert found == ours.encode(text, add_special_tokens=add).ids
+            assert again.decode(found) == ours.decode(found)
+
+
+def test_whole_words() -> None:
+    """In Llama 3 a word that is a token is one, whatever the merges."""
+    tokens = ["a", "b", "c", "bc", "abc"]
+    metadata = {"model": "gpt2", "tokens": tokens, "token_type": [1] * 5, "merges": ["b c"]}
+    assert imported(pre="llama-bpe", **metadata)[0].encode("abc").tokens == ["abc"]
+    assert imported(pre="smollm", **metadata)[0].encode("abc").tokens == ["a", "bc"]
+
+
+def test_smollm_tokenizer() -> None:
+    demo = json.loads((ROOT / "models/demo/tokenizer.json").read_text())["model"]
+    theirs = Tokenizer(models.BPE(vocab=demo["vocab"], merges=[tuple(merge) for merge in demo["merges"]]))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    theirs.decoder = decoders.ByteLevel()
+    again, _ = imported(pre="smollm", **metadata_of(theirs))
+    for text in TEXTS:
+        assert again.encode(text).ids == theirs.encode(text).ids
+
+
+def test_sentencepiece_tokenizer() -> None:
+    """Against SentencePiece's algorithm as it is defined: of neighbours whose union is a token, the best scored, the
+    first of equals, become one."""
+    words = ["▁the", "he", "▁t", "th", "in", "▁in", "ing", "▁thing", "er", "re", "▁a", "nt", "▁an", "an"]
+    letters = [*"▁abcdefghijklmnopqrstuvwxyz"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words, *letters]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters))]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(words) + len(letters))]
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    tokenizer, config = imported(model="llama", tokens=tokens, token_type=kinds, scores=scores, **ids)
+    assert config["unk_token"] == "<unk>"
+
+    def reference(text: str) -> list[str]:
+        pieces = [*("▁" + text.replace(" ", "▁"))]
+        while True:
+            unions = [a + b for a, b in pairwise(pieces)]
+            best = max((scores[tokens.index(u)] for u in unions if u in tokens), default=None)
+            if best is None:
+                return pieces
+            at = next(i for i, u in enumerate(unions) if u in tokens and scores[tokens.index(u)] == best)
+            pieces[at : at + 2] = [unions[at]]
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = "".join(rng.choice([*"theinra "], 24)).strip() or "a"
+        assert tokenizer.encode(text).tokens == ["<s>", *reference(text)]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("a</s>b").tokens == ["<s>", "▁a", "</s>", "▁", "b"]
+
+
+def test_ends_and_chat_template() -> None:
+    """Tokens that end a text by their name count too; the template reaches the runtime's file."""
+    meta = {"tokens": ["a", "aa", "<|eot_id|>", "<|im_end|>"], "token_type": [1, 1, 3, 1], "eos_token_id": 0}
+    meta |= {"model": "gpt2", "merges": ["a a"]}
+    fields = {f"tokenizer.ggml.{name}": value for name, value in meta.items()} | {"tokenizer.chat_template": "{{ x }}"}
+    assert end_tokens(ConfigFields(fields, "test"), 4) == [0, 2]
+    files = tokenizer_files(ConfigFields(fields, "test"))
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == "{{ x }}"
+
+
+# Damaged files
+
+Damage = Callable[[Path], Any]
+BIG = 1 << 60
+
+
+def read_everything(path: Path) -> None:
+    checkpoint = Checkpoint.open(path, ())
+    for name in checkpoint.held:
+        checkpoint.tensor(name)
+    container(path).tokenizer()
+
+
+def refused(path: Path) -> str:
+    """The one line that a checkpoint is refused with, for which little memory is enough."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as caught:
+            read_everything(path)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 600
+    return line
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    write_file(path, dict.fromkeys(MATRICES, "Q4_K"))
+    read_everything(path)
+    return path.read_bytes()
+
+
+def number(size: int, value: float) -> bytes:
+    return struct.pack({1: "<B", 4: "<I", 8: "<Q"}[size] if isinstance(value, int) else "<f", value)
+
+
+def after(text: str, at: int, new: bytes) -> Callable[[bytes], bytes]:
+    """`new` instead of what is `at` bytes behind the first place of `text`."""
+
+    def change(data: bytes) -> bytes:
+        place = data.index(text.encode()) + len(text) + at
+        return data[:place] + new + data[place + len(new) :]
+
+    return change
+
+
+def metadata(key: str, value: float) -> Callable[[bytes], bytes]:
+    return after(key, 4, number(4, value))
+
+
+def renamed(old: str, new: str) -> Callable[[bytes], bytes]:
+    assert len(old) == len(new)
+    return lambda data: data.replace(old.encode(), new.encode(), 1)
+
+
+def in_data(value: float) -> Callable[[bytes], bytes]:
+    """As the first factor of a tensor."""
+
+    def change(data: bytes) -> bytes:
+        at = data_of("blk.0.ffn_down.weight", data)
+        return data[:at] + np.float16(value).tobytes() + data[at + 2 :]
+
+    return change
+
+
+def data_of(name: str, data: bytes) -> int:
+    """Where a matrix begins: its offset is behind its dimensions and type, the header ends with the norm's."""
+    at = data.index(name.encode()) + len(name) + 4 + 2 * 8 + 4
+    end = data.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8 + 4 + 8
+    return -(-end // 32) * 32 + struct.unpack_from("<Q", data, at)[0]
+
+
+GGUF_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "magic": (lambda d: b"GGML" + d[4:], "no GGUF file"),
+    "empty": (lambda d: b"", "empty"),
+    "version": (lambda d: d[:4] + number(4, 9) + d[8:], "version 9"),
+    "tensor count": (lambda d: d[:8] + number(8, BIG) + d[16:], f"{BIG} tensors do not fit"),
+    "value count": (lambda d: d[:16] + number(8, BIG) + d[24:], f"{BIG} values do not fit"),
+    "few values": (lambda d: d[:16] + number(8, 3) + d[24:], "is damaged"),
+    "length of a key": (lambda d: d[:24] + number(8, BIG) + d[32:], "ends in its header"),
+    "key not UTF-8": (lambda d: d[:32] + b"\xff\xff" + d[34:], "not UTF-8"),
+    "kind of a value": (after("llama.block_count", 0, number(4, 99)), "llama.block_count has type 99"),
+    "kind of an array": (after("ggml.tokens", 4, number(4, 77)), "array of type 77"),
+    "length of an array": (after("ggml.tokens", 8, number(8, BIG)), "strings of tokenizer.ggml.tokens do not fit"),
+    "array of numbers": (after("ggml.token_type", 8, number(8, BIG)), "values of tokenizer.ggml.token_type do not fit"),
+    "key twice": (renamed("llama.context_length", "general.architecture"), "general.architecture is there twice"),
+    "architecture": (renamed("\x05\0\0\0\0\0\0\0llama", "\x05\0\0\0\0\0\0\0qwen2"), '"qwen2": only llama'),
+    "no width": (renamed("llama.embedding_length", "llama.embedding_lengtg"), "llama.embedding_length = null"),
+    "no heads": (metadata("llama.attention.head_count", 0), "llama.attention.head_count = 0"),
+    "heads": (metadata("llama.attention.head_count_kv", 3), "num_key_value_heads = 3"),
+    "layers": (metadata("llama.block_count", 1 << 31), "2147483648 layers"),
+    "more layers": (metadata("llama.block_count", 2), "tensors are missing, first model.layers.1"),
+    "epsilon": (metadata("llama.attention.layer_norm_rms_epsilon", float("nan")), "layer_norm_rms_epsilon = NaN"),
+    "context": (metadata("llama.context_length", 0), "llama.context_length = 0"),
+    "rotation": (metadata("llama.rope.dimension_count", 32), "llama.rope.dimension_count = 32"),
+    "head size": (metadata("llama.attention.key_length", 63), "63"),
+    "end token": (metadata("tokenizer.ggml.eos_token_id", 4000), "tokenizer.ggml.eos_token_id = 4000"),
+    "dimensions": (after("token_embd.weight", 0, number(4, 9)), "token_embd.weight has 9 dimensions"),
+    "size": (after("token_embd.weight", 4, number(8, BIG)), "token_embd.weight has shape"),
+    "size 0": (after("token_embd.weight", 4, number(8, 0)), "token_embd.weight has shape"),
+    "other size": (after("blk.0.ffn_up.weight", 4, number(8, 512)), "blk.0.ffn_up.weight has shape [512, 512]"),
+    "unknown type": (after("blk.0.ffn_up.weight", 20, number(4, 99)), "blk.0.ffn_up.weight is of type 99"),
+    "other type": (after("blk.0.ffn_up.weight", 20, number(4, 10)), "blk.0.ffn_up.weight is Q2_K: only F32"),
+    "offset": (after("blk.0.ffn_up.weight", 24, number(8, BIG)), "blk.0.ffn_up.weight is not all in the file"),
+    "tensor twice": (renamed("blk.0.ffn_gate.weight", "blk.0.ffn_down.weight"), "blk.0.ffn_down.weight is there twice"),
+    "tensor missing": (renamed("blk.0.attn_k.weight", "blk.0.attn_x.weight"), "first model.layers.0.self_attn.k_proj"),
+    "scale NaN": (in_data(float("nan")), "blk.0.ffn_down.weight holds a scale"),
+    "scale infinite": (in_data(float("inf")), "blk.0.ffn_down.weight holds a scale"),
+    "no tokens": (renamed("tokenizer.ggml.tokens", "tokenizer.ggml.tokena"), "tokenizer.ggml.tokens must be"),
+    "no merges": (renamed("tokenizer.ggml.merges", "tokenizer.ggml.mergez"), "tokenizer.ggml.merges must be"),
+    "merge": (renamed("\x03\0\0\0\0\0\0\0< 1", "\x03\0\0\0\0\0\0\0<+1"), "its tokenizer cannot be made"),
+    "cuts": (renamed("smollm", "smallm"), 'tokenizer.ggml.pre = "smallm"'),
+    "tokenizer": (renamed("gpt2", "bert"), 'tokenizer.ggml.model = "bert"'),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_DAMAGE)
+def test_damaged_gguf(case: str, gguf_bytes: bytes, tmp_path: Path) -> None:
+    damage, reason = GGUF_DAMAGE[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(damage(gguf_bytes))
+    line = refused(path)
+    assert reason in line
+    assert str(path) in line
+
+
+@pytest.mark.parametrize("part", range(25))
+def test_truncated_gguf(part: int, gguf_bytes: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes[: len(gguf_bytes) * part // 25])
+    refused(path)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_changed_byte_in_a_gguf_header(seed: int, gguf_bytes: bytes, tmp_path: Path) -> None:
+    """It is refused, or it was one that does not matter."""
+    rng, data = np.random.default_rng(seed), bytearray(gguf_bytes)
+    data[int(rng.integers(0, 9000))] ^= 1 << int(rng.integers(8))
+    (tmp_path / "m.gguf").write_bytes(data)
+    try:
+        read_everything(tmp_path / "m.gguf")
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def edit_config(change: Callable[[dict[str, Any]], None]) -> Damage:
+    def damage(directory: Path) -> None:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return damage
+
+
+def settings(**changes: Any) -> Damage:
+    """Of `quantization_config`."""
+    return edit_config(lambda config: config["quantization_config"].update(changes))
+
+
+def weights(**changes: Any) -> Damage:
+    """Of the weights of compressed-tensors' only group."""
+
+    return edit_config(
+        lambda config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+    )
+
+
+def part(name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Damage:
+    """Of one projection; None takes it away."""
+
+    def damage(directory: Path) -> None:
+        path, key = directory / "model.safetensors", DAMAGED + name
+        tensors = load_file(path)
+        old = tensors.pop(key)
+        save_file(tensors | ({key: np.ascontiguousarray(change(old))} if change else {}), path)
+
+    return damage
+
+
+def put(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    def change(array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array.reshape(-1)[0] = value
+        return array
+
+    return change
+
+
+def shorter(array: np.ndarray) -> np.ndarray:
+    return array[:-1]
+
+
+DAMAGED = "model.layers.0.mlp.up_proj."
+NAN, INF = float("nan"), float("inf")
+
+METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
+    "gptq": {
+        "not an object": (edit_config(lambda config: config.update(quantization_config="gptq")), "must be an object"),
+        "method": (settings(quant_method="bitsandbytes"), 'quant_method = "bitsandbytes": only awq'),
+        "no method": (settings(quant_method=None), "quant_method = null"),
+        "bits": (settings(bits=3), "bits = 3"),
+        "bits text": (settings(bits="4"), 'bits = "4"'),
+        "no bits": (settings(bits=None), "bits = null"),
+        "group 128": (settings(group_size=128), "q_proj.qzeros has shape [4, 32], its configuration implies [2, 32]"),
+        "group 0": (settings(group_size=0), "group_size = 0"),
+        "group -5": (settings(group_size=-5), "group_size = -5"),
+        "group text": (settings(group_size="64"), 'group_size = "64"'),
+        "group huge": (settings(group_size=BIG), "q_proj.qzeros has shape [4, 32], its configuration implies [1, 32]"),
+        "format": (settings(checkpoint_format="marlin"), 'checkpoint_format = "marlin"'),
+        "symmetric": (settings(sym=True), "q_proj.qzeros has zeros that are not in the middle"),
+        "symmetric text": (settings(sym="yes"), 'sym = "yes"'),
+        "no zeros": (part("qzeros", None), "up_proj.qzeros is missing"),
+        "no scales": (part("scales", None), "up_proj.scales is missing"),
+        "no numbers": (part("qweight", None), "up_proj.weight"),
+        "numbers short": (part("qweight", shorter), "up_proj.qweight has shape [31, 512]"),
+        "numbers float": (part("qweight", lambda a: a.astype(np.float32)), "up_proj.qweight is F32: only I32"),
+        "scales int": (part("scales", lambda a: a.astype(np.int32)), "up_proj.scales is I32"),
+        "scales turned": (part("scales", lambda a: a.T), "up_proj.scales has shape [512, 4]"),
+        "scale NaN": (part("scales", put(NAN)), "up_proj.scales holds a scale that is not a finite number"),
+        "scale infinite": (part("scales", put(INF)), "up_proj.scales holds a scale that is not a finite number"),
+        "group beyond": (part("g_idx", put(4)), "up_proj.g_idx names groups 0 to 4, there are 4"),
+        "group negative": (part("g_idx", put(-1)), "up_proj.g_idx names groups -1 to 3"),
+        "groups short": (part("g_idx", shorter), "up_proj.g_idx has shape [255]"),
+        "groups float": (part("g_idx", lambda a: a.astype(np.float32)), "up_proj.g_idx is F32"),
+        "bias": (part("bias", put(0.5)), "up_proj.bias is not zero"),
+        "bias short": (part("bias", shorter), "up_proj.bias has shape [511]"),
+    },
+    "awq": {
+        "version": (settings(version="gemv"), 'version = "gemv"'),
+        "bits": (settings(bits=8), "bits = 8"),
+        "no zeros": (settings(zero_point=False), "zero_point = false"),
+        "group": (settings(group_size=32), "q_proj.qzeros has shape [4, 32], its configuration implies [8, 32]"),
+        "group 0": (settings(group_size=0), "group_size = 0"),
+        "zeros missing": (part("qzeros", None), "up_proj.qzeros is missing"),
+        "numbers turned": (part("qweight", lambda a: a.T), "up_proj.qweight has shape [64, 256]"),
+        "scale NaN": (part("scales", put(NAN)), "up_proj.scales holds a scale that is not a finite number"),
+        "of GPTQ": (settings(quant_method="gptq"), "q_proj.qweight has shape [256, 32]"),
+    },
+    "compressed": {
+        "format": (settings(format="float-quantized"), 'format = "float-quantized"'),
+        "no groups": (settings(config_groups=None), "config_groups = null"),
+        "groups list": (settings(config_groups=[]), "config_groups = []"),
+        "group text": (settings(config_groups={"group_0": "W4A16"}), "must be an object of objects"),
+        "weights text": (settings(config_groups={"g": {"weights": 4, "targets": []}}), "weights = 4"),
+        "no targets": (settings(config_groups={"g": {"weights": {}}}), "targets = null"),
+        "pattern": (settings(config_groups={"g": {"weights": {}, "targets": ["re:("]}}), "not a regular expression"),
+        "other targets": (
+            settings(config_groups={"g": {"weights": {"num_bits": 4}, "targets": ["x"]}}),
+            "none targets model.layers.0",
+        ),
+        "bits 3": (weights(num_bits=3), "num_bits = 3"),
+        "bits 8": (
+            weights(num_bits=8),
+            "q_proj.weight_packed has shape [256, 32], its configuration implies [256, 64]",
+        ),
+        "float": (weights(type="float"), 'type = "float"'),
+        "block": (weights(strategy="block"), 'strategy = "block"'),
+        "group": (weights(group_size=128), "q_proj.weight_scale has shape [256, 4], group_size implies [256, 2]"),
+        "group 0": (weights(group_size=0), "group_size = 0"),
+        "symmetric text": (weights(symmetric=1), "symmetric = 1"),
+        "zeros missing": (weights(symmetric=False), "q_proj.weight_zero_point is missing"),
+        "shape": (part("weight_shape", put(7)), "up_proj.weight_shape says [7, 256]"),
+        "shape float": (part("weight_shape", lambda a: a.astype(np.float32)), "up_proj.weight_shape is F32"),
+        "shape long": (part("weight_shape", lambda a: np.append(a, 1)), "up_proj.weight_shape has shape [3]"),
+        "packed float": (part("weight_packed", lambda a: a.astype(np.float32)), "up_proj.weight_packed is F32"),
+        "packed short": (part("weight_packed", shorter), "up_proj.weight_packed has shape [511, 32]"),
+        "no scales": (part("weight_scale", None), "up_proj.weight_scale is missing"),
+        "scales int": (part("weight_scale", lambda a: a.astype(np.int8)), "up_proj.weight_scale is I8"),
+        "scale NaN": (part("weight_scale", put(NAN)), "up_proj.weight_scale holds a scale that is not a finite number"),
+        "scale infinite": (part("weight_scale", put(INF)), "up_proj.weight_scale holds a scale that is not a finite"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A good checkpoint by each method, to be copied."""
+    root = tmp_path_factory.mktemp("quantised")
+    write_quantised(root / "gptq", gptq_settings(), gptq_parts(order="equal"))
+    write_quantised(root / "awq", AWQ_SETTINGS, awq_parts())
+    write_compressed(root / "compressed", "W4A16")
+    for name in METHOD_DAMAGE:
+        read_everything(root / name)
+    return {name: root / name for name in METHOD_DAMAGE}
+
+
+@pytest.mark.parametrize(("method", "case"), [(m, c) for m, cases in METHOD_DAMAGE.items() for c in cases])
+def test_damaged_parts(method: str, case: str, quantised: dict[str, Path], tmp_path: Path) -> None:
+    damage, reason = METHOD_DAMAGE[method][case]
+    directory = shutil.copytree(quantised[method], tmp_path / "model")
+    damage(directory)
+    line = refused(directory)
+    assert reason in line
+    assert str(directory) in line
