@@ -252,8 +252,10 @@ def quantised(source: Source, recorded: Path) -> bool:
     configuration, where it was seen before."""
     if isinstance(source, GgufSource):
         return True
-    known = isinstance(source, HubSource) and recorded.is_file()
-    files = [recorded] if known else source.config_files()
+    files = [recorded] if isinstance(source, HubSource) and recorded.is_file() else []
+    # Whoever builds is told why it cannot be had.
+    with contextlib.suppress(UserError):
+        files = files or source.config_files()
     return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
 
 

@@ -23,5 +23,12 @@ def head(config: Config) -> str:
 
 
 FAMILY = replace(
-    llama.FAMILY, model_type="toy", architectures=("ToyForCausalLM",), parse=parse, tensors=tensors, head=head
+    llama.FAMILY,
+    model_type="toy",
+    architectures=("ToyForCausalLM",),
+    parse=parse,
+    tensors=tensors,
+    embedding=renamed(llama.EMBED),
+    head=head,
+    matrices={slot: renamed(name) for slot, name in llama.FAMILY.matrices.items()},
 )
