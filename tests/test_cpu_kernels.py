@@ -29,7 +29,6 @@ from tests.cpu_kernels_util import (
     U32,
     Kernels,
     U,
-    build,
     build_object,
     guarded,
     link,
@@ -39,11 +38,6 @@ from tests.cpu_kernels_util import (
 )
 
 ISAS = ["avx512bf16", "avx2", PLAIN_ISA]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("cpu_kernels"))
 
 
 @pytest.fixture(scope="session", params=ISAS)

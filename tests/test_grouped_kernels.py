@@ -8,15 +8,10 @@ import pytest
 
 from stages.kernels.grouped import GROUPED
 from stages.weights.formats import formats
-from tests.cpu_kernels_util import BF16, U32, Kernels, U, build, guarded, machine_isas, output
+from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("cpu_kernels"))
 
 
 @pytest.fixture(params=machine_isas())
