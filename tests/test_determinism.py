@@ -30,7 +30,7 @@ class Case:
         self.teams, self.rng = teams, np.random.default_rng(seed)
 
     def __call__(self, kernel: str, *arguments: object) -> None:
-        self.teams[self.rng.integers(len(self.teams))](kernel, *arguments)
+        self.teams[int(self.rng.integers(len(self.teams)))](kernel, *arguments)
 
     def size(self, most: int) -> int:
         """1 to `most`, small ones more often."""
