@@ -91,7 +91,7 @@ def compare_products(case: Case, name: str, epilogue: str) -> None:
         assert_same(out, whole[part])
 
 
-@pytest.mark.parametrize("name", ["bf16", *(stored.name for stored in GROUPED)])
+@pytest.mark.parametrize("name", ["bf16", "w8a8", *(stored.name for stored in GROUPED)])
 def test_products(teams: list[Kernels], name: str) -> None:
     for seed in range(CASES):
         compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
 from stages.weights.formats import formats
 from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
@@ -60,3 +61,46 @@ def test_products(kernels, name, rows, cols):
     kernels(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
     assert_product(exact, x[0], wide, rounded=False)
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
+
+
+@pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
+def test_integer_products_are_the_reference(kernels, rows, cols):
+    """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
+    rng = np.random.default_rng(rows * cols)
+    stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
+    panels = guarded(formats()["w8a8"].layout("panels").pack(stored))
+    for count in (1, 7, 300 if rows * cols < 1000 else 13):
+        x, residual = activations(rng, count, cols), activations(rng, count, rows)
+        x[0, rng.integers(cols)] = 1000  # an outlier
+        x[count // 2] = 0
+        sizes = {"rows": count, "cols": cols, "out_cols": rows}
+        for name, rest in (("w8a8_gemm", ()), ("w8a8_gemm_add", (residual,))):
+            out = output((count, rows))
+            kernels(name, x, panels, *rest, out, *sizes.values())
+            expected = all_kernels()[name].reference(x, stored, *rest, cols=cols)
+            np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+        exact, expected = output(rows, np.float32), all_kernels()["w8a8_gemv_f32"].reference(stored, x[0], cols=cols)
+        kernels("w8a8_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
+        np.testing.assert_array_equal(exact.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_integer_products_of_what_is_not_finite_are_not(kernels, value):
+    panels, _ = weight(np.random.default_rng(0), "w8a8", 33, 40)
+    x, out = guarded(np.ones(40, BF16)), output(33)
+    x[3] = value
+    kernels("w8a8_gemv", panels, x, out, 33, 40)
+    assert not np.isfinite(out.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 100), (64, 577)])
+def test_embed(kernels, name, vocab, cols):
+    rng = np.random.default_rng(cols)
+    panels, wide = weight(rng, name, vocab, cols)
+    tokens, out = guarded(np.array([vocab - 1, 0, vocab, -1], np.int32)), output((4, cols))
+    kernels(f"{name}_embed", tokens, panels, out, 4, cols, vocab)
+    assert (
+        np.abs(out[:2].astype(np.float32) - wide[[vocab - 1, 0]]) <= 2 * U * np.abs(wide[[vocab - 1, 0]]) + 1e-6
+    ).all()
+    assert not out[2:].astype(np.float32).any()

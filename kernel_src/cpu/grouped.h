@@ -18,7 +18,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, group_pairs = group_inputs / 2, line_bytes = 64;
-static_assert(LAYOUT_GROUP == 32, "four lines of nibbles, or sixteen pairs, are a group");
+static_assert(group_inputs == 32, "four lines of nibbles, or sixteen pairs, are a group");
 
 INLINE int64_t group_count(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
 
@@ -166,6 +166,12 @@ INLINE float f16_to_float(uint16_t half) {
     return half & 0x8000 ? -value : value;
 }
 
+INLINE float load_factor(const uint8_t *line, int64_t r) {
+    float factor;
+    __builtin_memcpy(&factor, line + 4 * r, 4);
+    return factor;
+}
+
 // The same of output r.
 struct RowScales {
     float scale, minimum;
@@ -180,13 +186,6 @@ struct RowScales {
         }
         const float minimum = Format::has_minimum ? own[panel_rows + r] * load_factor(panel + line_bytes, r) : 0;
         return {own[r] * load_factor(panel, r), minimum};
-    }
-
-private:
-    INLINE float load_factor(const uint8_t *line, int64_t r) {
-        float factor;
-        __builtin_memcpy(&factor, line + 4 * r, 4);
-        return factor;
     }
 };
 
