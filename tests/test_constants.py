@@ -23,7 +23,10 @@ READERS = {
     "QUAD": ("cpu/w8a8.cc",),
     "BLOCK": tuple(SHAPES),
 }
-CPP_NAMES = {"panel_rows": "PANEL_ROWS", "kv_block_positions": "KV_BLOCK_POSITIONS", "EDGE": "BLOCK"} | {
+CPP_NAMES = {
+    "panel_rows": "PANEL_ROWS",
+    "kv_block_positions": "KV_BLOCK_POSITIONS",
+    "EDGE": "BLOCK",
     "group_inputs": "GROUP",
     "quad": "QUAD",
 }

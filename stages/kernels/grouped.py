@@ -60,7 +60,7 @@ def _of_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
 
 
 def _kernels() -> Iterator[Kernel]:
-    references = {stored: _widened for stored in GROUPED} | {w8a8.FORMAT: _of_integers}
+    references = dict.fromkeys(GROUPED, _widened) | {w8a8.FORMAT: _of_integers}
     for stored, reference in references.items():
         for kernel in _OF_BF16:
             yield signature(

@@ -19,5 +19,11 @@ QUAD = 4
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
-    values = {"PANEL_ROWS": PANEL_ROWS, "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS, "BLOCK": BLOCK, "GROUP": GROUP, "QUAD": QUAD}
+    values = {
+        "PANEL_ROWS": PANEL_ROWS,
+        "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS,
+        "BLOCK": BLOCK,
+        "GROUP": GROUP,
+        "QUAD": QUAD,
+    }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

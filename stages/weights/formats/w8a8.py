@@ -14,9 +14,9 @@ _SCALE = np.dtype(np.float32).itemsize
 
 
 def quantise_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """f32 or bf16 `[..., n]` -> numbers i8 `[..., n]` and scales f32 `[..., 1]`: the largest magnitude is `MOST`, halves
-    go to even. Weights and activations alike; the kernels compute the same bits. A row that is not finite has a scale
-    that is not."""
+    """f32 or bf16 `[..., n]` -> numbers i8 `[..., n]` and scales f32 `[..., 1]`: the largest magnitude is `MOST`,
+    halves go to even. Weights and activations alike; the kernels compute the same bits. A row that is not finite has a
+    scale that is not."""
     wide = values.astype(np.float32)
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -25,7 +25,7 @@ def quantise_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stored(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Numbers i8 `[..., n]` and scales f32 `[..., 1]` -> i8 `[..., 4 + n in whole QUADs]`: a row's scale, its numbers."""
+    """Numbers i8 `[..., n]`, scales f32 `[..., 1]` -> i8 `[..., 4 + n in whole QUADs]`: a row's scale, its numbers."""
     padding = np.zeros((*numbers.shape[:-1], -numbers.shape[-1] % QUAD), np.int8)
     return np.concatenate([np.ascontiguousarray(scales, np.float32).view(np.int8), numbers, padding], axis=-1)
 
@@ -47,8 +47,8 @@ def panels_shape(shape: Shape) -> Shape:
 
 
 def to_panels(rows: np.ndarray) -> np.ndarray:
-    """Rows as stored -> i8 `[ceil(rows / PANEL_ROWS), bytes of a panel]`, padded with rows of zeros: of a panel's rows the
-    scales, f32; -128 times the sums of numbers, i32, which the kernels begin with; then `[quads][PANEL_ROWS][QUAD]`."""
+    """Rows as stored -> i8 `[ceil(rows / PANEL_ROWS), bytes of a panel]`, padded with rows of zeros: of a panel's rows
+    the scales, f32; -128 times the sums of numbers, i32, which kernels begin with; then `[quads][PANEL_ROWS][QUAD]`."""
     panels = panels_shape(rows.shape)[0]
     padded = np.zeros((panels * PANEL_ROWS, rows.shape[1]), np.int8)
     padded[: len(rows)] = rows
