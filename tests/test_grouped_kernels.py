@@ -9,6 +9,7 @@ import pytest
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
 from stages.weights.formats import formats
+from stages.weights.formats.int8 import GROUPED as GROUPED_INT8
 from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
@@ -104,3 +105,13 @@ def test_embed(kernels, name, vocab, cols):
         np.abs(out[:2].astype(np.float32) - wide[[vocab - 1, 0]]) <= 2 * U * np.abs(wide[[vocab - 1, 0]]) + 1e-6
     ).all()
     assert not out[2:].astype(np.float32).any()
+
+
+def test_every_number_of_int8(kernels):
+    """-128 too, which quantising never makes and a file may hold."""
+    numbers = np.arange(-128, 128).astype(np.int8).reshape(16, 1, 16).repeat(2, axis=2)
+    scales = np.ones((16, 1, 1), np.float16).view(np.uint8)
+    stored = GROUPED_INT8.stored(np.empty((16, 0)), scales, numbers)
+    panels, out = guarded(formats()["int8"].layout("panels").pack(stored)), output((32, 16))
+    kernels("int8_gemm", guarded(np.eye(32, dtype=BF16)), panels, out, 32, 32, 16)
+    np.testing.assert_array_equal(out.astype(np.float32).T, numbers[:, 0])

@@ -158,6 +158,7 @@ def two_bits(numbers: np.ndarray) -> np.ndarray:
 
 
 def pairs(numbers: np.ndarray) -> np.ndarray:
-    """Whole bytes: `[16 pairs][rows][2]`."""
+    """Whole bytes: `[8 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
     *outer, rows, _ = numbers.shape
-    return np.moveaxis(numbers.reshape(*outer, rows, GROUP // 2, 2), -3, -2).reshape(*outer, -1)
+    by_line = numbers.reshape(*outer, 4, rows // 4, GROUP // 4, 2, 2)  # quarter, row, line, pair, half
+    return np.moveaxis(by_line, (-3, -5, -2, -4), (-5, -4, -3, -2)).reshape(*outer, -1)
