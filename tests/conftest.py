@@ -134,6 +134,14 @@ def demo(artifacts: Path) -> Path:
     return build("demo", artifacts)
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One shared object with all host kernels."""
+    from tests.cpu_kernels_util import build
+
+    return build(tmp_path_factory.mktemp("cpu_kernels"))
+
+
 SOURCES = ("dodo.py", "stages", "runtime", "kernel_src", "models/demo")
 
 

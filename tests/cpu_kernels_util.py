@@ -34,7 +34,10 @@ U32 = 2.0**-24  # unit roundoff of f32
 HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
 _NEEDED = {
-    "avx512bf16": {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx2", "fma"},
+    "avx512bf16": {
+        *("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"),
+        *("avx2", "fma"),
+    },
     "avx2": {"avx2", "fma"},
 }
 

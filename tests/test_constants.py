@@ -19,9 +19,17 @@ SHAPES = {"aie2p/gemm.cc": "TM TN TK", "aie2p/gemv.cc": "ROWS COLS KC", "aie2p/f
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
     "KV_BLOCK_POSITIONS": ("cpu/flash_attention.cc", "cpu/decode_attention.cc"),
+    "GROUP": ("cpu/int4.cc", "cpu/int6.cc", "cpu/int8.cc"),
+    "QUAD": ("cpu/w8a8.cc",),
     "BLOCK": tuple(SHAPES),
 }
-CPP_NAMES = {"panel_rows": "PANEL_ROWS", "kv_block_positions": "KV_BLOCK_POSITIONS", "EDGE": "BLOCK"}
+CPP_NAMES = {
+    "panel_rows": "PANEL_ROWS",
+    "kv_block_positions": "KV_BLOCK_POSITIONS",
+    "EDGE": "BLOCK",
+    "group_inputs": "GROUP",
+    "quad": "QUAD",
+}
 EXPECTED = re.compile(rf"static_assert\(({'|'.join(CPP_NAMES)}) == (\d+), ")
 
 

@@ -6,17 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
 from stages.weights.formats import formats
-from tests.cpu_kernels_util import BF16, U32, Kernels, U, build, guarded, machine_isas, output
+from stages.weights.formats.int8 import GROUPED as GROUPED_INT8
+from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("cpu_kernels"))
 
 
 @pytest.fixture(params=machine_isas())
@@ -65,3 +62,56 @@ def test_products(kernels, name, rows, cols):
     kernels(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
     assert_product(exact, x[0], wide, rounded=False)
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
+
+
+@pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
+def test_integer_products_are_the_reference(kernels, rows, cols):
+    """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
+    rng = np.random.default_rng(rows * cols)
+    stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
+    panels = guarded(formats()["w8a8"].layout("panels").pack(stored))
+    for count in (1, 7, 300 if rows * cols < 1000 else 13):
+        x, residual = activations(rng, count, cols), activations(rng, count, rows)
+        x[0, rng.integers(cols)] = 1000  # an outlier
+        x[count // 2] = 0
+        sizes = {"rows": count, "cols": cols, "out_cols": rows}
+        for name, rest in (("w8a8_gemm", ()), ("w8a8_gemm_add", (residual,))):
+            out = output((count, rows))
+            kernels(name, x, panels, *rest, out, *sizes.values())
+            expected = all_kernels()[name].reference(x, stored, *rest, cols=cols)
+            np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+        exact, expected = output(rows, np.float32), all_kernels()["w8a8_gemv_f32"].reference(stored, x[0], cols=cols)
+        kernels("w8a8_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
+        np.testing.assert_array_equal(exact.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_integer_products_of_what_is_not_finite_are_not(kernels, value):
+    panels, _ = weight(np.random.default_rng(0), "w8a8", 33, 40)
+    x, out = guarded(np.ones(40, BF16)), output(33)
+    x[3] = value
+    kernels("w8a8_gemv", panels, x, out, 33, 40)
+    assert not np.isfinite(out.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 100), (64, 577)])
+def test_embed(kernels, name, vocab, cols):
+    rng = np.random.default_rng(cols)
+    panels, wide = weight(rng, name, vocab, cols)
+    tokens, out = guarded(np.array([vocab - 1, 0, vocab, -1], np.int32)), output((4, cols))
+    kernels(f"{name}_embed", tokens, panels, out, 4, cols, vocab)
+    assert (
+        np.abs(out[:2].astype(np.float32) - wide[[vocab - 1, 0]]) <= 2 * U * np.abs(wide[[vocab - 1, 0]]) + 1e-6
+    ).all()
+    assert not out[2:].astype(np.float32).any()
+
+
+def test_every_number_of_int8(kernels):
+    """-128 too, which quantising never makes and a file may hold."""
+    numbers = np.arange(-128, 128).astype(np.int8).reshape(16, 1, 16).repeat(2, axis=2)
+    scales = np.ones((16, 1, 1), np.float16).view(np.uint8)
+    stored = GROUPED_INT8.stored(np.empty((16, 0)), scales, numbers)
+    panels, out = guarded(formats()["int8"].layout("panels").pack(stored)), output((32, 16))
+    kernels("int8_gemm", guarded(np.eye(32, dtype=BF16)), panels, out, 32, 32, 16)
+    np.testing.assert_array_equal(out.astype(np.float32).T, numbers[:, 0])

@@ -5,12 +5,16 @@
 // with positions as columns, so that both products are tile():
 //   K [position / 16][d / 2][position % 16][2]
 //   V [d / 16][position / 2][d % 16][2], d padded to a multiple of 16
-// What happens to a row depends on its positions alone, not on the rows it is computed with.
+// Positions are attended in ranges, each with a softmax of its own, which are joined in their order. What happens to a row
+// depends on its positions alone: it is the same bits with any other rows, in a prompt and as a token.
 namespace ISA {
 namespace {
 
 static_assert(kv_block_positions == 128, "K and V of a block, 32 KiB for a head of 64, stay in the first-level cache");
 static_assert(kv_block_positions % (tile_panels * panel_rows) == 0, "scores are made for whole groups of panels");
+
+// As long as to make joining cheap, as short as to occupy a team with the ranges of one row.
+constexpr int64_t range_positions = 2 * kv_block_positions;
 
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
@@ -30,36 +34,62 @@ struct AttentionRow {
     float top, sum;
 };
 
+constexpr AttentionRow no_positions = {-INFINITY, 0.0f};
+
+// Adds the result of a range, weighted sums f32 [dim], to that of the ranges before it, `total` f32 [dim]; dim is a
+// multiple of lanes. No sum of two products, which a compiler may contract in two ways.
+INLINE void join(AttentionRow &row, float *total, AttentionRow range, const float *sums, int64_t dim) {
+    if (range.top > row.top) {
+        const float share = exp2f(row.top - range.top);
+        row = {range.top, row.sum * share + range.sum};
+        for (int64_t d = 0; d < dim; d += lanes) store(total + d, load<f32v>(total + d) * share + load<f32v>(sums + d));
+    } else {
+        const float share = exp2f(range.top - row.top);
+        row.sum += range.sum * share;
+        for (int64_t d = 0; d < dim; d += lanes) store(total + d, load<f32v>(sums + d) * share + load<f32v>(total + d));
+    }
+}
+
+// out bf16 [head_dim] = total / the row's sum.
+INLINE void store_head(AttentionRow row, const float *total, int64_t head_dim, bf16 *out) {
+    const float scale = 1.0f / row.sum;
+    for (int64_t d = 0; d < head_dim; d += lanes) store_bf16(out + d, load<f32v>(total + d) * scale, head_dim - d);
+}
+
 // While a row is in the making, its sum is kept by lanes. The top follows the largest score only when that
 // is exceeded by more than this, in powers of two: nothing overflows, and the sums are seldom rescaled.
 constexpr float top_slack = 8.0f;
 
 // Scratch of one worker, cut out of one allocation.
 struct AttentionScratch {
-    bf16 *k, *v;    // one block
-    bf16 *q;        // [rows][head_dim]
-    float *scores;  // [tile_rows][kv_block_positions]
-    bf16 *weights;  // [tile_rows][kv_block_positions]
-    float *out;     // [rows][padded_dim]
-    float *sums;    // [rows][lanes]
-    float *tops;    // [rows]
+    bf16 *k, *v;         // one block
+    bf16 *q;             // [rows][head_dim]
+    float *scores;       // [tile_rows][kv_block_positions]
+    bf16 *weights;       // [tile_rows][kv_block_positions]
+    float *out;          // [rows][padded_dim], of the range at hand
+    float *sums;         // [rows][lanes], of the range at hand
+    float *tops;         // [rows], of the range at hand
+    float *totals;       // [rows][padded_dim], of the ranges before it
+    AttentionRow *rows;  // [rows], of the ranges before it
 
     static AttentionScratch make(const AttentionShape &shape, int64_t rows, Worker &worker) {
         const int64_t dim = shape.padded_dim(), block = kv_block_positions;
         const int64_t sizes[] = {block * dim * 2,       block * dim * 2, rows * dim * 2,   tile_rows * block * 4,
-                                 tile_rows * block * 2, rows * dim * 4,  rows * lanes * 4, rows * 4};
-        char *starts[8];
+                                 tile_rows * block * 2, rows * dim * 4,  rows * lanes * 4, rows * 4,
+                                 rows * dim * 4,        rows * 8};
+        char *starts[10];
         int64_t total = 0;
         for (int64_t size : sizes) total += (size + 63) / 64 * 64;
         char *next = worker.scratch<char>(total);
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 10; i++) {
             starts[i] = next;
             next += (sizes[i] + 63) / 64 * 64;
         }
         return {reinterpret_cast<bf16 *>(starts[0]),  reinterpret_cast<bf16 *>(starts[1]),
                 reinterpret_cast<bf16 *>(starts[2]),  reinterpret_cast<float *>(starts[3]),
                 reinterpret_cast<bf16 *>(starts[4]),  reinterpret_cast<float *>(starts[5]),
-                reinterpret_cast<float *>(starts[6]), reinterpret_cast<float *>(starts[7])};
+                reinterpret_cast<float *>(starts[6]), reinterpret_cast<float *>(starts[7]),
+                reinterpret_cast<float *>(starts[8]), reinterpret_cast<AttentionRow *>(starts[9])};
     }
 };
 
@@ -73,9 +103,21 @@ public:
         const int64_t rows = positions * heads, width = heads * shape_.head_dim;
         for (int64_t p = 0; p < positions; p++)
             memcpy(scratch_.q + p * width, q + p * stride, width * sizeof(bf16));
-        memset(scratch_.out, 0, rows * shape_.padded_dim() * sizeof(float));
-        memset(scratch_.sums, 0, rows * lanes * sizeof(float));
-        for (int64_t r = 0; r < rows; r++) scratch_.tops[r] = -INFINITY;
+        memset(scratch_.totals, 0, rows * shape_.padded_dim() * sizeof(float));
+        for (int64_t r = 0; r < rows; r++) scratch_.rows[r] = no_positions;
+        start_range(rows);
+    }
+
+    // Joins what the tile's rows from `first` on found in a range, and starts the next one.
+    void finish_range(int64_t first, int64_t rows) {
+        for (int64_t r = first; r < rows; r++)
+            join(scratch_.rows[r], scratch_.totals + r * shape_.padded_dim(), state(r), sums(r), shape_.padded_dim());
+        start_range(rows);
+    }
+
+    // out bf16 [head_dim] = the result of a row over all ranges.
+    void store_row(int64_t r, bf16 *out) const {
+        store_head(scratch_.rows[r], scratch_.totals + r * shape_.padded_dim(), shape_.head_dim, out);
     }
 
     // The tile's rows from `row` on, which are at positions first, first + 1 .. with a group of heads each,
@@ -89,6 +131,7 @@ public:
         }
     }
 
+    // What a row found in the range at hand: `sums` f32 [padded_dim].
     AttentionRow state(int64_t r) const {
         return {scratch_.tops[r], sum_of(load<f32v>(scratch_.sums + r * lanes))};
     }
@@ -98,16 +141,25 @@ public:
     bf16 *v_scratch() const { return scratch_.v; }
 
 private:
+    void start_range(int64_t rows) {
+        memset(scratch_.out, 0, rows * shape_.padded_dim() * sizeof(float));
+        memset(scratch_.sums, 0, rows * lanes * sizeof(float));
+        for (int64_t r = 0; r < rows; r++) scratch_.tops[r] = -INFINITY;
+    }
+
+    // Rows at positions before the block, the first ones, are left out.
     // `rows` <= tile_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
     void attend_rows(KvBlock block, KvBlock next, int64_t row, int64_t rows, int64_t first, int64_t offset,
                      int64_t begin, int64_t count) {
+        const int64_t early = (begin - first) * shape_.group() - offset;  // rows at positions before the block
+        if (early >= rows) return;
+        if (early > 0) row += early, offset += early, rows -= early;
         int64_t visible[tile_rows], most = 0;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t seen = first + (offset + r) / shape_.group() + 1 - begin;
-            visible[r] = seen < 0 ? 0 : seen < count ? seen : count;
+            visible[r] = seen < count ? seen : count;
             if (visible[r] > most) most = visible[r];
         }
-        if (most == 0) return;
         score(block.k, next.k - block.k, row, rows, most);
         for (int64_t r = 0; r < rows; r++)
             weigh(row + r, visible[r], most, scratch_.scores + r * kv_block_positions,
@@ -135,7 +187,7 @@ private:
     // Scores of the first `count` positions to bf16 weights, 0 for the others up to `most`.
     void weigh(int64_t r, int64_t count, int64_t most, float *scores, bf16 *weights) {
         for (int64_t i = count; i % lanes != 0; i++) scores[i] = -INFINITY;
-        if (count > 0) raise_top(r, count, scores);
+        raise_top(r, count, scores);
         const float top = scratch_.tops[r], scale = shape_.scale();
         f32v sum = load<f32v>(scratch_.sums + r * lanes);
         int64_t i = 0;

@@ -3,7 +3,8 @@
 //   decode_attention_kv      over one in rows that keep K and V of a head together (append_kv.cc)
 // q, out bf16 [heads * head_dim]; kv bf16 [>= pos + 1][kv_heads][2][head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
-// joined head by head, in order: the result does not depend on the number of threads.
+// joined head by head, in order: the result does not depend on the number of threads, and is what flash_attention makes
+// of the row.
 #ifndef ISA
 #define KERNEL_FILE "decode_attention.cc"
 #include "each_isa.h"
@@ -25,8 +26,6 @@ KERNEL void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const b
 #include "kv_cache.h"
 
 namespace ISA {
-
-constexpr int64_t range_positions = 2 * kv_block_positions;
 
 // Results of all ranges: [range][head] states and [range][head][padded_dim] sums.
 struct Partials {
@@ -76,22 +75,15 @@ static void keep(const AttentionTile &tile, const AttentionShape &shape, const T
     memcpy(partials.sums + first * dim, tile.sums(0), rows * dim * sizeof(float));
 }
 
-static void join(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, bf16 *out) {
-    float top = -INFINITY, sum = 0.0f;
-    for (int64_t i = 0; i < ranges; i++) top = fmaxf(top, partials.states[i * shape.heads + head].top);
+static void join_ranges(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, float *total,
+                        bf16 *out) {
+    AttentionRow joined = no_positions;
+    memset(total, 0, shape.padded_dim() * sizeof(float));
     for (int64_t i = 0; i < ranges; i++) {
-        AttentionRow &state = partials.states[i * shape.heads + head];
-        state.top = exp2f(state.top - top);  // from here on, the range's share
-        sum += state.sum * state.top;
+        const int64_t row = i * shape.heads + head;
+        join(joined, total, partials.states[row], partials.sums + row * shape.padded_dim(), shape.padded_dim());
     }
-    for (int64_t d = 0; d < shape.head_dim; d += lanes) {
-        f32v total = {};
-        for (int64_t i = 0; i < ranges; i++) {
-            const int64_t row = i * shape.heads + head;
-            total += load<f32v>(partials.sums + row * shape.padded_dim() + d) * partials.states[row].top;
-        }
-        store_bf16(out + head * shape.head_dim + d, total / sum, shape.head_dim - d);
-    }
+    store_head(joined, total, shape.head_dim, out + head * shape.head_dim);
 }
 
 template <class Kv>
@@ -120,9 +112,10 @@ static void decode_attention(const AttentionShape &shape, const bf16 *q, const K
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
     attend_ranges(shape, q, kv, pos, ranges, partials, worker);
     worker.barrier();
+    float *total = worker.scratch<float>(shape.padded_dim());
     Chunks joins(worker, shape.heads, 4);
     for (int64_t head, end; joins.next(head, end);)
-        for (; head < end; head++) join(shape, partials, ranges, head, out);
+        for (; head < end; head++) join_ranges(shape, partials, ranges, head, total, out);
 }
 
 static void over_rows(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads, int64_t kv_heads,

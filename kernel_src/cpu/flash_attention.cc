@@ -1,7 +1,8 @@
 // flash_attention_panels: causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV
 // cache in panels (append_kv_panels.cc).
 // q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
-// weights are rounded to bf16 before they meet V, relative to about the largest score so far.
+// weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range.
+// A row is the same bits whatever rows it is computed with, and as decode_attention has it.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
 #include "each_isa.h"
@@ -23,10 +24,7 @@ namespace ISA {
 static void store_rows(const AttentionTile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = r / shape.group(), head = r % shape.group();
-        bf16 *o = out + (position * shape.heads + head) * shape.head_dim;
-        const float scale = 1.0f / tile.state(r).sum;
-        for (int64_t d = 0; d < shape.head_dim; d += lanes)
-            store_bf16(o + d, load<f32v>(tile.sums(r) + d) * scale, shape.head_dim - d);
+        tile.store_row(r, out + (position * shape.heads + head) * shape.head_dim);
     }
 }
 
@@ -53,6 +51,9 @@ static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o
             const Place next = {head, last ? begin : begin + block};
             const KvBlock taken = kv.take(tile, {head, begin}, block, next);
             tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);
+            const int64_t range = begin / range_positions * range_positions;
+            if (last || begin + block == range + range_positions)
+                tile.finish_range(range > pos + first ? (range - pos - first) * group : 0, count * group);
         }
         store_rows(tile, shape, count * group, out + start);
     }

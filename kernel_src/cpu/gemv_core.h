@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t prefetch_lines = 16;
 
 // Streams whose sums fit the registers.
-constexpr int most_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 4 : 1;
+constexpr int most_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 4 : 2;
 
 INLINE void prefetch(const bf16 *line) { __builtin_prefetch(line, 0, 2); }
 
@@ -49,18 +49,14 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Su
 
 #else
 
-// Without fused products, the two columns of a pair are summed apart: one chain would take too long.
-constexpr int chains = ISA_LANES == 4 ? 2 : 1;
-
 static_assert(panel_rows % lanes == 0, "a line is whole registers");
 
 struct Sum {
-    f32v part[chains][panel_rows / lanes];
+    f32v part[panel_rows / lanes];
 };
 
 INLINE void store(float *sums, const Sum &sum) {
-    for (int64_t v = 0; v < panel_rows / lanes; v++)
-        store(sums + v * lanes, chains == 2 ? sum.part[0][v] + sum.part[chains - 1][v] : sum.part[0][v]);
+    for (int64_t v = 0; v < panel_rows / lanes; v++) store(sums + v * lanes, sum.part[v]);
 }
 
 template <int P, bool ahead>
@@ -73,8 +69,8 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Su
 #pragma GCC unroll 4
         for (int64_t v = 0; v < panel_rows / lanes; v++) {
             const u32v both = load<u32v>(line + 2 * v * lanes);
-            sums[p].part[0][v] += (f32v)(both << 16) * first;
-            sums[p].part[chains - 1][v] += (f32v)(both & 0xffff0000u) * second;
+            sums[p].part[v] += (f32v)(both << 16) * first;
+            sums[p].part[v] += (f32v)(both & 0xffff0000u) * second;
         }
     }
 }

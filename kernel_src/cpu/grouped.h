@@ -12,13 +12,13 @@
 //   int6   scale u8 [16] per group: w = d s (q - 32), header d
 //          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
 //   int8   scale f16 [16] per group: w = s q
-//          numbers i8 [16 pairs][16 outputs][2]
+//          numbers i8 [8][4][2 pairs][4 outputs][2]: line i is pairs 2 i and 2 i + 1, quarter j of it outputs 4 j and on
 // A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
 namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, group_pairs = group_inputs / 2, line_bytes = 64;
-static_assert(LAYOUT_GROUP == 32, "four lines of nibbles, or sixteen pairs, are a group");
+static_assert(group_inputs == 32, "four lines of nibbles, or sixteen pairs, are a group");
 
 INLINE int64_t group_count(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
 
@@ -61,6 +61,20 @@ INLINE __m512i table(int first) {
         uint32_t bits;
         __builtin_memcpy(&bits, &value, 4);
         values[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    return _mm512_load_si512(values);
+}
+
+// Byte `byte` of the bf16 of `first`, `first` + 1 .. `first` + 63, for vpermi2b.
+template <int byte>
+INLINE __m512i byte_table(int first) {
+    alignas(64) uint8_t values[64];
+#pragma GCC unroll 64
+    for (int i = 0; i < 64; i++) {
+        const float value = static_cast<float>(first + i);
+        uint32_t bits;
+        __builtin_memcpy(&bits, &value, 4);
+        values[i] = static_cast<uint8_t>(bits >> (16 + 8 * byte));
     }
     return _mm512_load_si512(values);
 }
@@ -125,19 +139,28 @@ struct Int8 {
     static constexpr bool has_minimum = false;
 
 #if ISA_LANES == 16
-    INLINE Int8 make() { return {}; }
+    __m512i low[2], high[2];  // bytes of magnitudes 0 .. 127
 
-    INLINE __m512 half(const uint8_t *numbers) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)numbers)));
+    INLINE Int8 make() {
+        return {{byte_table<0>(0), byte_table<0>(64)}, {byte_table<1>(0), byte_table<1>(64)}};
     }
 
+    // Both pairs of a line have what is before the last step in common.
     INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
-        return _mm512_cvtne2ps_pbh(half(numbers + i * 32 + 16), half(numbers + i * 32));
+        const __m512i line = _mm512_loadu_si512(numbers + i / 2 * line_bytes), sign = _mm512_set1_epi8(-128);
+        const __m512i magnitude = _mm512_abs_epi8(line);
+        const __m512i lower = _mm512_permutex2var_epi8(low[0], magnitude, low[1]);
+        const __m512i unsigned_upper = _mm512_permutex2var_epi8(high[0], magnitude, high[1]);
+        // upper | line & sign; -128 has a magnitude of 8 bits, of which the table sees 0
+        const __m512i upper = _mm512_mask_blend_epi8(_mm512_cmpeq_epi8_mask(line, sign),
+                                                     _mm512_ternarylogic_epi32(unsigned_upper, line, sign, 0xf8),
+                                                     _mm512_set1_epi8(static_cast<char>(0xc3)));
+        return (__m512bh)(i % 2 ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper));
     }
 #endif
 
     INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
-        return static_cast<int8_t>(numbers[k / 2 * 32 + r * 2 + k % 2]);
+        return static_cast<int8_t>(numbers[k / 4 * line_bytes + r / 4 * 16 + k / 2 % 2 * 8 + r % 4 * 2 + k % 2]);
     }
 };
 
@@ -166,6 +189,12 @@ INLINE float f16_to_float(uint16_t half) {
     return half & 0x8000 ? -value : value;
 }
 
+INLINE float load_factor(const uint8_t *line, int64_t r) {
+    float factor;
+    __builtin_memcpy(&factor, line + 4 * r, 4);
+    return factor;
+}
+
 // The same of output r.
 struct RowScales {
     float scale, minimum;
@@ -180,13 +209,6 @@ struct RowScales {
         }
         const float minimum = Format::has_minimum ? own[panel_rows + r] * load_factor(panel + line_bytes, r) : 0;
         return {own[r] * load_factor(panel, r), minimum};
-    }
-
-private:
-    INLINE float load_factor(const uint8_t *line, int64_t r) {
-        float factor;
-        __builtin_memcpy(&factor, line + 4 * r, 4);
-        return factor;
     }
 };
 

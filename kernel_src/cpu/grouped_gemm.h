@@ -2,73 +2,81 @@
 // each instruction set.
 //
 // A block of groups of a few panels is widened to whole numbers in bf16, which is exact, and multiplied with all rows of
-// a task; a group's products are summed in registers and scaled into sums that stay in the cache.
+// a task. A tile is as wide as leaves registers for both a group's sums and those of the groups before, scaled.
 namespace ISA {
 namespace {
 
-constexpr int64_t groups_per_block = 8;
+constexpr int64_t groups_per_block = 32;
+constexpr int64_t grouped_panels = 2;  // of a tile
+static_assert(tile_panels % grouped_panels == 0, "a task's panels are whole tiles");
 
-// One (group, panel) of a block, widened.
+// A group of a tile's panels, widened; what a step of the product reads lies together.
 #if ISA_LANES == 16
 struct WideGroup {
-    bf16 lines[group_pairs][line_elements];
-    float scale[panel_rows], minimum[panel_rows];
+    bf16 lines[group_pairs][grouped_panels][line_elements];
+    float scale[grouped_panels][panel_rows], minimum[grouped_panels][panel_rows];
 
     template <class Format>
-    INLINE_MEMBER void widen(const uint8_t *panel, int64_t group) {
+    INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
         const Format format = Format::make();
         const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
 #pragma GCC unroll 16
-        for (int i = 0; i < group_pairs; i++) _mm512_storeu_si512(lines[i], (__m512i)format.pair(numbers, i));
+        for (int i = 0; i < group_pairs; i++) _mm512_storeu_si512(lines[i][p], (__m512i)format.pair(numbers, i));
         const auto scales = Scales<Format>::at(panel, group);
-        store(scale, scales.scale);
-        store(minimum, scales.minimum);
+        store(scale[p], scales.scale);
+        store(minimum[p], scales.minimum);
     }
 };
 #else
 struct WideGroup {
-    float numbers[group_inputs][panel_rows];
-    float scale[panel_rows], minimum[panel_rows];
+    float numbers[grouped_panels][group_inputs][panel_rows];
+    float scale[grouped_panels][panel_rows], minimum[grouped_panels][panel_rows];
 
     template <class Format>
-    INLINE_MEMBER void widen(const uint8_t *panel, int64_t group) {
-        widen_group<Format>(GroupedPanel<Format>::numbers(panel, group), numbers);
-        read_scales<Format>(panel, group, scale, minimum);
+    INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
+        widen_group<Format>(GroupedPanel<Format>::numbers(panel, group), numbers[p]);
+        read_scales<Format>(panel, group, scale[p], minimum[p]);
     }
 };
 #endif
 
-// out[r][16 p + i] += the share of `groups` groups of P panels, for r < R.
+// out[r][16 p + i] += the share of `groups` groups of a tile's panels, for r < R; rows of out are `out_stride` apart.
 // x: rows of whole groups, `x_stride` apart; sums_of_x: per row and group, `sums_stride` apart.
 struct GroupedTileArgs {
     const bf16 *x;
     int64_t x_stride;
     const float *sums_of_x;
     int64_t sums_stride;
-    const WideGroup (*weights)[tile_panels];
+    const WideGroup *weights;
     int64_t groups;
     float *out;
+    int64_t out_stride;
 };
 
 #if ISA_LANES == 16
 
 template <class Format, int R>
 void grouped_tile(const GroupedTileArgs &args) {
-    constexpr int P = tile_panels;
+    constexpr int P = grouped_panels;
     const bf16 *x = args.x;
     const int64_t stride = args.x_stride;
+    __m512 total[R][P];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) total[r][p] = _mm512_loadu_ps(args.out + r * args.out_stride + p * panel_rows);
     for (int64_t g = 0; g < args.groups; g++, x += group_inputs) {
-        const WideGroup *const weights = args.weights[g];
+        const WideGroup &weights = args.weights[g];
         __m512 sum[R][P];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int64_t i = 0; i < group_pairs; i++) {
             __m512bh line[P];
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(weights[p].lines[i]);
+            for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(weights.lines[i][p]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const __m512bh pair = (__m512bh)load_pair(x + r * stride + 2 * i);
@@ -78,15 +86,18 @@ void grouped_tile(const GroupedTileArgs &args) {
         }
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            const f32v scale = load<f32v>(weights[p].scale), minimum = load<f32v>(weights[p].minimum);
+            const f32v scale = load<f32v>(weights.scale[p]), minimum = load<f32v>(weights.minimum[p]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                float *const out = args.out + (r * P + p) * panel_rows;
                 const f32v sum_of_x = splat(Format::has_minimum ? args.sums_of_x[r * args.sums_stride + g] : 0);
-                store(out, scaled<Format>((f32v)sum[r][p], scale, minimum, sum_of_x, load<f32v>(out)));
+                total[r][p] = (__m512)scaled<Format>((f32v)sum[r][p], scale, minimum, sum_of_x, (f32v)total[r][p]);
             }
         }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) _mm512_storeu_ps(args.out + r * args.out_stride + p * panel_rows, total[r][p]);
 }
 
 #else
@@ -99,11 +110,10 @@ void grouped_tile(const GroupedTileArgs &args) {
             for (int64_t i = 0; i < group_inputs; i += lanes)
                 store(x + i, load_bf16(args.x + r * args.x_stride + g * group_inputs + i));
             const float sum_of_x = Format::has_minimum ? args.sums_of_x[r * args.sums_stride + g] : 0;
-            for (int64_t p = 0; p < tile_panels; p++) {
-                const WideGroup &weights = args.weights[g][p];
-                add_group<Format>(weights.numbers, weights.scale, weights.minimum, x, sum_of_x,
-                                  args.out + (r * tile_panels + p) * panel_rows);
-            }
+            const WideGroup &weights = args.weights[g];
+            for (int64_t p = 0; p < grouped_panels; p++)
+                add_group<Format>(weights.numbers[p], weights.scale[p], weights.minimum[p], x, sum_of_x,
+                                  args.out + r * args.out_stride + p * panel_rows);
         }
 }
 
@@ -138,9 +148,9 @@ public:
         const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
         const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
         const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
-        constexpr int64_t wide_bytes = groups_per_block * tile_panels * sizeof(WideGroup);
+        constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
         char *own = worker.scratch<char>(wide_bytes + task_rows * line_width * sizeof(float));
-        wide_ = reinterpret_cast<WideGroup(*)[tile_panels]>(own);
+        wide_ = reinterpret_cast<WideGroup(*)[groups_per_block]>(own);
         sums_ = reinterpret_cast<float *>(own + wide_bytes);
         Chunks chunks(worker, columns * row_tasks, 1);
         for (int64_t task, end; chunks.next(task, end);) {
@@ -150,7 +160,7 @@ public:
     }
 
 private:
-    static constexpr int64_t line_width = tile_panels * panel_rows;
+    static constexpr int64_t line_width = tile_panels * panel_rows, tiles_across = tile_panels / grouped_panels;
 
     void sum_groups(Worker &worker) {
         const int64_t groups = group_count(cols_);
@@ -182,7 +192,8 @@ private:
 
     void widen(int64_t column, int64_t first, int64_t count) {
         for (int64_t p = 0; p < tile_panels; p++)
-            for (int64_t g = 0; g < count; g++) wide_[g][p].template widen<Format>(panel(column, p), first + g);
+            for (int64_t g = 0; g < count; g++)
+                wide_[p / grouped_panels][g].template widen<Format>(panel(column, p), p % grouped_panels, first + g);
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *sums) const {
@@ -192,11 +203,14 @@ private:
         args.x_stride = cols_;
         args.sums_of_x = sums_of_x_ + row * groups + first;
         args.sums_stride = groups;
-        args.weights = wide_;
-        args.out = sums;
-        args.groups = first + count <= whole ? count : count - 1;
-        if (args.groups > 0) grouped_tile_of_rows<Format>(rows, args);
-        if (args.groups < count) multiply_last(rows, args);
+        args.out_stride = line_width;
+        for (int64_t tile = 0; tile < tiles_across; tile++) {
+            args.weights = wide_[tile];
+            args.out = sums + tile * grouped_panels * panel_rows;
+            args.groups = first + count <= whole ? count : count - 1;
+            if (args.groups > 0) grouped_tile_of_rows<Format>(rows, args);
+            if (args.groups < count) multiply_last(rows, args);
+        }
     }
 
     // A last group that is not whole: x has nothing behind its rows to be multiplied with zeros.
@@ -230,7 +244,7 @@ private:
     int64_t rows_, cols_, out_cols_;
     Epilogue epilogue_;
     float *sums_of_x_ = nullptr, *sums_ = nullptr;
-    WideGroup (*wide_)[tile_panels] = nullptr;
+    WideGroup (*wide_)[groups_per_block] = nullptr;
 };
 
 }  // namespace

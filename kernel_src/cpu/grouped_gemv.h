@@ -43,16 +43,15 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Group
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) sum[p] = _mm512_setzero_ps();
 #pragma GCC unroll 16
-        for (int i = 0; i < group_pairs; i++) {
-            int32_t both;
-            __builtin_memcpy(&both, pairs + 2 * i, 4);
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(both);
+        for (int i = 0; i < group_pairs; i += 2) {
+            const __m512bh even = (__m512bh)load_pair(pairs + 2 * i), odd = (__m512bh)load_pair(pairs + 2 * i + 2);
 #pragma GCC unroll 8
             for (int p = 0; p < P; p++) {
                 const uint8_t *own = numbers + p * size;
                 constexpr int per_line = group_pairs * line_bytes / Format::number_bytes;
                 if (i % per_line == 0) __builtin_prefetch(own + i / per_line * line_bytes + grouped_ahead, 0, 2);
-                sum[p] = _mm512_dpbf16_ps(sum[p], format.pair(own, i), pair);
+                sum[p] = _mm512_dpbf16_ps(sum[p], format.pair(own, i), even);
+                sum[p] = _mm512_dpbf16_ps(sum[p], format.pair(own, i + 1), odd);
             }
         }
 #pragma GCC unroll 8

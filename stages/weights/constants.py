@@ -13,8 +13,17 @@ KV_BLOCK_POSITIONS = 128
 GROUP = 32
 """Inputs that share a scale in grouped formats."""
 
+QUAD = 4
+"""Inputs of one lane of `vpdpbusd`, which products of whole numbers are made of."""
+
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
-    values = {"PANEL_ROWS": PANEL_ROWS, "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS, "BLOCK": BLOCK, "GROUP": GROUP}
+    values = {
+        "PANEL_ROWS": PANEL_ROWS,
+        "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS,
+        "BLOCK": BLOCK,
+        "GROUP": GROUP,
+        "QUAD": QUAD,
+    }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

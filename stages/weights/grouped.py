@@ -229,15 +229,21 @@ def _unpack_six_bits(packed: np.ndarray) -> np.ndarray:
     return _unpack_nibbles(low) | _unpack_two_bits(high)
 
 
+_PAIRS = ((-3, -5, -2, -4), (-5, -4, -3, -2))
+"""Quarter, row, line, pair, half -> line, quarter, pair, row, half."""
+
+
 def _pack_pairs(numbers: np.ndarray) -> np.ndarray:
-    """Whole bytes: `[16 pairs][rows][2]`."""
+    """Whole bytes: `[8 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
     *outer, rows, _ = numbers.shape
-    return np.moveaxis(numbers.reshape(*outer, rows, GROUP // 2, 2), -3, -2).reshape(*outer, -1)
+    by_line = numbers.reshape(*outer, 4, rows // 4, GROUP // 4, 2, 2)
+    return np.moveaxis(by_line, *_PAIRS).reshape(*outer, -1)
 
 
 def _unpack_pairs(packed: np.ndarray) -> np.ndarray:
     outer = packed.shape[:-1]
-    return np.moveaxis(packed.reshape(*outer, GROUP // 2, PANEL_ROWS, 2), -2, -3).reshape(*outer, PANEL_ROWS, GROUP)
+    by_line = packed.reshape(*outer, GROUP // 4, 4, 2, PANEL_ROWS // 4, 2)
+    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, GROUP)
 
 
 NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)

@@ -1,0 +1,352 @@
+// Products of whole numbers: weights i8 with a scale per output, x quantised to 8 bits with a scale per row. Sums are exact
+// in 32 bits for up to 131072 inputs, so that results are the same bits in any order, on any machine. Included inside each
+// instruction set.
+//
+// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to one of 4 with zeros:
+//   scales   f32 [16]
+//   begin    i32 [16]              -128 times the sum of an output's numbers: x is stored as x + 128
+//   lines    i8 [K / 4][16][4]     one operand of vpdpbusd each
+namespace ISA {
+namespace {
+
+constexpr int64_t quad = LAYOUT_QUAD;
+static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
+
+INLINE int64_t quad_count(int64_t cols) { return (cols + quad - 1) / quad; }
+
+// A grouped format by name, whose products are these.
+struct W8A8 {};
+
+template <>
+struct GroupedPanel<W8A8> {
+    static constexpr int64_t header = 2 * panel_rows * 4;
+    static int64_t size(int64_t cols) { return header + quad_count(cols) * line_bytes; }
+};
+
+// Input `first` and `count` - 1 more of output r of a panel, rounded to bf16.
+template <>
+INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
+    const float scale = load_factor(panel, r);
+    const uint8_t *lines = panel + GroupedPanel<W8A8>::header + group * group_inputs / quad * line_bytes;
+    float wide[group_inputs] = {};
+    for (int64_t k = 0; k < count; k++)
+        wide[k] = scale * static_cast<int8_t>(lines[k / quad * line_bytes + r * quad + k % quad]);
+    for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
+}
+
+// Bytes of a quantised row of x, with room for whole vectors.
+INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes; }
+
+// The low bytes of whole numbers, from the nearest ones, halves to even. No addition of a magic number, which a compiler
+// may contract with the multiplication before it.
+INLINE void store_rounded(uint8_t *out, f32v v) {
+#if ISA_LANES == 16
+    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+#else
+#if ISA_LANES == 8
+    const i32v whole = (i32v)_mm256_cvtps_epi32((__m256)v);
+#else
+    i32v whole;
+    for (int64_t i = 0; i < lanes; i++) whole[i] = static_cast<int32_t>(lrintf(v[i]));
+#endif
+    for (int64_t i = 0; i < lanes; i++) out[i] = static_cast<uint8_t>(whole[i]);
+#endif
+}
+
+// out u8 [quantised_size] = 128 + x / scale; returns the scale, the largest magnitude / 127. NaN is the largest bf16 of
+// all, so a row with one has a scale that is none.
+INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
+    bf16 largest = 0;
+    for (int64_t i = 0; i < cols; i++) {
+        const bf16 magnitude = x[i] & 0x7fff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const float most = to_float(largest), inverse = largest == 0 ? 0.0f : 127.0f / most;
+    for (int64_t i = 0; i < cols; i += lanes) store_rounded(out + i, load_bf16(x + i, cols - i) * inverse);
+    for (int64_t i = 0; i < cols; i++) out[i] ^= 0x80;
+    for (int64_t i = cols; i < quad_count(cols) * quad; i++) out[i] = 0x80;
+    return most / 127.0f;
+}
+
+// sums f32 [16] = sums i32 [16] in units of both scales.
+INLINE void scale_sums(const int32_t *sums, const uint8_t *panel, float scale, float *out) {
+    for (int64_t v = 0; v < panel_rows; v += lanes) {
+        const f32v whole = __builtin_convertvector(load<i32v>(sums + v), f32v);
+        store(out + v, whole * scale * load<f32v>(reinterpret_cast<const float *>(panel) + v));
+    }
+}
+
+// sums[r][16 p + i] += quads `from` to `until` - 1 of x[r] * panel p's output i, for r < R, p < P.
+struct IntegerTileArgs {
+    const uint8_t *x;
+    int64_t x_stride;
+    const uint8_t *panels[tile_panels];
+    int64_t from, until;
+    int32_t *sums;
+    int64_t sums_stride;
+};
+
+#if ISA_LANES == 16
+
+template <int R, int P>
+void integer_tile(const IntegerTileArgs &args) {
+    const uint8_t *const x = args.x;
+    const int64_t stride = args.x_stride, until = args.until, sums_stride = args.sums_stride;
+    int32_t *const sums = args.sums;
+    const uint8_t *lines[P];
+    __m512i sum[R][P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) lines[p] = args.panels[p] + GroupedPanel<W8A8>::header;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sum[r][p] = _mm512_loadu_si512(sums + r * sums_stride + p * panel_rows);
+    for (int64_t k = args.from; k < until; k++) {
+        __m512i line[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) line[p] = _mm512_loadu_si512(lines[p] + k * line_bytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t four;
+            __builtin_memcpy(&four, x + r * stride + k * quad, 4);
+            const __m512i inputs = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], inputs, line[p]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + r * sums_stride + p * panel_rows, sum[r][p]);
+}
+
+#elif ISA_LANES == 8
+
+// Not vpmaddubsw, which saturates: numbers are widened to 16 bits. A register holds two sums for each of four outputs.
+template <int R, int P>
+void integer_tile(const IntegerTileArgs &args) {
+    constexpr int parts = 4;
+    for (int p = 0; p < P; p++) {
+        const uint8_t *lines = args.panels[p] + GroupedPanel<W8A8>::header;
+        for (int r = 0; r < R; r++) {
+            const uint8_t *x = args.x + r * args.x_stride;
+            __m256i sum[parts] = {};
+            for (int64_t k = args.from; k < args.until; k++) {
+                int32_t four;
+                __builtin_memcpy(&four, x + k * quad, 4);
+                const __m256i inputs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+#pragma GCC unroll 4
+                for (int i = 0; i < parts; i++) {
+                    const __m128i some = _mm_loadu_si128((const __m128i *)(lines + k * line_bytes + 16 * i));
+                    sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(inputs, _mm256_cvtepi8_epi16(some)));
+                }
+            }
+            for (int i = 0; i < parts; i++) {
+                int32_t halves[8], *out = args.sums + r * args.sums_stride + p * panel_rows + 4 * i;
+                store(halves, sum[i]);
+                for (int j = 0; j < 4; j++) out[j] += halves[2 * j] + halves[2 * j + 1];
+            }
+        }
+    }
+}
+
+#else
+
+template <int R, int P>
+void integer_tile(const IntegerTileArgs &args) {
+    for (int p = 0; p < P; p++)
+        for (int r = 0; r < R; r++) {
+            const int8_t *lines = reinterpret_cast<const int8_t *>(args.panels[p] + GroupedPanel<W8A8>::header);
+            const uint8_t *x = args.x + r * args.x_stride;
+            int32_t *out = args.sums + r * args.sums_stride + p * panel_rows;
+            for (int64_t k = args.from; k < args.until; k++)
+                for (int64_t i = 0; i < panel_rows; i++)
+                    for (int64_t j = 0; j < quad; j++) out[i] += lines[k * line_bytes + i * quad + j] * x[k * quad + j];
+        }
+}
+
+#endif
+
+template <int P>
+void integer_tile_of_rows(int64_t rows, const IntegerTileArgs &args) {
+    static_assert(tile_rows == 6, "one case per number of rows");
+    switch (rows) {
+    case 1: return integer_tile<1, P>(args);
+    case 2: return integer_tile<2, P>(args);
+    case 3: return integer_tile<3, P>(args);
+    case 4: return integer_tile<4, P>(args);
+    case 5: return integer_tile<5, P>(args);
+    default: return integer_tile<6, P>(args);
+    }
+}
+
+template <class Epilogue>
+class GroupedGemm<W8A8, Epilogue> {
+public:
+    static constexpr int64_t group_panels = tile_panels / Epilogue::weights;
+    static constexpr int64_t group_columns = group_panels * panel_rows;
+
+    GroupedGemm(const bf16 *x, const uint8_t *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
+                const Epilogue &epilogue)
+        : x_(x), weights_(weights), rows_(rows), cols_(cols), out_cols_(out_cols), epilogue_(epilogue) {}
+
+    void run(Worker &worker) {
+        quantise(worker);
+        const int64_t columns = (panel_count(out_cols_) + group_panels - 1) / group_panels;
+        const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
+        const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
+        const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
+        sums_ = worker.scratch<int32_t>(task_rows * line_width);
+        Chunks chunks(worker, columns * row_tasks, 1);
+        for (int64_t task, end; chunks.next(task, end);) {
+            const int64_t first = task % row_tasks * task_rows;
+            multiply(task / row_tasks, first, first + task_rows < rows_ ? first + task_rows : rows_);
+        }
+    }
+
+private:
+    static constexpr int64_t line_width = tile_panels * panel_rows;
+    static constexpr int64_t quads_per_block = 1024;  // of four panels: 256 KB, which stay in L2
+
+    void quantise(Worker &worker) {
+        const int64_t size = quantised_size(cols_);
+        quantised_ = worker.shared_scratch<uint8_t>(rows_ * (size + 4));
+        scales_ = reinterpret_cast<float *>(quantised_ + rows_ * size);
+        {
+            Chunks chunks(worker, rows_, 8);
+            for (int64_t row, end; chunks.next(row, end);)
+                for (; row < end; row++) scales_[row] = quantise_row(x_ + row * cols_, cols_, quantised_ + row * size);
+        }
+        worker.barrier();
+    }
+
+    void multiply(int64_t column, int64_t first, int64_t last) {
+        const int64_t quads = quad_count(cols_);
+        IntegerTileArgs args;
+        args.x_stride = quantised_size(cols_);
+        args.sums_stride = line_width;
+        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = panel(column, p);
+        for (args.from = 0; args.from < quads; args.from = args.until) {
+            args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
+            for (int64_t row = first; row < last; row += tile_rows) {
+                const int64_t rows = last - row < tile_rows ? last - row : tile_rows;
+                args.x = quantised_ + row * args.x_stride;
+                args.sums = sums_ + (row - first) * line_width;
+                if (args.from == 0) begin(args, rows);
+                integer_tile_of_rows<tile_panels>(rows, args);
+                if (args.until == quads) finish(args, column, row, rows);
+            }
+        }
+    }
+
+    void begin(const IntegerTileArgs &args, int64_t rows) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t p = 0; p < tile_panels; p++)
+                memcpy(args.sums + r * line_width + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
+    }
+
+    // Past the last panel, the last one is computed again and the result dropped.
+    const uint8_t *panel(int64_t column, int64_t p) const {
+        const int64_t index = column * group_panels + p % group_panels, last = panel_count(out_cols_) - 1;
+        return weights_[p / group_panels] + (index < last ? index : last) * GroupedPanel<W8A8>::size(cols_);
+    }
+
+    void finish(const IntegerTileArgs &args, int64_t column, int64_t row, int64_t rows) {
+        const int64_t at = column * group_columns;
+        const int64_t count = out_cols_ - at < group_columns ? out_cols_ - at : group_columns;
+        for (int64_t r = 0; r < rows; r++) {
+            float scaled[line_width];
+            for (int64_t p = 0; p < tile_panels; p++)
+                scale_sums(args.sums + r * line_width + p * panel_rows, args.panels[p], scales_[row + r],
+                           scaled + p * panel_rows);
+            epilogue_.row(scaled, row + r, at, count);
+        }
+    }
+
+    const bf16 *x_;
+    const uint8_t *const *weights_;
+    int64_t rows_, cols_, out_cols_;
+    Epilogue epilogue_;
+    uint8_t *quantised_ = nullptr;
+    float *scales_ = nullptr;
+    int32_t *sums_ = nullptr;
+};
+
+// sums[panel_rows] of each of P panels, `size` bytes apart, times x.
+template <int P>
+void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums) {
+    for (int p = 0; p < P; p++) memcpy(sums + p * panel_rows, first + p * size + line_bytes, line_bytes);
+#if ISA_LANES == 16
+    constexpr int64_t ahead = 1024;  // bytes
+    const uint8_t *lines[P];
+    __m512i sum[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+        lines[p] = first + p * size + GroupedPanel<W8A8>::header;
+        sum[p] = _mm512_loadu_si512(sums + p * panel_rows);
+    }
+    for (int64_t k = 0; k < quads; k++) {
+        int32_t four;
+        __builtin_memcpy(&four, x + k * quad, 4);
+        const __m512i inputs = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            __builtin_prefetch(lines[p] + k * line_bytes + ahead, 0, 2);
+            sum[p] = _mm512_dpbusd_epi32(sum[p], inputs, _mm512_loadu_si512(lines[p] + k * line_bytes));
+        }
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + p * panel_rows, sum[p]);
+#else
+    static_assert(P == 1, "one panel at a time");
+    integer_tile<1, 1>({x, 0, {first}, 0, quads, sums, 0});
+#endif
+}
+
+template <class Epilogue>
+class GroupedGemv<W8A8, Epilogue> {
+public:
+    GroupedGemv(const uint8_t *const *weights, int64_t out_cols, int64_t cols, const Epilogue &epilogue)
+        : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
+
+    void run(const bf16 *x, Worker &worker) {
+        const int64_t least = 65536 / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
+        Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
+                      least < most_grouped_streams ? least : most_grouped_streams);
+        for (int64_t panel, end; chunks.next(panel, end);) {
+            if (quantised_ == nullptr) {
+                quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
+                scale_ = quantise_row(x, cols_, quantised_);
+            }
+            for (; end - panel >= most_grouped_streams; panel += most_grouped_streams)
+                multiply<most_grouped_streams>(panel);
+            for (; panel < end; panel++) multiply<1>(panel);
+        }
+    }
+
+private:
+    template <int count>
+    void multiply(int64_t panel) {
+        constexpr int64_t weights = Epilogue::weights;
+        const int64_t size = GroupedPanel<W8A8>::size(cols_);
+        int32_t sums[weights][count * panel_rows];
+        for (int64_t w = 0; w < weights; w++)
+            integer_panels_times_vector<count>(weights_[w] + panel * size, size, quantised_, quad_count(cols_), sums[w]);
+        for (int64_t p = 0; p < count; p++) {
+            float row[weights * panel_rows];
+            for (int64_t w = 0; w < weights; w++)
+                scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p) * size, scale_, row + w * panel_rows);
+            const int64_t column = (panel + p) * panel_rows;
+            epilogue_.row(row, 0, column, out_cols_ - column < panel_rows ? out_cols_ - column : panel_rows);
+        }
+    }
+
+    const uint8_t *const *weights_;
+    int64_t out_cols_, cols_;
+    Epilogue epilogue_;
+    uint8_t *quantised_ = nullptr;
+    float scale_ = 0;
+};
+
+}  // namespace
+}  // namespace ISA
