@@ -350,7 +350,9 @@ def test_awq(size: int, tmp_path: Path) -> None:
 
 def compressed_settings(kind: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64} | weights
-    groups = {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": None}}
+    token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    activations = token if kind == "int-quantized" and args["symmetric"] else None
+    groups = {"group_0": {"targets": ["Linear"], "weights": args, "input_activations": activations}}
     return {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"], "config_groups": groups}
 
 
@@ -364,9 +366,9 @@ COMPRESSED = {
     "W8A16": ({"num_bits": 8, "group_size": 32}, bfloat16, "int8_f32"),
     "W8A16 zeros": ({"num_bits": 8, "symmetric": False}, np.float16, "int8_f32"),
     "W8A16 f32 zeros": ({"num_bits": 8, "symmetric": False}, np.float32, "f32"),
-    "W8A8 rows": ({"num_bits": 8, "strategy": "channel", "group_size": None}, bfloat16, "int8_f32"),
-    "W8A8 rows f32": ({"num_bits": 8, "strategy": "channel", "group_size": None}, np.float32, "int8_f32"),
-    "W8A8 tensor": ({"num_bits": 8, "strategy": "tensor", "group_size": None}, np.float32, "int8_f32"),
+    "W8A8 rows": ({"num_bits": 8, "strategy": "channel", "group_size": None}, bfloat16, "w8a8"),
+    "W8A8 rows f32": ({"num_bits": 8, "strategy": "channel", "group_size": None}, np.float32, "w8a8"),
+    "W8A8 tensor": ({"num_bits": 8, "strategy": "tensor", "group_size": None}, np.float32, "w8a8"),
 }
 
 

@@ -60,8 +60,7 @@ def held(
 
     def stored() -> np.ndarray:
         affine = read()
-        if not np.isfinite(affine.scales).all():
-            raise tensors.fails(parts[-1], "holds a scale that is not a finite number: the checkpoint is damaged")
+        check_scales(tensors, parts[-1], affine.scales)
         if name == "f32":
             return affine.scales[:, groups] * (affine.numbers - affine.zeros[:, groups]).astype(np.float32)
         first = groups[::GROUP]
@@ -72,6 +71,11 @@ def held(
         return _grouped(int8_f32.GROUPED, within, within.zeros if fits else np.full_like(within.zeros, 128))
 
     return Held(shape, name, stored, tuple(parts))
+
+
+def check_scales(tensors: Tensors, name: str, scales: np.ndarray) -> None:
+    if not np.isfinite(scales).all():
+        raise tensors.fails(name, "holds a scale that is not a finite number: the checkpoint is damaged")
 
 
 def _format(bits: int, groups: np.ndarray, wide: bool, symmetric: bool) -> str:

@@ -8,7 +8,8 @@ matrix `[out, in]` there are
     weight_zero_point   i8 as the scale, or i32 [ceil(out * bits / 32), groups] packed along the outputs
     weight_g_idx        i32 [in]                                the group of each input; -1: not used
 
-Scales of activations (`input_scale`) are not used: activations keep 16 bits."""
+Where activations are of 8 bits, too, quantised token by token, rows of 8 bits with a scale each are our w8a8. Otherwise
+activations keep 16 bits, and their scales (`input_scale`) are not used."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from stages.model.importers import Held, Method, affine
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gptq import given_groups
-from stages.weights.formats import Shape
+from stages.weights.formats import Shape, w8a8
 
 FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
 _BESIDE = ("input_scale", "input_zero_point")
@@ -33,12 +34,14 @@ _BESIDE = ("input_scale", "input_zero_point")
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights of some modules are quantised. `size`: of a group; None: one for a row, or for all."""
+    """How the weights of some modules are quantised. `size`: of a group; None: one for a row, or for all. `integers`:
+    activations are whole numbers, too."""
 
     bits: int
     size: int | None
     symmetric: bool
     targets: tuple[str, ...]
+    integers: bool
 
     def rank(self, module: str) -> int | None:
         """How closely its targets mean a module: by name, by pattern, by class; None: not at all."""
@@ -66,14 +69,25 @@ class _Matrix:
 
     def affine(self) -> Affine:
         rows, cols = self.shape
-        scales = self.tensors.read(self.stem + "weight_scale").astype(np.float32).reshape(-1, self._groups)
         if self.packed:
             packed = self.tensors.read(self.stem + "weight_packed")
             numbers = words_to_numbers(packed, self.scheme.bits)[:, :cols]
         else:
             numbers = self.tensors.read(self.stem + "weight") + np.int16(self.half)
         shape = (rows, self._groups)
-        return Affine(numbers, np.broadcast_to(self._zeros(), shape), np.broadcast_to(scales, shape))
+        return Affine(numbers, np.broadcast_to(self._zeros(), shape), np.broadcast_to(self._scales(), shape))
+
+    def rows(self) -> np.ndarray:
+        """Stored as w8a8."""
+        numbers, scales = self.tensors.read(self.stem + "weight"), self._scales()
+        return w8a8.stored(numbers, np.broadcast_to(scales, (len(numbers), 1)))
+
+    def _scales(self) -> np.ndarray:
+        """f32 `[rows or 1, groups]`."""
+        name = self.stem + "weight_scale"
+        scales = self.tensors.read(name).astype(np.float32).reshape(-1, self._groups)
+        affine.check_scales(self.tensors, name, scales)
+        return scales
 
     @property
     def _groups(self) -> int:
@@ -149,6 +163,8 @@ def _open(fields: ConfigFields) -> Callable[[Tensors, str, Shape], Held | None]:
 def _held(matrix: _Matrix) -> Held:
     scheme, tensors, (_, cols) = matrix.scheme, matrix.tensors, matrix.shape
     parts, groups = matrix.parts(), equal_groups(cols, scheme.size or cols)
+    if scheme.integers and not matrix.packed and not scheme.size:
+        return Held(matrix.shape, "w8a8", matrix.rows, parts)
     if (name := matrix.stem + "weight_g_idx") in tensors.entries:
         parts = (name, *parts)
         tensors.part(name, ("I32", "I64"), (cols,))
@@ -175,9 +191,15 @@ def _scheme(group: Mapping[str, Any], where: str) -> _Scheme | None:
     fields = ConfigFields(weights, f"{where}.weights")
     strategies = ("channel", "tensor", "group", None)
     fields.require({"num_bits": (4, 8), "type": ("int",), "dynamic": (False, None), "strategy": strategies})
-    return _Scheme(
-        fields.integer("num_bits"), fields.group_size("group_size"), fields.boolean("symmetric", True), tuple(targets)
-    )
+    symmetric = fields.boolean("symmetric", True)
+    integers = symmetric and fields.integer("num_bits") == 8 and _by_token(group.get("input_activations"))
+    return _Scheme(fields.integer("num_bits"), fields.group_size("group_size"), symmetric, tuple(targets), integers)
+
+
+def _by_token(activations: Any) -> bool:
+    """They are quantised as our w8a8 does it."""
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    return isinstance(activations, dict) and wanted.items() <= activations.items()
 
 
 METHOD = Method("compressed-tensors", _open)
