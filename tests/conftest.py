@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from stages.model import families
 from stages.model.config import Config
 from stages.model.families import parse_config
+from stages.model.policy import parse_policy
 from stages.model.random_weights import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -115,8 +116,9 @@ def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
     """`doit compile` into `artifacts`; returns the artifact directory."""
     run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", *(f"{k}={v}" for k, v in variables.items()))
     assert run.returncode == 0, run.stdout + run.stderr
-    name = checkpoint if isinstance(checkpoint, str) else checkpoint.name
-    return artifacts / name / str(variables.get("target", "cpu"))
+    name = checkpoint if isinstance(checkpoint, str) else checkpoint.name.removesuffix(".gguf")
+    formats = parse_policy(str(variables.get("weights", ""))).suffix
+    return artifacts / name / f"{variables.get('target', 'cpu')}{formats}"
 
 
 @pytest.fixture(scope="session")

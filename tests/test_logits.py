@@ -156,9 +156,13 @@ def test_prefill_agrees_with_single_steps(case: tuple[Path, Path, int]) -> None:
 
 
 def test_verify_passes_on_the_demo(demo: Path) -> None:
-    from stages.commands.verify import PROMPTS, verify
+    from stages.commands.verify import PROMPTS, VERIFIED, verify
 
-    assert verify(demo, Path("models/demo"), len(PROMPTS))
+    assert verify(demo, Path("models/demo"), full=True)
+    found = json.loads((demo / VERIFIED).read_text())
+    assert found["passed"] and found["bits"] == 16
+    kinds = [result["kind"] for result in found["results"]]
+    assert kinds == ["quality", "rounding", "exactness", *["comparison"] * len(PROMPTS)]
 
 
 def test_verify_fails_on_other_weights(demo: Path, tmp_path: Path) -> None:
@@ -170,4 +174,4 @@ def test_verify_fails_on_other_weights(demo: Path, tmp_path: Path) -> None:
     data = bytearray(layer.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     layer.write_bytes(data)
-    assert not verify(copy, Path("models/demo"), 4)
+    assert not verify(copy, Path("models/demo"))

@@ -207,7 +207,7 @@ def test_verify_passes(fused: Path) -> None:
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
     from stages.commands.verify import verify
 
-    assert verify(fused, ROOT / "models/demo", 2)
+    assert verify(fused, ROOT / "models/demo")
 
 
 @pytest.mark.parametrize("buckets", ["", "abc", "100", "0", "64,65"])

@@ -8,7 +8,7 @@ came next (as llama.cpp's `perplexity --kl-divergence` has them).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,11 @@ class Quality:
             f"perplexity {self.perplexity:.3f} for {self.source_perplexity:.3f}"
         )
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def windows(llm: Llama, text: str, count: int) -> list[list[int]]:
+def windows(llm: Llama, text: str, count: int, longest: int = WINDOW) -> list[list[int]]:
     """The first tokens of a text, cut into windows of the same length, as many as there are up to `count`."""
     ids = llm.encode(text, raw=True)
-    length = min(WINDOW, llm.context_length, len(ids))
+    length = min(longest, llm.context_length, len(ids))
     return [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)][:count]
 
 

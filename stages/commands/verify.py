@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,13 +28,19 @@ from stages.engine.files import first_line, write_atomic
 from stages.graph import Build
 from stages.model import families
 from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import Checkpoint
+from stages.model.importers import PLAIN
+from stages.weights.formats import formats, w8a8
 
 TOKENS = 32
 TOP = 5
 MOST = 1.5
 """Times the error of transformers in bf16 that the runtime's logits may be off by."""
+ROUNDED_ROWS = 64
+"""Rows of a tensor at least that rounding is tried on."""
 EXACT_WINDOWS = 2
 """Windows of the text that logits are compared on."""
+SIMULATED_TOKENS = 24
 TEXT = Path(__file__).with_name("evaluation.txt")
 """Questions, facts and short stories, written for this project."""
 VERIFIED = "verified.json"
@@ -99,21 +105,30 @@ def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = T
     """Compare, print, record; returns whether the runtime is right. Raises UserError."""
     model = load_transformers(checkpoint, "float32")
     with contextlib.closing(load(directory, threads)) as llm:
-        parts = quality.windows(llm, _read(text), quality.ALL_WINDOWS if full else quality.WINDOWS)
+        parts = _windows(llm, _read(text), full)
         lost = quality.measure(llm, model, parts)
         print(lost, flush=True)
         weights = ArtifactWeights(directory)
-        put_weights(model, weights)
-        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS])
+        rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
+        print(rounding, flush=True)
+        put_weights(model, weights.values)
+        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS], weights.formats)
         print(exactness, flush=True)
         print(TABLE.header(), flush=True)
         comparisons = []
         for prompt in PROMPTS if full else PROMPTS[:2]:
             comparisons.append(compare(llm, model, prompt))
             print(comparisons[-1].row(), flush=True)
-    passed = exactness.passed and all(comparison.passed for comparison in comparisons)
-    _record(directory, text, weights, lost, exactness, comparisons, passed)
+    passed = rounding.passed and exactness.passed and all(comparison.passed for comparison in comparisons)
+    _record(directory, text, weights, passed, [lost, rounding, exactness, *comparisons])
     return passed
+
+
+def _windows(llm: Llama, text: str, full: bool) -> list[list[int]]:
+    """What is read of a text: little by the simulator, which takes its time."""
+    if llm.manifest.target["device"] == "sim":
+        return quality.windows(llm, text, 1, SIMULATED_TOKENS)
+    return quality.windows(llm, text, quality.ALL_WINDOWS if full else quality.WINDOWS)
 
 
 def _read(text: Path) -> str:
@@ -127,10 +142,8 @@ def _record(
     directory: Path,
     text: Path,
     weights: ArtifactWeights,
-    lost: quality.Quality,
-    exactness: Exactness,
-    comparisons: Sequence[Comparison],
     passed: bool,
+    results: Sequence[quality.Quality | Rounding | Exactness | Comparison],
 ) -> None:
     """What was found, of which artifacts, on what."""
     versions = {name: version(name) for name in ("torch", "transformers")}
@@ -140,9 +153,7 @@ def _record(
         "text": {"name": text.name, "sha256": _sha256(text)},
         "machine": {"system": platform.system(), "machine": platform.machine(), **versions},
         "bits": weights.bits,
-        "quality": lost.record(),
-        "exactness": asdict(exactness),
-        "tokens": [asdict(comparison) for comparison in comparisons],
+        "results": [{"kind": type(result).__name__.lower(), **asdict(result)} for result in results],
     }
     write_atomic(directory / VERIFIED, (json.dumps(found, indent=1) + "\n").encode())
 
@@ -154,58 +165,110 @@ def _sha256(path: Path) -> str:
 @dataclass(frozen=True)
 class Exactness:
     """How far logits are from transformers in float32 with the same weights: root mean square of the differences over
-    that of the logits, of the runtime and of transformers in bf16."""
+    that of the logits, of the runtime and of transformers in bf16. `bounded`: not where activations are rounded to
+    whole numbers too."""
 
     ours: float
     bf16: float
+    bounded: bool
 
     @property
     def passed(self) -> bool:
-        return self.ours <= MOST * self.bf16
+        return not self.bounded or self.ours <= MOST * self.bf16
 
     def __str__(self) -> str:
-        verdict = "pass" if self.passed else "FAIL"
+        verdict = f"; at most {MOST} times that  {_verdict(self.passed)}" if self.bounded else ""
         return (
             f"with its own weights in float32: logits differ by {self.ours:.5f} of their size, "
-            f"transformers in bf16 by {self.bf16:.5f}; at most {MOST} times that  {verdict}"
+            f"transformers in bf16 by {self.bf16:.5f}{verdict}"
         )
 
 
-def compare_logits(llm: Llama, model: Any, parts: Sequence[Sequence[int]]) -> Exactness:
-    """`model` in float32; it is in bf16 afterwards."""
+@dataclass(frozen=True)
+class Rounding:
+    """How far the weights are from the checkpoint's: root mean square of the differences over that of the values, of
+    the tensor where it is the most times what rounding to its format costs, `rounded`."""
+
+    tensor: str
+    format: str
+    error: float
+    rounded: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= MOST * self.rounded
+
+    def __str__(self) -> str:
+        return (
+            f"weights, at worst {self.tensor} in {self.format}: off by {self.error:.5f} of their size, rounding to "
+            f"that format {self.rounded:.5f}; at most {MOST} times that  {_verdict(self.passed)}"
+        )
+
+
+def worst_rounding(checkpoint: Checkpoint, weights: ArtifactWeights) -> Rounding:
+    """Of all tensors. What rounding costs is measured on some rows of each."""
+    found = [_rounding(name, checkpoint.tensor(name), weights) for name in weights.shapes]
+    return max(found, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
+
+
+def _rounding(name: str, values: np.ndarray, weights: ArtifactWeights) -> Rounding:
+    form = formats()[weights.manifest.buffers[name]["format"]]
+    some = values[:: max(1, len(values) // ROUNDED_ROWS)] if values.ndim > 1 else values
+    stored = form.dequantise(form.quantise(some), some.shape[-1])
+    return Rounding(name, form.name, _error([weights.values(name)], [values]), _error([stored], [some]))
+
+
+def _verdict(passed: bool) -> str:
+    return "pass" if passed else "FAIL"
+
+
+def compare_logits(llm: Llama, model: Any, parts: Sequence[Sequence[int]], formats: Iterable[str]) -> Exactness:
+    """`model` in float32; it is in bf16 afterwards. `formats`: of the weights."""
     import torch
 
     exact = [quality.source_logits(model, ids) for ids in parts]
     rounded = model.to(torch.bfloat16)
     ours = [quality.artifact_logits(llm, ids) for ids in parts]
-    return Exactness(_error(ours, exact), _error([quality.source_logits(rounded, ids) for ids in parts], exact))
+    theirs = [quality.source_logits(rounded, ids) for ids in parts]
+    return Exactness(_error(ours, exact), _error(theirs, exact), bounded=w8a8.FORMAT.name not in formats)
 
 
 def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
-    difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(found, exact, strict=True))
-    return float(np.sqrt(difference / sum(float(np.square(b, dtype=np.float64).sum()) for b in exact)))
+    pairs = [
+        (a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)) for a, b in zip(found, exact, strict=True)
+    ]
+    difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in pairs)
+    size = sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs)
+    return float(np.sqrt(difference / size)) if size else float(difference > 0)
 
 
-def put_weights(model: Any, weights: ArtifactWeights) -> None:
-    """Give a transformers model in float32 the weights of an artifact directory."""
+def put_weights(model: Any, values: Callable[[str], np.ndarray]) -> None:
+    """Give a transformers model in float32 other weights, by name."""
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights.values(name))))
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(values(name), np.float32)))
 
 
 def load_transformers(checkpoint: Path, dtype: str) -> Any:
-    """The model of a checkpoint directory as its family's class. Raises UserError without the verify extra."""
+    """The model of a checkpoint as its family's class, quantised weights as their values. Raises UserError without the
+    verify extra."""
     if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
         raise UserError("verify needs torch and transformers: pip install -e '.[verify]'")
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    architecture = getattr(transformers, families.of(families.read_config(checkpoint / "config.json")).architectures[0])
+    opened = Checkpoint.open(checkpoint)
+    architecture = getattr(transformers, families.of(opened.config).architectures[0])
     with torch.no_grad():
-        return architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        if checkpoint.is_dir() and {held.format for held in opened.held.values()} <= set(PLAIN):
+            return architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        fields = {name: value for name, value in opened.fields.items() if name != "quantization_config"}
+        model = architecture(architecture.config_class.from_dict(fields))
+        put_weights(model, opened.tensor)
+        return model.to(getattr(torch, dtype)).eval()
 
 
 def compare(llm: Llama, model: Any, prompt: str) -> Comparison:

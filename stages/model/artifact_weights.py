@@ -34,6 +34,10 @@ class ArtifactWeights:
         return formats()[buffer["format"]].unpack(packed, buffer["layout"], self.shapes[name])
 
     @property
+    def formats(self) -> set[str]:
+        return {self.manifest.buffers[name]["format"] for name in self.shapes}
+
+    @property
     def bits(self) -> float:
         """Of a weight of a product, on average: bytes in memory x 8 / weights, the vocabulary's included."""
         matrices = [spec for name, spec in self.manifest.buffers.items() if len(self.shapes.get(name, ())) == 2]

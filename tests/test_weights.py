@@ -1,0 +1,148 @@
+"""Weights in other formats: how they are chosen, and whole models with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2 import load
+from llama_npu2.errors import UserError
+from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import Checkpoint
+from stages.model.parts import part
+from stages.model.policy import BF16, Policy, held_policy, parse_policy
+from stages.targets import targets
+from tests.conftest import build, doit, write_checkpoint
+
+CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8"]
+
+SHAPES: dict[str, dict] = {
+    "gqa": {},
+    "untied": {"tie_word_embeddings": False, "vocab_size": 257},
+    "odd_hidden": {
+        "hidden_size": 75,
+        "intermediate_size": 101,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "vocab_size": 331,
+    },
+}
+
+
+# choosing
+
+
+def test_bf16_is_what_nothing_says() -> None:
+    assert parse_policy("") == parse_policy("bf16") == BF16
+    assert BF16.suffix == "" and BF16.formats == ("bf16",)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4", "int4,vocab=bf16", "int4,w_down=int8,wq=int6"])
+def test_a_policy_is_its_text(text: str) -> None:
+    policy = parse_policy(text)
+    assert parse_policy(policy.text) == policy
+    assert policy.suffix == "-" + policy.text.replace(",", "_").replace("=", "-")
+
+
+def test_the_vocabulary_is_wider_than_four_bits() -> None:
+    policy = parse_policy("int4")
+    assert (policy.of("wq", ("q_dim", "emb"), "bf16"), policy.of("w_vocab", ("vocab", "emb"), "bf16")) == (
+        "int4",
+        "int6",
+    )
+    assert policy.of("norm_w", ("emb",), "bf16") == "bf16" and policy.of("lut", ("max_seq", "head_dim"), "f32") == "f32"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int5", "weights: int5 is unknown: did you mean int"),
+        ("int4,w_dwon=int8", "weights=int4,w_dwon=int8: w_dwon is unknown: did you mean w_down"),
+        ("int4,vocab=", "nothing is unknown: one of bf16"),
+        ("int4,", "nothing is unknown"),
+        ("f32", "weights: f32 is unknown"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_policy(text)
+
+
+def test_parts_call_the_kernels_of_their_formats() -> None:
+    made = part("llama", "o_ffn", parse_policy("int4,w_down=int8"))
+    names = [launch.kernel.name for launch in made.launches]
+    assert names[0] == names[3] == "int4_gemm" and names[6] == "int8_gemm" and names[1] == "add"
+    assert {slot.name: slot.format for slot in made.slots if slot.role == "weight"} == {
+        "wo": "int4",
+        "ffn_norm_w": "bf16",
+        "w_gate": "int4",
+        "w_up": "int4",
+        "w_down": "int8",
+    }
+
+
+def test_targets_without_kernels_refuse() -> None:
+    assert targets()["cpu"].runs("int4") and not targets()["npu2"].runs("int4") and targets()["npu2"].runs("bf16")
+    for target in ("npu2", "npu2-sim"):
+        run = doit("compile", "weights=int4", f"target={target}")
+        assert run.returncode != 0
+        assert f"weights=int4: target {target} has no kernels for int4: choose target=cpu" in run.stderr
+
+
+# whole models
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("weights") / request.param
+    write_checkpoint(directory, **({"dtype": bfloat16} | SHAPES[request.param]))
+    return directory
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_logits_are_those_of_the_weights_it_holds(checkpoint: Path, artifacts: Path, chosen: str) -> None:
+    """Against transformers in float32 with the artifact's own weights: no further off than its run in bf16 is."""
+    pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
+    pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+    from stages.commands.verify import compare_logits, load_transformers, put_weights, worst_rounding
+
+    directory = build(checkpoint, artifacts, weights=chosen)
+    weights, model = ArtifactWeights(directory), load_transformers(checkpoint, "float32")
+    assert weights.formats == {*parse_policy(chosen).formats, "bf16"}
+    rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
+    assert rounding.passed, rounding
+    put_weights(model, weights.values)
+    llm = load(directory)
+    ids = np.random.default_rng(1).integers(0, llm.manifest.model["vocab"], 60).tolist()
+    found = compare_logits(llm, model, [ids], weights.formats)
+    llm.close()
+    assert found.passed and found.ours < 0.2, found
+
+
+def test_what_is_rounded_is_said(tmp_path: Path, artifacts: Path) -> None:
+    directory = tmp_path / "said"
+    write_checkpoint(directory, dtype=bfloat16)
+    run = doit("compile", f"model={directory}", f"artifacts={artifacts}", "weights=int4")
+    assert run.returncode == 0, run.stderr
+    assert "14 matrices that the checkpoint holds as bf16 are rounded to int4" in run.stdout
+    assert "1 matrices that the checkpoint holds as bf16 are rounded to int6" in run.stdout
+    assert (artifacts / "said/cpu-int4/manifest.json").is_file() and not (artifacts / "said/cpu").exists()
+
+
+def test_what_a_file_holds_is_kept(tmp_path: Path, artifacts: Path) -> None:
+    """A GGUF file in Q8_0 and F16: the values that its library reads, though nobody says weights=."""
+    pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
+    from tests.test_importers import MATRICES, write_file
+
+    path = tmp_path / "kept.gguf"
+    expected = write_file(path, dict.fromkeys(MATRICES, "Q8_0"))
+    assert held_policy(Checkpoint.open(path), targets()["cpu"].runs) == Policy("int8", {"vocab": "int8"})
+    weights = ArtifactWeights(build(path, artifacts))
+    for name in MATRICES:
+        assert weights.manifest.buffers[name]["format"] == "int8"
+        np.testing.assert_array_equal(weights.values(name), expected[name])
