@@ -35,7 +35,8 @@ def write_manifest(
     weights = read_json(directory / WEIGHTS)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
-    described["model"] = {"name": model, **asdict(config), "eos": end_tokens(directory, config)}
+    about = {"name": model, "weights": plan["weights"]}
+    described["model"] = {**about, **asdict(config), "eos": end_tokens(directory, config)}
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}

@@ -108,7 +108,7 @@ llm, rows = load(directory), []
 for length in lengths:
     llm.reset()
     rows += [llm.prefill(ids[:length]), llm.decode(ids[length])]
-print(llm.device.description)
+print(llm.description)
 np.save(out, rows)
 """
 

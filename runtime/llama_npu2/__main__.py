@@ -173,7 +173,7 @@ def summary(llm: Any) -> str:
     return (
         f"{stats.prompt_tokens} prompt tokens, first token after {stats.ttft * 1e3:.0f} ms "
         f"({stats.prefill_rate:.0f} tokens/s); {stats.generated_tokens} tokens, {stats.tpot * 1e3:.1f} ms each "
-        f"({stats.decode_rate:.1f} tokens/s); {llm.device.description}"
+        f"({stats.decode_rate:.1f} tokens/s); {llm.description}"
     )
 
 

@@ -148,7 +148,7 @@ def machine(llm: Llama) -> dict[str, Any]:
     cpu = names[0] if names else platform.processor()
     return {
         "cpu": cpu,
-        "device": llm.device.description,
+        "device": llm.description,
         "model": llm.manifest.model["name"],
         "python": platform.python_version(),
     }

@@ -79,6 +79,11 @@ class Llama:
         self._history: list[int] = []
 
     @property
+    def description(self) -> str:
+        """What runs, on what."""
+        return f"{self.manifest.model['weights']} weights, {self.device.description}"
+
+    @property
     def position(self) -> int:
         """Number of tokens in the KV cache."""
         return len(self._history)

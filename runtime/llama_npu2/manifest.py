@@ -17,7 +17,7 @@ from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import DTYPES, nbytes
 from llama_npu2.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 """Raised whenever an older runtime could misread a newer manifest."""
 
 _SECTIONS = ("model", "target", "buffers", "programs", "plans", "files")

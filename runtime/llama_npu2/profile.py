@@ -66,9 +66,9 @@ def run_profile(directory: str, threads: int, repeats: int, as_json: bool) -> No
     with contextlib.closing(load(directory, threads)) as llm:
         phases = [list(profile(llm, *phase, repeats)) for phase in _phases(llm)]
         if as_json:
-            print(json.dumps({"device": llm.device.description, "lines": [asdict(x) for part in phases for x in part]}))
+            print(json.dumps({"device": llm.description, "lines": [asdict(x) for part in phases for x in part]}))
             return
-        print(f"{llm.manifest.model['name']}; {llm.device.description}\n")
+        print(f"{llm.manifest.model['name']}; {llm.description}\n")
         print(TABLE.header())
         for part in phases:
             total = sum(line.median for line in part)
