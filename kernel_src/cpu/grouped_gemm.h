@@ -18,7 +18,7 @@ struct WideGroup {
 
     template <class Format>
     INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
-        const Format format = Format::make();
+        const auto format = Format::make();
         const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
 #pragma GCC unroll 16
         for (int i = 0; i < group_pairs; i++) _mm512_storeu_si512(lines[i][p], (__m512i)format.pair(numbers, i));

@@ -32,7 +32,7 @@ constexpr int most_grouped_streams = 8;
 template <class Format, int P>
 void grouped_panels_times_vector(const uint8_t *first, int64_t size, const GroupedVector &x, int64_t groups,
                                  float *sums) {
-    const Format format = Format::make();
+    const auto format = Format::make();
     f32v total[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) total[p] = f32v{};

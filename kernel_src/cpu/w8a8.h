@@ -26,7 +26,7 @@ struct GroupedPanel<W8A8> {
 // Input `first` and `count` - 1 more of output r of a panel, rounded to bf16.
 template <>
 INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
-    const float scale = load_factor(panel, r);
+    const float scale = element<float>(panel, r);
     const uint8_t *lines = panel + GroupedPanel<W8A8>::header + group * group_inputs / quad * line_bytes;
     float wide[group_inputs] = {};
     for (int64_t k = 0; k < count; k++)

@@ -16,7 +16,8 @@ from stages.weights.constants import GROUP, PANEL_ROWS
 from stages.weights.formats import Format, Layout, Shape
 
 LINE = 64
-"""Bytes. A line of scales is in front of the numbers of as many groups as it holds, so that all lines are aligned."""
+"""Bytes. Scales of as many groups as a line holds, or whole lines of one, are in front of their numbers, so that all
+lines are aligned."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,13 @@ class Grouped:
 
     @property
     def block_groups(self) -> int:
-        """Groups that share a line of scales."""
-        return LINE // (PANEL_ROWS * self.scales)
+        """Groups of a panel whose scales are together, in whole lines."""
+        return max(1, LINE // (PANEL_ROWS * self.scales))
+
+    @property
+    def block_scales(self) -> int:
+        """Bytes of the scales of a block."""
+        return self.block_groups * PANEL_ROWS * self.scales
 
     @property
     def number_bytes(self) -> int:
@@ -89,8 +95,8 @@ class Grouped:
     def panel_bytes(self, stored_bytes: int) -> int:
         """Of the panel of a tensor whose rows have so many bytes before packing."""
         groups = (stored_bytes - self.header) // (self.scales + self.group)
-        lines = -(-groups // self.block_groups)
-        return PANEL_ROWS * self.header + lines * LINE + groups * self.number_bytes
+        blocks = -(-groups // self.block_groups)
+        return PANEL_ROWS * self.header + blocks * self.block_scales + groups * self.number_bytes
 
     def panels_shape(self, shape: Shape) -> Shape:
         rows, stored_bytes = shape
@@ -113,10 +119,10 @@ class Grouped:
         at = PANEL_ROWS * self.header
         out[:, :at] = header.reshape(panels, -1).view(np.uint8)
         for first in range(0, groups, step):
-            out[:, at : at + LINE] = lines[:, first : first + step].reshape(panels, LINE)
-            some = packed[:, first : first + step].reshape(panels, -1)
-            out[:, at + LINE : at + LINE + some.shape[1]] = some
-            at += LINE + some.shape[1]
+            for some in (lines[:, first : first + step], packed[:, first : first + step]):
+                flat = some.reshape(panels, -1)
+                out[:, at : at + flat.shape[1]] = flat
+                at += flat.shape[1]
         return out.view(np.int8)
 
     def _scale_lines(self, scales: np.ndarray) -> np.ndarray:
@@ -135,9 +141,10 @@ class Grouped:
         scales, numbers = [], []
         for first in range(0, groups, step):
             count = min(step, groups - first)
-            line, end = raw[:, at : at + LINE], at + LINE + count * self.number_bytes
-            scales.append(line[:, : count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
-            numbers.append(raw[:, at + LINE : end].reshape(panels, count, -1))
+            middle = at + self.block_scales
+            end = middle + count * self.number_bytes
+            scales.append(raw[:, at : at + count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
+            numbers.append(raw[:, middle:end].reshape(panels, count, -1))
             at = end
         values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
         by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
