@@ -1,7 +1,7 @@
-// Weights in groups: whole numbers of a few bits, 32 inputs of one output sharing a scale. Included inside each
+// Weights in groups: whole numbers of a few bits, 32 or 16 inputs of one output sharing a scale. Included inside each
 // instruction set.
 //
-// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to one of 32 with
+// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to whole groups with
 // zeros. A panel is
 //   header   f32 [factors][16]                    what a row's scales are multiples of, where they are whole numbers
 //   blocks   scales of as many groups as a line of 64 bytes holds, or whole lines of one group, then those groups'
@@ -14,14 +14,19 @@
 //          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
 //   int8   scale f16 [16] per group: w = s q
 //          numbers i8 [8][4][2 pairs][4 outputs][2]: line i is pairs 2 i and 2 i + 1, quarter j of it outputs 4 j and on
+//   int8_f32_16  groups of 16: scale f32 [16] per group: w = s q; numbers as int8, four lines
 // A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
 namespace ISA {
 namespace {
 
-constexpr int64_t group_inputs = LAYOUT_GROUP, group_pairs = group_inputs / 2, line_bytes = 64;
+constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP, line_bytes = 64;
 static_assert(group_inputs == 32, "four lines of nibbles, or sixteen pairs, are a group");
+static_assert(short_group_inputs == 16, "four lines of bytes, or eight pairs, are a short group");
 
-INLINE int64_t group_count(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
+template <class Format>
+INLINE int64_t group_count(int64_t cols) {
+    return (cols + Format::inputs - 1) / Format::inputs;
+}
 
 // Where things are in a panel.
 template <class Format>
@@ -33,7 +38,7 @@ struct GroupedPanel {
     static_assert(block_scales % line_bytes == 0, "lines stay aligned");
 
     static int64_t size(int64_t cols) {
-        const int64_t groups = group_count(cols), rest = groups % block_groups;
+        const int64_t groups = group_count<Format>(cols), rest = groups % block_groups;
         return header + groups / block_groups * block + (rest ? block_scales + rest * Format::number_bytes : 0);
     }
     INLINE const uint8_t *scales(const uint8_t *panel, int64_t group) {
@@ -86,10 +91,10 @@ INLINE __m512i shifted(__m512i v, int by) { return by ? _mm512_srli_epi16(v, by)
 
 #endif
 
-// How the numbers of a group lie.
+// How the numbers of a group of `inputs` lie.
 
 struct Nibbles {
-    static constexpr int64_t number_bytes = 256;
+    static constexpr int64_t inputs = group_inputs, number_bytes = 256;
 
 #if ISA_LANES == 16
     __m512i values;
@@ -112,7 +117,7 @@ struct Nibbles {
 };
 
 struct SixBits {
-    static constexpr int64_t number_bytes = 384;
+    static constexpr int64_t inputs = group_inputs, number_bytes = 384;
 
 #if ISA_LANES == 16
     __m512i low, high, nibble;
@@ -137,8 +142,9 @@ struct SixBits {
     }
 };
 
+template <int64_t group>
 struct Bytes {
-    static constexpr int64_t number_bytes = 512;
+    static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
 
 #if ISA_LANES == 16
     __m512i low[2], high[2];  // bytes of magnitudes 0 .. 127
@@ -229,7 +235,8 @@ struct Singles {
 struct Int4 : Nibbles, Levels<2> {};
 struct Int4F32 : Nibbles, Singles<2> {};
 struct Int6 : SixBits, Levels<1> {};
-struct Int8 : Bytes, Halves<1> {};
+struct Int8 : Bytes<group_inputs>, Halves<1> {};
+struct Int8F32By16 : Bytes<short_group_inputs>, Singles<1> {};
 
 // Scale and minimum of one group: of a panel.
 #if ISA_LANES == 16
@@ -262,8 +269,8 @@ template <class Format>
 INLINE void widen_row(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
     const auto scales = RowScales::at<Format>(panel, group, r);
     const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
-    float wide[group_inputs];
-    for (int64_t k = 0; k < group_inputs; k++)
+    float wide[Format::inputs];
+    for (int64_t k = 0; k < Format::inputs; k++)
         wide[k] = scales.scale * static_cast<float>(Format::number(numbers, k, r)) - scales.minimum;
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }
@@ -286,9 +293,10 @@ INLINE f32v scaled(f32v sum, f32v scale, f32v minimum, f32v sum_of_x, f32v total
 }
 
 // The sum of a group of x, which minima are multiplied with. x: as many values as are left of the row.
+template <class Format>
 INLINE float sum_of_group(const bf16 *x, int64_t left) {
     f32v sum = {};
-    for (int64_t i = 0; i < group_inputs; i += lanes)
+    for (int64_t i = 0; i < Format::inputs; i += lanes)
         if (i < left) sum += load_bf16(x + i, left - i);
     return sum_of(sum);
 }

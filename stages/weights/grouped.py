@@ -22,7 +22,7 @@ lines are aligned."""
 
 @dataclass(frozen=True)
 class Bits:
-    """How the numbers of a group of a panel lie. `pack`: u8 `[..., rows, GROUP]` -> bytes u8 `[..., bytes]`; `unpack`:
+    """How the numbers of a group of a panel lie. `pack`: u8 `[..., rows, group]` -> bytes u8 `[..., bytes]`; `unpack`:
     back, of PANEL_ROWS rows."""
 
     bits: int
@@ -241,16 +241,16 @@ _PAIRS = ((-3, -5, -2, -4), (-5, -4, -3, -2))
 
 
 def _pack_pairs(numbers: np.ndarray) -> np.ndarray:
-    """Whole bytes: `[8 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
-    *outer, rows, _ = numbers.shape
-    by_line = numbers.reshape(*outer, 4, rows // 4, GROUP // 4, 2, 2)
+    """Whole bytes: `[group / 4 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
+    *outer, rows, group = numbers.shape
+    by_line = numbers.reshape(*outer, 4, rows // 4, group // 4, 2, 2)
     return np.moveaxis(by_line, *_PAIRS).reshape(*outer, -1)
 
 
 def _unpack_pairs(packed: np.ndarray) -> np.ndarray:
     outer = packed.shape[:-1]
-    by_line = packed.reshape(*outer, GROUP // 4, 4, 2, PANEL_ROWS // 4, 2)
-    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, GROUP)
+    by_line = packed.reshape(*outer, -1, 4, 2, PANEL_ROWS // 4, 2)
+    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, -1)
 
 
 NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)
