@@ -8,13 +8,13 @@ import pytest
 
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
-from stages.weights.formats import formats, int4_f32, int8, int8_f32_16
+from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16
 from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
 EVERY_NUMBER = [
-    *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32_16)),
+    *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)),
     (int4_f32, np.arange(16, dtype=np.uint8)),
 ]
 

@@ -14,6 +14,7 @@
 //          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
 //   int8   scale f16 [16] per group: w = s q
 //          numbers i8 [8][4][2 pairs][4 outputs][2]: line i is pairs 2 i and 2 i + 1, quarter j of it outputs 4 j and on
+//   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int8
 //   int8_f32_16  groups of 16: scale f32 [16] per group: w = s q; numbers as int8, four lines
 // A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
 namespace ISA {
@@ -236,6 +237,7 @@ struct Int4 : Nibbles, Levels<2> {};
 struct Int4F32 : Nibbles, Singles<2> {};
 struct Int6 : SixBits, Levels<1> {};
 struct Int8 : Bytes<group_inputs>, Halves<1> {};
+struct Int8F32 : Bytes<group_inputs>, Singles<2> {};
 struct Int8F32By16 : Bytes<short_group_inputs>, Singles<1> {};
 
 // Scale and minimum of one group: of a panel.

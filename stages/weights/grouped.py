@@ -32,12 +32,12 @@ class Bits:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie for a
-    kernel; None where none reads them. `group`: values that share scales."""
+    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie in
+    panels. `group`: values that share scales."""
 
     factors: int
     scale_values: int
-    numbers: Bits | None
+    numbers: Bits
     scale_type: type = np.uint8
     group: int = GROUP
 
@@ -64,7 +64,6 @@ class Grouped:
     @property
     def number_bytes(self) -> int:
         """Of a group of a panel."""
-        assert self.numbers
         return PANEL_ROWS * self.group * self.numbers.bits // 8
 
     def stored(self, factors: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -110,7 +109,6 @@ class Grouped:
         factors, scales, numbers = self.parts(padded)
         groups, step = numbers.shape[-2], self.block_groups
         by_panel = numbers.reshape(panels, PANEL_ROWS, groups, self.group).swapaxes(1, 2)
-        assert self.numbers
         packed = self.numbers.pack(by_panel)
         lines = np.zeros((panels, -(-groups // step) * step, PANEL_ROWS * self.scales), np.uint8)
         lines[:, :groups] = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
@@ -148,7 +146,6 @@ class Grouped:
             at = end
         values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
         by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
-        assert self.numbers
         stored = self.stored(
             header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
             np.ascontiguousarray(by_row).view(np.uint8).reshape(panels * PANEL_ROWS, groups, -1),
@@ -169,7 +166,7 @@ class Grouped:
             values=self.group,
             elements=self.scales + self.group,
             row_elements=self.header,
-            layouts={"panels": panels} if self.numbers else {},
+            layouts={"panels": panels},
         )
 
 
