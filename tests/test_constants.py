@@ -19,7 +19,8 @@ SHAPES = {"aie2p/gemm.cc": "TM TN TK", "aie2p/gemv.cc": "ROWS COLS KC", "aie2p/f
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
     "KV_BLOCK_POSITIONS": ("cpu/flash_attention.cc", "cpu/decode_attention.cc"),
-    "GROUP": ("cpu/int4.cc", "cpu/int6.cc", "cpu/int8.cc"),
+    "GROUP": ("cpu/int4.cc", "cpu/int6.cc", "cpu/int8.cc", "cpu/int4_f32.cc", "cpu/int8_f32.cc"),
+    "SHORT_GROUP": ("cpu/int8_f32_16.cc",),
     "QUAD": ("cpu/w8a8.cc",),
     "BLOCK": tuple(SHAPES),
 }
@@ -28,6 +29,7 @@ CPP_NAMES = {
     "kv_block_positions": "KV_BLOCK_POSITIONS",
     "EDGE": "BLOCK",
     "group_inputs": "GROUP",
+    "short_group_inputs": "SHORT_GROUP",
     "quad": "QUAD",
 }
 EXPECTED = re.compile(rf"static_assert\(({'|'.join(CPP_NAMES)}) == (\d+), ")

@@ -8,12 +8,15 @@ import pytest
 
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
-from stages.weights.formats import formats
-from stages.weights.formats.int8 import GROUPED as GROUPED_INT8
+from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16
 from tests.cpu_kernels_util import BF16, U32, Kernels, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
 SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
+EVERY_NUMBER = [
+    *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)),
+    (int4_f32, np.arange(16, dtype=np.uint8)),
+]
 
 
 @pytest.fixture(params=machine_isas())
@@ -107,11 +110,20 @@ def test_embed(kernels, name, vocab, cols):
     assert not out[2:].astype(np.float32).any()
 
 
-def test_every_number_of_int8(kernels):
-    """-128 too, which quantising never makes and a file may hold."""
-    numbers = np.arange(-128, 128).astype(np.int8).reshape(16, 1, 16).repeat(2, axis=2)
-    scales = np.ones((16, 1, 1), np.float16).view(np.uint8)
-    stored = GROUPED_INT8.stored(np.empty((16, 0)), scales, numbers)
-    panels, out = guarded(formats()["int8"].layout("panels").pack(stored)), output((32, 16))
-    kernels("int8_gemm", guarded(np.eye(32, dtype=BF16)), panels, out, 32, 32, 16)
-    np.testing.assert_array_equal(out.astype(np.float32).T, numbers[:, 0])
+@pytest.mark.parametrize("form, numbers", EVERY_NUMBER)
+def test_every_number(kernels, form, numbers):
+    """With scales and minima of both signs, where values are exact in bf16. -128 too, which quantising never makes and
+    a file may hold."""
+    grouped, name = form.GROUPED, form.FORMAT.name
+    numbers = np.resize(numbers, (16, 2, grouped.group))
+    row = np.arange(16)[:, None, None]
+    scales = ((-1) ** row * 2.0 ** (row % 5 - 2)).repeat(2, axis=1)
+    minima = scales * np.random.default_rng(0).integers(-100, 100, scales.shape)
+    stored = grouped.scaled(np.concatenate([scales, minima][: grouped.scale_values], axis=-1), numbers)
+    cols = numbers[0].size
+    wide, panels = form.FORMAT.dequantise(stored, cols), guarded(form.FORMAT.layout("panels").pack(stored))
+    product, rows = output((cols, 16)), output((16, cols))
+    kernels(f"{name}_gemm", guarded(np.eye(cols, dtype=BF16)), panels, product, cols, cols, 16)
+    np.testing.assert_array_equal(product.astype(np.float32).T, wide)
+    kernels(f"{name}_embed", guarded(np.arange(16, dtype=np.int32)), panels, rows, 16, cols, 16)
+    np.testing.assert_array_equal(rows.astype(np.float32), wide)

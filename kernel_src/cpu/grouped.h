@@ -1,43 +1,52 @@
-// Weights in groups: whole numbers of a few bits, 32 inputs of one output sharing a scale. Included inside each
+// Weights in groups: whole numbers of a few bits, 32 or 16 inputs of one output sharing a scale. Included inside each
 // instruction set.
 //
-// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to one of 32 with
+// A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to whole groups with
 // zeros. A panel is
 //   header   f32 [factors][16]                    what a row's scales are multiples of, where they are whole numbers
-//   blocks   one line of scales, 64 bytes, for as many groups as it holds, then those groups' numbers; the last block
-//            may have fewer groups
+//   blocks   scales of as many groups as a line of 64 bytes holds, or whole lines of one group, then those groups'
+//            numbers; the last block may have fewer groups
 // A *pair* is inputs 2i, 2i + 1 of 16 outputs, as one line of panels.h holds it.
 //   int4   scale u8 [16], minimum u8 [16] per group: w = d s q - e m, header d and e
 //          numbers [4][16 outputs][4 bytes]: nibble t of 16-bit half j of an output = input 8 line + 2 t + j
+//   int4_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int4
 //   int6   scale u8 [16] per group: w = d s (q - 32), header d
 //          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
 //   int8   scale f16 [16] per group: w = s q
 //          numbers i8 [8][4][2 pairs][4 outputs][2]: line i is pairs 2 i and 2 i + 1, quarter j of it outputs 4 j and on
+//   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int8
+//   int8_f32_16  groups of 16: scale f32 [16] per group: w = s q; numbers as int8, four lines
 // A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
 namespace ISA {
 namespace {
 
-constexpr int64_t group_inputs = LAYOUT_GROUP, group_pairs = group_inputs / 2, line_bytes = 64;
+constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP, line_bytes = 64;
 static_assert(group_inputs == 32, "four lines of nibbles, or sixteen pairs, are a group");
+static_assert(short_group_inputs == 16, "four lines of bytes, or eight pairs, are a short group");
 
-INLINE int64_t group_count(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
+template <class Format>
+INLINE int64_t group_count(int64_t cols) {
+    return (cols + Format::inputs - 1) / Format::inputs;
+}
 
 // Where things are in a panel.
 template <class Format>
 struct GroupedPanel {
     static constexpr int64_t header = Format::factors * panel_rows * 4;
-    static constexpr int64_t block_groups = line_bytes / Format::scale_bytes;
-    static constexpr int64_t block = line_bytes + block_groups * Format::number_bytes;
+    static constexpr int64_t block_groups = Format::scale_bytes < line_bytes ? line_bytes / Format::scale_bytes : 1;
+    static constexpr int64_t block_scales = block_groups * Format::scale_bytes;
+    static constexpr int64_t block = block_scales + block_groups * Format::number_bytes;
+    static_assert(block_scales % line_bytes == 0, "lines stay aligned");
 
     static int64_t size(int64_t cols) {
-        const int64_t groups = group_count(cols), rest = groups % block_groups;
-        return header + groups / block_groups * block + (rest ? line_bytes + rest * Format::number_bytes : 0);
+        const int64_t groups = group_count<Format>(cols), rest = groups % block_groups;
+        return header + groups / block_groups * block + (rest ? block_scales + rest * Format::number_bytes : 0);
     }
     INLINE const uint8_t *scales(const uint8_t *panel, int64_t group) {
         return panel + header + group / block_groups * block + group % block_groups * Format::scale_bytes;
     }
     INLINE const uint8_t *numbers(const uint8_t *panel, int64_t group) {
-        return panel + header + group / block_groups * block + line_bytes +
+        return panel + header + group / block_groups * block + block_scales +
                group % block_groups * Format::number_bytes;
     }
 };
@@ -83,15 +92,16 @@ INLINE __m512i shifted(__m512i v, int by) { return by ? _mm512_srli_epi16(v, by)
 
 #endif
 
-struct Int4 {
-    static constexpr int64_t factors = 2, scale_bytes = 32, number_bytes = 256;
-    static constexpr bool has_minimum = true;
+// How the numbers of a group of `inputs` lie.
+
+struct Nibbles {
+    static constexpr int64_t inputs = group_inputs, number_bytes = 256;
 
 #if ISA_LANES == 16
     __m512i values;
 
     // Constructors do not get the target pragma.
-    INLINE Int4 make() { return {table<0, 16>(0)}; }
+    INLINE Nibbles make() { return {table<0, 16>(0)}; }
 
     INLINE __m512i line(const uint8_t *numbers, int i) { return _mm512_loadu_si512(numbers + i * line_bytes); }
 
@@ -107,18 +117,17 @@ struct Int4 {
     }
 };
 
-struct Int6 {
-    static constexpr int64_t factors = 1, scale_bytes = 16, number_bytes = 384;
-    static constexpr bool has_minimum = false;
+struct SixBits {
+    static constexpr int64_t inputs = group_inputs, number_bytes = 384;
 
 #if ISA_LANES == 16
     __m512i low, high, nibble;
 
-    INLINE Int6 make() { return {table<32, 64>(0), table<32, 64>(32), _mm512_set1_epi16(15)}; }
+    INLINE SixBits make() { return {table<32, 64>(0), table<32, 64>(32), _mm512_set1_epi16(15)}; }
 
     INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
-        const __m512i four = shifted(Int4::line(numbers, i / 4), i % 4 * 4);
-        const __m512i two = Int4::line(numbers, 4 + i / 8);
+        const __m512i four = shifted(Nibbles::line(numbers, i / 4), i % 4 * 4);
+        const __m512i two = Nibbles::line(numbers, 4 + i / 8);
         const int at = i % 8 * 2;  // to bits 4 and 5
         const __m512i above = at < 4 ? _mm512_slli_epi16(two, 4 - at) : shifted(two, at - 4);
         // nibble ? four : above; vpermi2w takes the low six bits
@@ -130,18 +139,18 @@ struct Int6 {
     INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
         uint16_t two;
         __builtin_memcpy(&two, numbers + (4 + k / 16) * line_bytes + r * 4 + k % 2 * 2, 2);
-        return (Int4::number(numbers, k, r) | (two >> (k % 16 / 2 * 2) & 3) << 4) - 32;
+        return (Nibbles::number(numbers, k, r) | (two >> (k % 16 / 2 * 2) & 3) << 4) - 32;
     }
 };
 
-struct Int8 {
-    static constexpr int64_t factors = 0, scale_bytes = 32, number_bytes = 512;
-    static constexpr bool has_minimum = false;
+template <int64_t group>
+struct Bytes {
+    static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
 
 #if ISA_LANES == 16
     __m512i low[2], high[2];  // bytes of magnitudes 0 .. 127
 
-    INLINE Int8 make() {
+    INLINE Bytes make() {
         return {{byte_table<0>(0), byte_table<0>(64)}, {byte_table<1>(0), byte_table<1>(64)}};
     }
 
@@ -164,23 +173,6 @@ struct Int8 {
     }
 };
 
-// Scales and minima of one group of a panel.
-#if ISA_LANES == 16
-
-template <class Format>
-struct Scales {
-    f32v scale, minimum;
-
-    INLINE Scales at(const uint8_t *panel, int64_t group) {
-        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
-        if (Format::factors == 0) return {load_f16(own), f32v{}};
-        const f32v scale = load_u8(own) * load<f32v>(panel);
-        return {scale, Format::has_minimum ? load_u8(own + panel_rows) * load<f32v>(panel + line_bytes) : f32v{}};
-    }
-};
-
-#endif
-
 INLINE float f16_to_float(uint16_t half) {
     const uint32_t magnitude = half & 0x7fff, bits = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u);
     float value;
@@ -189,26 +181,88 @@ INLINE float f16_to_float(uint16_t half) {
     return half & 0x8000 ? -value : value;
 }
 
-INLINE float load_factor(const uint8_t *line, int64_t r) {
-    float factor;
-    __builtin_memcpy(&factor, line + 4 * r, 4);
-    return factor;
+template <class T>
+INLINE T element(const uint8_t *line, int64_t r) {
+    T value;
+    __builtin_memcpy(&value, line + r * static_cast<int64_t>(sizeof value), sizeof value);
+    return value;
 }
 
-// The same of output r.
+// How the `values` scales of a group lie: its scale, then its minimum if it has one. `at`: value i of all outputs of a
+// panel, or of output r; `own`: the group's.
+
+// u8, multiples of the header's factors.
+template <int64_t values>
+struct Levels {
+    static constexpr int64_t factors = values, scale_bytes = values * panel_rows;
+    static constexpr bool has_minimum = values == 2;
+
+#if ISA_LANES == 16
+    INLINE f32v at(const uint8_t *panel, const uint8_t *own, int64_t i) {
+        return load_u8(own + i * panel_rows) * load<f32v>(panel + i * line_bytes);
+    }
+#endif
+    INLINE float at(const uint8_t *panel, const uint8_t *own, int64_t i, int64_t r) {
+        return own[i * panel_rows + r] * element<float>(panel + i * line_bytes, r);
+    }
+};
+
+template <int64_t values>
+struct Halves {
+    static constexpr int64_t factors = 0, scale_bytes = 2 * values * panel_rows;
+    static constexpr bool has_minimum = values == 2;
+
+#if ISA_LANES == 16
+    INLINE f32v at(const uint8_t *, const uint8_t *own, int64_t i) { return load_f16(own + i * 2 * panel_rows); }
+#endif
+    INLINE float at(const uint8_t *, const uint8_t *own, int64_t i, int64_t r) {
+        return f16_to_float(element<uint16_t>(own + i * 2 * panel_rows, r));
+    }
+};
+
+template <int64_t values>
+struct Singles {
+    static constexpr int64_t factors = 0, scale_bytes = values * line_bytes;
+    static constexpr bool has_minimum = values == 2;
+
+#if ISA_LANES == 16
+    INLINE f32v at(const uint8_t *, const uint8_t *own, int64_t i) { return load<f32v>(own + i * line_bytes); }
+#endif
+    INLINE float at(const uint8_t *, const uint8_t *own, int64_t i, int64_t r) {
+        return element<float>(own + i * line_bytes, r);
+    }
+};
+
+struct Int4 : Nibbles, Levels<2> {};
+struct Int4F32 : Nibbles, Singles<2> {};
+struct Int6 : SixBits, Levels<1> {};
+struct Int8 : Bytes<group_inputs>, Halves<1> {};
+struct Int8F32 : Bytes<group_inputs>, Singles<2> {};
+struct Int8F32By16 : Bytes<short_group_inputs>, Singles<1> {};
+
+// Scale and minimum of one group: of a panel.
+#if ISA_LANES == 16
+
+template <class Format>
+struct Scales {
+    f32v scale, minimum;
+
+    INLINE Scales at(const uint8_t *panel, int64_t group) {
+        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
+        return {Format::at(panel, own, 0), Format::has_minimum ? Format::at(panel, own, 1) : f32v{}};
+    }
+};
+
+#endif
+
+// Of output r.
 struct RowScales {
     float scale, minimum;
 
     template <class Format>
     INLINE RowScales at(const uint8_t *panel, int64_t group, int64_t r) {
         const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
-        if (Format::factors == 0) {
-            uint16_t half;
-            __builtin_memcpy(&half, own + 2 * r, 2);
-            return {f16_to_float(half), 0};
-        }
-        const float minimum = Format::has_minimum ? own[panel_rows + r] * load_factor(panel + line_bytes, r) : 0;
-        return {own[r] * load_factor(panel, r), minimum};
+        return {Format::at(panel, own, 0, r), Format::has_minimum ? Format::at(panel, own, 1, r) : 0};
     }
 };
 
@@ -217,8 +271,8 @@ template <class Format>
 INLINE void widen_row(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
     const auto scales = RowScales::at<Format>(panel, group, r);
     const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
-    float wide[group_inputs];
-    for (int64_t k = 0; k < group_inputs; k++)
+    float wide[Format::inputs];
+    for (int64_t k = 0; k < Format::inputs; k++)
         wide[k] = scales.scale * static_cast<float>(Format::number(numbers, k, r)) - scales.minimum;
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }
@@ -241,9 +295,10 @@ INLINE f32v scaled(f32v sum, f32v scale, f32v minimum, f32v sum_of_x, f32v total
 }
 
 // The sum of a group of x, which minima are multiplied with. x: as many values as are left of the row.
+template <class Format>
 INLINE float sum_of_group(const bf16 *x, int64_t left) {
     f32v sum = {};
-    for (int64_t i = 0; i < group_inputs; i += lanes)
+    for (int64_t i = 0; i < Format::inputs; i += lanes)
         if (i < left) sum += load_bf16(x + i, left - i);
     return sum_of(sum);
 }

@@ -6,33 +6,34 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t groups_per_block = 32;
+constexpr int64_t inputs_per_block = 1024;
 constexpr int64_t grouped_panels = 2;  // of a tile
 static_assert(tile_panels % grouped_panels == 0, "a task's panels are whole tiles");
 
 // A group of a tile's panels, widened; what a step of the product reads lies together.
 #if ISA_LANES == 16
+template <class Format>
 struct WideGroup {
-    bf16 lines[group_pairs][grouped_panels][line_elements];
+    static constexpr int64_t pairs = Format::inputs / 2;
+    bf16 lines[pairs][grouped_panels][line_elements];
     float scale[grouped_panels][panel_rows], minimum[grouped_panels][panel_rows];
 
-    template <class Format>
     INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
-        const Format format = Format::make();
+        const auto format = Format::make();
         const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
 #pragma GCC unroll 16
-        for (int i = 0; i < group_pairs; i++) _mm512_storeu_si512(lines[i][p], (__m512i)format.pair(numbers, i));
+        for (int i = 0; i < pairs; i++) _mm512_storeu_si512(lines[i][p], (__m512i)format.pair(numbers, i));
         const auto scales = Scales<Format>::at(panel, group);
         store(scale[p], scales.scale);
         store(minimum[p], scales.minimum);
     }
 };
 #else
+template <class Format>
 struct WideGroup {
-    float numbers[grouped_panels][group_inputs][panel_rows];
+    float numbers[grouped_panels][Format::inputs][panel_rows];
     float scale[grouped_panels][panel_rows], minimum[grouped_panels][panel_rows];
 
-    template <class Format>
     INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
         widen_group<Format>(GroupedPanel<Format>::numbers(panel, group), numbers[p]);
         read_scales<Format>(panel, group, scale[p], minimum[p]);
@@ -42,12 +43,13 @@ struct WideGroup {
 
 // out[r][16 p + i] += the share of `groups` groups of a tile's panels, for r < R; rows of out are `out_stride` apart.
 // x: rows of whole groups, `x_stride` apart; sums_of_x: per row and group, `sums_stride` apart.
+template <class Format>
 struct GroupedTileArgs {
     const bf16 *x;
     int64_t x_stride;
     const float *sums_of_x;
     int64_t sums_stride;
-    const WideGroup *weights;
+    const WideGroup<Format> *weights;
     int64_t groups;
     float *out;
     int64_t out_stride;
@@ -56,7 +58,7 @@ struct GroupedTileArgs {
 #if ISA_LANES == 16
 
 template <class Format, int R>
-void grouped_tile(const GroupedTileArgs &args) {
+void grouped_tile(const GroupedTileArgs<Format> &args) {
     constexpr int P = grouped_panels;
     const bf16 *x = args.x;
     const int64_t stride = args.x_stride;
@@ -65,15 +67,15 @@ void grouped_tile(const GroupedTileArgs &args) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) total[r][p] = _mm512_loadu_ps(args.out + r * args.out_stride + p * panel_rows);
-    for (int64_t g = 0; g < args.groups; g++, x += group_inputs) {
-        const WideGroup &weights = args.weights[g];
+    for (int64_t g = 0; g < args.groups; g++, x += Format::inputs) {
+        const WideGroup<Format> &weights = args.weights[g];
         __m512 sum[R][P];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < group_pairs; i++) {
+        for (int64_t i = 0; i < WideGroup<Format>::pairs; i++) {
             __m512bh line[P];
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) line[p] = (__m512bh)_mm512_loadu_si512(weights.lines[i][p]);
@@ -103,14 +105,14 @@ void grouped_tile(const GroupedTileArgs &args) {
 #else
 
 template <class Format, int R>
-void grouped_tile(const GroupedTileArgs &args) {
+void grouped_tile(const GroupedTileArgs<Format> &args) {
     for (int64_t g = 0; g < args.groups; g++)
         for (int64_t r = 0; r < R; r++) {
-            float x[group_inputs];
-            for (int64_t i = 0; i < group_inputs; i += lanes)
-                store(x + i, load_bf16(args.x + r * args.x_stride + g * group_inputs + i));
+            float x[Format::inputs];
+            for (int64_t i = 0; i < Format::inputs; i += lanes)
+                store(x + i, load_bf16(args.x + r * args.x_stride + g * Format::inputs + i));
             const float sum_of_x = Format::has_minimum ? args.sums_of_x[r * args.sums_stride + g] : 0;
-            const WideGroup &weights = args.weights[g];
+            const WideGroup<Format> &weights = args.weights[g];
             for (int64_t p = 0; p < grouped_panels; p++)
                 add_group<Format>(weights.numbers[p], weights.scale[p], weights.minimum[p], x, sum_of_x,
                                   args.out + r * args.out_stride + p * panel_rows);
@@ -120,7 +122,7 @@ void grouped_tile(const GroupedTileArgs &args) {
 #endif
 
 template <class Format>
-void grouped_tile_of_rows(int64_t rows, const GroupedTileArgs &args) {
+void grouped_tile_of_rows(int64_t rows, const GroupedTileArgs<Format> &args) {
     static_assert(tile_rows == 6, "one case per number of rows");
     switch (rows) {
     case 1: return grouped_tile<Format, 1>(args);
@@ -150,7 +152,7 @@ public:
         const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
         constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
         char *own = worker.scratch<char>(wide_bytes + task_rows * line_width * sizeof(float));
-        wide_ = reinterpret_cast<WideGroup(*)[groups_per_block]>(own);
+        wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
         sums_ = reinterpret_cast<float *>(own + wide_bytes);
         Chunks chunks(worker, columns * row_tasks, 1);
         for (int64_t task, end; chunks.next(task, end);) {
@@ -161,9 +163,10 @@ public:
 
 private:
     static constexpr int64_t line_width = tile_panels * panel_rows, tiles_across = tile_panels / grouped_panels;
+    static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
 
     void sum_groups(Worker &worker) {
-        const int64_t groups = group_count(cols_);
+        const int64_t groups = group_count<Format>(cols_);
         sums_of_x_ = worker.shared_scratch<float>(rows_ * groups);
         {
             Chunks chunks(worker, rows_, 8);
@@ -171,13 +174,13 @@ private:
                 for (; row < end; row++)
                     for (int64_t g = 0; g < groups; g++)
                         sums_of_x_[row * groups + g] =
-                            sum_of_group(x_ + row * cols_ + g * group_inputs, cols_ - g * group_inputs);
+                            sum_of_group<Format>(x_ + row * cols_ + g * Format::inputs, cols_ - g * Format::inputs);
         }
         worker.barrier();
     }
 
     void multiply(int64_t column, int64_t first, int64_t last) {
-        const int64_t groups = group_count(cols_);
+        const int64_t groups = group_count<Format>(cols_);
         memset(sums_, 0, (last - first) * line_width * sizeof(float));
         for (int64_t done = 0; done < groups; done += groups_per_block) {
             const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
@@ -193,13 +196,13 @@ private:
     void widen(int64_t column, int64_t first, int64_t count) {
         for (int64_t p = 0; p < tile_panels; p++)
             for (int64_t g = 0; g < count; g++)
-                wide_[p / grouped_panels][g].template widen<Format>(panel(column, p), p % grouped_panels, first + g);
+                wide_[p / grouped_panels][g].widen(panel(column, p), p % grouped_panels, first + g);
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *sums) const {
-        const int64_t groups = group_count(cols_), whole = cols_ / group_inputs;
-        GroupedTileArgs args;
-        args.x = x_ + row * cols_ + first * group_inputs;
+        const int64_t groups = group_count<Format>(cols_), whole = cols_ / Format::inputs;
+        GroupedTileArgs<Format> args;
+        args.x = x_ + row * cols_ + first * Format::inputs;
         args.x_stride = cols_;
         args.sums_of_x = sums_of_x_ + row * groups + first;
         args.sums_stride = groups;
@@ -214,13 +217,13 @@ private:
     }
 
     // A last group that is not whole: x has nothing behind its rows to be multiplied with zeros.
-    void multiply_last(int64_t rows, GroupedTileArgs args) const {
-        bf16 x[tile_rows][group_inputs] = {};
-        const int64_t left = cols_ % group_inputs, done = args.groups;
+    void multiply_last(int64_t rows, GroupedTileArgs<Format> args) const {
+        bf16 x[tile_rows][Format::inputs] = {};
+        const int64_t left = cols_ % Format::inputs, done = args.groups;
         for (int64_t r = 0; r < rows; r++)
-            memcpy(x[r], args.x + r * cols_ + done * group_inputs, left * sizeof(bf16));
+            memcpy(x[r], args.x + r * cols_ + done * Format::inputs, left * sizeof(bf16));
         args.x = x[0];
-        args.x_stride = group_inputs;
+        args.x_stride = Format::inputs;
         args.sums_of_x += done;
         args.weights += done;
         args.groups = 1;
@@ -244,7 +247,7 @@ private:
     int64_t rows_, cols_, out_cols_;
     Epilogue epilogue_;
     float *sums_of_x_ = nullptr, *sums_ = nullptr;
-    WideGroup (*wide_)[groups_per_block] = nullptr;
+    WideGroup<Format> (*wide_)[groups_per_block] = nullptr;
 };
 
 }  // namespace

@@ -13,12 +13,12 @@ struct GroupedVector {
 
     template <class Format>
     static GroupedVector prepare(const bf16 *x, int64_t cols, Worker &worker) {
-        const int64_t groups = group_count(cols), padded = groups * group_inputs;
+        const int64_t groups = group_count<Format>(cols), padded = groups * Format::inputs;
         float *sums = worker.scratch<float>(groups + padded);
         Operand *operands = reinterpret_cast<Operand *>(sums + groups);
         ISA::prepare(x, cols, padded, operands);
         for (int64_t g = 0; Format::has_minimum && g < groups; g++)
-            sums[g] = sum_of_group(x + g * group_inputs, cols - g * group_inputs);
+            sums[g] = sum_of_group<Format>(x + g * Format::inputs, cols - g * Format::inputs);
         return {operands, sums};
     }
 };
@@ -32,13 +32,14 @@ constexpr int most_grouped_streams = 8;
 template <class Format, int P>
 void grouped_panels_times_vector(const uint8_t *first, int64_t size, const GroupedVector &x, int64_t groups,
                                  float *sums) {
-    const Format format = Format::make();
+    constexpr int64_t group_pairs = Format::inputs / 2;
+    const auto format = Format::make();
     f32v total[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) total[p] = f32v{};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *numbers = GroupedPanel<Format>::numbers(first, g);
-        const Operand *pairs = x.x + g * group_inputs;
+        const Operand *pairs = x.x + g * Format::inputs;
         __m512 sum[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) sum[p] = _mm512_setzero_ps();
@@ -71,7 +72,7 @@ constexpr int most_grouped_streams = 1;
 // Numbers of a group as f32 [input][output].
 template <class Format>
 INLINE void widen_group(const uint8_t *numbers, float (*out)[panel_rows]) {
-    for (int64_t k = 0; k < group_inputs; k++)
+    for (int64_t k = 0; k < Format::inputs; k++)
         for (int64_t r = 0; r < panel_rows; r++) out[k][r] = static_cast<float>(Format::number(numbers, k, r));
 }
 
@@ -90,7 +91,7 @@ INLINE void add_group(const float (*numbers)[panel_rows], const float *scale, co
                       float sum_of_x, float *out) {
     constexpr int64_t vectors = panel_rows / lanes;
     f32v sum[vectors] = {};
-    for (int64_t k = 0; k < group_inputs; k++)
+    for (int64_t k = 0; k < Format::inputs; k++)
 #pragma GCC unroll 4
         for (int64_t v = 0; v < vectors; v++) sum[v] += load<f32v>(numbers[k] + v * lanes) * splat(x[k]);
 #pragma GCC unroll 4
@@ -103,12 +104,12 @@ INLINE void add_group(const float (*numbers)[panel_rows], const float *scale, co
 template <class Format, int P>
 void grouped_panels_times_vector(const uint8_t *first, int64_t, const GroupedVector &x, int64_t groups, float *sums) {
     static_assert(P == 1, "one panel at a time");
-    float numbers[group_inputs][panel_rows], scale[panel_rows], minimum[panel_rows];
+    float numbers[Format::inputs][panel_rows], scale[panel_rows], minimum[panel_rows];
     for (int64_t r = 0; r < panel_rows; r++) sums[r] = 0;
     for (int64_t g = 0; g < groups; g++) {
         widen_group<Format>(GroupedPanel<Format>::numbers(first, g), numbers);
         read_scales<Format>(first, g, scale, minimum);
-        add_group<Format>(numbers, scale, minimum, x.x + g * group_inputs, x.sums[g], sums);
+        add_group<Format>(numbers, scale, minimum, x.x + g * Format::inputs, x.sums[g], sums);
     }
 }
 
@@ -143,7 +144,7 @@ private:
     template <int count>
     int64_t multiply(int64_t panel) {
         constexpr int64_t weights = Epilogue::weights;
-        const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count(cols_);
+        const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
         for (int64_t w = 0; w < weights; w++)
             grouped_panels_times_vector<Format, count>(weights_[w] + panel * size, size, x_, groups, sums[w]);

@@ -103,12 +103,12 @@ static void gemv_silu(const int8_t *gate, const int8_t *up, const bf16 *x, bf16 
 // The row of a token, widened and rounded to bf16; zeros for a token outside of the vocabulary.
 static void embed(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t rows, int64_t cols, int64_t vocab,
                   Worker &worker) {
-    const int64_t size = GroupedPanel<FORMAT>::size(cols), groups = group_count(cols);
+    const int64_t size = GroupedPanel<FORMAT>::size(cols), groups = group_count<FORMAT>(cols);
     Chunks chunks(worker, rows * groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
-            const int64_t row = at / groups, group = at % groups, token = tokens[row], first = group * group_inputs;
-            const int64_t count = cols - first < group_inputs ? cols - first : group_inputs;
+            const int64_t row = at / groups, group = at % groups, token = tokens[row], first = group * FORMAT::inputs;
+            const int64_t count = cols - first < FORMAT::inputs ? cols - first : FORMAT::inputs;
             if (token >= 0 && token < vocab)
                 widen_row<FORMAT>(bytes(table) + token / panel_rows * size, group, token % panel_rows,
                                   out + row * cols + first, count);

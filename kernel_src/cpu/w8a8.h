@@ -14,8 +14,10 @@ static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
 
 INLINE int64_t quad_count(int64_t cols) { return (cols + quad - 1) / quad; }
 
-// A grouped format by name, whose products are these.
-struct W8A8 {};
+// A grouped format by name, whose products are these. Rows are widened so many inputs at a time.
+struct W8A8 {
+    static constexpr int64_t inputs = 32;
+};
 
 template <>
 struct GroupedPanel<W8A8> {
@@ -26,9 +28,9 @@ struct GroupedPanel<W8A8> {
 // Input `first` and `count` - 1 more of output r of a panel, rounded to bf16.
 template <>
 INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
-    const float scale = load_factor(panel, r);
-    const uint8_t *lines = panel + GroupedPanel<W8A8>::header + group * group_inputs / quad * line_bytes;
-    float wide[group_inputs] = {};
+    const float scale = element<float>(panel, r);
+    const uint8_t *lines = panel + GroupedPanel<W8A8>::header + group * W8A8::inputs / quad * line_bytes;
+    float wide[W8A8::inputs] = {};
     for (int64_t k = 0; k < count; k++)
         wide[k] = scale * static_cast<int8_t>(lines[k / quad * line_bytes + r * quad + k % quad]);
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);

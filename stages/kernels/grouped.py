@@ -12,10 +12,10 @@ from ml_dtypes import bfloat16
 
 from stages.kernels import Kernel, add, format_kernel, gemm, gemv, signature, silu_and_mul
 from stages.kernels import embed as embedding
-from stages.weights.constants import GROUP
+from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
 
-GROUPED = tuple(f for f in formats().values() if f.values == GROUP and "panels" in f.layouts)
+GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 _OF_BF16 = [
     k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and any(arg.matrix for arg in k.args)
 ]

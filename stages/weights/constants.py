@@ -13,6 +13,9 @@ KV_BLOCK_POSITIONS = 128
 GROUP = 32
 """Inputs that share a scale in grouped formats."""
 
+SHORT_GROUP = 16
+"""The same of those with short groups."""
+
 QUAD = 4
 """Inputs of one lane of `vpdpbusd`, which products of whole numbers are made of."""
 
@@ -24,6 +27,7 @@ def macros() -> tuple[str, ...]:
         "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS,
         "BLOCK": BLOCK,
         "GROUP": GROUP,
+        "SHORT_GROUP": SHORT_GROUP,
         "QUAD": QUAD,
     }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

@@ -16,12 +16,13 @@ from stages.weights.constants import GROUP, PANEL_ROWS
 from stages.weights.formats import Format, Layout, Shape
 
 LINE = 64
-"""Bytes. A line of scales is in front of the numbers of as many groups as it holds, so that all lines are aligned."""
+"""Bytes. Scales of as many groups as a line holds, or whole lines of one, are in front of their numbers, so that all
+lines are aligned."""
 
 
 @dataclass(frozen=True)
 class Bits:
-    """How the numbers of a group of a panel lie. `pack`: u8 `[..., rows, GROUP]` -> bytes u8 `[..., bytes]`; `unpack`:
+    """How the numbers of a group of a panel lie. `pack`: u8 `[..., rows, group]` -> bytes u8 `[..., bytes]`; `unpack`:
     back, of PANEL_ROWS rows."""
 
     bits: int
@@ -31,12 +32,12 @@ class Bits:
 
 @dataclass(frozen=True)
 class Grouped:
-    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie for a
-    kernel; None where none reads them. `group`: values that share scales."""
+    """`factors`: f32 values per row. `scale_values` of `scale_type`: per row and group. `numbers`: how they lie in
+    panels. `group`: values that share scales."""
 
     factors: int
     scale_values: int
-    numbers: Bits | None
+    numbers: Bits
     scale_type: type = np.uint8
     group: int = GROUP
 
@@ -52,13 +53,17 @@ class Grouped:
 
     @property
     def block_groups(self) -> int:
-        """Groups that share a line of scales."""
-        return LINE // (PANEL_ROWS * self.scales)
+        """Groups of a panel whose scales are together, in whole lines."""
+        return max(1, LINE // (PANEL_ROWS * self.scales))
+
+    @property
+    def block_scales(self) -> int:
+        """Bytes of the scales of a block."""
+        return self.block_groups * PANEL_ROWS * self.scales
 
     @property
     def number_bytes(self) -> int:
         """Of a group of a panel."""
-        assert self.numbers
         return PANEL_ROWS * self.group * self.numbers.bits // 8
 
     def stored(self, factors: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -89,8 +94,8 @@ class Grouped:
     def panel_bytes(self, stored_bytes: int) -> int:
         """Of the panel of a tensor whose rows have so many bytes before packing."""
         groups = (stored_bytes - self.header) // (self.scales + self.group)
-        lines = -(-groups // self.block_groups)
-        return PANEL_ROWS * self.header + lines * LINE + groups * self.number_bytes
+        blocks = -(-groups // self.block_groups)
+        return PANEL_ROWS * self.header + blocks * self.block_scales + groups * self.number_bytes
 
     def panels_shape(self, shape: Shape) -> Shape:
         rows, stored_bytes = shape
@@ -104,7 +109,6 @@ class Grouped:
         factors, scales, numbers = self.parts(padded)
         groups, step = numbers.shape[-2], self.block_groups
         by_panel = numbers.reshape(panels, PANEL_ROWS, groups, self.group).swapaxes(1, 2)
-        assert self.numbers
         packed = self.numbers.pack(by_panel)
         lines = np.zeros((panels, -(-groups // step) * step, PANEL_ROWS * self.scales), np.uint8)
         lines[:, :groups] = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
@@ -113,10 +117,10 @@ class Grouped:
         at = PANEL_ROWS * self.header
         out[:, :at] = header.reshape(panels, -1).view(np.uint8)
         for first in range(0, groups, step):
-            out[:, at : at + LINE] = lines[:, first : first + step].reshape(panels, LINE)
-            some = packed[:, first : first + step].reshape(panels, -1)
-            out[:, at + LINE : at + LINE + some.shape[1]] = some
-            at += LINE + some.shape[1]
+            for some in (lines[:, first : first + step], packed[:, first : first + step]):
+                flat = some.reshape(panels, -1)
+                out[:, at : at + flat.shape[1]] = flat
+                at += flat.shape[1]
         return out.view(np.int8)
 
     def _scale_lines(self, scales: np.ndarray) -> np.ndarray:
@@ -135,13 +139,13 @@ class Grouped:
         scales, numbers = [], []
         for first in range(0, groups, step):
             count = min(step, groups - first)
-            line, end = raw[:, at : at + LINE], at + LINE + count * self.number_bytes
-            scales.append(line[:, : count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
-            numbers.append(raw[:, at + LINE : end].reshape(panels, count, -1))
+            middle = at + self.block_scales
+            end = middle + count * self.number_bytes
+            scales.append(raw[:, at : at + count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
+            numbers.append(raw[:, middle:end].reshape(panels, count, -1))
             at = end
         values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
         by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
-        assert self.numbers
         stored = self.stored(
             header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
             np.ascontiguousarray(by_row).view(np.uint8).reshape(panels * PANEL_ROWS, groups, -1),
@@ -162,7 +166,7 @@ class Grouped:
             values=self.group,
             elements=self.scales + self.group,
             row_elements=self.header,
-            layouts={"panels": panels} if self.numbers else {},
+            layouts={"panels": panels},
         )
 
 
@@ -234,16 +238,16 @@ _PAIRS = ((-3, -5, -2, -4), (-5, -4, -3, -2))
 
 
 def _pack_pairs(numbers: np.ndarray) -> np.ndarray:
-    """Whole bytes: `[8 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
-    *outer, rows, _ = numbers.shape
-    by_line = numbers.reshape(*outer, 4, rows // 4, GROUP // 4, 2, 2)
+    """Whole bytes: `[group / 4 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
+    *outer, rows, group = numbers.shape
+    by_line = numbers.reshape(*outer, 4, rows // 4, group // 4, 2, 2)
     return np.moveaxis(by_line, *_PAIRS).reshape(*outer, -1)
 
 
 def _unpack_pairs(packed: np.ndarray) -> np.ndarray:
     outer = packed.shape[:-1]
-    by_line = packed.reshape(*outer, GROUP // 4, 4, 2, PANEL_ROWS // 4, 2)
-    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, GROUP)
+    by_line = packed.reshape(*outer, -1, 4, 2, PANEL_ROWS // 4, 2)
+    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, -1)
 
 
 NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)

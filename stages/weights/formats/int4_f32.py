@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped
+from stages.weights.grouped import NIBBLES, Grouped
 from stages.weights.scales import affine, inverse
 
 MOST = 15
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=None)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=NIBBLES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped
+from stages.weights.grouped import BYTES, Grouped
 from stages.weights.scales import affine, inverse
 
 LEAST, MOST = -128, 127
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=None)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=BYTES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.grouped import Grouped
+from stages.weights.constants import SHORT_GROUP
+from stages.weights.grouped import BYTES, Grouped
 from stages.weights.scales import inverse, symmetric
 
 MOST = 127
 
-GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float32, numbers=None, group=16)
+GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float32, numbers=BYTES, group=SHORT_GROUP)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

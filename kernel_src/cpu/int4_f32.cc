@@ -1,0 +1,6 @@
+// The products and the embedding lookup with weights in int4_f32 (grouped.h): for each kernel of gemm.cc, gemv.cc and
+// embed.cc one that is called int4_f32_ and the same name.
+#define FORMAT Int4F32
+#define NAMED(kernel) int4_f32_##kernel
+#define THIS_FILE "int4_f32.cc"
+#include "grouped_products.h"
