@@ -110,7 +110,7 @@ def test_embed(kernels, name, vocab, cols):
     assert not out[2:].astype(np.float32).any()
 
 
-@pytest.mark.parametrize("form, numbers", EVERY_NUMBER)
+@pytest.mark.parametrize("form, numbers", EVERY_NUMBER, ids=[form.FORMAT.name for form, _ in EVERY_NUMBER])
 def test_every_number(kernels, form, numbers):
     """With scales and minima of both signs, where values are exact in bf16. -128 too, which quantising never makes and
     a file may hold."""

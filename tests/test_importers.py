@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llama_npu2.errors import UserError
 from stages.commands.gguf_file import write_gguf
+from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.families import parse_config, tensors
@@ -29,7 +30,7 @@ from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
 from stages.model.sources import resolve
 from stages.weights.formats import formats
-from tests.conftest import CONFIG, ROOT, random_tensors, write_checkpoint
+from tests.conftest import CONFIG, ROOT, build, random_tensors, write_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[test]'")
 
@@ -170,6 +171,17 @@ def test_gguf_tensors_of_two_types_and_f16(tmp_path: Path) -> None:
     found = [checkpoint.stored_format(name) for name in (MATRICES[0], LINEAR[0], LINEAR[1], "model.norm.weight")]
     assert found == ["int8_f32_16", "f16", "int4_f32", "f32"]
     assert checkpoint.tensor(LINEAR[0]).dtype == np.float16
+
+
+def test_artifacts_hold_what_the_checkpoint_holds(tmp_path: Path, artifacts: Path) -> None:
+    types = dict.fromkeys(MATRICES, "Q4_K") | {MATRICES[0]: "Q6_K", LINEAR[-1]: "Q5_K"}
+    expected = write_file(tmp_path / "held_exactly.gguf", types)
+    build(tmp_path / "held_exactly.gguf", artifacts)
+    weights = ArtifactWeights(artifacts / "held_exactly" / "cpu")
+    found = {name: weights.manifest.buffers[name]["format"] for name in MATRICES}
+    assert found == dict.fromkeys(MATRICES, "int4_f32") | {MATRICES[0]: "int8_f32_16", LINEAR[-1]: "int8_f32"}
+    for name in MATRICES:
+        np.testing.assert_array_equal(weights.values(name), expected[name])
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
