@@ -166,12 +166,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_logits(tmp_path: Path, artifacts: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "weights"), [*((model, "bf16") for model in MODELS), ("", "int4"), ("odd", "w8a8")])
+def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str) -> None:
     """A prompt at once, in chunks, and token by token, with 1 to 4 threads."""
-    checkpoint = tmp_path / f"same_bits{model}"
+    checkpoint = tmp_path / f"same_bits{model}{weights}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **MODELS[model])
-    directory = build(checkpoint, artifacts)
+    directory = build(checkpoint, artifacts, weights=weights)
     rng = np.random.default_rng(3)
     ids = rng.integers(0, config.vocab, 600).tolist()
     seen = set()
