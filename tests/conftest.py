@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
@@ -137,11 +138,16 @@ def demo(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One shared object with all host kernels."""
+def library(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
+    """One shared object with all host kernels, made by the first of the parallel workers that needs it."""
     from tests.cpu_kernels_util import build
 
-    return build(tmp_path_factory.mktemp("cpu_kernels"))
+    shared = artifacts.with_name("cpu_kernels")
+    shared.mkdir(exist_ok=True)
+    with FileLock(shared / "lock"):
+        made = shared / "kernels.so"
+        made = made if made.exists() else build(shared)
+    return Path(shutil.copy(made, tmp_path_factory.mktemp("cpu_kernels")))
 
 
 SOURCES = ("dodo.py", "stages", "runtime", "kernel_src", "models/demo")
