@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import load
 from llama_npu2.errors import UserError
+from stages.commands import quality
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.parts import part
@@ -91,6 +93,32 @@ def test_targets_without_kernels_refuse() -> None:
         run = doit("compile", "weights=int4", f"target={target}")
         assert run.returncode != 0
         assert f"weights=int4: target {target} has no kernels for int4: choose target=cpu" in run.stderr
+
+
+class _Encoder:
+    """As much of a model as cutting a text needs."""
+
+    context_length = 100
+
+    def encode(self, text: str, raw: bool) -> list[int]:
+        return list(text.encode())
+
+
+def test_a_text_is_cut_into_windows() -> None:
+    llm: Any = _Encoder()
+    assert [len(window) for window in quality.windows(llm, "x" * 350, 16)] == [100, 100, 100]
+    assert quality.windows(llm, "abcdef", 2, longest=2) == [[97, 98], [99, 100]]
+    assert quality.windows(llm, "abc", 4) == [[97, 98, 99]]
+    with pytest.raises(UserError, match="text=: 1 tokens are no text"):
+        quality.windows(llm, "a", 4)
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    """Of two made-up distributions, by hand."""
+    p, q = np.log(np.array([[0.5, 0.25, 0.25]])), np.log(np.array([[0.25, 0.5, 0.25]]))
+    divergence, same, surprise, wanted = quality._compare(np.repeat(p, 2, 0) + 3, np.repeat(q, 2, 0) - 7, [0, 2])
+    assert divergence == pytest.approx([0.25 * np.log(2)] * 2) and not same.any()
+    assert (surprise, wanted) == (pytest.approx([np.log(4)]), pytest.approx([np.log(4)]))
 
 
 # whole models

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2 import Llama
+from llama_npu2 import Llama, UserError
 
 WINDOW = 256
 """Tokens that are read from an empty context."""
@@ -47,8 +47,11 @@ class Quality:
 
 
 def windows(llm: Llama, text: str, count: int, longest: int = WINDOW) -> list[list[int]]:
-    """The first tokens of a text, cut into windows of the same length, as many as there are up to `count`."""
+    """The first tokens of a text, cut into windows of the same length, as many as there are up to `count`. Raises
+    UserError where there are not two."""
     ids = llm.encode(text, raw=True)
+    if len(ids) < 2:
+        raise UserError(f"text=: {len(ids)} tokens are no text to compare on: give a longer one")
     length = min(longest, llm.context_length, len(ids))
     return [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)][:count]
 
