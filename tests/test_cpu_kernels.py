@@ -286,6 +286,7 @@ extern "C" float product_of_fresh_line(uint16_t value) { return avx512bf16::prod
 #else
 #include "vec.h"
 #include "operand.h"
+#include "epilogue.h"
 #include "gemv_core.h"
 #if ISA_LANES == 16
 namespace ISA {

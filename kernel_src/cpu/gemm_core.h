@@ -3,37 +3,66 @@
 // An Epilogue says which panels form a group and what becomes of the f32 sums:
 //   static constexpr int64_t weights     matrices the group is taken from, tile_panels / weights of each
 //   void row(const float *sums, int64_t r, int64_t column, int64_t count)
-//       sums of weight w, column + i are at sums[w * group_columns + i], i < count
+//       sums of weight w, column + i are at sums[w * columns of the group + i], i < count
 namespace ISA {
 namespace {
 
 constexpr int64_t rows_per_task = 43 * tile_rows;  // f32 sums of a task stay in L2
 constexpr int64_t pairs_per_block = 1024;          // and so do its weights: 256 KB
 
+// The output of a product in groups of columns, of as many panels as a tile takes, and in tasks of rows. A panel of the
+// weights has `panel_elements`.
+template <class Weight, class Epilogue>
+struct PanelGroups {
+    static constexpr int64_t panels = tile_panels / Epilogue::weights, columns = panels * panel_rows;
+
+    const Weight *const *weights;
+    int64_t panel_elements, rows, out_cols;
+
+    int64_t row_tasks() const { return (rows + rows_per_task - 1) / rows_per_task; }
+
+    // Evenly many, so that the last task is not a sliver.
+    int64_t task_rows() const {
+        const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+        return (tiles + row_tasks() - 1) / row_tasks() * tile_rows;
+    }
+
+    // Calls multiply(group, first row, row behind the last) for each task that this worker takes.
+    template <class Multiply>
+    void each_task(Worker &worker, const Multiply &multiply) const {
+        const int64_t groups = (panel_count(out_cols) + panels - 1) / panels;
+        const int64_t tasks = row_tasks(), step = task_rows();
+        Chunks chunks(worker, groups * tasks, 1);
+        // Row tasks of one group follow each other: its weights come from memory once.
+        for (int64_t task, end; chunks.next(task, end);) {
+            const int64_t first = task % tasks * step;
+            multiply(task / tasks, first, first + step < rows ? first + step : rows);
+        }
+    }
+
+    // Panel p of a tile. Past the last panel, the last one is computed again and the result dropped.
+    const Weight *panel(int64_t group, int64_t p) const {
+        const int64_t index = group * panels + p % panels, last = panel_count(out_cols) - 1;
+        return weights[p / panels] + (index < last ? index : last) * panel_elements;
+    }
+
+    // The sums of one row of a group.
+    void finish(Epilogue &epilogue, int64_t group, int64_t row, const float *sums) const {
+        const int64_t column = group * columns;
+        epilogue.row(sums, row, column, out_cols - column < columns ? out_cols - column : columns);
+    }
+};
+
 template <class Epilogue>
 class Gemm {
 public:
-    static constexpr int64_t group_panels = tile_panels / Epilogue::weights;
-    static constexpr int64_t group_columns = group_panels * panel_rows;
-
     Gemm(const bf16 *x, const bf16 *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
          const Epilogue &epilogue)
-        : x_(x), weights_(weights), rows_(rows), cols_(cols), out_cols_(out_cols), epilogue_(epilogue) {}
+        : x_(x), groups_{weights, panel_size(cols), rows, out_cols}, cols_(cols), epilogue_(epilogue) {}
 
     void run(Worker &worker) {
-        const int64_t groups = (panel_count(out_cols_) + group_panels - 1) / group_panels;
-        const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
-        // Evenly large, so that the last one is not a sliver.
-        const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
-        const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
-        sums_ = worker.scratch<float>(task_rows * line_width);
-        Chunks chunks(worker, groups * row_tasks, 1);
-        // Row tasks of one group follow each other: its weights come from memory once.
-        for (int64_t task, end; chunks.next(task, end);) {
-            const int64_t first = task % row_tasks * task_rows;
-            const int64_t last = first + task_rows < rows_ ? first + task_rows : rows_;
-            multiply(task / row_tasks, first, last);
-        }
+        sums_ = worker.scratch<float>(groups_.task_rows() * line_width);
+        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
     }
 
 private:
@@ -56,7 +85,7 @@ private:
     void multiply_block(int64_t group, int64_t row, int64_t count, int64_t done, int64_t until, float *sums) {
         TileArgs args;
         for (int64_t p = 0; p < tile_panels; p++)
-            args.panels[p] = panel(group, p) + done * line_elements;
+            args.panels[p] = groups_.panel(group, p) + done * line_elements;
         args.x = x_ + row * cols_ + 2 * done;
         args.x_stride = cols_;
         args.out = sums;
@@ -83,22 +112,13 @@ private:
         tile_of_rows<tile_panels>(count, args);
     }
 
-    // Past the last panel, the last one is computed again and the result dropped.
-    const bf16 *panel(int64_t group, int64_t p) const {
-        const int64_t index = group * group_panels + p % group_panels;
-        const int64_t last = panel_count(out_cols_) - 1;
-        return weights_[p / group_panels] + (index < last ? index : last) * panel_size(cols_);
-    }
-
     void finish(int64_t group, int64_t row, int64_t rows, const float *sums) {
-        const int64_t column = group * group_columns;
-        const int64_t count = out_cols_ - column < group_columns ? out_cols_ - column : group_columns;
-        for (int64_t r = 0; r < rows; r++) epilogue_.row(sums + r * line_width, row + r, column, count);
+        for (int64_t r = 0; r < rows; r++) groups_.finish(epilogue_, group, row + r, sums + r * line_width);
     }
 
     const bf16 *x_;
-    const bf16 *const *weights_;
-    int64_t rows_, cols_, out_cols_;
+    PanelGroups<bf16, Epilogue> groups_;
+    int64_t cols_;
     Epilogue epilogue_;
     float *sums_ = nullptr;
 };

@@ -135,13 +135,7 @@ private:
                                        count);
         panels_times_vector<count>(weights_[weights - 1] + panel * size, x_, pairs, sums[weights - 1],
                                    weights_[0] + next * size, next_count);
-        for (int64_t p = 0; p < count; p++) {
-            float row[weights * panel_rows];
-            for (int64_t w = 0; w < weights; w++)
-                memcpy(row + w * panel_rows, sums[w] + p * panel_rows, panel_rows * sizeof(float));
-            const int64_t column = (panel + p) * panel_rows;
-            epilogue_.row(row, 0, column, out_cols_ - column < panel_rows ? out_cols_ - column : panel_rows);
-        }
+        finish_panels<count>(epilogue_, panel, out_cols_, sums);
         return count;
     }
 

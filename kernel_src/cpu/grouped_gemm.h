@@ -123,42 +123,25 @@ void grouped_tile(const GroupedTileArgs<Format> &args) {
 
 template <class Format>
 void grouped_tile_of_rows(int64_t rows, const GroupedTileArgs<Format> &args) {
-    static_assert(tile_rows == 6, "one case per number of rows");
-    switch (rows) {
-    case 1: return grouped_tile<Format, 1>(args);
-    case 2: return grouped_tile<Format, 2>(args);
-    case 3: return grouped_tile<Format, 3>(args);
-    case 4: return grouped_tile<Format, 4>(args);
-    case 5: return grouped_tile<Format, 5>(args);
-    default: return grouped_tile<Format, 6>(args);
-    }
+    with_rows(rows, [&](auto known) { grouped_tile<Format, known.count>(args); });
 }
 
 template <class Format, class Epilogue>
 class GroupedGemm {
 public:
-    static constexpr int64_t group_panels = tile_panels / Epilogue::weights;
-    static constexpr int64_t group_columns = group_panels * panel_rows;
-
     GroupedGemm(const bf16 *x, const uint8_t *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
                 const Epilogue &epilogue)
-        : x_(x), weights_(weights), rows_(rows), cols_(cols), out_cols_(out_cols), epilogue_(epilogue) {}
+        : x_(x), groups_{weights, GroupedPanel<Format>::size(cols), rows, out_cols}, cols_(cols),
+          epilogue_(epilogue) {}
 
     void run(Worker &worker) {
         if (Format::has_minimum) sum_groups(worker);
-        const int64_t columns = (panel_count(out_cols_) + group_panels - 1) / group_panels;
-        const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
-        const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
-        const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
+        const int64_t task_rows = groups_.task_rows();
         constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
         char *own = worker.scratch<char>(wide_bytes + task_rows * line_width * sizeof(float));
         wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
         sums_ = reinterpret_cast<float *>(own + wide_bytes);
-        Chunks chunks(worker, columns * row_tasks, 1);
-        for (int64_t task, end; chunks.next(task, end);) {
-            const int64_t first = task % row_tasks * task_rows;
-            multiply(task / row_tasks, first, first + task_rows < rows_ ? first + task_rows : rows_);
-        }
+        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
     }
 
 private:
@@ -167,9 +150,9 @@ private:
 
     void sum_groups(Worker &worker) {
         const int64_t groups = group_count<Format>(cols_);
-        sums_of_x_ = worker.shared_scratch<float>(rows_ * groups);
+        sums_of_x_ = worker.shared_scratch<float>(groups_.rows * groups);
         {
-            Chunks chunks(worker, rows_, 8);
+            Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)
                 for (; row < end; row++)
                     for (int64_t g = 0; g < groups; g++)
@@ -196,7 +179,7 @@ private:
     void widen(int64_t column, int64_t first, int64_t count) {
         for (int64_t p = 0; p < tile_panels; p++)
             for (int64_t g = 0; g < count; g++)
-                wide_[p / grouped_panels][g].widen(panel(column, p), p % grouped_panels, first + g);
+                wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *sums) const {
@@ -230,21 +213,13 @@ private:
         grouped_tile_of_rows<Format>(rows, args);
     }
 
-    // Past the last panel, the last one is computed again and the result dropped.
-    const uint8_t *panel(int64_t column, int64_t p) const {
-        const int64_t index = column * group_panels + p % group_panels, last = panel_count(out_cols_) - 1;
-        return weights_[p / group_panels] + (index < last ? index : last) * GroupedPanel<Format>::size(cols_);
-    }
-
     void finish(int64_t column, int64_t row, int64_t rows, const float *sums) {
-        const int64_t at = column * group_columns;
-        const int64_t count = out_cols_ - at < group_columns ? out_cols_ - at : group_columns;
-        for (int64_t r = 0; r < rows; r++) epilogue_.row(sums + r * line_width, row + r, at, count);
+        for (int64_t r = 0; r < rows; r++) groups_.finish(epilogue_, column, row + r, sums + r * line_width);
     }
 
     const bf16 *x_;
-    const uint8_t *const *weights_;
-    int64_t rows_, cols_, out_cols_;
+    PanelGroups<uint8_t, Epilogue> groups_;
+    int64_t cols_;
     Epilogue epilogue_;
     float *sums_of_x_ = nullptr, *sums_ = nullptr;
     WideGroup<Format> (*wide_)[groups_per_block] = nullptr;

@@ -148,13 +148,7 @@ private:
         float sums[weights][count * panel_rows];
         for (int64_t w = 0; w < weights; w++)
             grouped_panels_times_vector<Format, count>(weights_[w] + panel * size, size, x_, groups, sums[w]);
-        for (int64_t p = 0; p < count; p++) {
-            float row[weights * panel_rows];
-            for (int64_t w = 0; w < weights; w++)
-                memcpy(row + w * panel_rows, sums[w] + p * panel_rows, panel_rows * sizeof(float));
-            const int64_t column = (panel + p) * panel_rows;
-            epilogue_.row(row, 0, column, out_cols_ - column < panel_rows ? out_cols_ - column : panel_rows);
-        }
+        finish_panels<count>(epilogue_, panel, out_cols_, sums);
         return count;
     }
 

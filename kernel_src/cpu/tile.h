@@ -143,17 +143,29 @@ void tile(const TileArgs &args) {
 
 #endif
 
-template <int P, bool fetching>
-void tile_of_rows(int64_t rows, const TileArgs &args) {
+// A number of rows that is known at compile time.
+template <int R>
+struct Rows {
+    static constexpr int count = R;
+};
+
+// Calls `tile` with `rows`, at most tile_rows, as Rows.
+template <class Tile>
+INLINE void with_rows(int64_t rows, const Tile &tile) {
     static_assert(tile_rows == 6, "one case per number of rows");
     switch (rows) {
-    case 1: return tile<1, P, fetching>(args);
-    case 2: return tile<2, P, fetching>(args);
-    case 3: return tile<3, P, fetching>(args);
-    case 4: return tile<4, P, fetching>(args);
-    case 5: return tile<5, P, fetching>(args);
-    default: return tile<6, P, fetching>(args);
+    case 1: return tile(Rows<1>{});
+    case 2: return tile(Rows<2>{});
+    case 3: return tile(Rows<3>{});
+    case 4: return tile(Rows<4>{});
+    case 5: return tile(Rows<5>{});
+    default: return tile(Rows<6>{});
     }
+}
+
+template <int P, bool fetching>
+void tile_of_rows(int64_t rows, const TileArgs &args) {
+    with_rows(rows, [&](auto known) { tile<known.count, P, fetching>(args); });
 }
 
 template <int P>

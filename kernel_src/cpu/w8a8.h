@@ -171,39 +171,21 @@ void integer_tile(const IntegerTileArgs &args) {
 
 template <int P>
 void integer_tile_of_rows(int64_t rows, const IntegerTileArgs &args) {
-    static_assert(tile_rows == 6, "one case per number of rows");
-    switch (rows) {
-    case 1: return integer_tile<1, P>(args);
-    case 2: return integer_tile<2, P>(args);
-    case 3: return integer_tile<3, P>(args);
-    case 4: return integer_tile<4, P>(args);
-    case 5: return integer_tile<5, P>(args);
-    default: return integer_tile<6, P>(args);
-    }
+    with_rows(rows, [&](auto known) { integer_tile<known.count, P>(args); });
 }
 
 template <class Epilogue>
 class GroupedGemm<W8A8, Epilogue> {
 public:
-    static constexpr int64_t group_panels = tile_panels / Epilogue::weights;
-    static constexpr int64_t group_columns = group_panels * panel_rows;
-
     GroupedGemm(const bf16 *x, const uint8_t *const *weights, int64_t rows, int64_t cols, int64_t out_cols,
                 const Epilogue &epilogue)
-        : x_(x), weights_(weights), rows_(rows), cols_(cols), out_cols_(out_cols), epilogue_(epilogue) {}
+        : x_(x), groups_{weights, GroupedPanel<W8A8>::size(cols), rows, out_cols}, cols_(cols),
+          epilogue_(epilogue) {}
 
     void run(Worker &worker) {
         quantise(worker);
-        const int64_t columns = (panel_count(out_cols_) + group_panels - 1) / group_panels;
-        const int64_t row_tasks = (rows_ + rows_per_task - 1) / rows_per_task;
-        const int64_t tiles = (rows_ + tile_rows - 1) / tile_rows;
-        const int64_t task_rows = (tiles + row_tasks - 1) / row_tasks * tile_rows;
-        sums_ = worker.scratch<int32_t>(task_rows * line_width);
-        Chunks chunks(worker, columns * row_tasks, 1);
-        for (int64_t task, end; chunks.next(task, end);) {
-            const int64_t first = task % row_tasks * task_rows;
-            multiply(task / row_tasks, first, first + task_rows < rows_ ? first + task_rows : rows_);
-        }
+        sums_ = worker.scratch<int32_t>(groups_.task_rows() * line_width);
+        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
     }
 
 private:
@@ -212,10 +194,10 @@ private:
 
     void quantise(Worker &worker) {
         const int64_t size = quantised_size(cols_);
-        quantised_ = worker.shared_scratch<uint8_t>(rows_ * (size + 4));
-        scales_ = reinterpret_cast<float *>(quantised_ + rows_ * size);
+        quantised_ = worker.shared_scratch<uint8_t>(groups_.rows * (size + 4));
+        scales_ = reinterpret_cast<float *>(quantised_ + groups_.rows * size);
         {
-            Chunks chunks(worker, rows_, 8);
+            Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)
                 for (; row < end; row++) scales_[row] = quantise_row(x_ + row * cols_, cols_, quantised_ + row * size);
         }
@@ -227,7 +209,7 @@ private:
         IntegerTileArgs args;
         args.x_stride = quantised_size(cols_);
         args.sums_stride = line_width;
-        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = panel(column, p);
+        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = groups_.panel(column, p);
         for (args.from = 0; args.from < quads; args.from = args.until) {
             args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
             for (int64_t row = first; row < last; row += tile_rows) {
@@ -247,27 +229,19 @@ private:
                 memcpy(args.sums + r * line_width + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
     }
 
-    // Past the last panel, the last one is computed again and the result dropped.
-    const uint8_t *panel(int64_t column, int64_t p) const {
-        const int64_t index = column * group_panels + p % group_panels, last = panel_count(out_cols_) - 1;
-        return weights_[p / group_panels] + (index < last ? index : last) * GroupedPanel<W8A8>::size(cols_);
-    }
-
     void finish(const IntegerTileArgs &args, int64_t column, int64_t row, int64_t rows) {
-        const int64_t at = column * group_columns;
-        const int64_t count = out_cols_ - at < group_columns ? out_cols_ - at : group_columns;
         for (int64_t r = 0; r < rows; r++) {
             float scaled[line_width];
             for (int64_t p = 0; p < tile_panels; p++)
                 scale_sums(args.sums + r * line_width + p * panel_rows, args.panels[p], scales_[row + r],
                            scaled + p * panel_rows);
-            epilogue_.row(scaled, row + r, at, count);
+            groups_.finish(epilogue_, column, row + r, scaled);
         }
     }
 
     const bf16 *x_;
-    const uint8_t *const *weights_;
-    int64_t rows_, cols_, out_cols_;
+    PanelGroups<uint8_t, Epilogue> groups_;
+    int64_t cols_;
     Epilogue epilogue_;
     uint8_t *quantised_ = nullptr;
     float *scales_ = nullptr;
@@ -338,8 +312,7 @@ private:
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
                 scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p) * size, scale_, row + w * panel_rows);
-            const int64_t column = (panel + p) * panel_rows;
-            epilogue_.row(row, 0, column, out_cols_ - column < panel_rows ? out_cols_ - column : panel_rows);
+            finish_panel(epilogue_, panel + p, out_cols_, row);
         }
     }
 
