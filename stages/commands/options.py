@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.options import Running, Sampling, kind
+from stages.engine.names import suggestion
 
 PEERS = ("llama.cpp", "transformers")
 MATMULS = ("bf16", "bfp16")
@@ -94,9 +95,7 @@ def _parts(text: str) -> tuple[str, ...]:
 def _check_name(variable: str, name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1, 0.3)
-        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
-        raise UserError(f"{variable}={name} is unknown: {hint}")
+        raise UserError(f"{variable}={name} is unknown: {suggestion(name, names, alike=0.3)}")
 
 
 def _value(each: Field[Any], text: str) -> Any:

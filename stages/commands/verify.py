@@ -8,7 +8,6 @@ checkpoint (`quality`). What was found lies beside the manifest, in `verified.js
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import platform
@@ -24,7 +23,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.table import Column, Table
 from stages.commands import quality
-from stages.engine.files import first_line, write_atomic
+from stages.engine.files import file_digests, first_line, write_atomic
 from stages.graph import Build
 from stages.model import families
 from stages.model.artifact_weights import ArtifactWeights
@@ -149,17 +148,13 @@ def _record(
     versions = {name: version(name) for name in ("torch", "transformers")}
     found = {
         "passed": passed,
-        "manifest": _sha256(directory / "manifest.json"),
-        "text": {"name": text.name, "sha256": _sha256(text)},
+        "manifest": file_digests(directory / "manifest.json")["sha256"],
+        "text": {"name": text.name, "sha256": file_digests(text)["sha256"]},
         "machine": {"system": platform.system(), "machine": platform.machine(), **versions},
         "bits": weights.bits,
         "results": [{"kind": type(result).__name__.lower(), **asdict(result)} for result in results],
     }
     write_atomic(directory / VERIFIED, (json.dumps(found, indent=1) + "\n").encode())
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

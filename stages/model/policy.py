@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
+from stages.engine.names import suggestion
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.importers import PLAIN
@@ -97,6 +97,4 @@ def _slots() -> list[str]:
 
 def _known(where: str, name: str, known: list[str]) -> None:
     if name not in known:
-        close = difflib.get_close_matches(name, known, 1, 0.5)
-        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}"
-        raise UserError(f"{where}: {name or 'nothing'} is unknown: {hint}")
+        raise UserError(f"{where}: {name or 'nothing'} is unknown: {suggestion(name, known)}")
