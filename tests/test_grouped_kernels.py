@@ -41,8 +41,19 @@ def activations(rng, *shape):
     return guarded(rng.standard_normal(shape, np.float32).astype(BF16))
 
 
+def fixed(x):
+    """Rows of x in fixed point, as the products take them: blocks of 512 with 15 bits each."""
+    out = np.array(x, np.float64)
+    for first in range(0, x.shape[-1], 512):
+        block = out[..., first : first + 512]
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        unit = 2.0 ** (np.floor(np.log2(largest, where=largest > 0, out=np.zeros_like(largest))) - 13)
+        block[...] = np.rint(block / unit) * unit
+    return out
+
+
 def assert_product(out, x, wide, rounded=True):
-    x64, w64 = np.asarray(x, np.float64), np.asarray(wide, np.float64)
+    x64, w64 = fixed(x), np.asarray(wide, np.float64)
     exact, size = x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
     # A minimum is subtracted from products that are up to fifteen times as large as their difference.
     limit = (U if rounded else 0) * np.abs(exact) + 16 * (8 + w64.shape[1] ** 0.5) * U32 * size + 1e-30

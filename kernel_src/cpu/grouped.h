@@ -6,23 +6,28 @@
 //   header   f32 [factors][16]                    what a row's scales are multiples of, where they are whole numbers
 //   blocks   scales of as many groups as a line of 64 bytes holds, or whole lines of one group, then those groups'
 //            numbers; the last block may have fewer groups
-// A *pair* is inputs 2i, 2i + 1 of 16 outputs, as one line of panels.h holds it.
+// A *quad* is four inputs of 16 outputs, a byte each, [16 outputs][4], in the order 0, 2, 1, 3: a line's even bytes are
+// a pair of inputs for each output, and so are its odd ones.
 //   int4   scale u8 [16], minimum u8 [16] per group: w = d s q - e m, header d and e
-//          numbers [4][16 outputs][4 bytes]: nibble t of 16-bit half j of an output = input 8 line + 2 t + j
+//          numbers: four lines, quad 2 i in the low nibbles of line i, quad 2 i + 1 in the high ones
 //   int4_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int4
 //   int6   scale u8 [16] per group: w = d s (q - 32), header d
-//          nibbles as int4, then [2][16][4 bytes]: two bits 2 (line % 2 * 4 + t) up of half j, above the nibble
-//   int8   scale f16 [16] per group: w = s q
-//          numbers i8 [8][4][2 pairs][4 outputs][2]: line i is pairs 2 i and 2 i + 1, quarter j of it outputs 4 j and on
-//   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int8
-//   int8_f32_16  groups of 16: scale f32 [16] per group: w = s q; numbers as int8, four lines
-// A group's sum of products is f32, in the order of pairs, and only then scaled: matrices and vectors do the same.
+//          numbers: the low four bits as int4, then two lines: two bits of quads 4 i .. 4 i + 3, upwards
+//   int8   scale f16 [16] per group: w = s (q - 128)
+//          numbers: eight lines, a quad each
+//   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s (q - 128) - m; numbers as int8
+//   int8_f32_16  groups of 16: scale f32 [16] per group: w = s (q - 128); numbers as int8, four lines
+// x is fixed point (fixed_point.h), so that a group's sum of products is a whole number, exact in any order. It is scaled
+// in f32, and so are sums of groups, in their order: matrices and vectors do the same.
 namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP, line_bytes = 64;
-static_assert(group_inputs == 32, "four lines of nibbles, or sixteen pairs, are a group");
-static_assert(short_group_inputs == 16, "four lines of bytes, or eight pairs, are a short group");
+constexpr int64_t quad = LAYOUT_QUAD;
+static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
+static_assert(group_inputs == 32, "four lines of nibbles, or eight quads, are a group");
+static_assert(short_group_inputs == 16, "four quads are a short group");
+static_assert(fixed_inputs % group_inputs == 0 && fixed_inputs % short_group_inputs == 0, "blocks of x are whole groups");
 
 template <class Format>
 INLINE int64_t group_count(int64_t cols) {
@@ -51,125 +56,40 @@ struct GroupedPanel {
     }
 };
 
-#if ISA_LANES == 16
+typedef uint16_t quadv __attribute__((vector_size(lanes * 4)));  // of `lanes` outputs of a quad
 
-static_assert(panel_rows == lanes, "a group's scales are one register");
-
-INLINE f32v load_u8(const uint8_t *p) {
-    return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
-INLINE f32v load_f16(const uint8_t *p) { return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-
-// bf16 of 0, 1 .. 31 less `zero`, for vpermw and vpermi2w.
-template <int zero, int period>
-INLINE __m512i table(int first) {
-    alignas(64) uint16_t values[32];
-#pragma GCC unroll 32
-    for (int i = 0; i < 32; i++) {
-        const float value = static_cast<float>((first + i) % period - zero);
-        uint32_t bits;
-        __builtin_memcpy(&bits, &value, 4);
-        values[i] = static_cast<uint16_t>(bits >> 16);
-    }
-    return _mm512_load_si512(values);
-}
-
-// Byte `byte` of the bf16 of `first`, `first` + 1 .. `first` + 63, for vpermi2b.
-template <int byte>
-INLINE __m512i byte_table(int first) {
-    alignas(64) uint8_t values[64];
-#pragma GCC unroll 64
-    for (int i = 0; i < 64; i++) {
-        const float value = static_cast<float>(first + i);
-        uint32_t bits;
-        __builtin_memcpy(&bits, &value, 4);
-        values[i] = static_cast<uint8_t>(bits >> (16 + 8 * byte));
-    }
-    return _mm512_load_si512(values);
-}
-
-INLINE __m512i shifted(__m512i v, int by) { return by ? _mm512_srli_epi16(v, by) : v; }
-
-#endif
-
-// How the numbers of a group of `inputs` lie.
+// How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
+// are stored `zero` above their value.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
+    static constexpr int zero = 0;
 
-#if ISA_LANES == 16
-    __m512i values;
-
-    // Constructors do not get the target pragma.
-    INLINE Nibbles make() { return {table<0, 16>(0)}; }
-
-    INLINE __m512i line(const uint8_t *numbers, int i) { return _mm512_loadu_si512(numbers + i * line_bytes); }
-
-    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
-        return (__m512bh)_mm512_permutexvar_epi16(shifted(line(numbers, i / 4), i % 4 * 4), values);
-    }
-#endif
-
-    // Number of input k and output r.
-    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
-        const uint8_t byte = numbers[k / 8 * line_bytes + r * 4 + k % 2 * 2 + k % 8 / 4];
-        return k % 4 < 2 ? byte & 15 : byte >> 4;
+    INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
+        const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
+        return (i % 2 ? line >> 4 : line) & 0x0f0f;
     }
 };
 
 struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
+    static constexpr int zero = 32;
 
-#if ISA_LANES == 16
-    __m512i low, high, nibble;
-
-    INLINE SixBits make() { return {table<32, 64>(0), table<32, 64>(32), _mm512_set1_epi16(15)}; }
-
-    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
-        const __m512i four = shifted(Nibbles::line(numbers, i / 4), i % 4 * 4);
-        const __m512i two = Nibbles::line(numbers, 4 + i / 8);
-        const int at = i % 8 * 2;  // to bits 4 and 5
-        const __m512i above = at < 4 ? _mm512_slli_epi16(two, 4 - at) : shifted(two, at - 4);
-        // nibble ? four : above; vpermi2w takes the low six bits
-        const __m512i index = _mm512_ternarylogic_epi32(nibble, four, above, 0xca);
-        return (__m512bh)_mm512_permutex2var_epi16(low, index, high);
-    }
-#endif
-
-    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
-        uint16_t two;
-        __builtin_memcpy(&two, numbers + (4 + k / 16) * line_bytes + r * 4 + k % 2 * 2, 2);
-        return (Nibbles::number(numbers, k, r) | (two >> (k % 16 / 2 * 2) & 3) << 4) - 32;
+    INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
+        const quadv line = load<quadv>(numbers + (4 + i / 4) * line_bytes + at);
+        const int first = i % 4 * 2;  // to bits 4 and 5
+        const quadv two = first < 4 ? line << (4 - first) : line >> (first - 4);
+        return Nibbles::quad_at(numbers, i, at) | (two & 0x3030);
     }
 };
 
 template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
+    static constexpr int zero = 128;
 
-#if ISA_LANES == 16
-    __m512i low[2], high[2];  // bytes of magnitudes 0 .. 127
-
-    INLINE Bytes make() {
-        return {{byte_table<0>(0), byte_table<0>(64)}, {byte_table<1>(0), byte_table<1>(64)}};
-    }
-
-    // Both pairs of a line have what is before the last step in common.
-    INLINE_MEMBER __m512bh pair(const uint8_t *numbers, int i) const {
-        const __m512i line = _mm512_loadu_si512(numbers + i / 2 * line_bytes), sign = _mm512_set1_epi8(-128);
-        const __m512i magnitude = _mm512_abs_epi8(line);
-        const __m512i lower = _mm512_permutex2var_epi8(low[0], magnitude, low[1]);
-        const __m512i unsigned_upper = _mm512_permutex2var_epi8(high[0], magnitude, high[1]);
-        // upper | line & sign; -128 has a magnitude of 8 bits, of which the table sees 0
-        const __m512i upper = _mm512_mask_blend_epi8(_mm512_cmpeq_epi8_mask(line, sign),
-                                                     _mm512_ternarylogic_epi32(unsigned_upper, line, sign, 0xf8),
-                                                     _mm512_set1_epi8(static_cast<char>(0xc3)));
-        return (__m512bh)(i % 2 ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper));
-    }
-#endif
-
-    INLINE int number(const uint8_t *numbers, int64_t k, int64_t r) {
-        return static_cast<int8_t>(numbers[k / 4 * line_bytes + r / 4 * 16 + k / 2 % 2 * 8 + r % 4 * 2 + k % 2]);
+    INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
+        return load<quadv>(numbers + i * line_bytes + at);
     }
 };
 
@@ -181,15 +101,32 @@ INLINE float f16_to_float(uint16_t half) {
     return half & 0x8000 ? -value : value;
 }
 
-template <class T>
-INLINE T element(const uint8_t *line, int64_t r) {
-    T value;
-    __builtin_memcpy(&value, line + r * static_cast<int64_t>(sizeof value), sizeof value);
-    return value;
+INLINE f32v load_u8(const uint8_t *p) {
+#if ISA_LANES == 16
+    return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    f32v v;
+    for (int64_t i = 0; i < lanes; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+INLINE f32v load_f16(const uint8_t *p) {
+#if ISA_LANES == 16
+    return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    f32v v;
+    for (int64_t i = 0; i < lanes; i++) {
+        uint16_t half;
+        __builtin_memcpy(&half, p + 2 * i, 2);
+        v[i] = f16_to_float(half);
+    }
+    return v;
+#endif
 }
 
 // How the `values` scales of a group lie: its scale, then its minimum if it has one. `at`: value i of all outputs of a
-// panel, or of output r; `own`: the group's.
+// panel from output `first` on, `own`: the group's; in units of `factor` of the panel.
 
 // u8, multiples of the header's factors.
 template <int64_t values>
@@ -197,14 +134,7 @@ struct Levels {
     static constexpr int64_t factors = values, scale_bytes = values * panel_rows;
     static constexpr bool has_minimum = values == 2;
 
-#if ISA_LANES == 16
-    INLINE f32v at(const uint8_t *panel, const uint8_t *own, int64_t i) {
-        return load_u8(own + i * panel_rows) * load<f32v>(panel + i * line_bytes);
-    }
-#endif
-    INLINE float at(const uint8_t *panel, const uint8_t *own, int64_t i, int64_t r) {
-        return own[i * panel_rows + r] * element<float>(panel + i * line_bytes, r);
-    }
+    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load_u8(own + i * panel_rows + first); }
 };
 
 template <int64_t values>
@@ -212,12 +142,7 @@ struct Halves {
     static constexpr int64_t factors = 0, scale_bytes = 2 * values * panel_rows;
     static constexpr bool has_minimum = values == 2;
 
-#if ISA_LANES == 16
-    INLINE f32v at(const uint8_t *, const uint8_t *own, int64_t i) { return load_f16(own + i * 2 * panel_rows); }
-#endif
-    INLINE float at(const uint8_t *, const uint8_t *own, int64_t i, int64_t r) {
-        return f16_to_float(element<uint16_t>(own + i * 2 * panel_rows, r));
-    }
+    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load_f16(own + (i * panel_rows + first) * 2); }
 };
 
 template <int64_t values>
@@ -225,12 +150,7 @@ struct Singles {
     static constexpr int64_t factors = 0, scale_bytes = values * line_bytes;
     static constexpr bool has_minimum = values == 2;
 
-#if ISA_LANES == 16
-    INLINE f32v at(const uint8_t *, const uint8_t *own, int64_t i) { return load<f32v>(own + i * line_bytes); }
-#endif
-    INLINE float at(const uint8_t *, const uint8_t *own, int64_t i, int64_t r) {
-        return element<float>(own + i * line_bytes, r);
-    }
+    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load<f32v>(own + i * line_bytes + first * 4); }
 };
 
 struct Int4 : Nibbles, Levels<2> {};
@@ -240,67 +160,93 @@ struct Int8 : Bytes<group_inputs>, Halves<1> {};
 struct Int8F32 : Bytes<group_inputs>, Singles<2> {};
 struct Int8F32By16 : Bytes<short_group_inputs>, Singles<1> {};
 
-// Scale and minimum of one group: of a panel.
-#if ISA_LANES == 16
-
+// A panel's factor of value i, from output `first` on.
 template <class Format>
-struct Scales {
-    f32v scale, minimum;
+INLINE f32v factor(const uint8_t *panel, int64_t i, int64_t first) {
+    return Format::factors != 0 ? load<f32v>(panel + i * line_bytes + first * 4) : splat(1.0f);
+}
 
-    INLINE Scales at(const uint8_t *panel, int64_t group) {
-        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
-        return {Format::at(panel, own, 0), Format::has_minimum ? Format::at(panel, own, 1) : f32v{}};
-    }
-};
+// Value i of the scales of a group, from output `first` on.
+template <class Format>
+INLINE f32v scale_of(const uint8_t *panel, int64_t group, int64_t i, int64_t first) {
+    return Format::at(GroupedPanel<Format>::scales(panel, group), i, first);
+}
 
+// a * b + c: one rounding where the machine multiplies and adds at once, in every product alike.
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) {
+#if ISA_LANES == 16
+    return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif ISA_LANES == 8
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
 #endif
+}
 
-// Of output r.
-struct RowScales {
-    float scale, minimum;
+// The next i32 sums: products of i16, a pair of inputs for each output, with a pair of x.
+INLINE i32v multiply_pairs(quadv pairs, i32v x, i32v sum) {
+#if ISA_LANES == 16
+    return (i32v)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, (__m512i)x);
+#elif ISA_LANES == 8
+    return sum + (i32v)_mm256_madd_epi16((__m256i)pairs, (__m256i)x);
+#elif defined(__SSE2__)
+    return sum + (i32v)_mm_madd_epi16((__m128i)pairs, (__m128i)x);
+#else
+    typedef int16_t pairv __attribute__((vector_size(lanes * 4)));
+    const pairv a = (pairv)pairs, b = (pairv)x;
+    for (int64_t i = 0; i < lanes; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return sum;
+#endif
+}
 
-    template <class Format>
-    INLINE RowScales at(const uint8_t *panel, int64_t group, int64_t r) {
-        const uint8_t *own = GroupedPanel<Format>::scales(panel, group);
-        return {Format::at(panel, own, 0, r), Format::has_minimum ? Format::at(panel, own, 1, r) : 0};
+// Two of x for every output.
+INLINE i32v splat_pair(const int16_t *x) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, 4);
+    return pair - i32v{};
+}
+
+// What a group's sums begin with, so that its numbers count from their zero.
+template <class Format>
+INLINE i32v first_sum(float sum_of_x) {
+    return Format::zero == 0 ? i32v{} : -Format::zero * static_cast<int32_t>(sum_of_x) - i32v{};
+}
+
+INLINE f32v whole_to_float(i32v v) { return __builtin_convertvector(v, f32v); }
+
+// sums f32 [lanes] += a block's total, in its unit.
+INLINE void add_block(float *sums, f32v total, float unit) { store(sums, multiply_add(splat(unit), total, load<f32v>(sums))); }
+
+// sums f32 [16] of a panel: of scaled products and of minima times x, both in units of the panel's factors.
+template <class Format>
+INLINE void finish_sums(const uint8_t *panel, float *products, const float *minima) {
+    if (Format::factors == 0 && !Format::has_minimum) return;
+#pragma GCC unroll 4
+    for (int64_t first = 0; first < panel_rows; first += lanes) {
+        f32v sum = load<f32v>(products + first) * factor<Format>(panel, 0, first);
+        if (Format::has_minimum)
+            sum = multiply_add(-factor<Format>(panel, 1, first), load<f32v>(minima + first), sum);
+        store(products + first, sum);
     }
-};
+}
 
 // The first `count` inputs of output r of a group, rounded to bf16.
 template <class Format>
 INLINE void widen_row(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
-    const auto scales = RowScales::at<Format>(panel, group, r);
+    const int64_t first = r / lanes * lanes, lane = r % lanes;
     const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
+    const f32v scale = scale_of<Format>(panel, group, 0, first) * factor<Format>(panel, 0, first);
+    const f32v minimum = Format::has_minimum
+                             ? scale_of<Format>(panel, group, 1, first) * factor<Format>(panel, 1, first)
+                             : f32v{};
     float wide[Format::inputs];
-    for (int64_t k = 0; k < Format::inputs; k++)
-        wide[k] = scales.scale * static_cast<float>(Format::number(numbers, k, r)) - scales.minimum;
+    for (int64_t k = 0; k < Format::inputs; k++) {
+        uint8_t bytes[lanes * quad];
+        store(bytes, Format::quad_at(numbers, k / quad, first * quad));
+        const int64_t at = k % 2 * 2 + k / 2 % 2;  // the order 0, 2, 1, 3
+        wide[k] = scale[lane] * static_cast<float>(bytes[lane * quad + at] - Format::zero) - minimum[lane];
+    }
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
-}
-
-// total + a group's share: its sum of products, scaled, less its minimum times its sum of x. One rounding each where
-// the machine multiplies and adds at once, in every product alike.
-template <class Format>
-INLINE f32v scaled(f32v sum, f32v scale, f32v minimum, f32v sum_of_x, f32v total) {
-#if ISA_LANES == 16
-    total = (f32v)_mm512_fmadd_ps((__m512)scale, (__m512)sum, (__m512)total);
-    if (Format::has_minimum) total = (f32v)_mm512_fnmadd_ps((__m512)minimum, (__m512)sum_of_x, (__m512)total);
-#elif ISA_LANES == 8
-    total = (f32v)_mm256_fmadd_ps((__m256)scale, (__m256)sum, (__m256)total);
-    if (Format::has_minimum) total = (f32v)_mm256_fnmadd_ps((__m256)minimum, (__m256)sum_of_x, (__m256)total);
-#else
-    total += scale * sum;
-    if (Format::has_minimum) total -= minimum * sum_of_x;
-#endif
-    return total;
-}
-
-// The sum of a group of x, which minima are multiplied with. x: as many values as are left of the row.
-template <class Format>
-INLINE float sum_of_group(const bf16 *x, int64_t left) {
-    f32v sum = {};
-    for (int64_t i = 0; i < Format::inputs; i += lanes)
-        if (i < left) sum += load_bf16(x + i, left - i);
-    return sum_of(sum);
 }
 
 }  // namespace

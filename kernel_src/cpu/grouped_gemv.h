@@ -1,119 +1,119 @@
 // Panels of grouped weights (grouped.h) times one vector, with an epilogue (epilogue.h). Included inside each
 // instruction set.
 //
-// Bound by memory where it can be: for each line of weights there are a dozen instructions, so panels are taken several
-// at a time, which share each load of x.
+// Bound by memory where it can be: for each line of weights there are a few instructions, and panels are taken several at a
+// time, which share each load of x.
 namespace ISA {
 namespace {
 
-// A vector as a grouped product takes it: whole groups, and their sums if there are minima.
-struct GroupedVector {
-    const Operand *x;
-    const float *sums;
-
-    template <class Format>
-    static GroupedVector prepare(const bf16 *x, int64_t cols, Worker &worker) {
-        const int64_t groups = group_count<Format>(cols), padded = groups * Format::inputs;
-        float *sums = worker.scratch<float>(groups + padded);
-        Operand *operands = reinterpret_cast<Operand *>(sums + groups);
-        ISA::prepare(x, cols, padded, operands);
-        for (int64_t g = 0; Format::has_minimum && g < groups; g++)
-            sums[g] = sum_of_group<Format>(x + g * Format::inputs, cols - g * Format::inputs);
-        return {operands, sums};
-    }
-};
+constexpr int64_t sum_vectors = panel_rows / lanes;
 
 #if ISA_LANES == 16
 
 constexpr int64_t grouped_ahead = 1024;  // bytes
 constexpr int most_grouped_streams = 8;
 
-// sums[P][panel_rows] = P panels @ x.
+// Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
+// signed, and high ones what is left of the number.
+INLINE void split_bytes(int16_t *numbers, int64_t count) {
+    const __m512i order = _mm512_set_epi64(0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400,
+                                           0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400);
+    for (int64_t i = 0; i < count; i += 32) {
+        const __m512i some = _mm512_loadu_si512(numbers + i), rounded = _mm512_add_epi16(some, _mm512_set1_epi16(128));
+        const __m512i bytes = _mm512_mask_blend_epi8(0x5555555555555555, rounded, some);
+        _mm512_storeu_si512(numbers + i, _mm512_shuffle_epi8(bytes, order));
+    }
+}
+
+// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes.
 template <class Format, int P>
-void grouped_panels_times_vector(const uint8_t *first, int64_t size, const GroupedVector &x, int64_t groups,
-                                 float *sums) {
-    constexpr int64_t group_pairs = Format::inputs / 2;
-    const auto format = Format::make();
-    f32v total[P];
+INLINE void group_sums(const uint8_t *numbers, int64_t size, const int16_t *x, float sum_of_x, i32v *sums) {
+    constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+    __m512i low[P], high[P];
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) total[p] = f32v{};
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *numbers = GroupedPanel<Format>::numbers(first, g);
-        const Operand *pairs = x.x + g * Format::inputs;
-        __m512 sum[P];
+    for (int p = 0; p < P; p++) {
+        low[p] = (__m512i)first_sum<Format>(sum_of_x);
+        high[p] = _mm512_setzero_si512();
+    }
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++) sum[p] = _mm512_setzero_ps();
-#pragma GCC unroll 16
-        for (int i = 0; i < group_pairs; i += 2) {
-            const __m512bh even = (__m512bh)load_pair(pairs + 2 * i), odd = (__m512bh)load_pair(pairs + 2 * i + 2);
-#pragma GCC unroll 8
-            for (int p = 0; p < P; p++) {
-                const uint8_t *own = numbers + p * size;
-                constexpr int per_line = group_pairs * line_bytes / Format::number_bytes;
-                if (i % per_line == 0) __builtin_prefetch(own + i / per_line * line_bytes + grouped_ahead, 0, 2);
-                sum[p] = _mm512_dpbf16_ps(sum[p], format.pair(own, i), even);
-                sum[p] = _mm512_dpbf16_ps(sum[p], format.pair(own, i + 1), odd);
-            }
-        }
+    for (int i = 0; i < quads; i++) {
+        const __m512i lower = (__m512i)splat_pair(x + i * quad), upper = (__m512i)splat_pair(x + i * quad + 2);
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            const auto scales = Scales<Format>::at(first + p * size, g);
-            total[p] = scaled<Format>((f32v)sum[p], scales.scale, scales.minimum, splat(x.sums[g]), total[p]);
+            const uint8_t *own = numbers + p * size;
+            if (i % per_line == 0) __builtin_prefetch(own + i / per_line * line_bytes + grouped_ahead, 0, 2);
+            const __m512i four = (__m512i)Format::quad_at(own, i, 0);
+            low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
+            high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
         }
     }
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) store(sums + p * panel_rows, total[p]);
+    for (int p = 0; p < P; p++) sums[p] = (i32v)_mm512_add_epi32(_mm512_slli_epi32(high[p], 8), low[p]);
 }
 
 #else
 
 constexpr int most_grouped_streams = 1;
 
-// Numbers of a group as f32 [input][output].
-template <class Format>
-INLINE void widen_group(const uint8_t *numbers, float (*out)[panel_rows]) {
-    for (int64_t k = 0; k < Format::inputs; k++)
-        for (int64_t r = 0; r < panel_rows; r++) out[k][r] = static_cast<float>(Format::number(numbers, k, r));
-}
-
-template <class Format>
-INLINE void read_scales(const uint8_t *panel, int64_t group, float *scale, float *minimum) {
-    for (int64_t r = 0; r < panel_rows; r++) {
-        const auto own = RowScales::at<Format>(panel, group, r);
-        scale[r] = own.scale;
-        minimum[r] = own.minimum;
-    }
-}
-
-// out[panel_rows] += a group's share of panel @ x.
-template <class Format>
-INLINE void add_group(const float (*numbers)[panel_rows], const float *scale, const float *minimum, const float *x,
-                      float sum_of_x, float *out) {
-    constexpr int64_t vectors = panel_rows / lanes;
-    f32v sum[vectors] = {};
-    for (int64_t k = 0; k < Format::inputs; k++)
-#pragma GCC unroll 4
-        for (int64_t v = 0; v < vectors; v++) sum[v] += load<f32v>(numbers[k] + v * lanes) * splat(x[k]);
-#pragma GCC unroll 4
-    for (int64_t v = 0; v < vectors; v++) {
-        store(out + v * lanes, scaled<Format>(sum[v], load<f32v>(scale + v * lanes), load<f32v>(minimum + v * lanes),
-                                              splat(sum_of_x), load<f32v>(out + v * lanes)));
-    }
-}
+INLINE void split_bytes(int16_t *, int64_t) {}
 
 template <class Format, int P>
-void grouped_panels_times_vector(const uint8_t *first, int64_t, const GroupedVector &x, int64_t groups, float *sums) {
+INLINE void group_sums(const uint8_t *numbers, int64_t, const int16_t *x, float sum_of_x, i32v *sums) {
     static_assert(P == 1, "one panel at a time");
-    float numbers[Format::inputs][panel_rows], scale[panel_rows], minimum[panel_rows];
-    for (int64_t r = 0; r < panel_rows; r++) sums[r] = 0;
-    for (int64_t g = 0; g < groups; g++) {
-        widen_group<Format>(GroupedPanel<Format>::numbers(first, g), numbers);
-        read_scales<Format>(first, g, scale, minimum);
-        add_group<Format>(numbers, scale, minimum, x.x + g * Format::inputs, x.sums[g], sums);
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < sum_vectors; v++) sums[v] = first_sum<Format>(sum_of_x);
+    for (int i = 0; i < Format::inputs / quad; i++) {
+        const i32v first = splat_pair(x + i * quad), second = splat_pair(x + i * quad + 2);
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < sum_vectors; v++) {
+            const quadv four = Format::quad_at(numbers, i, v * lanes * quad);
+            sums[v] = multiply_pairs(four >> 8, second, multiply_pairs(four & 0xff, first, sums[v]));
+        }
     }
 }
 
 #endif
+
+// Value i of the scales of vector v of the sums of several panels.
+template <class Format>
+INLINE f32v panel_scale(const uint8_t *first, int64_t size, int64_t group, int64_t i, int64_t v) {
+    const uint8_t *panel = first + v / sum_vectors * size;
+    return scale_of<Format>(panel, group, i, v % sum_vectors * lanes);
+}
+
+// sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
+template <class Format, int P>
+void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums) {
+    constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
+    float minima[P * panel_rows] = {};
+    for (int64_t i = 0; i < P * panel_rows; i++) sums[i] = 0;
+    for (int64_t from = 0; from < groups; from += block_groups) {
+        const int64_t until = from + block_groups < groups ? from + block_groups : groups;
+        const float unit = x.units[from / block_groups];
+        f32v total[vectors] = {};
+        for (int64_t g = from; g < until; g++) {
+            i32v sum[vectors];
+            group_sums<Format, P>(GroupedPanel<Format>::numbers(first, g), size, x.numbers + g * Format::inputs,
+                                  x.sums[g], sum);
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < vectors; v++)
+                total[v] = multiply_add(panel_scale<Format>(first, size, g, 0, v), whole_to_float(sum[v]), total[v]);
+        }
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < vectors; v++) add_block(sums + v * lanes, total[v], unit);
+        if (!Format::has_minimum) continue;
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < vectors; v++) total[v] = f32v{};
+        for (int64_t g = from; g < until; g++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < vectors; v++)
+                total[v] = multiply_add(panel_scale<Format>(first, size, g, 1, v), splat(x.sums[g]), total[v]);
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < vectors; v++) add_block(minima + v * lanes, total[v], unit);
+    }
+    for (int64_t p = 0; p < P; p++)
+        finish_sums<Format>(first + p * size, sums + p * panel_rows, minima + p * panel_rows);
+}
 
 template <class Format, class Epilogue>
 class GroupedGemv {
@@ -125,15 +125,20 @@ public:
         const int64_t least = 65536 / (GroupedPanel<Format>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
-        bool prepared = false;
         for (int64_t panel, end; chunks.next(panel, end);) {
-            if (!prepared) x_ = GroupedVector::prepare<Format>(x, cols_, worker);
-            prepared = true;
+            if (x_.numbers == nullptr) prepare(x, worker);
             while (panel < end) panel += multiply(panel, end - panel);
         }
     }
 
 private:
+    void prepare(const bf16 *x, Worker &worker) {
+        const FixedSize size{cols_, Format::inputs};
+        x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
+        fix_row(x, size, x_);
+        split_bytes(x_.numbers, size.blocks() * fixed_inputs);
+    }
+
     int64_t multiply(int64_t panel, int64_t count) {
         if (count >= 8 && most_grouped_streams >= 8) return multiply<most_grouped_streams>(panel);
         if (count >= 4 && most_grouped_streams >= 4) return multiply<most_grouped_streams < 4 ? 1 : 4>(panel);
@@ -155,7 +160,7 @@ private:
     const uint8_t *const *weights_;
     int64_t out_cols_, cols_;
     Epilogue epilogue_;
-    GroupedVector x_ = {};
+    FixedRow x_ = {};
 };
 
 }  // namespace

@@ -90,6 +90,20 @@ INLINE f32v load_f32(const float *p, int64_t count) {
     return load<f32v>(padded);
 }
 
+// The nearest whole numbers, halves to even. No addition of a magic number, which a compiler may contract with the
+// multiplication before it.
+INLINE i32v nearest(f32v v) {
+#if ISA_LANES == 16
+    return (i32v)_mm512_cvtps_epi32((__m512)v);
+#elif ISA_LANES == 8
+    return (i32v)_mm256_cvtps_epi32((__m256)v);
+#else
+    i32v whole;
+    for (int64_t i = 0; i < lanes; i++) whole[i] = static_cast<int32_t>(lrintf(v[i]));
+    return whole;
+#endif
+}
+
 INLINE f32v max(f32v a, f32v b) {
 #if ISA_LANES == 16
     return (f32v)_mm512_max_ps((__m512)a, (__m512)b);

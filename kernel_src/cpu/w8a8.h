@@ -9,9 +9,6 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t quad = LAYOUT_QUAD;
-static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
-
 INLINE int64_t quad_count(int64_t cols) { return (cols + quad - 1) / quad; }
 
 // A grouped format by name, whose products are these. Rows are widened so many inputs at a time.
@@ -28,7 +25,7 @@ struct GroupedPanel<W8A8> {
 // Input `first` and `count` - 1 more of output r of a panel, rounded to bf16.
 template <>
 INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
-    const float scale = element<float>(panel, r);
+    const float scale = load<float>(panel + r * 4);
     const uint8_t *lines = panel + GroupedPanel<W8A8>::header + group * W8A8::inputs / quad * line_bytes;
     float wide[W8A8::inputs] = {};
     for (int64_t k = 0; k < count; k++)
@@ -39,21 +36,7 @@ INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t 
 // Bytes of a quantised row of x, with room for whole vectors.
 INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes; }
 
-// The low bytes of whole numbers, from the nearest ones, halves to even. No addition of a magic number, which a compiler
-// may contract with the multiplication before it.
-INLINE void store_rounded(uint8_t *out, f32v v) {
-#if ISA_LANES == 16
-    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
-#else
-#if ISA_LANES == 8
-    const i32v whole = (i32v)_mm256_cvtps_epi32((__m256)v);
-#else
-    i32v whole;
-    for (int64_t i = 0; i < lanes; i++) whole[i] = static_cast<int32_t>(lrintf(v[i]));
-#endif
-    for (int64_t i = 0; i < lanes; i++) out[i] = static_cast<uint8_t>(whole[i]);
-#endif
-}
+typedef uint8_t u8v __attribute__((vector_size(lanes)));
 
 // out u8 [quantised_size] = 128 + x / scale; returns the scale, the largest magnitude / 127. NaN is the largest bf16 of
 // all, so a row with one has a scale that is none.
@@ -64,7 +47,7 @@ INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
         largest = magnitude > largest ? magnitude : largest;
     }
     const float most = to_float(largest), inverse = largest == 0 ? 0.0f : 127.0f / most;
-    for (int64_t i = 0; i < cols; i += lanes) store_rounded(out + i, load_bf16(x + i, cols - i) * inverse);
+    for (int64_t i = 0; i < cols; i += lanes) store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, cols - i) * inverse), u8v));
     for (int64_t i = 0; i < cols; i++) out[i] ^= 0x80;
     for (int64_t i = cols; i < quad_count(cols) * quad; i++) out[i] = 0x80;
     return most / 127.0f;

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from stages.weights.constants import GROUP, PANEL_ROWS
+from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
 from stages.weights.formats import Format, Layout, Shape
 
 LINE = 64
@@ -191,65 +191,66 @@ def _by_rows(quantise: Callable[[np.ndarray], np.ndarray], group: int, values: n
 # kernel_src/cpu/grouped.h describes the orders.
 
 
+def _quads(numbers: np.ndarray) -> np.ndarray:
+    """`[..., rows, group]` -> `[..., group / QUAD, rows, QUAD]`, each quad in the order 0, 2, 1, 3."""
+    *outer, rows, group = numbers.shape
+    by_row = numbers.reshape(*outer, rows, group // QUAD, QUAD // 2, 2).swapaxes(-1, -2)
+    return np.moveaxis(by_row, -4, -3).reshape(*outer, group // QUAD, rows, QUAD)
+
+
+def _of_quads(quads: np.ndarray) -> np.ndarray:
+    """Back again."""
+    *outer, count, rows, _ = quads.shape
+    by_row = np.moveaxis(quads.reshape(*outer, count, rows, 2, QUAD // 2), -4, -3).swapaxes(-1, -2)
+    return by_row.reshape(*outer, rows, count * QUAD)
+
+
+def _pack_fields(bits: int, quads: np.ndarray) -> np.ndarray:
+    """Numbers of so few bits: as many quads as fit, each shifted further up, are a line."""
+    *outer, count, rows, _ = quads.shape
+    fields = quads.reshape(*outer, count * bits // 8, 8 // bits, rows, QUAD)
+    return np.bitwise_or.reduce(fields << _shifts(bits), axis=-3).reshape(*outer, -1)
+
+
+def _unpack_fields(bits: int, packed: np.ndarray) -> np.ndarray:
+    outer = packed.shape[:-1]
+    lines = packed.reshape(*outer, -1, 1, PANEL_ROWS, QUAD)
+    return (lines >> _shifts(bits) & (1 << bits) - 1).reshape(*outer, -1, PANEL_ROWS, QUAD)
+
+
+def _shifts(bits: int) -> np.ndarray:
+    return np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
+
+
 def _pack_nibbles(numbers: np.ndarray) -> np.ndarray:
-    """The low four bits: `[4 lines][rows][2][2]`, two nibbles to a byte."""
-    *outer, rows, _ = numbers.shape
-    by_line = numbers.reshape(*outer, rows, GROUP // 8, 2, 2, 2) & 15  # row, line, byte, nibble, half
-    both = by_line[..., 0, :] | by_line[..., 1, :] << 4
-    return np.moveaxis(both, -4, -3).swapaxes(-1, -2).reshape(*outer, -1)
+    return _pack_fields(4, _quads(numbers) & 15)
 
 
 def _unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    outer = packed.shape[:-1]
-    by_line = packed.reshape(*outer, GROUP // 8, PANEL_ROWS, 2, 2).swapaxes(-1, -2)  # line, row, byte, half
-    both = np.moveaxis(by_line, -4, -3)
-    return np.stack([both & 15, both >> 4], axis=-2).reshape(*outer, PANEL_ROWS, GROUP)
-
-
-_SHIFTS = 2 * np.arange(8, dtype=np.uint16)[:, None]
-
-
-def _pack_two_bits(numbers: np.ndarray) -> np.ndarray:
-    """Bits 4 and 5: `[2 lines][rows][2]` words of 16 bits."""
-    *outer, rows, _ = numbers.shape
-    by_line = (numbers.reshape(*outer, rows, GROUP // 16, 8, 2) >> 4 & 3).astype(np.uint16)
-    words = (by_line << _SHIFTS).sum(axis=-2, dtype=np.uint16)
-    return np.ascontiguousarray(np.moveaxis(words, -3, -2)).reshape(*outer, -1).view(np.uint8)
-
-
-def _unpack_two_bits(packed: np.ndarray) -> np.ndarray:
-    outer = packed.shape[:-1]
-    words = np.ascontiguousarray(packed).view(np.uint16).reshape(*outer, GROUP // 16, PANEL_ROWS, 2)
-    by_line = np.moveaxis(words, -2, -3)[..., None, :] >> _SHIFTS & 3
-    return (by_line << 4).astype(np.uint8).reshape(*outer, PANEL_ROWS, GROUP)
+    return _of_quads(_unpack_fields(4, packed))
 
 
 def _pack_six_bits(numbers: np.ndarray) -> np.ndarray:
-    return np.concatenate([_pack_nibbles(numbers), _pack_two_bits(numbers)], axis=-1)
+    return np.concatenate([_pack_nibbles(numbers), _pack_fields(2, _quads(numbers) >> 4)], axis=-1)
 
 
 def _unpack_six_bits(packed: np.ndarray) -> np.ndarray:
     low, high = np.split(packed, [PANEL_ROWS * GROUP // 2], axis=-1)
-    return _unpack_nibbles(low) | _unpack_two_bits(high)
+    return _unpack_nibbles(low) | _of_quads(_unpack_fields(2, high)) << 4
 
 
-_PAIRS = ((-3, -5, -2, -4), (-5, -4, -3, -2))
-"""Quarter, row, line, pair, half -> line, quarter, pair, row, half."""
+_SIGN = np.uint8(128)
+"""What is added to signed numbers, so that all are stored without a sign."""
 
 
-def _pack_pairs(numbers: np.ndarray) -> np.ndarray:
-    """Whole bytes: `[group / 4 lines][quarters of the rows][2 pairs][rows of a quarter][2]`."""
-    *outer, rows, group = numbers.shape
-    by_line = numbers.reshape(*outer, 4, rows // 4, group // 4, 2, 2)
-    return np.moveaxis(by_line, *_PAIRS).reshape(*outer, -1)
+def _pack_bytes(numbers: np.ndarray) -> np.ndarray:
+    return _quads(numbers ^ _SIGN).reshape(*numbers.shape[:-2], -1)
 
 
-def _unpack_pairs(packed: np.ndarray) -> np.ndarray:
-    outer = packed.shape[:-1]
-    by_line = packed.reshape(*outer, -1, 4, 2, PANEL_ROWS // 4, 2)
-    return np.moveaxis(by_line, *reversed(_PAIRS)).reshape(*outer, PANEL_ROWS, -1)
+def _unpack_bytes(packed: np.ndarray) -> np.ndarray:
+    return _of_quads(_unpack_fields(8, packed)) ^ _SIGN
 
 
 NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)
 SIX_BITS = Bits(6, _pack_six_bits, _unpack_six_bits)
-BYTES = Bits(8, _pack_pairs, _unpack_pairs)
+BYTES = Bits(8, _pack_bytes, _unpack_bytes)

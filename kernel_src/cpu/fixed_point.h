@@ -1,0 +1,75 @@
+// x in fixed point, as grouped products take it: blocks of whole numbers that share a power of two. Included inside each
+// instruction set.
+//
+// A bf16 is a whole number of 8 bits times a power of two; a block has 15 bits. So what is at least 2^-6 of the largest of
+// a block is exact, and the rest is off by at most 2^-15 of it: less than rounding the largest to bf16 did.
+namespace ISA {
+namespace {
+
+constexpr int64_t fixed_inputs = 512;  // of a block
+constexpr int fixed_bits = 13;         // below the largest number's own
+
+typedef int16_t i16v __attribute__((vector_size(lanes * 2)));
+
+// A row of x: numbers i16, whole blocks, with zeros behind the row's own; sums of numbers, which are whole and exact, f32
+// [groups]; units f32 [blocks].
+struct FixedRow {
+    int16_t *numbers;
+    float *sums, *units;
+};
+
+// The memory of a row, a multiple of 64 bytes: `inputs` of a group.
+struct FixedSize {
+    int64_t cols, inputs;
+
+    int64_t groups() const { return (cols + inputs - 1) / inputs; }
+    int64_t blocks() const { return (cols + fixed_inputs - 1) / fixed_inputs; }
+    int64_t bytes() const {
+        const int64_t padded = blocks() * fixed_inputs;
+        return 2 * padded + (4 * (groups() + blocks()) + 63) / 64 * 64;
+    }
+
+    FixedRow at(uint8_t *memory) const {
+        int16_t *numbers = reinterpret_cast<int16_t *>(memory);
+        float *sums = reinterpret_cast<float *>(numbers + blocks() * fixed_inputs);
+        return {numbers, sums, sums + groups()};
+    }
+};
+
+INLINE float power_of_two(int exponent_bits) {
+    const uint32_t bits = static_cast<uint32_t>(exponent_bits) << 23;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+// One block; returns its unit, which is NaN where a value is not finite.
+INLINE float fix_block(const bf16 *x, int16_t *out) {
+    bf16 largest = 0;
+    for (int64_t i = 0; i < fixed_inputs; i++) {
+        const bf16 magnitude = x[i] & 0x7fff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const int exponent = largest >> 7, bounded = exponent > 2 * fixed_bits ? exponent : 2 * fixed_bits;
+    const float inverse = exponent == 255 ? 0.0f : power_of_two(2 * 127 + fixed_bits - bounded);
+    for (int64_t i = 0; i < fixed_inputs; i += lanes)
+        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i) * inverse), i16v));
+    return exponent == 255 ? NAN : power_of_two(bounded - fixed_bits);
+}
+
+INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
+    for (int64_t block = 0, first = 0; first < size.cols; block++, first += fixed_inputs) {
+        const int64_t left = size.cols - first;
+        bf16 padded[fixed_inputs] = {};
+        if (left < fixed_inputs) memcpy(padded, x + first, left * sizeof(bf16));
+        row.units[block] = fix_block(left < fixed_inputs ? padded : x + first, row.numbers + first);
+    }
+    for (int64_t group = 0; group < size.groups(); group++) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < size.inputs; i++) sum += row.numbers[group * size.inputs + i];
+        row.sums[group] = static_cast<float>(sum);
+    }
+}
+
+}  // namespace
+}  // namespace ISA
