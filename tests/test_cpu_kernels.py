@@ -287,6 +287,7 @@ extern "C" float product_of_fresh_line(uint16_t value) { return avx512bf16::prod
 #include "vec.h"
 #include "operand.h"
 #include "epilogue.h"
+#include "streams.h"
 #include "gemv_core.h"
 #if ISA_LANES == 16
 namespace ISA {

@@ -33,6 +33,7 @@ KERNEL void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16
 #include "vec.h"
 #include "epilogue.h"
 #include "operand.h"
+#include "streams.h"
 #include "gemv_core.h"
 
 namespace ISA {

@@ -6,18 +6,8 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t prefetch_lines = 16;
-
 // Streams whose sums fit the registers.
 constexpr int most_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 4 : 2;
-
-INLINE void prefetch(const bf16 *line) { __builtin_prefetch(line, 0, 2); }
-
-// Starts reading `count` panels of `size` lines.
-INLINE void prefetch_starts(const bf16 *panels, int64_t count, int64_t size) {
-    for (int64_t k = 0; k < prefetch_lines && k < size; k++)
-        for (int64_t p = 0; p < count; p++) prefetch(panels + (p * size + k) * line_elements);
-}
 
 #if ISA_LANES == 16
 
@@ -90,7 +80,7 @@ void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, flo
     }
     const int64_t last = pairs > prefetch_lines ? pairs - prefetch_lines : 0;
     for (int64_t k = 0; k < last; k++) add_lines<P, true>(panels, x, k, sum);
-    prefetch_starts(next, next_count, pairs);
+    prefetch_starts(next, next_count, pairs * line_elements * static_cast<int64_t>(sizeof(bf16)));
     for (int64_t k = last; k < pairs; k++) add_lines<P, false>(panels, x, k, sum);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) store(sums + p * panel_rows, sum[p]);
@@ -106,14 +96,10 @@ public:
         // Some 128 KB and more at a time: less is not worth the handing out.
         const int64_t least = 65536 / (panel_size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
-        int64_t panel, end, next, next_end;
-        // The next chunk is taken before this one is done, so that its first lines are on their way.
-        for (bool more = chunks.next(panel, end); more; panel = next, end = next_end) {
+        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
             if (x_ == nullptr) x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1));
-            more = chunks.next(next, next_end);
-            if (!more) next = next_end = 0;
-            while (panel < end) panel += multiply(panel, end - panel, next, next_end - next);
-        }
+            for (int64_t end = panel + count; panel < end;) panel += multiply(panel, end - panel, next, next_count);
+        });
     }
 
 private:

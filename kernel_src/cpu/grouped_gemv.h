@@ -10,7 +10,6 @@ constexpr int64_t sum_vectors = panel_rows / lanes;
 
 #if ISA_LANES == 16
 
-constexpr int64_t grouped_ahead = 1024;  // bytes
 constexpr int most_grouped_streams = 8;
 
 // Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
@@ -41,7 +40,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, const int16_t *x, f
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (i % per_line == 0) __builtin_prefetch(own + i / per_line * line_bytes + grouped_ahead, 0, 2);
+            if (i % per_line == 0) prefetch(own + i / per_line * line_bytes + prefetch_bytes);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
             low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
             high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
@@ -81,9 +80,11 @@ INLINE f32v panel_scale(const uint8_t *first, int64_t size, int64_t group, int64
     return scale_of<Format>(panel, group, i, v % sum_vectors * lanes);
 }
 
-// sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
+// sums[P][panel_rows] = P panels, `size` bytes apart, @ x. Starts reading `next_count` panels at `next` before it is done.
 template <class Format, int P>
-void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums) {
+void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums,
+                                 const uint8_t *next, int64_t next_count) {
+    const int64_t near_end = groups > prefetch_lines ? groups - prefetch_lines : 0;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
     float minima[P * panel_rows] = {};
     for (int64_t i = 0; i < P * panel_rows; i++) sums[i] = 0;
@@ -92,6 +93,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         const float unit = x.units[from / block_groups];
         f32v total[vectors] = {};
         for (int64_t g = from; g < until; g++) {
+            if (g == near_end) prefetch_starts(next, next_count, size);
             i32v sum[vectors];
             group_sums<Format, P>(GroupedPanel<Format>::numbers(first, g), size, x.numbers + g * Format::inputs,
                                   x.sums[g], sum);
@@ -125,10 +127,10 @@ public:
         const int64_t least = 65536 / (GroupedPanel<Format>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
-        for (int64_t panel, end; chunks.next(panel, end);) {
+        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
             if (x_.numbers == nullptr) prepare(x, worker);
-            while (panel < end) panel += multiply(panel, end - panel);
-        }
+            for (int64_t end = panel + count; panel < end;) panel += multiply(panel, end - panel, next, next_count);
+        });
     }
 
 private:
@@ -139,20 +141,26 @@ private:
         split_bytes(x_.numbers, size.blocks() * fixed_inputs);
     }
 
-    int64_t multiply(int64_t panel, int64_t count) {
-        if (count >= 8 && most_grouped_streams >= 8) return multiply<most_grouped_streams>(panel);
-        if (count >= 4 && most_grouped_streams >= 4) return multiply<most_grouped_streams < 4 ? 1 : 4>(panel);
-        if (count >= 2 && most_grouped_streams >= 2) return multiply<most_grouped_streams < 2 ? 1 : 2>(panel);
-        return multiply<1>(panel);
+    int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
+        if (count >= 8 && most_grouped_streams >= 8) return multiply<most_grouped_streams>(panel, next, next_count);
+        if (count >= 4 && most_grouped_streams >= 4)
+            return multiply<most_grouped_streams < 4 ? 1 : 4>(panel, next, next_count);
+        if (count >= 2 && most_grouped_streams >= 2)
+            return multiply<most_grouped_streams < 2 ? 1 : 2>(panel, next, next_count);
+        return multiply<1>(panel, next, next_count);
     }
 
     template <int count>
-    int64_t multiply(int64_t panel) {
+    int64_t multiply(int64_t panel, int64_t next, int64_t next_count) {
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
-        for (int64_t w = 0; w < weights; w++)
-            grouped_panels_times_vector<Format, count>(weights_[w] + panel * size, size, x_, groups, sums[w]);
+        for (int64_t w = 0; w < weights; w++) {
+            const bool last = w + 1 == weights;
+            grouped_panels_times_vector<Format, count>(weights_[w] + panel * size, size, x_, groups, sums[w],
+                                                       last ? weights_[0] + next * size : weights_[w + 1] + panel * size,
+                                                       last ? next_count : count);
+        }
         finish_panels<count>(epilogue_, panel, out_cols_, sums);
         return count;
     }

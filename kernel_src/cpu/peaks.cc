@@ -1,9 +1,9 @@
 // The peaks of this machine, for comparison: reading memory, and multiplying in registers.
 // Belongs into the host library, next to team.cc.
 //
-//   double measure_read_bandwidth(Team *, const void *data, int64_t bytes)   bytes per second of one pass
-//   double measure_bf16_peak(Team *, int64_t iterations)                     flop per second, vdpbf16ps
-//   double measure_f32_peak(Team *, int64_t iterations)                      flop per second, FMA
+//   double measure_read_bandwidth(Team *, const Range *ranges, int64_t count)   bytes per second of one pass over all
+//   double measure_bf16_peak(Team *, int64_t iterations)                        flop per second, vdpbf16ps
+//   double measure_f32_peak(Team *, int64_t iterations)                         flop per second, FMA
 //
 // All threads of the team take part. Pass more data than the caches hold, and some 10^6 iterations per thread;
 // take the best of several calls. Without vdpbf16ps, bf16 is widened, and its peak is that of f32.
@@ -17,26 +17,29 @@ static double f32_products(int64_t iterations) { ISA_CALL(f32_products, iteratio
 
 constexpr int64_t shares = 256;  // of a measurement's iterations, so that the team finishes together
 
-struct Measurement {
+struct Range {
     const char *data;
-    int64_t amount;
+    int64_t bytes;
 };
 
-static Measurement *argument(void *const *slots) { return static_cast<Measurement *>(slots[0]); }
+template <class T>
+static const T *argument(void *const *slots) {
+    return static_cast<const T *>(slots[0]);
+}
 
 static void entry_read(void *const *slots, const Dims *, Worker *worker) {
-    read_all(argument(slots)->data, argument(slots)->amount, *worker);
+    const Range *range = argument<Range>(slots);
+    for (int64_t i = 0; i < *static_cast<int64_t *>(slots[1]); i++) read_all(range[i].data, range[i].bytes, *worker);
 }
 
 template <double products(int64_t iterations)>
 static void entry_products(void *const *slots, const Dims *, Worker *worker) {
     Chunks chunks(*worker, shares, 1);
-    for (int64_t share, end; chunks.next(share, end);) products(argument(slots)->amount);
+    for (int64_t share, end; chunks.next(share, end);) products(*argument<int64_t>(slots));
 }
 
 // Seconds that the team takes.
-static double timed(Team *team, decltype(Call::entry) entry, Measurement &measurement) {
-    void *slots[] = {&measurement};
+static double timed(Team *team, decltype(Call::entry) entry, void *const *slots) {
     const Call call = {entry, slots};
     const Dims dims = {1, 0};
     timespec start, end;
@@ -48,14 +51,16 @@ static double timed(Team *team, decltype(Call::entry) entry, Measurement &measur
 
 template <double products(int64_t iterations)>
 static double measure_peak(Team *team, int64_t iterations) {
-    Measurement measurement = {nullptr, iterations * team_threads(team) / shares + 1};
-    const double flop = products(1) * static_cast<double>(measurement.amount * shares);
-    return flop / timed(team, entry_products<products>, measurement);
+    int64_t amount = iterations * team_threads(team) / shares + 1;
+    void *slots[] = {&amount};
+    return products(1) * static_cast<double>(amount * shares) / timed(team, entry_products<products>, slots);
 }
 
-extern "C" double measure_read_bandwidth(Team *team, const void *data, int64_t bytes) {
-    Measurement measurement = {static_cast<const char *>(data), bytes};
-    return static_cast<double>(bytes) / timed(team, entry_read, measurement);
+extern "C" double measure_read_bandwidth(Team *team, Range *ranges, int64_t count) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; i++) bytes += ranges[i].bytes;
+    void *slots[] = {ranges, &count};
+    return static_cast<double>(bytes) / timed(team, entry_read, slots);
 }
 
 extern "C" double measure_bf16_peak(Team *team, int64_t iterations) {
@@ -73,9 +78,10 @@ namespace ISA {
 // Keeps the compiler from dropping work whose result nobody reads.
 INLINE void keep(f32v v) { asm volatile("" : : "m"(v)); }
 
-// The pattern that reads fastest: eight streams, prefetched into L2.
+// The pattern that reads fastest: eight streams, prefetched into L2. What is small is shared as well.
 static void read_all(const char *data, int64_t bytes, Worker &worker) {
-    constexpr int64_t streams = 8, length = 65536, ahead = 1024;
+    constexpr int64_t streams = 8, longest = 65536, ahead = 1024;
+    const int64_t share = bytes / (4 * streams) / 64 * 64, length = share < 64 ? 64 : share < longest ? share : longest;
     const int64_t whole = bytes / (streams * length);
     f32v sum[streams] = {};
     Chunks chunks(worker, whole, 1);

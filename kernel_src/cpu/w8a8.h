@@ -231,12 +231,13 @@ private:
     int32_t *sums_ = nullptr;
 };
 
-// sums[panel_rows] of each of P panels, `size` bytes apart, times x.
+// sums[panel_rows] of each of P panels, `size` bytes apart, times x. Starts reading `next_count` panels at
+// `next` before it is done.
 template <int P>
-void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums) {
+void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums,
+                                 const uint8_t *next, int64_t next_count) {
     for (int p = 0; p < P; p++) memcpy(sums + p * panel_rows, first + p * size + line_bytes, line_bytes);
 #if ISA_LANES == 16
-    constexpr int64_t ahead = 1024;  // bytes
     const uint8_t *lines[P];
     __m512i sum[P];
 #pragma GCC unroll 8
@@ -244,13 +245,15 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
         lines[p] = first + p * size + GroupedPanel<W8A8>::header;
         sum[p] = _mm512_loadu_si512(sums + p * panel_rows);
     }
+    const int64_t near_end = quads > prefetch_lines ? quads - prefetch_lines : 0;
     for (int64_t k = 0; k < quads; k++) {
+        if (k == near_end) prefetch_starts(next, next_count, size);
         int32_t four;
         __builtin_memcpy(&four, x + k * quad, 4);
         const __m512i inputs = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            __builtin_prefetch(lines[p] + k * line_bytes + ahead, 0, 2);
+            prefetch(lines[p] + k * line_bytes + prefetch_bytes);
             sum[p] = _mm512_dpbusd_epi32(sum[p], inputs, _mm512_loadu_si512(lines[p] + k * line_bytes));
         }
     }
@@ -258,6 +261,7 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
     for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + p * panel_rows, sum[p]);
 #else
     static_assert(P == 1, "one panel at a time");
+    prefetch_starts(next, next_count, size);
     integer_tile<1, 1>({x, 0, {first}, 0, quads, sums, 0});
 #endif
 }
@@ -272,25 +276,30 @@ public:
         const int64_t least = 65536 / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
-        for (int64_t panel, end; chunks.next(panel, end);) {
+        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
             if (quantised_ == nullptr) {
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
                 scale_ = quantise_row(x, cols_, quantised_);
             }
+            const int64_t end = panel + count;
             for (; end - panel >= most_grouped_streams; panel += most_grouped_streams)
-                multiply<most_grouped_streams>(panel);
-            for (; panel < end; panel++) multiply<1>(panel);
-        }
+                multiply<most_grouped_streams>(panel, next, next_count);
+            for (; panel < end; panel++) multiply<1>(panel, next, next_count);
+        });
     }
 
 private:
     template <int count>
-    void multiply(int64_t panel) {
+    void multiply(int64_t panel, int64_t next, int64_t next_count) {
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<W8A8>::size(cols_);
         int32_t sums[weights][count * panel_rows];
-        for (int64_t w = 0; w < weights; w++)
-            integer_panels_times_vector<count>(weights_[w] + panel * size, size, quantised_, quad_count(cols_), sums[w]);
+        for (int64_t w = 0; w < weights; w++) {
+            const bool last = w + 1 == weights;
+            integer_panels_times_vector<count>(weights_[w] + panel * size, size, quantised_, quad_count(cols_), sums[w],
+                                               last ? weights_[0] + next * size : weights_[w + 1] + panel * size,
+                                               last ? next_count : count);
+        }
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
