@@ -29,6 +29,10 @@ class _Dims(ctypes.Structure):
     _fields_ = [("seq", ctypes.c_int64), ("pos", ctypes.c_int64)]
 
 
+class _Range(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
 def open_device(library: Path, threads: int, manifest: Manifest) -> CpuDevice:
     return CpuDevice(library, threads)
 
@@ -49,7 +53,7 @@ class CpuDevice:
         library.team_threads.argtypes = [ctypes.c_void_p]
         library.isa_name.restype = ctypes.c_char_p
         library.measure_read_bandwidth.restype = ctypes.c_double
-        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Range), ctypes.c_int64]
         for measure in (library.measure_bf16_peak, library.measure_f32_peak):
             measure.restype = ctypes.c_double
             measure.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -102,9 +106,10 @@ class CpuDevice:
         self._native.team_run(self._team, calls, count, ctypes.byref(dims))
         self.native_seconds += time.perf_counter() - started
 
-    def measure_read(self, buffer: HostBuffer) -> float:
-        """Bytes per second at which the team reads a buffer, with the pattern that reads fastest."""
-        return float(self._native.measure_read_bandwidth(self._team, buffer.address, len(buffer.bytes)))
+    def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
+        """Bytes per second at which the team reads buffers, each in turn, with the pattern that reads fastest."""
+        ranges = (_Range * len(buffers))(*((buffer.address, len(buffer.bytes)) for buffer in buffers))
+        return float(self._native.measure_read_bandwidth(self._team, ranges, len(buffers)))
 
     def measure_peak(self, dtype: str, iterations: int) -> float:
         """Floating-point operations per second of the team in registers; `dtype`: bf16 or f32."""
