@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llama_npu2 import UserError, load
-from llama_npu2.bench import Result, table
-from stages.commands import peers, verify
+from llama_npu2 import Llama, UserError, load
+from llama_npu2.bench import GENERATED, Bench, Ours, Result, table
+from stages.commands import bench, gguf_file, peers, quality, verify
 from stages.commands.options import parse_options
+from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
-from stages.model.sources import LocalSource
-from tests.conftest import ROOT, build, write_checkpoint
+from stages.model.families import tensors
+from stages.model.sources import DEMO as DEMO_DIRECTORY
+from stages.model.sources import GgufSource, LocalSource
+from tests.conftest import build, write_checkpoint
+
+DEMO = LocalSource("demo", DEMO_DIRECTORY)
 
 needs_llama_cpp = pytest.mark.skipif(
     not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
@@ -79,11 +87,12 @@ def test_a_peer_measures_in_its_own_process_and_its_end_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     llm = load(demo, 1)
-    with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", 1, llm) as (
-        peer,
-    ):
+    found = peers.entrants(["llama.cpp"], "int4", DEMO, tmp_path / "demo")
+    with peers.open_peers(found, 1, llm) as (peer, other):
+        assert (peer.name, other.name) == ("llama.cpp Q4_0", "llama.cpp Q4_K_M")
         assert 0 < peer.prefill([1, 2, 3]) < 60
         assert 0 < peer.decode(3, [4, 5]) < 60
+        assert peer.logits([1, 2, 3]).shape == (3, llm.manifest.model["vocab"])
         with pytest.raises(UserError, match=r"^peers=llama.cpp: .*decode"):
             peer.prefill([10**9])
     llm.close()
@@ -93,18 +102,114 @@ def test_a_peer_starts_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.M
     """What goes wrong is the peer's own business: its module was found, and not a namesake."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stages").mkdir()
-    peer = peers.Peer("onnx", Path("model"), 1, 64)
+    peer = peers.Peer(peers.Entrant("onnx", "ONNX", Path("model"), 0), 1, 64)
     with pytest.raises(UserError, match=r"^peers=onnx: KeyError: 'onnx'"):
         peer.prefill([1])
     peer.close()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: Path) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    llm = load(demo, 1)
     with pytest.raises(UserError, match=r"llama_cpp: pip install -e '.\[bench\]'"):
-        with peers.open_peers(["llama.cpp"], LocalSource("demo", ROOT / "models/demo"), tmp_path / "demo.gguf", 1, llm):
-            pass
+        peers.entrants(["llama.cpp"], "bf16", DEMO, tmp_path / "demo")
+
+
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What llama.cpp was asked to quantise to; it is not there, and its files are the ones it was given."""
+    asked = list[str]()
+
+    def quantise(source: Path, path: Path, kind: str) -> None:
+        asked.append(kind)
+        shutil.copy(source, path)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(gguf_file, "quantise_gguf", quantise)
+    return asked
+
+
+def test_a_peer_runs_in_its_nearest_formats(quantised: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
+    for _ in range(2):
+        found = peers.entrants(["llama.cpp"], "int4", DEMO, tmp_path / "demo")
+        assert [(each.format, each.model.name) for each in found] == [
+            ("Q4_0", "demo-Q4_0.gguf"),
+            ("Q4_K_M", "demo-Q4_K_M.gguf"),
+        ]
+    assert quantised == ["Q4_0", "Q4_K_M"]
+    both = peers.entrants(["transformers", "llama.cpp"], "bf16", DEMO, tmp_path / "demo")
+    assert [(each.program, each.format, each.model.name) for each in both] == [
+        ("transformers", "BF16", "demo"),
+        ("llama.cpp", "BF16", "demo-BF16.gguf"),
+    ]
+    assert len(quantised) == 2
+    (itself,) = peers.entrants(["llama.cpp"], peers.AS_IT_IS, GgufSource("own", both[1].model), tmp_path / "own")
+    assert itself.model == both[1].model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_that_a_token_reads(tied: bool, quantised: list[str], tmp_path: Path) -> None:
+    """Those of all tensors but an embedding of which a row is taken; norms are f32 in a GGUF file."""
+    pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
+    config = write_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
+    shapes = tensors(config)
+    values = sum(map(prod, shapes.values())) - (0 if tied else config.vocab * config.emb)
+    in_norms = sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    source = LocalSource("model", tmp_path / "model")
+    found = peers.entrants(["llama.cpp", "transformers"], "bf16", source, tmp_path / "cache")
+    assert [each.token_bytes for each in found] == [2 * values + 2 * in_norms, 2 * values]
+
+
+def test_a_format_that_a_peer_does_not_have(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+    with pytest.raises(UserError, match=r"^peers=transformers: it has nothing like weights in int4: leave it out"):
+        peers.entrants(["transformers"], "int4", DEMO, tmp_path / "demo")
+
+
+class Still:
+    """An engine that takes a second for everything, and reads twice what ours does."""
+
+    name = "still"
+
+    def __init__(self, llm: Llama) -> None:
+        self.llm, self.token_bytes = llm, 2 * Ours(llm).token_bytes
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        return 1.0
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        return 1.0
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        return quality.artifact_logits(self.llm, ids)
+
+
+def test_each_engine_is_held_against_its_own_limit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a token, the bandwidth over the bytes that it reads; for a prompt, the same arithmetic for all."""
+    llm = load(demo, 1)
+    measured = Bench(llm, 2, [Still(llm)])
+    monkeypatch.setattr(measured, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(measured.device, "measure_peak", lambda kind, iterations: 1e9)
+    read, token, prompt = measured.read_per_token(), measured.decode(0), measured.prefill(8)
+    assert read.ratios == {"still": 0.5}
+    assert token.peers == {"still": [GENERATED] * 2} and prompt.peers == {"still": [8.0] * 2}
+    assert token.limits == pytest.approx([1 / read.values[0]] * 2)
+    assert token.peer_limits["still"] == pytest.approx([0.5 / read.values[0]] * 2)
+    assert prompt.peer_limits["still"] == prompt.limits
+    llm.close()
+
+
+@needs_transformers
+@pytest.mark.verify
+def test_quality_of_all_is_measured_alike(demo: Path, artifacts: Path, tmp_path: Path) -> None:
+    """A peer that has our logits loses what we lose."""
+    (tmp_path / "text").write_text("The capital of France is Paris. " * 8)
+    wanted = Build(parse_options({"artifacts": str(artifacts), "text": str(tmp_path / "text")}))
+    llm = load(demo, 1)
+    divergence, tail, same = bench.losses(wanted, llm, [Still(llm)])
+    for row in (divergence, tail, same):
+        assert row.peers == {"still": row.values}
+    assert 0 < divergence.values[0] < tail.values[0] < 0.01 and 90 < same.values[0] <= 100
     llm.close()
 
 
@@ -152,8 +257,13 @@ def test_verify_counts_every_position_after_a_difference(
 
 
 def test_ratios_are_medians_over_repeats() -> None:
-    result = Result("pp512", "tokens/s", [10, 40, 30], [20, 50, 50], {"llama.cpp": [5, 10, 10]})
+    theirs = {"llama.cpp": [5, 10, 10]}
+    result = Result("pp512", "tokens/s", [10, 40, 30], [20, 50, 50], theirs, {"llama.cpp": [10, 40, 40]})
     assert result.share == 0.6
-    assert result.ratios == {"llama.cpp": 3.0}
+    assert (result.ratios, result.peer_shares) == ({"llama.cpp": 3.0}, {"llama.cpp": 0.25})
     names = ["llama.cpp", "other"]
-    assert table(names).row(*result.cells(names)).endswith(f"|      10.00  3.00x | {'':17} |")
+    assert table(names).row(*result.cells(names)).endswith(f"|   10.00  3.00x  25.0% | {'':21} |")
+
+
+def test_small_figures_keep_their_digits() -> None:
+    assert Result("KL divergence", "nats", [0.001857]).cells([])[1:3] == ["0.00186", "0.00186 ± 0.00    "]

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,21 +38,20 @@ COLD_PROMPT_TOKENS = 16
 PEAK_ITERATIONS = 10_000_000
 READ_PASSES = 9
 SETTLE = 0.1
-"""Seconds between engines: threads of one that still spin would take the cores from the next."""
-
-OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence["Engine"]]]
+"""Seconds behind an engine: threads of it that still spin would take the cores from what is measured next."""
 
 
 @dataclass
 class Result:
-    """One test. `values`: one per repeat, in `unit`; `limits`: the machine's limit measured beside each; `peers`: what
-    others reached in the same repeats."""
+    """One test. `values`: one per repeat, in `unit`; `limits`: the machine's limit measured beside each; `peers` and
+    `peer_limits`: the same of others in the same repeats, by name."""
 
     test: str
     unit: str
     values: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
     peers: dict[str, list[float]] = field(default_factory=dict)
+    peer_limits: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def share(self) -> float | None:
@@ -64,18 +63,35 @@ class Result:
         """How many times each peer's rate was reached: the median, repeat by repeat."""
         return {name: _median_ratio(self.values, values) for name, values in self.peers.items()}
 
+    @property
+    def peer_shares(self) -> dict[str, float | None]:
+        """The share of each peer, which has a limit of its own where it reads other weights."""
+        return {name: _median_ratio(values, self.peer_limits.get(name, ())) for name, values in self.peers.items()}
+
     def cells(self, peers: Sequence[str]) -> list[str]:
         """A row of `table(peers)`; a peer that has no part in the test has an empty cell."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
-        share = "" if self.share is None else f"{self.share:.1%}"
-        mean = f"{statistics.mean(self.values):.2f} ± {spread:<8.2f}"
-        rates = {name: f"{statistics.median(v):.2f} {self.ratios[name]:5.2f}x" for name, v in self.peers.items()}
-        others = [rates.get(name, "") for name in peers]
-        return [self.test, f"{statistics.median(self.values):.2f}", mean, self.unit, share, *others]
+        mean = f"{_figure(statistics.mean(self.values))} ± {_figure(spread):<8}"
+        median = _figure(statistics.median(self.values))
+        others = [self._peer_cell(name) if name in self.peers else "" for name in peers]
+        return [self.test, median, mean, self.unit, _percent(self.share), *others]
+
+    def _peer_cell(self, name: str) -> str:
+        share = _percent(self.peer_shares[name])
+        return f"{_figure(statistics.median(self.peers[name]))} {self.ratios[name]:5.2f}x {share:>6}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def table(peers: Sequence[str]) -> Table:
-    """`peers`: the names of the columns it ends with."""
+    """`peers`: the names of the columns it ends with: a rate, how many times that was reached, its share of the
+    limit."""
     ours = [
         Column("test", 18),
         Column("median", 10, right=True),
@@ -83,7 +99,7 @@ def table(peers: Sequence[str]) -> Table:
         Column("unit", 8),
         Column("limit", 6, right=True),
     ]
-    return Table([*ours, *(Column(name, 17, right=True) for name in peers)], markdown=True)
+    return Table([*ours, *(Column(name, 21, right=True) for name in peers)], markdown=True)
 
 
 def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | None:
@@ -93,15 +109,20 @@ def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | N
 
 
 class Engine(Protocol):
-    """Something that runs the same checkpoint. Both calls return seconds."""
+    """Something that runs the same checkpoint. Both calls return seconds. `token_bytes`: of weights that a decoded
+    token reads."""
 
     name: str
+    token_bytes: int
 
     def prefill(self, ids: Sequence[int]) -> float:
         """Process a prompt from an empty context."""
 
     def decode(self, depth: int, ids: Sequence[int]) -> float:
         """Process tokens one by one behind the first `depth` of the context."""
+
+
+OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence[Engine]]]
 
 
 class Ours:
@@ -111,6 +132,7 @@ class Ours:
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
+        self.token_bytes = sum(_token_bytes(llm).values())
 
     def prefill(self, ids: Sequence[int]) -> float:
         self._llm.reset()
@@ -121,8 +143,16 @@ class Ours:
         return _timed(lambda: [self._llm.decode(token) for token in ids])
 
 
-def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_peers: OpenPeers | None = None) -> None:
-    """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn.
+def run_bench(
+    directory: str,
+    threads: int,
+    repeats: int,
+    as_json: bool,
+    open_peers: OpenPeers | None = None,
+    more: Callable[[Llama, Sequence[Any]], Iterable[Result]] = lambda llm, peers: (),
+) -> None:
+    """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn, of which
+    `more` makes rows that the table ends with.
 
     Raises UserError.
     """
@@ -134,13 +164,17 @@ def run_bench(directory: str, threads: int, repeats: int, as_json: bool, open_pe
             if not as_json:
                 print(f"{heading(llm)}\n\n{lines.header()}", flush=True)
             results = []
-            for result in itertools.chain(bench.results(), cold_start(directory, llm, threads, repeats)):
+            rows = (bench.results(), cold_start(directory, llm, threads, repeats), more(llm, peers))
+            for result in itertools.chain(*rows):
                 results.append(result)
                 if not as_json:
                     print(lines.row(*result.cells(names)), flush=True)
         if as_json:
-            rows = [asdict(r) | {"share": r.share, "ratios": r.ratios} for r in results]
-            print(json.dumps({"machine": machine(llm), "results": rows}))
+            print(json.dumps({"machine": machine(llm), "results": [_described(result) for result in results]}))
+
+
+def _described(result: Result) -> dict[str, Any]:
+    return asdict(result) | {"share": result.share, "ratios": result.ratios, "peer_shares": result.peer_shares}
 
 
 def machine(llm: Llama) -> dict[str, Any]:
@@ -180,10 +214,12 @@ class Bench:
         self.limited = isinstance(llm.device, CpuDevice)
         self.generator = np.random.default_rng(0)
         self.config = llm.manifest.model
-        self.weights = _token_bytes(llm)
+        self.engines: Sequence[Engine] = (Ours(llm), *peers)
+        self.weights = [llm.buffer(name) for name in _token_bytes(llm)]
 
     def results(self) -> Iterator[Result]:
         """Limits first, then prefill and decode, each repeat with its limit measured right beside it."""
+        yield self.read_per_token()
         if self.limited:
             yield from self._limits()
         # Beyond the largest bucket, a prompt would be measured token by token.
@@ -201,64 +237,73 @@ class Bench:
         yield self._repeat("bf16 peak", "GFLOP/s", lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS) / 1e9)
         yield self._repeat("f32 peak", "GFLOP/s", lambda: self.device.measure_peak("f32", PEAK_ITERATIONS) / 1e9)
 
+    def read_per_token(self) -> Result:
+        """Bytes of weights; a token also reads what the caches hold of the positions before it."""
+        ours, *others = ([engine.token_bytes / 1e9] for engine in self.engines)
+        return Result("read per token", "GB", ours, peers=dict(zip((p.name for p in self.peers), others, strict=True)))
+
     def _repeat(self, test: str, unit: str, measure: Callable[[], float]) -> Result:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
 
     def read_bandwidth(self) -> float:
         """Bytes per second of reading the weights themselves, all of them, so that no cache holds them from one pass to
         the next unless it does so for tokens too."""
-        buffers = [self.llm.buffer(name) for name in self.weights]
-        return statistics.median(self.device.measure_read(buffers) for _ in range(READ_PASSES))
+        return statistics.median(self.device.measure_read(self.weights) for _ in range(READ_PASSES))
 
     def tokens(self, count: int) -> list[int]:
         return self.generator.integers(0, self.config["vocab"], count).tolist()
 
     def prefill(self, rows: int) -> Result:
         """Tokens per second of a prompt; the limit is the bf16 peak over the arithmetic of one token."""
-
-        def limit() -> float:
-            return rows * self.device.measure_peak("bf16", PEAK_ITERATIONS) / self._prefill_flop(rows)
-
-        return self._compare(f"pp{rows}", limit, lambda engine, ids: engine.prefill(ids), rows)
+        flop = self._prefill_flop(rows) / rows
+        return self._compare(
+            f"pp{rows}",
+            lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS),
+            lambda engine: flop,
+            lambda engine, ids: engine.prefill(ids),
+            rows,
+        )
 
     def decode(self, depth: int) -> Result:
         """Tokens per second behind `depth` tokens; the limit is the read bandwidth over the bytes of one token."""
-        read = sum(self.weights.values()) + depth * self._position_bytes()
         if depth:
             prompt = self.tokens(depth)
-            for engine in (Ours(self.llm), *self.peers):
+            for engine in self.engines:
                 engine.prefill(prompt)
         return self._compare(
             f"tg{GENERATED} @ {depth}",
-            lambda: self.read_bandwidth() / read,
+            self.read_bandwidth,
+            lambda engine: engine.token_bytes + depth * self._position_bytes(),
             lambda engine, ids: engine.decode(depth, ids),
             GENERATED,
         )
 
     def _compare(
-        self, test: str, limit: Callable[[], float], run: Callable[[Engine, list[int]], float], count: int
+        self,
+        test: str,
+        speed: Callable[[], float],
+        need: Callable[[Engine], float],
+        run: Callable[[Engine, list[int]], float],
+        count: int,
     ) -> Result:
-        """Rates of all engines, one after the other in every repeat; the first repeat only warms up.
+        """Rates of all engines, one after the other in every repeat; the first repeat only warms up. `speed`: of the
+        machine, per second; `need`: how much of that a token takes.
 
-        The limit is measured before and after ours, and the mean of both counts, because machines change speed.
+        The speed is measured before and after each, and the mean of both counts, because machines change theirs.
         """
-        result = Result(test, "tokens/s", peers={peer.name: [] for peer in self.peers})
+        rates: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
+        limits: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
         for repeat in range(self.repeats + 1):
             ids = self.tokens(count)
-            limits = [limit()] if self.limited else []
-            rate = count / run(Ours(self.llm), ids)
-            limits += [limit()] if self.limited else []
-            rates = {}
-            for peer in self.peers:
+            after = speed() if self.limited else 0.0
+            for engine in self.engines:
+                before, rate = after, count / run(engine, ids)
                 time.sleep(SETTLE)
-                rates[peer.name] = count / run(peer, ids)
-            time.sleep(SETTLE)
-            if repeat:
-                result.values.append(rate)
-                result.limits += [statistics.mean(limits)] if limits else []
-                for name, value in rates.items():
-                    result.peers[name].append(value)
-        return result
+                after = speed() if self.limited else 0.0
+                if repeat:
+                    rates[engine.name].append(rate)
+                    limits[engine.name] += [(before + after) / 2 / need(engine)] if self.limited else []
+        return Result(test, "tokens/s", rates.pop(Ours.name), limits.pop(Ours.name), rates, limits)
 
     def host_overhead(self) -> Result:
         """Percent of a generated token's time that is spent outside of kernels: sampling, text, binding, Python."""

@@ -1,20 +1,47 @@
-"""`doit bench`: speed against the machine's limits, and against other programs on the same checkpoint."""
+"""`doit bench`: speed against the machine's limits, and against other programs on the same checkpoint; with full=1 also
+what the format of the weights costs, ours and theirs."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
-from llama_npu2.bench import run_bench
-from stages.commands.peers import open_peers
+from llama_npu2 import Llama
+from llama_npu2.bench import Result, run_bench
+from stages.commands import quality, verify
+from stages.commands.peers import AS_IT_IS, Peer, entrants, open_peers
 from stages.engine.files import content_digest
 from stages.engine.places import CHECKPOINT
 from stages.graph import Build
+from stages.model.sources import GgufSource
 
 
 def run(build: Build) -> None:
     options = build.options
-    gguf = build.artifacts / ".cache/gguf" / f"{content_digest(build.directory / CHECKPOINT)}.gguf"
-    cpus = options.threads or len(os.sched_getaffinity(0))
-    peers = partial(open_peers, options.peer_list(), build.source, gguf, cpus)
-    run_bench(str(build.directory_as_given), options.threads, options.repeats, options.json, peers)
+    as_it_is = isinstance(build.source, GgufSource) and not options.weights
+    weights = AS_IT_IS if as_it_is else build.policy.matrices
+    cache = build.artifacts / ".cache/gguf" / content_digest(build.directory / CHECKPOINT)
+    found = entrants(options.peer_list(), weights, build.source, cache)
+    peers = partial(open_peers, found, options.threads or len(os.sched_getaffinity(0)))
+    more = {"more": partial(losses, build)} if options.full else {}
+    run_bench(str(build.directory_as_given), options.threads, options.repeats, options.json, peers, **more)
+
+
+def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
+    """Rows about the quality of all, each against the checkpoint in float32. Raises UserError."""
+    model = verify.load_transformers(build.source.fetch(), "float32")
+    text = Path(build.options.text) if build.options.text else verify.TEXT
+    parts = verify.windows(llm, text, full=True)
+    exact = [quality.source_logits(model, ids) for ids in parts]
+    ours = quality.measure((quality.artifact_logits(llm, ids) for ids in parts), exact, parts)
+    theirs = {peer.name: quality.measure(map(peer.logits, parts), exact, parts) for peer in peers}
+
+    def row(test: str, unit: str, field: str, scale: float = 1.0) -> Result:
+        others = {name: [scale * getattr(each, field)] for name, each in theirs.items()}
+        return Result(test, unit, [scale * getattr(ours, field)], peers=others)
+
+    yield row("KL divergence", "nats", "divergence")
+    yield row("KL 99.9 percentile", "nats", "tail")
+    yield row("same best token", "%", "same", 100)

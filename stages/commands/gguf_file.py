@@ -1,18 +1,26 @@
-"""A checkpoint as a GGUF file in bf16, for comparing with llama.cpp on the very same weights."""
+"""A checkpoint as a GGUF file, in bf16 or quantised by llama.cpp, for comparing with it on the very same weights."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.errors import UserError
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, RopeScaling, inverse_frequencies
-from stages.model.families import tensors
+from stages.model.families import tensors, token_tensors
 from stages.model.importers.gguf import ROPE_FACTORS, rotary_order, tensor_name
+from stages.model.importers.gguf_blocks import TYPES
+from stages.model.importers.gguf_header import Header
+
+PLAIN = "BF16"
+"""What llama.cpp calls files that `write_gguf` makes."""
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
@@ -42,6 +50,41 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def silenced() -> Any:
+    """The API of llama.cpp, which from now on logs nothing."""
+    import llama_cpp
+
+    llama_cpp.llama_log_set(_SILENCE, None)
+    return llama_cpp
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _SILENCE(level: int, text: bytes, user_data: int) -> None:
+    """Kept for as long as llama.cpp may call it."""
+
+
+def quantise_gguf(source: Path, path: Path, kind: str) -> None:
+    """A GGUF file by `llama_model_quantize` without importance matrix. `kind`: as `llama-quantize` calls it, as in
+    Q4_K_M. Raises UserError."""
+    llama_cpp, temporary = silenced(), path.with_suffix(".part")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    try:
+        if llama_cpp.llama_model_quantize(bytes(source), bytes(temporary), ctypes.byref(params)):
+            raise UserError(f"peers=llama.cpp: llama.cpp cannot quantise {source} to {kind}: leave it out")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def token_bytes(path: Path, config: Config) -> int:
+    """Of weights that llama.cpp reads for a token that it decodes."""
+    found = Header(path).tensors
+    places = [found[tensor_name(name)] for name in token_tensors(config)]
+    kinds = [(TYPES[place.type], prod(place.shape)) for place in places]
+    return sum(values // kind.values * kind.bytes for kind, values in kinds)
 
 
 def _describe(writer: Any, config: Config) -> None:

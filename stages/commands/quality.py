@@ -7,7 +7,7 @@ came next (as llama.cpp's `perplexity --kl-divergence` has them).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,9 @@ def source_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
     return logits
 
 
-def measure(llm: Llama, source: Any, parts: Sequence[Sequence[int]]) -> Quality:
-    """`source`: the checkpoint as a transformers model in float32."""
-    compared = [_compare(source_logits(source, ids), artifact_logits(llm, ids), ids) for ids in parts]
+def measure(found: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: Sequence[Sequence[int]]) -> Quality:
+    """Logits of the windows `parts`, f32 `[tokens, vocab]` each; `source`: those of the checkpoint in float32."""
+    compared = [_compare(exact, ours, ids) for exact, ours, ids in zip(source, found, parts, strict=True)]
     divergence, same, surprise, wanted = (np.concatenate(values) for values in zip(*compared, strict=True))
     return Quality(
         tokens=len(divergence),

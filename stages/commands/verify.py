@@ -104,8 +104,12 @@ def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = T
     """Compare, print, record; returns whether the runtime is right. Raises UserError."""
     model = load_transformers(checkpoint, "float32")
     with contextlib.closing(load(directory, threads)) as llm:
-        parts = _windows(llm, _read(text), full)
-        lost = quality.measure(llm, model, parts)
+        parts = windows(llm, text, full)
+        lost = quality.measure(
+            (quality.artifact_logits(llm, ids) for ids in parts),
+            (quality.source_logits(model, ids) for ids in parts),
+            parts,
+        )
         print(lost, flush=True)
         weights = ArtifactWeights(directory)
         rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
@@ -123,18 +127,15 @@ def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = T
     return passed
 
 
-def _windows(llm: Llama, text: str, full: bool) -> list[list[int]]:
-    """What is read of a text: little by the simulator, which takes its time."""
-    if llm.manifest.target["device"] == "sim":
-        return quality.windows(llm, text, 1, SIMULATED_TOKENS)
-    return quality.windows(llm, text, quality.ALL_WINDOWS if full else quality.WINDOWS)
-
-
-def _read(text: Path) -> str:
+def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
+    """What is read of a text: little by the simulator, which takes its time. Raises UserError."""
     try:
-        return text.read_text(encoding="utf-8")
+        read = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"text={text}: {first_line(error)}: give a text file") from None
+    if llm.manifest.target["device"] == "sim":
+        return quality.windows(llm, read, 1, SIMULATED_TOKENS)
+    return quality.windows(llm, read, quality.ALL_WINDOWS if full else quality.WINDOWS)
 
 
 def _record(

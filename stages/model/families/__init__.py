@@ -82,3 +82,10 @@ def of(config: Config) -> Family:
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a model, in model order."""
     return of(config).tensors(config)
+
+
+def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of those, what a decoded token reads in full: not an embedding that is not the LM head as well."""
+    family = of(config)
+    gathered = {family.embedding} - {family.head(config)}
+    return {name: shape for name, shape in tensors(config).items() if name not in gathered}
