@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -31,6 +32,11 @@ LEFT_OUT = {
     "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
 }
 """Marks of tests that run only if -m asks for them, and why."""
+
+needs_llama_cpp = pytest.mark.skipif(
+    not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
+    reason="llama-cpp-python and gguf are not installed: pip install -e '.[bench]'",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -28,7 +28,9 @@ from stages.model.families import parse_config, tensors
 from stages.model.importers.gguf import rotary_order, tensor_name
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
+from stages.model.policy import Policy, held_policy
 from stages.model.sources import resolve
+from stages.targets import targets
 from stages.weights.formats import formats
 from tests.conftest import CONFIG, ROOT, build, random_tensors, write_checkpoint
 
@@ -52,14 +54,15 @@ def check_stored(checkpoint: Checkpoint, name: str) -> None:
 # GGUF
 
 
-def write_file(path: Path, types: dict[str, str]) -> dict[str, np.ndarray]:
-    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. Returns values by name."""
-    config = parse_config(CONFIG_OF_TESTS, "test")
+def write_file(path: Path, types: dict[str, str], **changes: Any) -> dict[str, np.ndarray]:
+    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. `changes`: to its
+    configuration. Returns values by name."""
+    config = parse_config(CONFIG_OF_TESTS | changes, "test")
     writer = gguf.GGUFWriter(path, "llama")
     fields: dict[str, Any] = {
         "context_length": 128,
         "embedding_length": 256,
-        "block_count": 1,
+        "block_count": config.layers,
         "feed_forward_length": 512,
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
@@ -181,6 +184,23 @@ def test_artifacts_hold_what_the_checkpoint_holds(tmp_path: Path, artifacts: Pat
     found = {name: weights.manifest.buffers[name]["format"] for name in MATRICES}
     assert found == dict.fromkeys(MATRICES, "int4_f32") | {MATRICES[0]: "int8_f32_16", LINEAR[-1]: "int8_f32"}
     for name in MATRICES:
+        np.testing.assert_array_equal(weights.values(name), expected[name])
+
+
+def test_layers_and_vocabulary_of_two_formats_are_kept(tmp_path: Path, artifacts: Path) -> None:
+    """As in Q4_K_M: the value and down projections of some layers, and the LM head but not the embedding."""
+    wider = ["lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.2.self_attn.v_proj.weight"]
+    changes = {"num_hidden_layers": 3, "tie_word_embeddings": False}
+    shapes = tensors(parse_config(CONFIG_OF_TESTS | changes, "test"))
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    types = dict.fromkeys(matrices, "Q4_K") | dict.fromkeys(wider, "Q6_K")
+    expected = write_file(tmp_path / "mixed.gguf", types, **changes)
+    policy = held_policy(Checkpoint.open(tmp_path / "mixed.gguf"), targets()["cpu"].runs)
+    others = dict.fromkeys(("vocab", "w_down.0", "wv.2"), "int8_f32_16")
+    assert policy == Policy("int4_f32", others | {"w_embed": "int4_f32"})
+    weights = ArtifactWeights(build(tmp_path / "mixed.gguf", artifacts))
+    for name in matrices:
+        assert weights.manifest.buffers[name]["format"] == ("int8_f32_16" if name in wider else "int4_f32")
         np.testing.assert_array_equal(weights.values(name), expected[name])
 
 

@@ -20,14 +20,10 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.families import tensors
 from stages.model.sources import DEMO as DEMO_DIRECTORY
 from stages.model.sources import GgufSource, LocalSource
-from tests.conftest import build, write_checkpoint
+from tests.conftest import build, needs_llama_cpp, write_checkpoint
 
 DEMO = LocalSource("demo", DEMO_DIRECTORY)
 
-needs_llama_cpp = pytest.mark.skipif(
-    not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
-    reason="llama-cpp-python and gguf are not installed: pip install -e '.[bench]'",
-)
 needs_transformers = pytest.mark.skipif(
     not importlib.util.find_spec("transformers"), reason="transformers is not installed: pip install -e '.[verify]'"
 )

@@ -14,12 +14,15 @@ from llama_npu2.errors import UserError
 from stages.commands import quality
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
-from stages.model.parts import part
+from stages.model.families import parse_config
+from stages.model.grouping import programs
+from stages.model.parts import layer_part, part
+from stages.model.plan import make_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.targets import targets
-from tests.conftest import build, doit, write_checkpoint
+from tests.conftest import CONFIG, build, doit, write_checkpoint
 
-CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8"]
+CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8", "int4,w_down.1=int8,wk.0=bf16"]
 
 SHAPES: dict[str, dict] = {
     "gqa": {},
@@ -43,7 +46,7 @@ def test_bf16_is_what_nothing_says() -> None:
     assert BF16.suffix == "" and BF16.formats == ("bf16",)
 
 
-@pytest.mark.parametrize("text", ["int8", "int4", "int4,vocab=bf16", "int4,w_down=int8,wq=int6"])
+@pytest.mark.parametrize("text", ["int8", "int4", "int4,vocab=bf16", "int4,w_down=int8,wq=int6", "int4,w_down.1=int8"])
 def test_a_policy_is_its_text(text: str) -> None:
     policy = parse_policy(text)
     assert parse_policy(policy.text) == policy
@@ -67,6 +70,10 @@ def test_the_vocabulary_is_wider_than_four_bits() -> None:
         ("int4,vocab=", "nothing is unknown: one of bf16"),
         ("int4,", "nothing is unknown"),
         ("f32", "weights: f32 is unknown"),
+        ("int4,w_down.x=int8", "w_down.x: a layer's weight is named as in w_down.0"),
+        ("int4,w_down.=int8", "w_down.: a layer's weight"),
+        ("int4,w_down.99999999=int8", "w_down.99999999: a layer's weight"),
+        ("int4,vocab.0=int8", "vocab.0: a layer's weight"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(text: str, message: str) -> None:
@@ -85,6 +92,28 @@ def test_parts_call_the_kernels_of_their_formats() -> None:
         "w_up": "int4",
         "w_down": "int8",
     }
+
+
+def test_layers_of_other_formats_have_programs_of_their_own() -> None:
+    policy = parse_policy("int4,w_down.1=int8,wo.1=bf16,wv.4=int6")
+    others = layer_part("llama", "o_ffn", 1, policy)
+    assert others.name == "o_ffn__wo__bf16__w_down__int8" and part("llama", others.name, policy) == others
+    assert [launch.kernel.name for launch in others.launches][::6] == ["gemm", "int8_gemm"]
+    assert layer_part("llama", "o_ffn", 4, policy) == part("llama", "o_ffn", policy)
+    grouping = targets()["cpu"].grouping("separate")
+    names = {program.name for program in programs("llama", grouping, policy=policy)}
+    assert {"o_gemv_ffn", "o_gemv_ffn__wo__bf16__w_down__int8", "rms_gemv_rope__wv__int6"} <= names
+    assert len(names) == 9 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("int4,w_down.2=int8", "the model has no layer 2, 1 is its last"), ("int4,w_embed=int8", "LM head of this model")],
+)
+def test_what_a_model_does_not_have_is_refused(text: str, message: str) -> None:
+    config, grouping = parse_config(CONFIG, "test"), targets()["cpu"].grouping("separate")
+    with pytest.raises(UserError, match=message):
+        make_plan(config, grouping, "cpu", policy=parse_policy(text))
 
 
 def test_targets_without_kernels_refuse() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stages.model.parts import Part, Slot, part
+from stages.model.parts import Part, Slot, layer_part, part
 from stages.model.policy import BF16, Policy
 
 
@@ -74,7 +74,7 @@ class Program:
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
     """A phase of a model of so many layers, part by part."""
     start = [Placed(part(family, name, policy), 0, False) for name in chain.start]
-    body = [Placed(part(family, name, policy), i, True) for i in range(layers) for name in chain.layer]
+    body = [Placed(layer_part(family, name, i, policy), i, True) for i in range(layers) for name in chain.layer]
     return [*start, *body, *(Placed(part(family, name, policy), layers, False) for name in chain.end)]
 
 
@@ -91,17 +91,19 @@ def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Gr
 
 
 _LAYERS = 3
-"""Of the model that programs are derived from: the first, one in the middle and the last."""
+"""Of the model that programs are derived from at least: the first, one in the middle and the last."""
 
 
 def programs(family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16) -> list[Program]:
-    """Every program, those of groups first; a prompt's groups once per bucket. They do not depend on a model's sizes.
+    """Every program, those of groups first; a prompt's groups once per bucket. They do not depend on a model's sizes,
+    only on the layers that a policy names.
 
     TypeError where a group cannot be one program: it would need other slots at another place.
     """
     joined: dict[str, Program] = {}
+    layers = max(_LAYERS, policy.layers)
     for chain in (grouping.prompt, grouping.token):
-        calls = list(cover(chained(family, chain, _LAYERS, policy), grouping.groups))
+        calls = list(cover(chained(family, chain, layers, policy), grouping.groups))
         for position, (group, placed) in enumerate(calls):
             made = _join(group, placed, [later for _, part in calls[position + 1 :] for later in part])
             known = joined.setdefault(made.entry, made)

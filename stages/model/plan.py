@@ -63,8 +63,10 @@ def make_plan(
     """`kernel_set`: whose layouts device programs read. `buckets`: row counts of static programs; none: any number.
 
     Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`.
-    TypeError where programs want one buffer in ways that exclude each other.
+    TypeError where programs want one buffer in ways that exclude each other, UserError where the policy names what the
+    model does not have.
     """
+    policy.check(config)
     return _Planner(config, grouping, kernel_set, buckets, policy).plan()
 
 

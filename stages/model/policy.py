@@ -1,30 +1,38 @@
-"""Which format each weight is stored in: `weights=int4`, or with exceptions, `weights=int4,w_down=int8,vocab=bf16`."""
+"""Which format each weight is stored in: `weights=int4`, or with exceptions, `weights=int4,w_down=int8,vocab=bf16`,
+those of one layer as in `w_down.0=bf16`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
 from stages.engine.names import suggestion
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
+from stages.model.config import Config
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
 VOCAB = "vocab"
 """What the embedding and the LM head are called together, which are one tensor where they are tied."""
 
+EMBEDDING = "w_embed"
+"""The slot of the embedding, which can be an exception from `VOCAB` where they are not."""
+
 _VOCAB_FORMATS = {"int4": "int6"}
 """The format of the vocabulary matrices where it is not that of the other weights. They are what reacts most to
 rounding: with 4 bits for them too, the divergence of the demo model doubles (BENCHMARKS.md)."""
 
+_MOST_LAYERS = 1000
+"""No model has more."""
+
 
 @dataclass(frozen=True)
 class Policy:
-    """`matrices`: the format of every weight of a product that `exceptions` (slot or `vocab` -> format) does not name.
-    Vectors, those of norms, stay as they are. `text`: as `weights=` says it."""
+    """`matrices`: the format of every weight of a product that `exceptions` (a slot, `vocab`, or a slot in one layer as
+    in `w_down.0` -> format) does not name. Vectors, those of norms, stay as they are. `text`: as `weights=` says it."""
 
     matrices: str = "bf16"
     exceptions: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -47,11 +55,33 @@ class Policy:
     def vocab(self) -> str:
         return self.exceptions.get(VOCAB, _VOCAB_FORMATS.get(self.matrices, self.matrices))
 
+    @property
+    def layers(self) -> int:
+        """So many must a model have at least."""
+        return max((int(layer) + 1 for _, layer in self._in_layers()), default=0)
+
+    def _in_layers(self) -> list[tuple[str, str]]:
+        """Slot and layer of the exceptions of one layer."""
+        return [(slot, layer) for slot, dot, layer in (name.partition(".") for name in self.exceptions) if dot]
+
     def of(self, slot: str, shape: tuple[str | int, ...], given: str) -> str:
-        """The format of a weight's slot whose part gives it the format `given`."""
+        """The format of a weight's slot whose part gives it the format `given`, in layers that are no exception."""
         if len(shape) != 2 or given != "bf16":
             return given
-        return self.vocab if shape[0] == VOCAB else self.exceptions.get(slot, self.matrices)
+        return self.exceptions.get(slot, self.vocab if shape[0] == VOCAB else self.matrices)
+
+    def of_layer(self, layer: int) -> dict[str, str]:
+        """Format by slot, where it is an exception of that layer."""
+        return {slot: self.exceptions[f"{slot}.{at}"] for slot, at in self._in_layers() if int(at) == layer}
+
+    def check(self, config: Config) -> None:
+        """Raises UserError where it names what a model does not have."""
+        if self.layers > config.layers:
+            raise UserError(
+                f"weights={self.text}: the model has no layer {self.layers - 1}, {config.layers - 1} is its last"
+            )
+        if config.tied and EMBEDDING in self.exceptions:
+            raise UserError(f"weights={self.text}: {EMBEDDING} is the LM head of this model, too: say {VOCAB}=")
 
 
 BF16 = Policy()
@@ -64,25 +94,37 @@ def parse_policy(text: str) -> Policy:
     exceptions = {}
     for part in rest:
         slot, _, name = part.partition("=")
-        _known(f"weights={text}", slot, _slots())
+        named, dot, layer = slot.partition(".")
+        _known(f"weights={text}", named, _slots())
+        if dot and not (layer.isdecimal() and int(layer) < _MOST_LAYERS and named in _layer_slots()):
+            raise UserError(f"weights={text}: {slot}: a layer's weight is named as in w_down.0")
         _known(f"weights={text}", name, _matrix_formats())
         exceptions[slot] = name
     return Policy(matrices, exceptions)
 
 
 def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy:
-    """What a checkpoint holds, where all layers hold a weight in one format that is `usable`; bf16 for the others."""
-    family = families.of(checkpoint.config)
-    layers = range(checkpoint.config.layers)
-    tensors = {slot: [name.format(layer=layer) for layer in layers] for slot, name in family.matrices.items()}
-    tensors[VOCAB] = [family.embedding, family.head(checkpoint.config)]
-    found = {}
-    for slot, names in tensors.items():
-        held = {checkpoint.stored_format(name) for name in names}
-        kept = held.pop() if len(held) == 1 else "bf16"
-        found[slot] = kept if kept not in PLAIN and usable(kept) else "bf16"
-    most = Counter(found.values()).most_common(1)[0][0]
-    return Policy(most, {slot: name for slot, name in found.items() if slot == VOCAB or name != most})
+    """What a checkpoint holds, where that is a format of quantised values and `usable`; bf16 for the others."""
+    family, layers = families.of(checkpoint.config), range(checkpoint.config.layers)
+
+    def held(tensor: str) -> str:
+        found = checkpoint.stored_format(tensor)
+        return found if found not in PLAIN and usable(found) else "bf16"
+
+    by_layer = {slot: [held(name.format(layer=layer)) for layer in layers] for slot, name in family.matrices.items()}
+    usual = {slot: _most(found) for slot, found in by_layer.items()}
+    most = _most(usual.values())
+    exceptions = {slot: found for slot, found in usual.items() if found != most}
+    for slot, found in by_layer.items():
+        exceptions |= {f"{slot}.{layer}": each for layer, each in enumerate(found) if each != usual[slot]}
+    exceptions[VOCAB] = held(family.head(checkpoint.config))
+    if (embedding := held(family.embedding)) != exceptions[VOCAB]:
+        exceptions[EMBEDDING] = embedding
+    return Policy(most, exceptions)
+
+
+def _most(found: Iterable[str]) -> str:
+    return Counter(found).most_common(1)[0][0]
 
 
 def _matrix_formats() -> list[str]:
@@ -91,8 +133,11 @@ def _matrix_formats() -> list[str]:
 
 
 def _slots() -> list[str]:
-    matrices = {slot for family in families.families().values() for slot in family.matrices}
-    return sorted({VOCAB, *matrices})
+    return sorted({VOCAB, EMBEDDING, *_layer_slots()})
+
+
+def _layer_slots() -> set[str]:
+    return {slot for family in families.families().values() for slot in family.matrices}
 
 
 def _known(where: str, name: str, known: list[str]) -> None:

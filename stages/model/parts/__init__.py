@@ -114,10 +114,20 @@ def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
 
 @functools.cache
 def part(family: str, name: str, policy: Policy = BF16) -> Part:
-    """A part of a family (by its `model_type`), its weights in the formats of a policy. KeyError if there is none of
-    that name."""
-    made = _tables()[family][name]()
-    return made if policy == BF16 else _stored(made, policy)
+    """A part of a family (by its `model_type`), its weights in the formats of a policy, or where the name goes on with
+    pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
+    base, *pairs = name.split("__")
+    made = _tables()[family][base]()
+    others = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    chosen = replace(policy, exceptions={**policy.exceptions, **others})
+    return made if chosen == BF16 else replace(_stored(made, chosen), name=name)
+
+
+def layer_part(family: str, name: str, layer: int, policy: Policy = BF16) -> Part:
+    """The same of a layer, whose weights may be in other formats than those of others."""
+    usual, others = part(family, name, policy), policy.of_layer(layer)
+    pairs = [f"__{slot.name}__{others[slot.name]}" for slot in usual.slots if slot.name in others]
+    return part(family, name + "".join(pairs), policy)
 
 
 def _stored(part: Part, policy: Policy) -> Part:

@@ -13,6 +13,7 @@ from typing import Any
 
 from stages.model.families.llama import EMBED, VOCABULARY, WEIGHTS
 from stages.model.parts import Dim, Part, PartBuilder, Shape
+from stages.model.policy import EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _embed(name: str, kernel: str) -> Part:
     b = PartBuilder()
     args = {
         "tokens": b.slot("tokens", ("seq",), "input", format="i32"),
-        "weight": b.slot("w_embed", VOCABULARY, "weight", buffer=EMBED),
+        "weight": b.slot(EMBEDDING, VOCABULARY, "weight", buffer=EMBED),
         "out": b.slot("x", ("seq", "emb"), "output", buffer="x.{turn}"),
     }
     b.launch(kernel, args, rows="seq", cols="emb", vocab="vocab")
