@@ -21,9 +21,9 @@ from tests.test_importers import metadata_of
 pytestmark = [needs_llama_cpp, pytest.mark.slow]
 
 DISTANCE = {"F16": 0.01}
-"""Root mean square of the logits' differences over that of the logits, at most. Activations in bf16 put ours half a percent
-off; llama.cpp's products round them to 8 bits where weights are quantised, which adds 1 to 2 percent; a file that is read
-wrongly is off by tens of percent."""
+"""Root mean square of the logits' differences over that of the logits, at most. Activations in bf16 put ours half a
+percent off; llama.cpp's products round them to 8 bits where weights are quantised, which adds 1 to 2 percent; a file that
+is read wrongly is off by tens of percent."""
 ROUNDED = 0.03
 MARGIN = 4
 """Times that root mean square by which two logits may lie apart whose order differs."""
