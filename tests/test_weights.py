@@ -46,7 +46,9 @@ def test_bf16_is_what_nothing_says() -> None:
     assert BF16.suffix == "" and BF16.formats == ("bf16",)
 
 
-@pytest.mark.parametrize("text", ["int8", "int4", "int4,vocab=bf16", "int4,w_down=int8,wq=int6", "int4,w_down.1=int8"])
+@pytest.mark.parametrize(
+    "text", ["int8", "int4", "int4,vocab=bf16", "int4,w_down=int8,wq=int6", "int4,wq=int8,wq.0.2.11=int6,wq.3=bf16"]
+)
 def test_a_policy_is_its_text(text: str) -> None:
     policy = parse_policy(text)
     assert parse_policy(policy.text) == policy
@@ -70,10 +72,10 @@ def test_the_vocabulary_is_wider_than_four_bits() -> None:
         ("int4,vocab=", "nothing is unknown: one of bf16"),
         ("int4,", "nothing is unknown"),
         ("f32", "weights: f32 is unknown"),
-        ("int4,w_down.x=int8", "w_down.x: a layer's weight is named as in w_down.0"),
-        ("int4,w_down.=int8", "w_down.: a layer's weight"),
-        ("int4,w_down.99999999=int8", "w_down.99999999: a layer's weight"),
-        ("int4,vocab.0=int8", "vocab.0: a layer's weight"),
+        ("int4,w_down.x=int8", "w_down.x: weights of layers are named as in w_down.0.1"),
+        ("int4,w_down.=int8", "w_down.: weights of layers"),
+        ("int4,w_down.99999999=int8", "w_down.99999999: weights of layers"),
+        ("int4,vocab.0=int8", "vocab.0: weights of layers"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(text: str, message: str) -> None:

@@ -1,8 +1,9 @@
 """Which format each weight is stored in: `weights=int4`, or with exceptions, `weights=int4,w_down=int8,vocab=bf16`,
-those of one layer as in `w_down.0=bf16`."""
+those of some layers as in `w_down.0.1=bf16`."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +26,6 @@ _VOCAB_FORMATS = {"int4": "int6"}
 """The format of the vocabulary matrices where it is not that of the other weights. They are what reacts most to
 rounding: with 4 bits for them too, the divergence of the demo model doubles (BENCHMARKS.md)."""
 
-_MOST_LAYERS = 1000
-"""No model has more."""
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -39,7 +37,12 @@ class Policy:
 
     @property
     def text(self) -> str:
-        return ",".join([self.matrices, *(f"{slot}={name}" for slot, name in sorted(self.exceptions.items()))])
+        everywhere = {slot: name for slot, name in self.exceptions.items() if "." not in slot}
+        layers: dict[tuple[str, str], list[str]] = {}
+        for slot, layer in sorted(self._in_layers(), key=lambda pair: int(pair[1])):
+            layers.setdefault((slot, self.exceptions[f"{slot}.{layer}"]), []).append(layer)
+        in_layers = [f"{'.'.join([slot, *which])}={name}" for (slot, name), which in sorted(layers.items())]
+        return ",".join([self.matrices, *(f"{slot}={name}" for slot, name in sorted(everywhere.items())), *in_layers])
 
     @property
     def suffix(self) -> str:
@@ -91,16 +94,21 @@ def parse_policy(text: str) -> Policy:
     """What `weights=` says, bf16 where that is nothing. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
     _known("weights", matrices, _matrix_formats())
-    exceptions = {}
+    exceptions: dict[str, str] = {}
     for part in rest:
         slot, _, name = part.partition("=")
-        named, dot, layer = slot.partition(".")
+        named, *layers = slot.split(".")
         _known(f"weights={text}", named, _slots())
-        if dot and not (layer.isdecimal() and int(layer) < _MOST_LAYERS and named in _layer_slots()):
-            raise UserError(f"weights={text}: {slot}: a layer's weight is named as in w_down.0")
+        if layers and not (named in _layer_slots() and all(map(_is_layer, layers))):
+            raise UserError(f"weights={text}: {slot}: weights of layers are named as in w_down.0.1")
         _known(f"weights={text}", name, _matrix_formats())
-        exceptions[slot] = name
+        exceptions |= {f"{named}.{int(layer)}": name for layer in layers} or {named: name}
     return Policy(matrices, exceptions)
+
+
+def _is_layer(text: str) -> bool:
+    """No model has a thousand."""
+    return bool(re.fullmatch("[0-9]{1,3}", text))
 
 
 def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy:
