@@ -108,7 +108,7 @@ class CpuDevice:
 
     def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
         """Bytes per second at which the team reads buffers, each in turn, with the pattern that reads fastest."""
-        ranges = (_Range * len(buffers))(*((buffer.address, len(buffer.bytes)) for buffer in buffers))
+        ranges = (_Range * len(buffers))(*(_Range(buffer.address, len(buffer.bytes)) for buffer in buffers))
         return float(self._native.measure_read_bandwidth(self._team, ranges, len(buffers)))
 
     def measure_peak(self, dtype: str, iterations: int) -> float:
