@@ -5,6 +5,7 @@ Knows phases by name and buffers by name; what they compute and where is the man
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.chat import ChatTemplate
-from llama_npu2.devices import open_device
+from llama_npu2.devices import Submission, open_device
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory, bind_calls
 from llama_npu2.options import Sampling
 from llama_npu2.sampling import sampler
 from llama_npu2.text import TextStream, Tokenizer
+from llama_npu2.trace import Watch, traced_phases
 
 MAX_STEPPED_TOKENS = 16
 """On devices with buckets: with more new tokens than this, prefilling all again beats decoding the new ones singly."""
@@ -67,7 +69,7 @@ class Llama:
         self.device: Any = open_device(manifest, threads)
         self.memory = Memory(manifest, self.device)
         self.calls = bind_calls(manifest, self.device, self.memory)
-        self._phases = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
+        self._phases: dict[str, Submission] = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
         self.buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
@@ -99,6 +101,17 @@ class Llama:
     def buffer(self, name: str) -> Any:
         """The device's buffer of that name in the manifest."""
         return self.memory.bind(name).buffer
+
+    @contextlib.contextmanager
+    def trace(self, watch: Watch) -> Iterator[None]:
+        """While it is entered, `watch` gets every call (`trace.TracedCall`) of prefill, decode and generate once it
+        ran, and may read what the call's slots hold. Results are what they are without. Raises UserError on an NPU."""
+        whole = self._phases
+        self._phases = dict(traced_phases(self.manifest, self.device, self.memory, self.calls, watch))
+        try:
+            yield
+        finally:
+            self._phases = whole
 
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""

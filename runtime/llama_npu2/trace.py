@@ -1,0 +1,105 @@
+"""What a phase computes on its way: every buffer of a plan, after every call. `Llama.trace` turns it on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.devices import Call, Device, Submission
+from llama_npu2.errors import UserError
+from llama_npu2.manifest import Manifest
+from llama_npu2.memory import Memory
+
+_NOTHING = 0xFF
+"""Every byte of scratch before a call: NaN as bf16 and f32."""
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call that has just run: `rows` tokens from `position` on, in `phase`. `layer`: from 0, None outside of the
+    layers. What its slots hold is read by their names, while the watcher that was given this runs."""
+
+    phase: str
+    program: str
+    layer: int | None
+    rows: int
+    position: int
+    _slots: Mapping[str, Mapping[str, Any]]
+    _buffers: Mapping[str, str]
+    _memory: Memory
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of what the program reads and writes, in order."""
+        return tuple(self._slots)
+
+    def role(self, slot: str) -> str:
+        """input, output, weight, table or scratch."""
+        return str(self._slots[slot]["role"])
+
+    def __getitem__(self, slot: str) -> np.ndarray:
+        """A copy of what a slot holds, in its dtype: activations `[rows, width]` (`[width]` where a call has one row;
+        with buckets, as many rows as the bucket), weights and caches as they lie in memory. Scratch that the program
+        never stores is NaN. KeyError for a slot that the program does not have."""
+        spec, (name, _, view) = self._slots[slot], self._buffers[slot].partition("@")
+        held = self._memory.array(name)
+        if spec["role"] in ("weight", "table"):
+            return held.copy()
+        shape = tuple(self.rows if size == "seq" else size for size in spec["shape"])
+        first = (self.rows - 1) * math.prod(shape) if view == "last" else 0
+        return held.reshape(-1)[first:][: math.prod(shape)].reshape(shape).copy()
+
+
+Watch = Callable[[TracedCall], object]
+
+
+class TracedPhase:
+    """A phase whose calls are submitted one by one."""
+
+    def __init__(self, phase: str, calls: Sequence[TracedSubmission], watch: Watch) -> None:
+        self._phase, self._calls, self._watch = phase, calls, watch
+
+    def run(self, seq: int, pos: int) -> None:
+        for call in self._calls:
+            self._watch(call.run(self._phase, seq, pos))
+
+
+@dataclass(frozen=True)
+class TracedSubmission:
+    """One call of a plan, as `spec` has it."""
+
+    spec: Mapping[str, Any]
+    slots: Mapping[str, Mapping[str, Any]]
+    submission: Submission
+    memory: Memory
+
+    def run(self, phase: str, seq: int, pos: int) -> TracedCall:
+        buffers = dict(zip(self.slots, self.spec["buffers"], strict=True))
+        for name, slot in self.slots.items():
+            if slot["role"] == "scratch":
+                self.memory.array(buffers[name]).view(np.uint8)[...] = _NOTHING
+        self.submission.run(seq, pos)
+        return TracedCall(
+            phase, self.spec["program"], self.spec.get("layer"), seq, pos, self.slots, buffers, self.memory
+        )
+
+
+def traced_phases(
+    manifest: Manifest, device: Device, memory: Memory, calls: Mapping[str, Sequence[Call]], watch: Watch
+) -> dict[str, TracedPhase]:
+    """Every phase of a manifest, call by call. Raises UserError where the host does not see what programs leave."""
+    if manifest.target["device"] == "xrt":
+        raise UserError(
+            f"{manifest.directory}: an NPU's buffers cannot be traced: trace artifacts of target=npu2-sim or target=cpu"
+        )
+
+    def traced(phase: str) -> Iterator[TracedSubmission]:
+        for spec, call in zip(manifest.plans[phase], calls[phase], strict=True):
+            slots = {slot["name"]: slot for slot in manifest.programs[spec["program"]]["slots"]}
+            yield TracedSubmission(spec, slots, device.prepare([call]), memory)
+
+    return {phase: TracedPhase(phase, list(traced(phase)), watch) for phase in calls}
