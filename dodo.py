@@ -33,6 +33,11 @@ def task_plan():
     return step("plan")
 
 
+def task_calibration():
+    """With calibrate=..., round the weights layer by layer for the inputs that a text gives them."""
+    yield from group("calibration")
+
+
 def task_weights():
     """Pack the weights into blobs, in the layout that the kernels read."""
     return step("weights")

@@ -15,10 +15,12 @@ from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, read_json
 from stages.engine.objects import source_file
-from stages.engine.places import CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
+from stages.engine.places import CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
+from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
+from stages.model.families import read_config
 from stages.model.grouping import Program, programs
 from stages.model.plan import write_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
@@ -30,13 +32,17 @@ from stages.model.sources import (
     quantised,
     record_checkpoint,
     resolve,
+    safe_name,
 )
 from stages.targets import Target, default_target, targets
+from stages.weights.formats import formats
 from stages.weights.packing import pack_weights
 
 if TYPE_CHECKING:
     from stages.commands.options import Options
 
+DEFAULT_TEXT = "default"
+"""What `calibrate=` calls the text that ships."""
 HOST = "host"
 """The library of host programs."""
 
@@ -86,10 +92,28 @@ class Build:
         recorded = self.directory / PLAN
         return parse_policy(read_json(recorded).get("weights", "") if recorded.is_file() else "")
 
+    @cached_property
+    def calibration(self) -> Path | None:
+        """The text that weights are rounded for, where there is one."""
+        given = self.options.calibrate
+        if given and not any(formats()[name].grid for name in self.policy.layers):
+            known = ", ".join(sorted(name for name, form in formats().items() if form.grid))
+            raise UserError(f"calibrate={given}: no layer of weights={self.policy.text} can use it: choose {known}")
+        return {"": None, DEFAULT_TEXT: calibration.TEXT}.get(given, Path(given).absolute())
+
+    @property
+    def layers(self) -> int:
+        """Of the model. Its checkpoint is fetched where it is not here yet."""
+        if isinstance(self.source, ArtifactsOnly):
+            return read_config(self.directory / CONFIG).layers
+        return Checkpoint.open(self.source.fetch()).config.layers
+
     @property
     def name(self) -> str:
-        """Of the directory: the target, and the formats of the weights where they were chosen."""
-        return f"{self.target.name}{parse_policy(self.options.weights).suffix}"
+        """Of the directory: the target, the formats of the weights where they were chosen, the text's name where they
+        are calibrated on one."""
+        text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
+        return f"{self.target.name}{parse_policy(self.options.weights).suffix}{text}"
 
     @cached_property
     def directory(self) -> Path:
@@ -172,7 +196,9 @@ class Wiring:
         yield self._checkpoint()
         yield self._tokenizer()
         yield self._plan()
-        yield self._weights()
+        calibrated = list(self._calibration(self.build.calibration)) if self.build.calibration else []
+        yield from calibrated
+        yield self._weights([step.outputs[-1] for step in calibrated[1:]])
         libraries = self._libraries()
         for target in dict.fromkeys(library.target for library in libraries):
             yield from self._made_for(target, [library for library in libraries if library.target is target])
@@ -226,13 +252,33 @@ class Wiring:
         doc = "Derive the buffers and the order of calls."
         return self._step("plan", doc, action, [PLAN, PACKING], [self.directory / CONFIG], params=params)
 
-    def _weights(self) -> Step:
+    def _calibration(self, text: Path) -> Iterator[Step]:
+        """The text's embedding, then a step per layer, whose last output is its weights."""
+        read = [self.directory / part for part in (CONFIG, CHECKPOINT, PACKING)]
+        yield self._step(
+            "calibration:text",
+            "Embed the text that weights are rounded for.",
+            partial(calibration.begin, self.build.source, self.directory, text),
+            [CALIBRATION, calibration.activations_file(0)],
+            [*read, self.directory / "tokenizer", text],
+        )
+        for layer in range(self.build.layers):
+            action = partial(calibration.calibrate_layer, self.build.source, self.directory, layer)
+            yield self._step(
+                f"calibration:layer_{layer:03d}",
+                f"Round the weights of layer {layer + 1} for the inputs that they meet.",
+                partial(action, self.options.threads),
+                [calibration.activations_file(layer + 1), calibration.weights_file(layer)],
+                [*read, self.directory / calibration.activations_file(layer)],
+            )
+
+    def _weights(self, calibrated: Sequence[Path]) -> Step:
         return self._step(
             "weights",
             "Pack the weights into blobs.",
-            partial(pack_weights, self.build.source, self.directory / PACKING),
+            partial(pack_weights, self.build.source, self.directory / PACKING, calibrated),
             [WEIGHTS],
-            [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING],
+            [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING, *calibrated],
         )
 
     def _made_for(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
@@ -322,9 +368,5 @@ class Wiring:
 
     def _description(self) -> tuple[Any, list[Path]]:
         """The action that describes the directory, and what it reads besides modules and programs."""
-        return partial(write_manifest, self.directory, self.build.source.name), [
-            CONFIG,
-            PLAN,
-            WEIGHTS,
-            Path("tokenizer"),
-        ]
+        parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
+        return partial(write_manifest, self.directory, self.build.source.name, bool(self.build.calibration)), parts

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_npu2.manifest import FORMAT
 from stages.engine.files import file_digests, read_json, write_json
-from stages.engine.places import CONFIG, PLAN, WEIGHTS
+from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
 from stages.weights.formats import formats
@@ -21,21 +21,25 @@ from stages.weights.formats import formats
 def write_manifest(
     directory: Path,
     model: str,
+    calibrated: bool,
     work: Path,
     programs: Mapping[str, Mapping[str, Any]],
     target: Mapping[str, Any],
 ) -> None:
     """Step action: collect what is in the artifact `directory`.
 
-    `programs`: name -> file, entry point, on the host?, and the files that say the rest: its slots, and what a device's
-    build counted and estimated. `target`: name, device, and what it asks of a machine.
+    `calibrated`: the weights were rounded for a text. `programs`: name -> file, entry point, on the host?, and the
+    files that say the rest: its slots, and what a device's build counted and estimated. `target`: name, device, and
+    what it asks of a machine.
     """
     config = read_config(directory / CONFIG)
     plan = read_json(directory / PLAN)
     weights = read_json(directory / WEIGHTS)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
-    about = {"name": model, "weights": plan["weights"]}
+    about: dict[str, Any] = {"name": model, "weights": plan["weights"]}
+    if calibrated:
+        about["calibration"] = read_json(directory / CALIBRATION)
     described["model"] = {**about, **asdict(config), "eos": end_tokens(directory, config)}
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}

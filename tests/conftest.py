@@ -18,10 +18,11 @@ from filelock import FileLock
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
+from stages.commands.options import parse_options
+from stages.graph import Build
 from stages.model import families
 from stages.model.config import Config
 from stages.model.families import parse_config
-from stages.model.policy import parse_policy
 from stages.model.random_weights import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -121,11 +122,10 @@ def outputs_of_two_runs(script: str) -> set[bytes]:
 
 def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
     """`doit compile` into `artifacts`; returns the artifact directory."""
-    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", *(f"{k}={v}" for k, v in variables.items()))
+    given = {"model": str(checkpoint), "artifacts": str(artifacts), **{k: str(v) for k, v in variables.items()}}
+    run = doit("compile", *(f"{name}={value}" for name, value in given.items()))
     assert run.returncode == 0, run.stdout + run.stderr
-    name = checkpoint if isinstance(checkpoint, str) else checkpoint.name.removesuffix(".gguf")
-    formats = parse_policy(str(variables.get("weights", ""))).suffix
-    return artifacts / name / f"{variables.get('target', 'cpu')}{formats}"
+    return Build(parse_options({"target": "cpu"} | given)).directory
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,8 @@ class Llama:
     @property
     def description(self) -> str:
         """What runs, on what."""
-        return f"{self.manifest.model['weights']} weights, {self.device.description}"
+        calibrated = " calibrated" if "calibration" in self.manifest.model else ""
+        return f"{self.manifest.model['weights']}{calibrated} weights, {self.device.description}"
 
     @property
     def position(self) -> int:

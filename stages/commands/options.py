@@ -32,6 +32,7 @@ class Options(Sampling, Running):
     grouping: str = ""
     matmul: str = "bf16"
     weights: str = ""
+    calibrate: str = ""
     prompt: str | None = None
     raw: bool = False
     full: bool = False

@@ -17,6 +17,10 @@ CHECKPOINT = Path("build/checkpoint.json")
 PLAN = Path("build/plan.json")
 PACKING = Path("build/packing.json")
 """Of the plan, what packing reads: weights and tables."""
+CALIBRATED = Path("build/calibrated")
+"""Weights that were rounded for the inputs that a text gives them, and activations between layers."""
+CALIBRATION = Path("build/calibration.json")
+"""Which text that was."""
 WEIGHTS = Path("build/weights.json")
 """Which weight was packed where."""
 MODULES = Path("build/modules")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
     """Run the launches of a program's parts; `values` by slot, of what it reads, then also of what it writes."""
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for launch in part.launches:
-            _launch(launch, {arg: wired[slot] for arg, slot in launch.args.items()}, sizes, values)
+            run_launch(launch, {arg: wired[slot] for arg, slot in launch.args.items()}, sizes, values)
 
 
-def _launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: Values) -> None:
+def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: MutableMapping[str, np.ndarray]) -> None:
+    """One launch; `values` by what `slots` binds to its arguments."""
     kernel = launch.kernel
     known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}

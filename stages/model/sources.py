@@ -206,9 +206,9 @@ def resolve(model: str, artifacts: Path, revision: str = "main") -> Source:
         return _random_source(model.removeprefix("random:"), artifacts)
     path = Path(model).expanduser()
     if path.is_dir():
-        return LocalSource(_safe_name(path.resolve().name), path)
+        return LocalSource(safe_name(path.resolve().name), path)
     if path.suffix == ".gguf" and path.is_file():
-        return GgufSource(_safe_name(path.stem), path)
+        return GgufSource(safe_name(path.stem), path)
     if (artifacts / model).is_dir() and "/" not in model:
         return ArtifactsOnly(model)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
@@ -225,7 +225,7 @@ def _random_source(shapes: str, artifacts: Path) -> RandomSource:
     elif Path(shapes).is_file():
         path = Path(shapes).resolve()
         stem = path.parent.name if path.name == "config.json" else path.stem
-        name, raw = f"random-{_safe_name(stem)}", read_json(Path(shapes))
+        name, raw = f"random-{safe_name(stem)}", read_json(Path(shapes))
     else:
         raise UserError(
             f"model=random:{shapes}: neither a known shape ({', '.join(sorted(PRESETS))}) nor a config.json file"
@@ -233,7 +233,8 @@ def _random_source(shapes: str, artifacts: Path) -> RandomSource:
     return RandomSource(name, raw, artifacts / name / "checkpoint")
 
 
-def _safe_name(text: str) -> str:
+def safe_name(text: str) -> str:
+    """A text as part of a directory's name."""
     return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "model"
 
 

@@ -7,13 +7,14 @@ byte each. That is what quantising makes and dequantising reads; in memory lie t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
 from stages.weights.formats import Format, Layout, Shape
+from stages.weights.scales import Grid
 
 LINE = 64
 """Bytes. Scales of as many groups as a line holds, or whole lines of one, are in front of their numbers, so that all
@@ -168,6 +169,12 @@ class Grouped:
             row_elements=self.header,
             layouts={"panels": panels},
         )
+
+    def grid_format(
+        self, name: str, grid: Callable[..., Grid], dequantise: Callable[[np.ndarray], np.ndarray]
+    ) -> Format:
+        """The same of a format whose scales can be chosen before its numbers: `Format.grid`."""
+        return replace(self.format(name, lambda groups: grid(groups).quantise(groups), dequantise), grid=grid)
 
 
 _CHUNK = 1 << 20

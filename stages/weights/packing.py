@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from stages.engine.files import file_digests, read_json, write_json
 from stages.engine.places import WEIGHTS
 from stages.model.buffers import Buffer
+from stages.model.calibration import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.importers import PLAIN
@@ -21,17 +22,19 @@ from stages.weights.blobs import PAGE, write_safetensors
 from stages.weights.formats import formats
 
 
-def pack_weights(source: Source, wanted: Path, work: Path) -> None:
-    """Step action: pack what the file `wanted` names."""
+def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work: Path) -> None:
+    """Step action: pack what the file `wanted` names; `calibrated`: files of weights that are stored already, which are
+    taken instead of the checkpoint's."""
     buffers = {name: Buffer(**fields) for name, fields in read_json(wanted).items()}
     checkpoint = Checkpoint.open(source.fetch())
     for line in conversions(checkpoint, buffers):
         print(line, flush=True)
-    pack(checkpoint, buffers, work)
+    pack(checkpoint, buffers, work, calibrated_weights(calibrated))
 
 
-def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> None:
-    """Write `buffers`, weights and tables, below `out`, and the index of where each is."""
+def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calibrated: Mapping[str, Path]) -> None:
+    """Write `buffers`, weights and tables, below `out`, and the index of where each is. `calibrated`: the files that
+    hold weights instead of the checkpoint."""
     files: dict[str, list[str]] = {}
     for name, buffer in buffers.items():
         files.setdefault(f"weights/{buffer.blob}.safetensors", []).append(name)
@@ -42,7 +45,7 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> No
     ):
 
         def write(item: tuple[str, list[str]]) -> dict:
-            entry = _write_blob(checkpoint, buffers, out, *item)
+            entry = _write_blob(checkpoint, buffers, calibrated, out, *item)
             bar.update()
             return entry
 
@@ -54,9 +57,16 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path) -> No
     write_json(out / WEIGHTS, index)
 
 
-def _write_blob(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, file: str, names: list[str]) -> dict:
+def _write_blob(
+    checkpoint: Checkpoint,
+    buffers: Mapping[str, Buffer],
+    calibrated: Mapping[str, Path],
+    out: Path,
+    file: str,
+    names: list[str],
+) -> dict:
     tensors = [(name, formats()[buffers[name].format].dtype, _packed_shape(buffers[name])) for name in names]
-    contents = _contents(checkpoint, buffers, names)
+    contents = _contents(checkpoint, buffers, calibrated, names)
     offsets = write_safetensors(out / file, tensors, contents, alignment=PAGE)
     return {
         "file": file,
@@ -72,12 +82,16 @@ def _packed_shape(buffer: Buffer) -> tuple[int, ...]:
     return formats()[buffer.format].packed_shape(tuple(buffer.shape), buffer.layout)
 
 
-def _contents(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], names: list[str]) -> Iterator[np.ndarray]:
+def _contents(
+    checkpoint: Checkpoint, buffers: Mapping[str, Buffer], calibrated: Mapping[str, Path], names: list[str]
+) -> Iterator[np.ndarray]:
     for name in names:
         buffer = buffers[name]
         stored = formats()[buffer.format]
         if buffer.kind == "table":
             yield stored.pack(rope_table(checkpoint.config, buffer.shape[0]), buffer.layout)
+        elif name in calibrated:
+            yield stored.arrange(read_calibrated(calibrated[name], name), buffer.layout)
         elif checkpoint.stored_format(name) == buffer.format:
             yield stored.arrange(checkpoint.stored(name), buffer.layout)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 _STRETCHES = np.linspace(-0.9, 1.2, 8, dtype=np.float32)
@@ -9,15 +12,35 @@ _STRETCHES = np.linspace(-0.9, 1.2, 8, dtype=np.float32)
 weights; each costs a pass."""
 
 
-def symmetric(groups: np.ndarray, least: int, most: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Grid:
+    """What numbers stand for once scales are chosen: `scale * number - minimum`, whole numbers from `least` to `most`.
+    `scale`, `minimum`: f32 `[rows, groups]` as they are stored; `store`: numbers f32 `[rows, groups, group]` -> stored.
+    """
+
+    scale: np.ndarray
+    minimum: np.ndarray
+    least: int
+    most: int
+    store: Callable[[np.ndarray], np.ndarray]
+
+    def quantise(self, groups: np.ndarray) -> np.ndarray:
+        """f32 `[rows, groups, group]` -> stored: the nearest of each value."""
+        scale, minimum = self.scale[..., None], self.minimum[..., None]
+        over = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+        return self.store(np.clip(np.rint((groups + minimum) * over), self.least, self.most))
+
+
+def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray | None = None) -> np.ndarray:
     """Scales f32 `[...]` >= 0 of groups f32 `[..., n]`: of those tried, each refitted by least squares to the numbers
-    it gives, the one with the least squared error."""
+    it gives, the one with the least squared error. `importance`: f32, weighs the squares."""
     largest = np.abs(groups).max(axis=-1)
     best, error = np.zeros_like(largest), np.full_like(largest, np.inf)
     for stretch in _STRETCHES:
         numbers = np.clip(np.rint(groups * inverse(largest / (most + stretch))[..., None]), least, most)
-        square = np.einsum("...i,...i->...", numbers, numbers)
-        scale = np.einsum("...i,...i->...", groups, numbers) * inverse(square)
+        weighted = _weighted(numbers, importance)
+        square = np.einsum("...i,...i->...", weighted, numbers)
+        scale = np.einsum("...i,...i->...", groups, weighted) * inverse(square)
         # Of the fit: |g|^2 - s^2 |q|^2.
         found = -scale * scale * square
         better = found < error
@@ -25,29 +48,36 @@ def symmetric(groups: np.ndarray, least: int, most: int) -> np.ndarray:
     return np.maximum(best, 0)
 
 
-def affine(groups: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def affine(groups: np.ndarray, most: int, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum` with q from
-    0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error."""
-    n = np.float32(groups.shape[-1])
+    0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error.
+    `importance`: f32, weighs the squares."""
+    weight = np.float32(groups.shape[-1]) if importance is None else importance.sum(axis=-1)
     low = np.minimum(groups.min(axis=-1), 0)
     span = groups.max(axis=-1) - low
-    total, squares = groups.sum(axis=-1), np.einsum("...i,...i->...", groups, groups)
+    weighted = _weighted(groups, importance)
+    total, squares = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, groups)
     best = np.zeros((2, *low.shape), np.float32)
     error = np.full_like(low, np.inf)
     shifted = groups - low[..., None]
     for stretch in _STRETCHES:
         numbers = np.clip(np.rint(shifted * inverse(span / (most + stretch))[..., None]), 0, most)
-        q, qq = numbers.sum(axis=-1), np.einsum("...i,...i->...", numbers, numbers)
-        gq = np.einsum("...i,...i->...", groups, numbers)
-        over = inverse(n * qq - q * q)
-        scale, offset = (n * gq - q * total) * over, (qq * total - q * gq) * over
+        weighted = _weighted(numbers, importance)
+        q, qq = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, numbers)
+        gq = np.einsum("...i,...i->...", groups, weighted)
+        over = inverse(weight * qq - q * q)
+        scale, offset = (weight * gq - q * total) * over, (qq * total - q * gq) * over
         free = offset <= 0
         scale, offset = np.where(free, scale, gq * inverse(qq)), np.where(free, offset, 0)
-        found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + n * offset - 2 * total)
+        found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + weight * offset - 2 * total)
         better = (found < error) & (scale >= 0)
         best[0], best[1] = np.where(better, scale, best[0]), np.where(better, -offset, best[1])
         error = np.where(better, found, error)
     return best[0], best[1]
+
+
+def _weighted(values: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    return values if importance is None else values * importance
 
 
 def level(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

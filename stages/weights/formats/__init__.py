@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llama_npu2.dtypes import DTYPES
+from stages.weights.scales import Grid
 
 Shape = tuple[int, ...]
 
@@ -57,6 +58,8 @@ class Format:
     `quantise`: values `[..., n]` (f32, f16 or bf16) -> stored elements
     `[..., row_elements + ceil(n / values) * elements]`;
     `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
+    `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
+    the numbers; `importance` f32 `[groups, values]` weighs the squares of errors.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Format:
     elements: int = 1
     row_elements: int = 0
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
+    grid: Callable[..., Grid] | None = None
 
     def layout(self, name: str) -> Layout:
         return PLAIN if name == "plain" else self.layouts[name]

@@ -6,23 +6,24 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.grouped import NIBBLES, Grouped
-from stages.weights.scales import affine, level
+from stages.weights.scales import Grid, affine, level
 
 MOST = 15
 
 GROUPED = Grouped(factors=2, scale_values=2, numbers=NIBBLES)
 
 
-def quantise(groups: np.ndarray) -> np.ndarray:
-    """f32 `[rows, groups, GROUP]` -> stored."""
-    scale, minimum = affine(groups, MOST)
+def grid(groups: np.ndarray, importance: np.ndarray | None = None) -> Grid:
+    """Of f32 `[rows, groups, GROUP]`; `importance` weighs the squares of errors."""
+    scale, minimum = affine(groups, MOST, importance)
     d, scales = level(scale)
     e, minima = level(minimum)
-    scale, minimum = (scales * d)[..., None], (minima * e)[..., None]
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    numbers = np.clip(np.rint((groups + minimum) * inverse), 0, MOST)
     both = np.stack([scales, minima], axis=-1).astype(np.uint8)
-    return GROUPED.stored(np.concatenate([d, e], axis=-1), both, numbers.astype(np.uint8))
+
+    def store(numbers: np.ndarray) -> np.ndarray:
+        return GROUPED.stored(np.concatenate([d, e], axis=-1), both, numbers.astype(np.uint8))
+
+    return Grid(scales * d, minima * e, 0, MOST, store)
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
@@ -32,4 +33,4 @@ def dequantise(stored: np.ndarray) -> np.ndarray:
     return scale[..., None] * numbers - minimum[..., None]
 
 
-FORMAT = GROUPED.format("int4", quantise, dequantise)
+FORMAT = GROUPED.grid_format("int4", grid, dequantise)

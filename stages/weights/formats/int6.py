@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.grouped import SIX_BITS, Grouped
-from stages.weights.scales import level, symmetric
+from stages.weights.scales import Grid, level, symmetric
 
 ZERO = 32
 """What is added to a number to store it without a sign."""
@@ -14,13 +14,14 @@ ZERO = 32
 GROUPED = Grouped(factors=1, scale_values=1, numbers=SIX_BITS)
 
 
-def quantise(groups: np.ndarray) -> np.ndarray:
-    """f32 `[rows, groups, GROUP]` -> stored."""
-    factor, scales = level(symmetric(groups, -ZERO, ZERO - 1))
-    scale = (scales * factor)[..., None]
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    numbers = np.clip(np.rint(groups * inverse), -ZERO, ZERO - 1) + ZERO
-    return GROUPED.stored(factor, scales.astype(np.uint8)[..., None], numbers.astype(np.uint8))
+def grid(groups: np.ndarray, importance: np.ndarray | None = None) -> Grid:
+    """Of f32 `[rows, groups, GROUP]`; `importance` weighs the squares of errors."""
+    factor, scales = level(symmetric(groups, -ZERO, ZERO - 1, importance))
+
+    def store(numbers: np.ndarray) -> np.ndarray:
+        return GROUPED.stored(factor, scales.astype(np.uint8)[..., None], (numbers + ZERO).astype(np.uint8))
+
+    return Grid(scales * factor, np.zeros_like(scales), -ZERO, ZERO - 1, store)
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
@@ -30,4 +31,4 @@ def dequantise(stored: np.ndarray) -> np.ndarray:
     return scale[..., None] * (numbers.astype(np.float32) - ZERO)
 
 
-FORMAT = GROUPED.format("int6", quantise, dequantise)
+FORMAT = GROUPED.grid_format("int6", grid, dequantise)

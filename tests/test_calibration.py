@@ -1,0 +1,161 @@
+"""Weights that are rounded for the inputs that a text gives them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2 import load
+from llama_npu2.trace import TracedCall
+from stages.model import calibration
+from stages.model.sources import LocalSource
+from stages.weights import feedback
+from stages.weights.formats import formats
+from tests.conftest import build, doit, ran, snapshot, write_checkpoint
+
+GRIDS = [name for name, form in formats().items() if form.grid]
+
+TEXT = "What a mouse hears at night, a cat knows in the morning. " * 40
+
+
+def inputs(width: int) -> np.ndarray:
+    """Correlated, some far larger than others: `[rows, width]`."""
+    generator = np.random.default_rng(3)
+    mixed = generator.standard_normal((4 * width, width // 3)) @ generator.standard_normal((width // 3, width))
+    noisy = mixed + generator.standard_normal(mixed.shape)
+    return (noisy * generator.lognormal(size=width)).astype(np.float32)
+
+
+def correction(x: np.ndarray) -> feedback.Correction:
+    return feedback.Correction(x.T @ x, 32)
+
+
+# error feedback
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("width", [96, 75])
+def test_products_lose_less(name: str, width: int) -> None:
+    form, x = formats()[name], inputs(width)
+    weight = np.random.default_rng(4).standard_normal((600, width)).astype(np.float32)
+    plain = form.quantise(weight)
+    better = feedback.quantise(form, weight, correction(x))
+    assert better.shape == plain.shape and better.dtype == plain.dtype
+    lost, before = (
+        np.square(x @ (form.dequantise(stored, width) - weight).T, dtype=np.float64).mean() for stored in (better, plain)
+    )
+    assert lost < 0.6 * before
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_inputs_without_correlation_leave_nothing_to_carry(name: str) -> None:
+    form = formats()[name]
+    weight = np.random.default_rng(5).standard_normal((40, 64)).astype(np.float32)
+    products = np.diag(np.random.default_rng(6).random(64, np.float32))
+    made = feedback.Correction(products, 32)
+    np.testing.assert_array_equal(made.carried, np.eye(64))
+    groups = weight.reshape(40, 2, 32)
+    nearest = form.grid(groups, made.importance.reshape(2, 32)).quantise(groups)
+    np.testing.assert_array_equal(feedback.quantise(form, weight, made), nearest)
+
+
+def test_the_factor_is_that_of_the_products() -> None:
+    x = inputs(48)
+    products = (x.T @ x).astype(np.float64)
+    damped = products / np.diag(products).mean() + feedback.DAMPING * np.eye(48)
+    m = correction(x).carried[:48, :48].astype(np.float64)
+    np.testing.assert_array_equal(m, np.triu(m))
+    inverse = np.linalg.inv(m)
+    diagonal = inverse @ damped @ inverse.T
+    np.testing.assert_allclose(diagonal, np.diag(np.diag(diagonal)), atol=1e-3 * np.abs(diagonal).max())
+
+
+@pytest.mark.parametrize("x", [np.zeros((8, 64), np.float32), np.ones((8, 64), np.float32) * 1e4])
+def test_inputs_that_say_nothing_are_damped(x: np.ndarray) -> None:
+    weight = np.random.default_rng(7).standard_normal((20, 64)).astype(np.float32)
+    form = formats()["int4"]
+    stored = feedback.quantise(form, weight, correction(x))
+    assert np.abs(form.dequantise(stored, 64) - weight).max() < np.abs(weight).max()
+
+
+# a model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, beside it a text: 2 layers, widths that are no multiple of a group."""
+    directory = tmp_path_factory.mktemp("calibrated") / "small"
+    write_checkpoint(directory, hidden_size=80, intermediate_size=101, dtype=bfloat16)
+    directory.with_name("text.txt").write_text(TEXT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, artifacts: Path) -> Path:
+    """Its artifact directory. Not to be changed by a test."""
+    return build(model, artifacts, weights="int4", calibrate=model.with_name("text.txt"))
+
+
+def test_activations_are_those_of_the_runtime(made: Path) -> None:
+    """With the calibrated weights, layer by layer: what later layers were rounded for is what they will meet."""
+    llm = load(made)
+    ids = llm.encode(TEXT, raw=True)[: llm.context_length]
+    found: list[np.ndarray] = []
+
+    def watch(call: TracedCall) -> None:
+        if call.program == "o_ffn":
+            found.append(call["output"].astype(np.float32))
+
+    with llm.trace(watch):
+        llm.prefill(ids)
+    llm.close()
+    for layer, ours in enumerate(found):
+        left = np.load(made / calibration.activations_file(layer + 1)).view(bfloat16)[0].astype(np.float32)
+        # Both round to bf16 between kernels, sums are in other orders.
+        assert np.sqrt(np.square(ours - left).mean()) < 0.02 * left.std()
+
+
+def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path) -> None:
+    source = LocalSource("small", model)
+    for threads in (1, 3):
+        directory = shutil.copytree(made, tmp_path / str(threads))
+        for layer in range(2):
+            calibration.calibrate_layer(source, directory, layer, threads, directory)
+        for path in sorted((made / "build/calibrated").iterdir()):
+            assert path.read_bytes() == (directory / path.relative_to(made)).read_bytes()
+
+
+def test_a_killed_build_goes_on_and_two_are_alike(model: Path, made: Path, tmp_path: Path, artifacts: Path) -> None:
+    shutil.copytree(artifacts / ".cache", tmp_path / ".cache")
+    text = model.with_name("text.txt")
+    command = ["compile", f"model={model}", f"artifacts={tmp_path}", "weights=int4", f"calibrate={text}"]
+    directory = tmp_path / "small" / made.name
+    ran(doit(*command))
+    assert {name: data for name, data in snapshot(directory).items() if "receipts" not in name} == {
+        name: data for name, data in snapshot(made).items() if "receipts" not in name
+    }
+    (directory / calibration.weights_file(1)).unlink()
+    assert ran(doit(*command)) == {"calibration:layer_001"}
+    text.write_text(TEXT.upper())
+    again = ran(doit(*command))
+    text.write_text(TEXT)
+    assert again == {"calibration:text", "calibration:layer_000", "calibration:layer_001", "weights", "manifest"}
+
+
+def test_the_manifest_says_which_text(made: Path) -> None:
+    about = json.loads((made / "manifest.json").read_text())["model"]["calibration"]
+    assert about == {"text": "text.txt", "sha256": hashlib.sha256(TEXT.encode()).hexdigest(), "tokens": about["tokens"]}
+    assert "int4 calibrated weights" in load(made).description
+
+
+def test_the_texts_have_no_line_in_common() -> None:
+    from stages.commands.verify import TEXT as EVALUATION
+
+    lines = [set(path.read_text().splitlines()) for path in (EVALUATION, calibration.TEXT)]
+    assert all(lines) and not lines[0] & lines[1]
