@@ -99,7 +99,10 @@ class Build:
         if given and not any(formats()[name].grid for name in self.policy.layers):
             known = ", ".join(sorted(name for name, form in formats().items() if form.grid))
             raise UserError(f"calibrate={given}: no layer of weights={self.policy.text} can use it: choose {known}")
-        return {"": None, DEFAULT_TEXT: calibration.TEXT}.get(given, Path(given).absolute())
+        text = {"": None, DEFAULT_TEXT: calibration.TEXT}.get(given, Path(given).absolute())
+        if text and not text.is_file():
+            raise UserError(f"calibrate={given}: there is no such file: give a text file, or {DEFAULT_TEXT}")
+        return text
 
     @property
     def layers(self) -> int:

@@ -171,6 +171,11 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "top_p_zero": (("run", "prompt=hi", "top_p=0"), "top_p=0"),
     "top_k_negative": (("run", "prompt=hi", "top_k=-2"), "top_k=-2"),
     "raw_is_text": (("run", "prompt=hi", "raw=maybe"), "raw=maybe"),
+    "no_calibration_text": (
+        ("compile", "weights=int4", "calibrate=gone.txt"),
+        "calibrate=gone.txt: there is no",
+    ),
+    "nothing_to_calibrate": (("compile", "weights=int8", "calibrate=default"), "can use it: choose int4, int6"),
     "unknown_matmul": (("compile", "target=npu2", "matmul=fp8"), "matmul=fp8: choose one of bf16, bfp16"),
     "unknown_grouping": (
         ("compile", "target=npu2-sim", "grouping=spec"),

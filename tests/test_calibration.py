@@ -48,7 +48,8 @@ def test_products_lose_less(name: str, width: int) -> None:
     better = feedback.quantise(form, weight, correction(x))
     assert better.shape == plain.shape and better.dtype == plain.dtype
     lost, before = (
-        np.square(x @ (form.dequantise(stored, width) - weight).T, dtype=np.float64).mean() for stored in (better, plain)
+        np.square(x @ (form.dequantise(stored, width) - weight).T, dtype=np.float64).mean()
+        for stored in (better, plain)
     )
     assert lost < 0.6 * before
 
