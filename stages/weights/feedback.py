@@ -1,25 +1,33 @@
-"""Rounding with error feedback: what is lost at one input of a row is made good at those that come after it.
+"""Rounding with error feedback: what is lost at one input of a row is made good at others.
 
 For inputs X the squared error of a product is tr(E H E^T), with H = X^T X and E the errors of the weights. With
 H = M D M^T, M unit upper triangular, input k is best rounded from w_k + sum over j < k of E_j M_jk: LDLQ of QuIP
-(Chee et al. 2023, section 3), which shows that GPTQ (Frantar et al. 2022) computes the same. Scales are chosen before,
-by least squares that weigh each input with its diagonal element of H.
+(Chee et al. 2023, section 3), which shows that GPTQ (Frantar et al. 2022) computes the same. Inputs that weigh most come
+first, since those that come last have nobody to make good for them. Then each number is moved to where the error is least
+for all the others as they are (coordinate descent), some times over. Scales are chosen before, by least squares that
+weigh each input with its diagonal element of H.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from stages.weights.formats import Format
-from stages.weights.scales import Grid, inverse
+from stages.weights.scales import inverse
 
 DAMPING = 0.01
 """Of the mean of the diagonal, added to it: inputs that hardly ever differ from zero must not be steered by noise."""
 
+_DESCENTS = 2
+
 _ROWS = 512
 """That are rounded at a time. Fixed, so that results do not depend on the number of threads."""
+
+_BLOCK = 32
+"""Inputs that are rounded between products of matrices."""
 
 _TINY = 1e-12
 """Instead of a mean of zeros."""
@@ -29,8 +37,8 @@ Mapped = Callable[[Callable[[np.ndarray], np.ndarray], Iterable[np.ndarray]], It
 
 
 class Correction:
-    """What the products of a matrix's inputs say: `importance` f32 `[inputs]`, 1 on average, and `carried` f32
-    `[inputs, inputs]`, M, both for inputs in whole groups."""
+    """What the products of a matrix's inputs, in whole groups, say. `importance` f32 `[inputs]`: 1 on average. `order`:
+    the inputs from the most important one on; in it, f32 `[inputs, inputs]`: `products`, damped, and `carried`, M."""
 
     def __init__(self, products: np.ndarray, group: int) -> None:
         """`products`: X^T X, f32 `[n, n]`, overwritten: of wide matrices it is what takes the most memory."""
@@ -42,7 +50,9 @@ class Correction:
             products = np.pad(products, (0, padding))
             np.einsum("ii->i", products)[-padding:] = DAMPING
         self.importance = np.diag(products).copy()
-        self.carried = _factor(products)
+        self.order = np.argsort(-self.importance, kind="stable")
+        self.products = products[np.ix_(self.order, self.order)]
+        self.carried = _factor(self.products)
         self.carried /= np.diag(self.carried).copy()
 
 
@@ -65,23 +75,52 @@ def quantise(form: Format, values: np.ndarray, correction: Correction, mapped: M
 
 def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction) -> np.ndarray:
     assert form.grid is not None
-    inputs = len(correction.importance)
+    order, inputs = correction.order, len(correction.order)
     wide = np.pad(rows.astype(np.float32), ((0, 0), (0, inputs - rows.shape[1])))
     groups = wide.reshape(len(wide), -1, form.values)
     grid = form.grid(groups, correction.importance.reshape(-1, form.values))
-    numbers = _fed_back(np.ascontiguousarray(wide.T), grid, correction.carried, form.values)
-    return grid.store(np.ascontiguousarray(numbers.T).reshape(groups.shape))
+    scale, minimum = (each.T[order // form.values] for each in (grid.scale, grid.minimum))
+    rounding = _Rounding(wide.T[order], scale, minimum, grid.least, grid.most)
+    rounding.feed_back(correction.carried)
+    for _ in range(_DESCENTS):
+        rounding.descend(correction.products)
+    numbers = np.empty_like(wide)
+    numbers[:, order] = rounding.numbers.T
+    return grid.store(numbers.reshape(groups.shape))
 
 
-def _fed_back(values: np.ndarray, grid: Grid, carried: np.ndarray, group: int) -> np.ndarray:
-    """Numbers f32 of `values` f32, both `[inputs, rows]`."""
-    numbers, errors = np.empty_like(values), np.zeros_like(values)
-    for index, first in enumerate(range(0, len(values), group)):
-        scale, minimum = grid.scale[:, index], grid.minimum[:, index]
-        over, last = inverse(scale), first + group
-        wanted = values[first:last] + carried[:first, first:last].T @ errors[:first]
-        for at in range(first, last):
-            numbers[at] = np.clip(np.rint((wanted[at - first] + minimum) * over), grid.least, grid.most)
-            errors[at] = values[at] - (scale * numbers[at] - minimum)
-            wanted[at - first + 1 :] += carried[at, at + 1 : last, None] * errors[at]
-    return numbers
+@dataclass
+class _Rounding:
+    """`values` f32 on their way to `numbers`, `scale * number - minimum`; all are `[inputs, rows]`."""
+
+    values: np.ndarray
+    scale: np.ndarray
+    minimum: np.ndarray
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        self._over = inverse(self.scale)
+        self.numbers, self.errors = np.zeros_like(self.values), np.zeros_like(self.values)
+
+    def _round(self, at: int, wanted: np.ndarray) -> None:
+        """An input of all rows."""
+        self.numbers[at] = np.clip(np.rint((wanted + self.minimum[at]) * self._over[at]), self.least, self.most)
+        self.errors[at] = self.values[at] - (self.scale[at] * self.numbers[at] - self.minimum[at])
+
+    def feed_back(self, carried: np.ndarray) -> None:
+        for first in range(0, len(self.values), _BLOCK):
+            last = min(first + _BLOCK, len(self.values))
+            wanted = self.values[first:last] + carried[:first, first:last].T @ self.errors[:first]
+            for at in range(first, last):
+                self._round(at, wanted[at - first])
+                wanted[at - first + 1 :] += carried[at, at + 1 : last, None] * self.errors[at]
+
+    def descend(self, products: np.ndarray) -> None:
+        for first in range(0, len(self.values), _BLOCK):
+            last = min(first + _BLOCK, len(self.values))
+            slopes = products[first:last] @ self.errors
+            for at in range(first, last):
+                before = self.errors[at].copy()
+                self._round(at, self.values[at] - before + slopes[at - first] / products[at, at])
+                slopes += products[first:last, at, None] * (self.errors[at] - before)

@@ -11,6 +11,9 @@ _STRETCHES = np.linspace(-0.9, 1.2, 8, dtype=np.float32)
 """Ranges that are tried: by how many steps one is longer than the largest value. Beyond these none ever won on trained
 weights; each costs a pass."""
 
+_REFITS = 2
+"""How often the best of them is rounded to and fitted again."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -53,15 +56,18 @@ def affine(groups: np.ndarray, most: int, importance: np.ndarray | None = None) 
     0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error.
     `importance`: f32, weighs the squares."""
     weight = np.float32(groups.shape[-1]) if importance is None else importance.sum(axis=-1)
-    low = np.minimum(groups.min(axis=-1), 0)
-    span = groups.max(axis=-1) - low
     weighted = _weighted(groups, importance)
     total, squares = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, groups)
+    low = np.minimum(groups.min(axis=-1), 0)
+    span, shifted = groups.max(axis=-1) - low, groups - low[..., None]
     best = np.zeros((2, *low.shape), np.float32)
     error = np.full_like(low, np.inf)
-    shifted = groups - low[..., None]
-    for stretch in _STRETCHES:
-        numbers = np.clip(np.rint(shifted * inverse(span / (most + stretch))[..., None]), 0, most)
+    for turn in range(len(_STRETCHES) + _REFITS):
+        if turn < len(_STRETCHES):
+            numbers = shifted * inverse(span / (most + _STRETCHES[turn]))[..., None]
+        else:
+            numbers = (groups + best[1][..., None]) * inverse(best[0])[..., None]
+        numbers = np.clip(np.rint(numbers), 0, most)
         weighted = _weighted(numbers, importance)
         q, qq = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, numbers)
         gq = np.einsum("...i,...i->...", groups, weighted)
