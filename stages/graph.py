@@ -96,9 +96,9 @@ class Build:
     def calibration(self) -> Path | None:
         """The text that weights are rounded for, where there is one."""
         given = self.options.calibrate
-        if given and not any(formats()[name].grid for name in self.policy.layers):
+        if given and not any(formats()[name].grid for name in self.policy.formats):
             known = ", ".join(sorted(name for name, form in formats().items() if form.grid))
-            raise UserError(f"calibrate={given}: no layer of weights={self.policy.text} can use it: choose {known}")
+            raise UserError(f"calibrate={given}: no format of weights={self.policy.text} can use it: choose {known}")
         text = {"": None, DEFAULT_TEXT: calibration.TEXT}.get(given, Path(given).absolute())
         if text and not text.is_file():
             raise UserError(f"calibrate={given}: there is no such file: give a text file, or {DEFAULT_TEXT}")
@@ -256,7 +256,7 @@ class Wiring:
         return self._step("plan", doc, action, [PLAN, PACKING], [self.directory / CONFIG], params=params)
 
     def _calibration(self, text: Path) -> Iterator[Step]:
-        """The text's embedding, then a step per layer, whose last output is its weights."""
+        """The text's embedding, a step per layer and one for the head, whose last outputs are their weights."""
         read = [self.directory / part for part in (CONFIG, CHECKPOINT, PACKING)]
         yield self._step(
             "calibration:text",
@@ -265,7 +265,8 @@ class Wiring:
             [CALIBRATION, calibration.activations_file(0)],
             [*read, self.directory / "tokenizer", text],
         )
-        for layer in range(self.build.layers):
+        layers = self.build.layers
+        for layer in range(layers):
             action = partial(calibration.calibrate_layer, self.build.source, self.directory, layer)
             yield self._step(
                 f"calibration:layer_{layer:03d}",
@@ -274,6 +275,13 @@ class Wiring:
                 [calibration.activations_file(layer + 1), calibration.weights_file(layer)],
                 [*read, self.directory / calibration.activations_file(layer)],
             )
+        yield self._step(
+            "calibration:head",
+            "Round the matrix that makes the logits.",
+            partial(calibration.calibrate_head, self.build.source, self.directory, self.options.threads),
+            [calibration.HEAD_WEIGHTS],
+            [*read, self.directory / calibration.activations_file(layers)],
+        )
 
     def _weights(self, calibrated: Sequence[Path]) -> Step:
         return self._step(

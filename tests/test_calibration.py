@@ -128,6 +128,10 @@ def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path)
         directory = shutil.copytree(made, tmp_path / str(threads))
         for layer in range(2):
             calibration.calibrate_layer(source, directory, layer, threads, directory)
+        (directory / "head").mkdir()
+        calibration.calibrate_head(source, directory, threads, directory / "head")
+        head = directory / "head" / calibration.HEAD_WEIGHTS
+        assert head.read_bytes() == (made / calibration.HEAD_WEIGHTS).read_bytes()
         for path in sorted((made / "build/calibrated").iterdir()):
             assert path.read_bytes() == (directory / path.relative_to(made)).read_bytes()
 
@@ -146,7 +150,8 @@ def test_a_killed_build_goes_on_and_two_are_alike(model: Path, made: Path, tmp_p
     text.write_text(TEXT.upper())
     again = ran(doit(*command))
     text.write_text(TEXT)
-    assert again == {"calibration:text", "calibration:layer_000", "calibration:layer_001", "weights", "manifest"}
+    layers = {"calibration:layer_000", "calibration:layer_001"}
+    assert again == {"calibration:text", *layers, "calibration:head", "weights", "manifest"}
 
 
 def test_the_manifest_says_which_text(made: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from llama_npu2.errors import UserError
 from llama_npu2.text import Tokenizer
 from stages.engine.files import file_digests, first_line, read_json, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
+from stages.kernels import kernels
 from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.checkpoint import Checkpoint
@@ -51,6 +52,12 @@ _LAYER = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
 
 _COLUMNS = 512
 """Of sums of products that are made at a time."""
+
+
+HEAD_WEIGHTS = CALIBRATED / "head.safetensors"
+
+_LOOKUPS = 0.1
+"""Of the mean of the diagonal, added for a head that is the embedding too, whose rows are read whatever its inputs."""
 
 
 def weights_file(layer: int) -> Path:
@@ -98,6 +105,25 @@ def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, w
             run.part(name)
     _save(work / activations_file(layer + 1), run.activations())
     save_file(run.stored, work / weights_file(layer))
+
+
+def calibrate_head(source: Source, directory: Path, threads: int, work: Path) -> None:
+    """Step action: round the matrix that makes the logits, where its format can be calibrated."""
+    checkpoint, buffers = _opened(source, directory)
+    config = checkpoint.config
+    name, stored = families.of(config).head(config), {}
+    form = formats()[buffers[name].format]
+    if form.grid and checkpoint.stored_format(name) != form.name:
+        norm, norm_weight = kernels()["rms_norm"].reference, checkpoint.tensor("model.norm.weight")
+        with _executor(threads) as executor:
+            windows = [norm(x, norm_weight, config.eps) for x in _load(directory / activations_file(config.layers))]
+            products = _products(windows, executor)
+            diagonal = np.einsum("ii->i", products)
+            diagonal += np.float32(config.tied * _LOOKUPS) * diagonal.mean()
+            correction = feedback.Correction(products, form.values)
+            stored[name] = feedback.quantise(form, checkpoint.tensor(name), correction, executor.map)
+    (work / CALIBRATED).mkdir(parents=True)
+    save_file(stored, work / HEAD_WEIGHTS)
 
 
 def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buffer]]:
@@ -157,25 +183,26 @@ class _Layer:
             self._shared[name] = form.dequantise(form.quantise(tensor), tensor.shape[-1])
             return
         if self._corrected != x:
-            self._correction = feedback.Correction(self._products(x), form.values)
+            self._correction = feedback.Correction(_products((w[x] for w in self._windows), self.executor), form.values)
             self._corrected = x
         self.stored[name] = feedback.quantise(form, tensor, self._correction, self.executor.map)
         self._shared[name] = form.dequantise(self.stored[name], tensor.shape[-1])
 
-    def _products(self, name: str) -> np.ndarray:
-        """X^T X of a buffer of all windows, f32, columns at a time; summed window by window."""
-        inputs = [window[name].astype(np.float32) for window in self._windows]
-        width = inputs[0].shape[1]
-        products = np.zeros((width, width), np.float32)
 
-        def add(first: int) -> None:
-            last = first + _COLUMNS
-            for x in inputs:
-                products[:last, first:last] += x[:, :last].T @ x[:, first:last]
-            products[first:last, :last] = products[:last, first:last].T
+def _products(windows: Iterable[np.ndarray], executor: Executor) -> np.ndarray:
+    """X^T X, f32 `[inputs, inputs]`, of rows X of all windows bf16 `[length, inputs]`; summed window by window."""
+    rows = [window.astype(np.float32) for window in windows]
+    width = rows[0].shape[1]
+    products = np.zeros((width, width), np.float32)
 
-        list(self.executor.map(add, range(0, width, _COLUMNS)))
-        return products
+    def add(first: int) -> None:
+        last = first + _COLUMNS
+        for x in rows:
+            products[:last, first:last] += x[:, :last].T @ x[:, first:last]
+        products[first:last, :last] = products[:last, first:last].T
+
+    list(executor.map(add, range(0, width, _COLUMNS)))
+    return products
 
 
 def _save(path: Path, activations: np.ndarray) -> None:

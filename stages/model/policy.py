@@ -52,12 +52,7 @@ class Policy:
     @property
     def formats(self) -> tuple[str, ...]:
         """All it names, sorted."""
-        return tuple(sorted({*self.layers, self.vocab}))
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The formats of the layers' matrices, sorted."""
-        return tuple(sorted({self.matrices, *(name for slot, name in self.exceptions.items() if slot != VOCAB)}))
+        return tuple(sorted({self.matrices, self.vocab, *self.exceptions.values()}))
 
     @property
     def vocab(self) -> str:
