@@ -90,9 +90,10 @@ def test_inputs_that_say_nothing_are_damped(x: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, beside it a text: 2 layers, widths that are no multiple of a group."""
+    """A checkpoint, beside it a text: 2 layers, widths that are no multiple of a group, an embedding of its own."""
     directory = tmp_path_factory.mktemp("calibrated") / "small"
-    write_checkpoint(directory, hidden_size=80, intermediate_size=101, dtype=bfloat16)
+    shapes = {"hidden_size": 80, "intermediate_size": 101, "tie_word_embeddings": False}
+    write_checkpoint(directory, dtype=bfloat16, **shapes)
     directory.with_name("text.txt").write_text(TEXT)
     return directory
 

@@ -70,7 +70,8 @@ def activations_file(layer: int) -> Path:
 
 
 def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
-    """Step action: embed the windows of a text; say which text it was."""
+    """Step action: embed the windows of a text; say which text it was. An embedding that is the head too is rounded as
+    it would be without calibration: what the head is fitted to comes out last."""
     checkpoint, buffers = _opened(source, directory)
     windows = _windows(directory, text, checkpoint.config)
     name = families.of(checkpoint.config).embedding

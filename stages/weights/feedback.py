@@ -3,9 +3,9 @@
 For inputs X the squared error of a product is tr(E H E^T), with H = X^T X and E the errors of the weights. With
 H = M D M^T, M unit upper triangular, input k is best rounded from w_k + sum over j < k of E_j M_jk: LDLQ of QuIP
 (Chee et al. 2023, section 3), which shows that GPTQ (Frantar et al. 2022) computes the same. The most important inputs
-come first, since nobody makes good for those that come last. Then each number moves to where the error is least with all
-the others as they are (coordinate descent), some times over. Scales are chosen before, by least squares that weigh each
-input with its diagonal element of H.
+come first, since nobody makes good for those that come last. Then each number moves to where the error is least with
+all the others as they are (coordinate descent), some times over. Scales are chosen before, by least squares that weigh
+each input with its diagonal element of H.
 """
 
 from __future__ import annotations
