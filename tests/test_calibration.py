@@ -41,7 +41,9 @@ def correction(x: np.ndarray) -> feedback.Correction:
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("width", [96, 75])
-def test_products_lose_less(name: str, width: int) -> None:
+@pytest.mark.parametrize(("descents", "most"), [(0, 0.4), (2, 0.3)])
+def test_products_lose_less(name: str, width: int, descents: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "_DESCENTS", descents)
     form, x = formats()[name], inputs(width)
     weight = np.random.default_rng(4).standard_normal((600, width)).astype(np.float32)
     plain = form.quantise(weight)
