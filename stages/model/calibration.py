@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
-from safetensors import safe_open
 from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
@@ -214,19 +213,3 @@ def _save(path: Path, activations: np.ndarray) -> None:
 def _load(path: Path) -> np.ndarray:
     activations: np.ndarray = np.load(path).view(bfloat16)
     return activations
-
-
-def calibrated_weights(files: Sequence[Path]) -> dict[str, Path]:
-    """Which weight is in which file."""
-    found: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, "numpy") as held:
-            found |= dict.fromkeys(held.keys(), path)
-    return found
-
-
-def read_calibrated(path: Path, name: str) -> np.ndarray:
-    """A weight in the elements of its format."""
-    with safe_open(path, "numpy") as held:
-        stored: np.ndarray = held.get_tensor(name)
-    return stored

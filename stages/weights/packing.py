@@ -13,12 +13,12 @@ from tqdm import tqdm
 from stages.engine.files import file_digests, read_json, write_json
 from stages.engine.places import WEIGHTS
 from stages.model.buffers import Buffer
-from stages.model.calibration import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.importers import PLAIN
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, write_safetensors
+from stages.weights.calibrated import calibrated_weights, read_calibrated
 from stages.weights.formats import formats
 
 
