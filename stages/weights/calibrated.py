@@ -1,4 +1,4 @@
-"""Weights that were rounded before they are packed: calibration leaves them in safetensors, stored, not yet in a layout."""
+"""Weights that were rounded before they are packed: calibration leaves them stored, not yet in a layout."""
 
 from __future__ import annotations
 
