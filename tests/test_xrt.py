@@ -650,7 +650,7 @@ def test_bench_measures_what_the_buckets_hold(
         monkeypatch.setattr(bench, name, value)
     bench.run_bench(str(npu2), 2, 1, as_json=True)
     results = {r["test"]: r for r in json.loads(capsys.readouterr().out)["results"]}
-    assert set(results) == {"pp16", "tg2 @ 0", "tg2 @ 16"}, "nothing token by token, and no limit of the CPU"
+    assert set(results) == {"read per token", "pp16", "tg2 @ 0", "tg2 @ 16"}, "nothing token by token, and no CPU limit"
     assert all(r["share"] is None and r["values"][0] > 0 for r in results.values())
 
 

@@ -255,11 +255,10 @@ class Bench:
 
     def prefill(self, rows: int) -> Result:
         """Tokens per second of a prompt; the limit is the bf16 peak over the arithmetic of one token."""
-        flop = self._prefill_flop(rows) / rows
         return self._compare(
             f"pp{rows}",
             lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS),
-            lambda engine: flop,
+            lambda engine: self._prefill_flop(rows) / rows,
             lambda engine, ids: engine.prefill(ids),
             rows,
         )
