@@ -36,6 +36,16 @@ struct FixedSize {
     }
 };
 
+// As bits: of values that are not finite, NaN is the largest.
+INLINE bf16 largest_magnitude(const bf16 *x, int64_t count) {
+    bf16 largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const bf16 magnitude = x[i] & 0x7fff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
 INLINE float power_of_two(int exponent_bits) {
     const uint32_t bits = static_cast<uint32_t>(exponent_bits) << 23;
     float value;
@@ -45,12 +55,8 @@ INLINE float power_of_two(int exponent_bits) {
 
 // One block; returns its unit, which is NaN where a value is not finite.
 INLINE float fix_block(const bf16 *x, int16_t *out) {
-    bf16 largest = 0;
-    for (int64_t i = 0; i < fixed_inputs; i++) {
-        const bf16 magnitude = x[i] & 0x7fff;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const int exponent = largest >> 7, bounded = exponent > 2 * fixed_bits ? exponent : 2 * fixed_bits;
+    const int exponent = largest_magnitude(x, fixed_inputs) >> 7;
+    const int bounded = exponent > 2 * fixed_bits ? exponent : 2 * fixed_bits;
     const float inverse = exponent == 255 ? 0.0f : power_of_two(2 * 127 + fixed_bits - bounded);
     for (int64_t i = 0; i < fixed_inputs; i += lanes)
         store(out + i, __builtin_convertvector(nearest(load_bf16(x + i) * inverse), i16v));
@@ -58,11 +64,13 @@ INLINE float fix_block(const bf16 *x, int16_t *out) {
 }
 
 INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
-    for (int64_t block = 0, first = 0; first < size.cols; block++, first += fixed_inputs) {
-        const int64_t left = size.cols - first;
+    const int64_t whole = size.cols / fixed_inputs, rest = size.cols % fixed_inputs;
+    for (int64_t block = 0; block < whole; block++)
+        row.units[block] = fix_block(x + block * fixed_inputs, row.numbers + block * fixed_inputs);
+    if (rest != 0) {
         bf16 padded[fixed_inputs] = {};
-        if (left < fixed_inputs) memcpy(padded, x + first, left * sizeof(bf16));
-        row.units[block] = fix_block(left < fixed_inputs ? padded : x + first, row.numbers + first);
+        memcpy(padded, x + whole * fixed_inputs, rest * sizeof(bf16));
+        row.units[whole] = fix_block(padded, row.numbers + whole * fixed_inputs);
     }
     for (int64_t group = 0; group < size.groups(); group++) {
         int32_t sum = 0;

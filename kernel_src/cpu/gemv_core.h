@@ -96,33 +96,24 @@ public:
         // Some 128 KB and more at a time: less is not worth the handing out.
         const int64_t least = 65536 / (panel_size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
-        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
-            if (x_ == nullptr) x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1));
-            for (int64_t end = panel + count; panel < end;) panel += multiply(panel, end - panel, next, next_count);
-        });
+        each_panels<most_streams>(
+            chunks,
+            [&] {
+                if (x_ == nullptr) x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1));
+            },
+            [&](auto count, auto... place) { multiply<count.value>(place...); });
     }
 
 private:
-    // As many of `count` panels as there is code for; returns how many.
-    int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
-        if (count >= 8 && most_streams >= 8) return multiply<most_streams>(panel, next, next_count);
-        if (count >= 4 && most_streams >= 4) return multiply<most_streams < 4 ? 1 : 4>(panel, next, next_count);
-        if (count >= 2 && most_streams >= 2) return multiply<2>(panel, next, next_count);
-        return multiply<1>(panel, next, next_count);
-    }
-
     template <int count>
-    int64_t multiply(int64_t panel, int64_t next, int64_t next_count) {
+    void multiply(int64_t panel, int64_t next, int64_t next_count) {
         constexpr int64_t weights = Epilogue::weights;
-        const int64_t size = panel_size(cols_), pairs = pair_count(cols_);
         float sums[weights][count * panel_rows];
-        for (int64_t w = 0; w + 1 < weights; w++)
-            panels_times_vector<count>(weights_[w] + panel * size, x_, pairs, sums[w], weights_[w + 1] + panel * size,
-                                       count);
-        panels_times_vector<count>(weights_[weights - 1] + panel * size, x_, pairs, sums[weights - 1],
-                                   weights_[0] + next * size, next_count);
+        each_weight<weights, count>(
+            weights_, panel_size(cols_), panel, next, next_count, [&](int64_t w, const bf16 *own, auto... following) {
+                panels_times_vector<count>(own, x_, pair_count(cols_), sums[w], following...);
+            });
         finish_panels<count>(epilogue_, panel, out_cols_, sums);
-        return count;
     }
 
     const bf16 *const *weights_;

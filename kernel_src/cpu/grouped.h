@@ -215,7 +215,9 @@ INLINE i32v first_sum(float sum_of_x) {
 INLINE f32v whole_to_float(i32v v) { return __builtin_convertvector(v, f32v); }
 
 // sums f32 [lanes] += a block's total, in its unit.
-INLINE void add_block(float *sums, f32v total, float unit) { store(sums, multiply_add(splat(unit), total, load<f32v>(sums))); }
+INLINE void add_block(float *sums, f32v total, float unit) {
+    store(sums, multiply_add(splat(unit), total, load<f32v>(sums)));
+}
 
 // sums f32 [16] of a panel: of scaled products and of minima times x, both in units of the panel's factors.
 template <class Format>

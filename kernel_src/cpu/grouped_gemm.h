@@ -34,8 +34,8 @@ struct WideGroup {
     }
 };
 
-// products[r][16 p + i] += the share of a block of x, at most fixed_inputs of `groups` groups of a tile's panels, for r < R,
-// and minima likewise; rows of both are `out_stride` apart. x: rows `x_stride` apart, and their sums of groups and the
+// products[r][16 p + i] += the share of a block of x, at most fixed_inputs of `groups` groups of a tile's panels, for
+// r < R, and minima likewise; rows of both are `out_stride` apart. x: rows `x_stride` apart, and their sums of groups and the
 // block's unit `sums_stride` apart.
 template <class Format>
 struct GroupedTileArgs {
@@ -139,15 +139,16 @@ public:
         fix(worker);
         const int64_t sums = groups_.task_rows() * line_width;
         constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
-        char *own = worker.scratch<char>(wide_bytes + 2 * sums * sizeof(float));
+        char *own = worker.scratch<char>(wide_bytes + areas * sums * sizeof(float));
         wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
         products_ = reinterpret_cast<float *>(own + wide_bytes);
-        minima_ = products_ + sums;
+        minima_ = products_ + (areas - 1) * sums;
         groups_.each_task(worker, [&](auto... task) { multiply(task...); });
     }
 
 private:
     static constexpr int64_t line_width = tile_panels * panel_rows, tiles_across = tile_panels / grouped_panels;
+    static constexpr int64_t areas = Format::has_minimum ? 2 : 1;  // products, and minima where there are some
     static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
 
@@ -166,7 +167,7 @@ private:
     void multiply(int64_t column, int64_t first, int64_t last) {
         const int64_t groups = size_.groups();
         memset(products_, 0, (last - first) * line_width * sizeof(float));
-        memset(minima_, 0, (last - first) * line_width * sizeof(float));
+        if (Format::has_minimum) memset(minima_, 0, (last - first) * line_width * sizeof(float));
         for (int64_t done = 0; done < groups; done += groups_per_block) {
             const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
             widen(column, done, count);

@@ -127,10 +127,12 @@ public:
         const int64_t least = 65536 / (GroupedPanel<Format>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
-        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
-            if (x_.numbers == nullptr) prepare(x, worker);
-            for (int64_t end = panel + count; panel < end;) panel += multiply(panel, end - panel, next, next_count);
-        });
+        each_panels<most_grouped_streams>(
+            chunks,
+            [&] {
+                if (x_.numbers == nullptr) prepare(x, worker);
+            },
+            [&](auto count, auto... place) { multiply<count.value>(place...); });
     }
 
 private:
@@ -141,28 +143,16 @@ private:
         split_bytes(x_.numbers, size.blocks() * fixed_inputs);
     }
 
-    int64_t multiply(int64_t panel, int64_t count, int64_t next, int64_t next_count) {
-        if (count >= 8 && most_grouped_streams >= 8) return multiply<most_grouped_streams>(panel, next, next_count);
-        if (count >= 4 && most_grouped_streams >= 4)
-            return multiply<most_grouped_streams < 4 ? 1 : 4>(panel, next, next_count);
-        if (count >= 2 && most_grouped_streams >= 2)
-            return multiply<most_grouped_streams < 2 ? 1 : 2>(panel, next, next_count);
-        return multiply<1>(panel, next, next_count);
-    }
-
     template <int count>
-    int64_t multiply(int64_t panel, int64_t next, int64_t next_count) {
+    void multiply(int64_t panel, int64_t next, int64_t next_count) {
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
-        for (int64_t w = 0; w < weights; w++) {
-            const bool last = w + 1 == weights;
-            grouped_panels_times_vector<Format, count>(weights_[w] + panel * size, size, x_, groups, sums[w],
-                                                       last ? weights_[0] + next * size : weights_[w + 1] + panel * size,
-                                                       last ? next_count : count);
-        }
+        each_weight<weights, count>(
+            weights_, size, panel, next, next_count, [&](int64_t w, const uint8_t *own, auto... following) {
+                grouped_panels_times_vector<Format, count>(own, size, x_, groups, sums[w], following...);
+            });
         finish_panels<count>(epilogue_, panel, out_cols_, sums);
-        return count;
     }
 
     const uint8_t *const *weights_;

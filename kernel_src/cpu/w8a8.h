@@ -41,13 +41,9 @@ typedef uint8_t u8v __attribute__((vector_size(lanes)));
 // out u8 [quantised_size] = 128 + x / scale; returns the scale, the largest magnitude / 127. NaN is the largest bf16 of
 // all, so a row with one has a scale that is none.
 INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
-    bf16 largest = 0;
-    for (int64_t i = 0; i < cols; i++) {
-        const bf16 magnitude = x[i] & 0x7fff;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    const float most = to_float(largest), inverse = largest == 0 ? 0.0f : 127.0f / most;
-    for (int64_t i = 0; i < cols; i += lanes) store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, cols - i) * inverse), u8v));
+    const float most = to_float(largest_magnitude(x, cols)), inverse = most == 0 ? 0.0f : 127.0f / most;
+    for (int64_t i = 0; i < cols; i += lanes)
+        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, cols - i) * inverse), u8v));
     for (int64_t i = 0; i < cols; i++) out[i] ^= 0x80;
     for (int64_t i = cols; i < quad_count(cols) * quad; i++) out[i] = 0x80;
     return most / 127.0f;
@@ -276,16 +272,14 @@ public:
         const int64_t least = 65536 / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
-        each_chunk(chunks, [&](int64_t panel, int64_t count, int64_t next, int64_t next_count) {
-            if (quantised_ == nullptr) {
+        each_panels<most_grouped_streams>(
+            chunks,
+            [&] {
+                if (quantised_ != nullptr) return;
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
                 scale_ = quantise_row(x, cols_, quantised_);
-            }
-            const int64_t end = panel + count;
-            for (; end - panel >= most_grouped_streams; panel += most_grouped_streams)
-                multiply<most_grouped_streams>(panel, next, next_count);
-            for (; panel < end; panel++) multiply<1>(panel, next, next_count);
-        });
+            },
+            [&](auto count, auto... place) { multiply<count.value>(place...); });
     }
 
 private:
@@ -294,12 +288,10 @@ private:
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<W8A8>::size(cols_);
         int32_t sums[weights][count * panel_rows];
-        for (int64_t w = 0; w < weights; w++) {
-            const bool last = w + 1 == weights;
-            integer_panels_times_vector<count>(weights_[w] + panel * size, size, quantised_, quad_count(cols_), sums[w],
-                                               last ? weights_[0] + next * size : weights_[w + 1] + panel * size,
-                                               last ? next_count : count);
-        }
+        each_weight<weights, count>(
+            weights_, size, panel, next, next_count, [&](int64_t w, const uint8_t *own, auto... following) {
+                integer_panels_times_vector<count>(own, size, quantised_, quad_count(cols_), sums[w], following...);
+            });
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)

@@ -251,7 +251,7 @@ _SIGN = np.uint8(128)
 
 
 def _pack_bytes(numbers: np.ndarray) -> np.ndarray:
-    return _quads(numbers ^ _SIGN).reshape(*numbers.shape[:-2], -1)
+    return _pack_fields(8, _quads(numbers ^ _SIGN))
 
 
 def _unpack_bytes(packed: np.ndarray) -> np.ndarray:
