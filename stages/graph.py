@@ -6,7 +6,7 @@ The wiring is the same for every target; what differs stands in its record and i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +68,12 @@ class Build:
 
     @cached_property
     def policy(self) -> Policy:
-        """In which formats the weights are stored."""
+        """In which formats the weights and the KV cache are stored."""
+        if not self.target.caches(self.options.kv):
+            raise UserError(f"kv={self.options.kv}: target {self.target.name} has no kernels for it: choose target=cpu")
         if not self.options.weights:
-            return self._held_policy()
-        chosen = parse_policy(self.options.weights)
+            return replace(self._held_policy(), kv=self.options.kv)
+        chosen = parse_policy(self.options.weights, self.options.kv)
         if missing := [name for name in chosen.formats if not self.target.runs(name)]:
             raise UserError(
                 f"weights={self.options.weights}: target {self.target.name} has no kernels for {missing[0]}: "
@@ -113,10 +115,10 @@ class Build:
 
     @property
     def name(self) -> str:
-        """Of the directory: the target, the formats of the weights where they were chosen, the text's name where they
-        are calibrated on one."""
+        """Of the directory: the target, the formats of weights and KV cache where they were chosen, the text's name
+        where weights are calibrated on one."""
         text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
-        return f"{self.target.name}{parse_policy(self.options.weights).suffix}{text}"
+        return f"{self.target.name}{parse_policy(self.options.weights, self.options.kv).suffix}{text}"
 
     @cached_property
     def directory(self) -> Path:
@@ -249,7 +251,8 @@ class Wiring:
         )
 
     def _plan(self) -> Step:
-        chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": self.build.policy.text}
+        policy = self.build.policy
+        chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": policy.text, "kv": policy.kv}
         action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
         params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
         doc = "Derive the buffers and the order of calls."
@@ -323,6 +326,7 @@ class Wiring:
             "grouping": self.grouping_name,
             "bfp16": self.options.matmul == "bfp16",
             "weights": self.build.policy.text,
+            "kv": self.build.policy.kv,
         }
         action = partial(room.write_module, self.directory, library.name)
         return action, [self.directory / CONFIG], room.arguments(library.programs, options)

@@ -37,7 +37,7 @@ def write_manifest(
     weights = read_json(directory / WEIGHTS)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
-    about: dict[str, Any] = {"name": model, "weights": plan["weights"]}
+    about: dict[str, Any] = {"name": model, "weights": plan["weights"], "kv": plan["kv"]}
     if calibrated:
         about["calibration"] = read_json(directory / CALIBRATION)
     described["model"] = {**about, **asdict(config), "eos": end_tokens(directory, config)}

@@ -176,6 +176,9 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
         "calibrate=gone.txt: there is no",
     ),
     "nothing_to_calibrate": (("compile", "weights=int8", "calibrate=default"), "can use it: choose int4, int6"),
+    "unknown_kv": (("compile", "kv=int4"), "kv=int4: choose one of bf16, int8"),
+    "kv_on_the_npu": (("compile", "target=npu2", "kv=int8"), "kv=int8: target npu2 has no kernels for it"),
+    "kv_on_its_simulator": (("compile", "target=npu2-sim", "kv=int8"), "target npu2-sim has no kernels for it: choose"),
     "unknown_matmul": (("compile", "target=npu2", "matmul=fp8"), "matmul=fp8: choose one of bf16, bfp16"),
     "unknown_grouping": (
         ("compile", "target=npu2-sim", "grouping=spec"),

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from llama_npu2.errors import UserError
 from stages.kernels import Arg, signature
+from stages.kernels.append_kv import reference_panels
 from stages.targets.cpu.prototypes import prototypes
-from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+from stages.weights.constants import KV_BLOCK_POSITIONS
 from stages.weights.formats import formats
 from tests.cpu_kernels_util import (
     BF16,
@@ -342,9 +343,21 @@ def test_rope(any_team, rng, rows, pos, heads, head_dim):
     np.testing.assert_array_equal(x.view(np.uint16), out.view(np.uint16))
 
 
-def attention(q, k, v, pos, heads, kv_heads, head_dim):
-    """The exact attention and the error bound: weights are rounded to bf16 before they meet V."""
+INT8 = ("int8_rows_append_kv_panels", "int8_rows_flash_attention_panels", "int8_rows_decode_attention_panels")
+KEPT = {"bf16": ("append_kv_panels", "flash_attention_panels", "decode_attention_panels"), "int8_rows": INT8}
+in_all_formats = pytest.mark.parametrize("stored", KEPT)
+
+
+def kept(tensor, head_dim, stored):
+    """Values of K or V as a cache holds them."""
+    rows = tensor.reshape(-1, head_dim)
+    return formats()[stored].dequantise(formats()[stored].quantise(rows), head_dim).reshape(tensor.shape)
+
+
+def attention(q, k, v, pos, heads, kv_heads, head_dim, stored="bf16"):
+    """The exact attention and the error bound: weights are rounded to bf16 before they meet V, or to fixed point."""
     seq, total = len(q), pos + len(q)
+    k, v = (kept(tensor, head_dim, stored) for tensor in (k, v))
     q = wide(q).reshape(seq, kv_heads, heads // kv_heads, head_dim)
     k, v = (wide(t)[:total].reshape(total, kv_heads, head_dim) for t in (k, v))
     scores = np.einsum("sgqd,pgd->gqsp", q, k) / np.sqrt(head_dim)
@@ -354,22 +367,34 @@ def attention(q, k, v, pos, heads, kv_heads, head_dim):
     weights /= weights.sum(axis=-1, keepdims=True)
     out, sizes = (np.einsum("gqsp,pgd->sgqd", weights, t).reshape(seq, -1) for t in (v, np.abs(v)))
     # a score errs by its f32 sum, a weight by as much relatively
-    return out, (U + 2 * (head_dim + 8) * U32 * magnitude + total * U32) * sizes
+    bound = (U + 2 * (head_dim + 8) * U32 * magnitude + total * U32) * sizes
+    return out, bound if stored == "bf16" else bound + fixed_point_errors(q, k, v, weights).reshape(seq, -1)
 
 
-def kv_panels(k, v, kv_heads, head_dim):
+def fixed_point_errors(q, k, v, weights):
+    """Of attention by heads `[seq, kv_heads, group, head_dim]`, with weights `[kv_heads, group, seq, positions]`.
+    Numbers are off by half of 2^-13 of the largest: of q's of a row; of weights times scales of a block."""
+    half = 2.0**-14
+    most = np.abs(q).max(axis=-1, keepdims=True) * np.abs(k).sum(axis=-1).max() / np.sqrt(q.shape[-1])
+    errors = 2 * half * most * np.einsum("gqsp,pgd->sgqd", weights, np.abs(v))
+    scales = np.abs(v).max(axis=-1, keepdims=True) / 127
+    numbers = np.divide(np.abs(v), scales, out=np.zeros_like(v), where=scales != 0)
+    scaled = weights * scales.T[0, :, None, None]
+    for first in range(0, len(v), KV_BLOCK_POSITIONS):
+        block = slice(first, first + KV_BLOCK_POSITIONS)
+        errors += half * np.einsum("gqs,gd->sgqd", scaled[..., block].max(axis=-1), numbers[block].sum(axis=0))
+    return errors
+
+
+def kv_panels(k, v, kv_heads, head_dim, stored="bf16"):
     """The cache in panels that holds k and v, NaN where nothing was written."""
-    positions, lanes = KV_BLOCK_POSITIONS, PANEL_ROWS
-    blocks, padded = -(-len(k) // positions), -(-head_dim // lanes) * lanes
-    rows = np.full((2, blocks * positions, kv_heads, padded), np.nan, BF16)
+    missing = -len(k) % KV_BLOCK_POSITIONS
+    rows = [np.full((len(k) + missing, kv_heads, head_dim), np.nan, BF16) for _ in range(2)]
     for cache, tensor in zip(rows, (k, v), strict=True):
-        cache[: len(tensor), :, :head_dim] = tensor.reshape(-1, kv_heads, head_dim)
-    if len(v) % 2:
-        rows[1, len(v), :, :head_dim] = 0  # the last position's partner
-    rows = rows.reshape(2, blocks, positions, kv_heads, padded).swapaxes(2, 3)
-    k_panels = rows[0, ..., :head_dim].reshape(blocks, kv_heads, -1, lanes, head_dim // 2, 2).swapaxes(3, 4)
-    v_panels = rows[1].reshape(blocks, kv_heads, -1, 2, padded // lanes, lanes).transpose(0, 1, 4, 2, 5, 3)
-    return guarded(k_panels), guarded(v_panels)
+        cache[: len(tensor)] = tensor.reshape(-1, kv_heads, head_dim)
+    if stored == "bf16" and len(v) % 2:
+        rows[1][len(v)] = 0  # the last position's partner
+    return tuple(map(guarded, reference_panels(*rows, stored)))
 
 
 ATTENTION = [  # seq, pos, heads, kv_heads, head_dim
@@ -386,28 +411,32 @@ ATTENTION = [  # seq, pos, heads, kv_heads, head_dim
 ]
 
 
+@in_all_formats
 @pytest.mark.parametrize("seq, pos, heads, kv_heads, head_dim", ATTENTION)
-def test_flash_attention(any_team, rng, seq, pos, heads, kv_heads, head_dim):
-    shape = (heads, kv_heads, head_dim)
+def test_flash_attention(any_team, rng, stored, seq, pos, heads, kv_heads, head_dim):
+    shape, (_, kernel, _) = (heads, kv_heads, head_dim), KEPT[stored]
     q, out = normal(rng, seq, heads * head_dim), output((seq, heads * head_dim))
     k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
-    any_team("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, pos, *shape)
-    assert_within(out, *attention(q, k, v, pos, *shape))
+    any_team(kernel, q, *kv_panels(k, v, *shape[1:], stored), out, seq, pos, *shape)
+    assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
+@in_all_formats
 @pytest.mark.parametrize("pos", [0, 1, 15, 127, 128, 255, 256, 700])
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (7, 1, 80), (6, 3, 34)])
-def test_decode_attention(kernels, library, rng, pos, heads, kv_heads, head_dim):
-    shape = (heads, kv_heads, head_dim)
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (7, 1, 80), (6, 3, 34), (5, 5, 96), (3, 1, 128)]
+)
+def test_decode_attention(kernels, library, rng, stored, pos, heads, kv_heads, head_dim):
+    shape, (_, _, kernel) = (heads, kv_heads, head_dim), KEPT[stored]
     q = normal(rng, 1, heads * head_dim)
     k, v = (normal(rng, pos + 1, kv_heads * head_dim) for _ in range(2))
     results = []
     for threads in (1, 3):
         team = Kernels(library, kernels.isa, threads)
         out = output(q.shape)
-        team("decode_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, pos, *shape)
+        team(kernel, q, *kv_panels(k, v, *shape[1:], stored), out, pos, *shape)
         team.close()
-        assert_within(out, *attention(q, k, v, pos, *shape))
+        assert_within(out, *attention(q, k, v, pos, *shape, stored))
         results.append(out.view(np.uint16))
     np.testing.assert_array_equal(*results)  # whoever did which part
 
@@ -428,25 +457,45 @@ def test_a_cache_in_rows_changes_no_bit(any_team, rng, pos, heads, kv_heads, hea
     np.testing.assert_array_equal(over_rows.view(np.uint16), over_panels.view(np.uint16))
 
 
+@in_all_formats
 @pytest.mark.parametrize("seq, pos, heads, kv_heads, head_dim", ATTENTION)
-def test_rows_come_into_panels_in_any_number(any_team, rng, seq, pos, heads, kv_heads, head_dim):
+def test_rows_come_into_panels_in_any_number(any_team, rng, stored, seq, pos, heads, kv_heads, head_dim):
     k, v = (normal(rng, pos + seq, kv_heads * head_dim) for _ in range(2))
-    expected = kv_panels(k, v, kv_heads, head_dim)
-    k_panels, v_panels = (output(t.shape) for t in expected)
+    k[0] = 0  # no scale
+    v[-1] *= BF16(2.0**120)
+    expected = reference_panels(*(t.reshape(-1, kv_heads, head_dim) for t in (k, v)), stored)
+    caches = [guarded(np.zeros_like(t)) for t in expected]
     for first, last in [(0, pos // 2), (pos // 2, pos), (pos, pos + 1), (pos + 1, pos + seq)]:
         rows = guarded(k[first:last]), guarded(v[first:last])
-        any_team("append_kv_panels", *rows, k_panels, v_panels, last - first, first, kv_heads, head_dim)
-    for got, want in zip((k_panels, v_panels), expected, strict=True):
-        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+        any_team(KEPT[stored][0], *rows, *caches, last - first, first, kv_heads, head_dim)
+    for got, want in zip(caches, expected, strict=True):
+        assert got.tobytes() == want.tobytes()
 
 
-def test_large_scores_do_not_overflow(kernels, rng):
-    seq, shape = 200, (2, 1, 64)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_is_not_a_number_stays_so_in_whole_numbers(kernels, rng, which):
+    """And rows before it do not see it."""
+    seq, shape = 40, (2, 1, 34)
+    tensors = {"q": normal(rng, seq, 68), "k": normal(rng, seq, 34), "v": normal(rng, seq, 34)}
+    tensors[which][17, 3] = np.nan
+    q, k, v = tensors.values()
+    caches = [guarded(np.zeros_like(t)) for t in kv_panels(k, v, *shape[1:], "int8_rows")]
+    append, attend, _ = INT8
+    kernels(append, k, v, *caches, seq, 0, *shape[1:])
+    out = output((seq, 68))
+    kernels(attend, q, *caches, out, seq, 0, *shape)
+    nan = np.isnan(out.astype(np.float32)).any(axis=1)
+    assert nan.tolist() == [row == 17 if which == "q" else row >= 17 for row in range(seq)]
+
+
+@in_all_formats
+def test_large_scores_do_not_overflow(kernels, rng, stored):
+    seq, shape, kernel = 200, (2, 1, 64), KEPT[stored][1]
     q, out = normal(rng, seq, 128), output((seq, 128))
     q[...] = (wide(q) * 100).astype(BF16)
     k, v = normal(rng, seq, 64), normal(rng, seq, 64)
-    kernels("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, 0, *shape)
-    assert_within(out, *attention(q, k, v, 0, *shape))
+    kernels(kernel, q, *kv_panels(k, v, *shape[1:], stored), out, seq, 0, *shape)
+    assert_within(out, *attention(q, k, v, 0, *shape, stored))
 
 
 def test_chunked_prefill_equals_one_shot_and_decode_is_close(kernels, rng):
@@ -481,9 +530,10 @@ def test_any_shape(kernels, data):
     shape = (kv_heads * group, kv_heads, 2 * half)
     q = normal(rng, seq, shape[0] * shape[2])
     k, v = (normal(rng, pos + seq, kv_heads * shape[2]) for _ in range(2))
-    out = output(q.shape)
-    kernels("flash_attention_panels", q, *kv_panels(k, v, *shape[1:]), out, seq, pos, *shape)
-    assert_within(out, *attention(q, k, v, pos, *shape))
+    for stored, (_, kernel, _) in KEPT.items():
+        out = output(q.shape)
+        kernels(kernel, q, *kv_panels(k, v, *shape[1:], stored), out, seq, pos, *shape)
+        assert_within(out, *attention(q, k, v, pos, *shape, stored))
 
 
 # -- the team ------------------------------------------------------------------------------------

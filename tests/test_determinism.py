@@ -11,9 +11,10 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from stages.kernels import format_kernel
+from llama_npu2.dtypes import DTYPES
+from stages.kernels import KV_FORMATS, format_kernel
 from stages.kernels.grouped import GROUPED
-from stages.weights.constants import KV_BLOCK_POSITIONS
+from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 from tests.conftest import build, write_checkpoint
 from tests.cpu_kernels_util import BF16, Kernels, guarded, machine_isas, output
@@ -97,33 +98,42 @@ def test_products(teams: list[Kernels], name: str) -> None:
         compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
 
 
-def attended(case: Case, tensors: Sequence[np.ndarray], head_dim: int, first: int, pieces: Iterator[slice]) -> bytes:
+def attended(
+    case: Case, stored: str, tensors: Sequence[np.ndarray], head_dim: int, first: int, pieces: Iterator[slice]
+) -> bytes:
     """Q, K, V bf16 `[positions, heads * head_dim]`: rows from `first` on, in pieces; a piece of one row is a token."""
     q, k, v = tensors
     heads, kv_heads = (tensor.shape[1] // head_dim for tensor in (q, k))
-    blocks = -(-len(k) // KV_BLOCK_POSITIONS) * KV_BLOCK_POSITIONS * kv_heads
-    cache = [output(blocks * width) for width in (head_dim, -(-head_dim // 16) * 16)]
+    append, attend, decode = (
+        format_kernel(name, stored)
+        for name in ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
+    )
+    form, blocks = formats()[stored], -(-len(k) // KV_BLOCK_POSITIONS)
+    widths = (head_dim, -(-head_dim // PANEL_ROWS) * PANEL_ROWS)
+    shapes = [form.stored_shape((blocks * kv_heads, KV_BLOCK_POSITIONS, width)) for width in widths]
+    cache = [guarded(np.full(shape, -1, DTYPES[form.dtype])) for shape in shapes]
     made = []
     for part in (slice(0, first), *(slice(first + p.start, first + p.stop) for p in pieces)):
         count, pos = part.stop - part.start, part.start
-        case("append_kv_panels", guarded(k[part]), guarded(v[part]), *cache, count, pos, kv_heads, head_dim)
+        case(append, guarded(k[part]), guarded(v[part]), *cache, count, pos, kv_heads, head_dim)
         made.append(output((count, heads * head_dim)))
-        name, seq = ("decode_attention_panels", ()) if count == 1 else ("flash_attention_panels", (count,))
+        name, seq = (decode, ()) if count == 1 else (attend, (count,))
         case(name, guarded(q[part]), *cache, made[-1], *seq, pos, heads, kv_heads, head_dim)
     return np.concatenate(made[1:]).tobytes()
 
 
-def compare_attention(case: Case) -> None:
+def compare_attention(case: Case, stored: str) -> None:
     kv_heads, group, head_dim = case.size(4), case.size(9), 2 * case.size(64)
     first, rows = case.size(700), 1 + case.size(299)
     tensors = [case.normal(first + rows, n * head_dim) for n in (kv_heads * group, kv_heads, kv_heads)]
-    whole = attended(case, tensors, head_dim, first, iter([slice(0, rows)]))
-    assert attended(case, tensors, head_dim, first, case.pieces(rows)) == whole
+    whole = attended(case, stored, tensors, head_dim, first, iter([slice(0, rows)]))
+    assert attended(case, stored, tensors, head_dim, first, case.pieces(rows)) == whole
 
 
-def test_attention(teams: list[Kernels]) -> None:
+@pytest.mark.parametrize("stored", KV_FORMATS.values())
+def test_attention(teams: list[Kernels], stored: str) -> None:
     for seed in range(CASES):
-        compare_attention(Case(teams, seed))
+        compare_attention(Case(teams, seed), stored)
 
 
 def compare_rows(case: Case) -> None:
@@ -166,12 +176,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("model", "weights"), [*((model, "bf16") for model in MODELS), ("", "int4"), ("odd", "w8a8")])
-def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "weights", "kv"),
+    [*((model, "bf16", kv) for model in MODELS for kv in KV_FORMATS), ("", "int4", "bf16"), ("odd", "w8a8", "bf16")],
+)
+def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str, kv: str) -> None:
     """A prompt at once, in chunks, and token by token, with 1 to 4 threads."""
     checkpoint = tmp_path / f"same_bits{model}{weights}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **MODELS[model])
-    directory = build(checkpoint, artifacts, weights=weights)
+    directory = build(checkpoint, artifacts, weights=weights, kv=kv)
     rng = np.random.default_rng(3)
     ids = rng.integers(0, config.vocab, 600).tolist()
     seen = set()

@@ -244,8 +244,8 @@ def test_verify_counts_every_position_after_a_difference(
             fed.append(token)
             return next(steps)
 
-    monkeypatch.setattr(verify, "TransformersSteps", lambda model: lambda ids: logits(1, 2))
-    comparison = verify.compare(Ours(), None, "prompt")  # type: ignore[arg-type]
+    monkeypatch.setattr(verify, "TransformersSteps", lambda model, cache: lambda ids: logits(1, 2))
+    comparison = verify.compare(Ours(), None, "prompt", None)  # type: ignore[arg-type]
     assert fed == [1] * (verify.TOKENS - 1)
     assert (comparison.equal, comparison.first) == (30 if passed else 29, 3)
     assert comparison.ranks == ((2, 1) if passed else (2, 5))

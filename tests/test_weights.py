@@ -178,7 +178,7 @@ def test_logits_are_those_of_the_weights_it_holds(checkpoint: Path, artifacts: P
     put_weights(model, weights.values)
     llm = load(directory)
     ids = np.random.default_rng(1).integers(0, llm.manifest.model["vocab"], 60).tolist()
-    found = compare_logits(llm, model, [ids], weights.formats)
+    found = compare_logits(llm, model, [ids], weights.formats, lambda: None)
     llm.close()
     assert found.passed and found.ours < 0.2, found
 

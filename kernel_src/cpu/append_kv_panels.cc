@@ -2,30 +2,53 @@
 // k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 .. The cache is in blocks of 128 positions:
 // k_panels bf16 [position / 128][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
 // v_panels bf16 [position / 128][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
-#include <cstring>
+// int8_rows_append_kv_panels: the same in i8, and in front of each [position / 128][kv_heads] the positions' scales, f32
+// [128]. A row of a head is rounded to multiples of its scale, the largest magnitude / 127, halves to even.
+#ifndef ISA
+#define KERNEL_FILE "append_kv_panels.cc"
+#include "each_isa.h"
 
-#include "kernel.h"
-#include "panels.h"
+KERNEL void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows,
+                             int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    ISA_CALL(append_bf16, k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker)
+}
 
-static void append_k(const bf16 *k, bf16 *block, int64_t offset, int64_t head_dim) {
-    bf16 *to = block + offset / panel_rows * panel_size(head_dim) + offset % panel_rows * 2;
+KERNEL void int8_rows_append_kv_panels(const bf16 *k, const bf16 *v, int8_t *k_panels, int8_t *v_panels, int64_t rows,
+                                       int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    ISA_CALL(append_int8, k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker)
+}
+#else
+#include "vec.h"
+#include "tile.h"
+#include "fixed_point.h"
+#include "pairs.h"
+#include "kv_format.h"
+
+namespace ISA {
+
+template <class Number>
+static void append_k(const Number *k, Number *panels, int64_t offset, int64_t head_dim) {
+    Number *to = panels + offset / panel_rows * panel_size(head_dim) + offset % panel_rows * 2;
     for (int64_t pair = 0; pair < head_dim / 2; pair++)
-        memcpy(to + pair * line_elements, k + 2 * pair, 2 * sizeof(bf16));
+        memcpy(to + pair * line_elements, k + 2 * pair, 2 * sizeof(Number));
 }
 
 // The position's partner is 0 until it comes: it is multiplied with 0, and must not be NaN.
-static void append_v(const bf16 *v, bf16 *block, int64_t offset, int64_t head_dim) {
-    bf16 *line = block + offset / 2 * line_elements;
+template <class Number>
+static void append_v(const Number *v, Number *panels, int64_t offset, int64_t head_dim) {
+    Number *line = panels + offset / 2 * line_elements;
     for (int64_t d = 0; d < head_dim; d++) {
-        bf16 *pair = line + d / panel_rows * panel_size(kv_block_positions) + d % panel_rows * 2;
+        Number *pair = line + d / panel_rows * panel_size(kv_block_positions) + d % panel_rows * 2;
         pair[offset % 2] = v[d];
         if (offset % 2 == 0) pair[1] = 0;
     }
 }
 
-KERNEL void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows,
-                             int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+template <class Format>
+static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
+                   int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
     const int64_t padded = panel_count(head_dim) * panel_rows;
+    typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
     // By panels of positions: no two workers write the same line.
     const int64_t first = pos / panel_rows, panels = panel_count(pos + rows) - first;
     Chunks chunks(worker, panels * kv_heads, 4);
@@ -35,9 +58,26 @@ KERNEL void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 
             const int64_t last = begin + panel_rows < pos + rows ? begin + panel_rows : pos + rows;
             for (int64_t p = begin > pos ? begin : pos; p < last; p++) {
                 const int64_t row = ((p - pos) * kv_heads + head) * head_dim, offset = p % kv_block_positions;
-                const int64_t block = (p / kv_block_positions * kv_heads + head) * kv_block_positions;
-                append_k(k + row, k_panels + block * head_dim, offset, head_dim);
-                append_v(v + row, v_panels + block * padded, offset, head_dim);
+                const int64_t index = (p / kv_block_positions * kv_heads + head) * kv_block_positions;
+                auto *k_block = k_cache + index * (head_dim + Format::row_elements);
+                auto *v_block = v_cache + index * (padded + Format::row_elements);
+                append_k(Format::stored(k + row, head_dim, own, k_block, offset), k_block + Format::header, offset,
+                         head_dim);
+                append_v(Format::stored(v + row, head_dim, own, v_block, offset), v_block + Format::header, offset,
+                         head_dim);
             }
         }
 }
+
+static void append_bf16(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows, int64_t pos,
+                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    append<Bf16Kv>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker);
+}
+
+static void append_int8(const bf16 *k, const bf16 *v, int8_t *k_panels, int8_t *v_panels, int64_t rows, int64_t pos,
+                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    append<Int8Kv>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker);
+}
+
+}  // namespace ISA
+#endif

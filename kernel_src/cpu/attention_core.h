@@ -5,6 +5,7 @@
 // with positions as columns, so that both products are tile():
 //   K [position / 16][d / 2][position % 16][2]
 //   V [d / 16][position / 2][d % 16][2], d padded to a multiple of 16
+// each behind the positions' scales, where the cache's format has some (kv_format.h).
 // Positions are attended in ranges, each with a softmax of its own, which are joined in their order. What happens to a row
 // depends on its positions alone: it is the same bits with any other rows, in a prompt and as a token.
 namespace ISA {
@@ -25,8 +26,9 @@ struct AttentionShape {
     float scale() const { return 1.44269504f / sqrtf(static_cast<float>(head_dim)); }
 };
 
+template <class Format>
 struct KvBlock {
-    const bf16 *k, *v;
+    const typename Format::Number *k, *v;
 };
 
 // The result for a row: the sum of exp2(score - top); that of the same weighted with V is kept apart.
@@ -61,11 +63,15 @@ INLINE void store_head(AttentionRow row, const float *total, int64_t head_dim, b
 constexpr float top_slack = 8.0f;
 
 // Scratch of one worker, cut out of one allocation.
+template <class X>
 struct AttentionScratch {
+    static_assert(sizeof(X) == 2, "queries and weights are 16 bits");
     bf16 *k, *v;         // one block
-    bf16 *q;             // [rows][head_dim]
+    X *q;                // [rows][head_dim], and room for a whole vector
+    float *q_units;      // [rows]
     float *scores;       // [tile_rows][kv_block_positions]
-    bf16 *weights;       // [tile_rows][kv_block_positions]
+    X *weights;          // [tile_rows][kv_block_positions]
+    float *units;        // [tile_rows], of the weights
     float *out;          // [rows][padded_dim], of the range at hand
     float *sums;         // [rows][lanes], of the range at hand
     float *tops;         // [rows], of the range at hand
@@ -74,35 +80,40 @@ struct AttentionScratch {
 
     static AttentionScratch make(const AttentionShape &shape, int64_t rows, Worker &worker) {
         const int64_t dim = shape.padded_dim(), block = kv_block_positions;
-        const int64_t sizes[] = {block * dim * 2,       block * dim * 2, rows * dim * 2,   tile_rows * block * 4,
-                                 tile_rows * block * 2, rows * dim * 4,  rows * lanes * 4, rows * 4,
-                                 rows * dim * 4,        rows * 8};
-        char *starts[10];
+        const int64_t sizes[] = {block * dim * 2,       block * dim * 2,       rows * dim * 2, rows * 4,
+                                 tile_rows * block * 4, tile_rows * block * 2, tile_rows * 4,          rows * dim * 4,
+                                 rows * lanes * 4,      rows * 4,              rows * dim * 4,         rows * 8};
+        char *starts[12];
         int64_t total = 0;
         for (int64_t size : sizes) total += (size + 63) / 64 * 64;
         char *next = worker.scratch<char>(total);
-        for (int i = 0; i < 10; i++) {
+        for (int i = 0; i < 12; i++) {
             starts[i] = next;
             next += (sizes[i] + 63) / 64 * 64;
         }
-        return {reinterpret_cast<bf16 *>(starts[0]),  reinterpret_cast<bf16 *>(starts[1]),
-                reinterpret_cast<bf16 *>(starts[2]),  reinterpret_cast<float *>(starts[3]),
-                reinterpret_cast<bf16 *>(starts[4]),  reinterpret_cast<float *>(starts[5]),
-                reinterpret_cast<float *>(starts[6]), reinterpret_cast<float *>(starts[7]),
-                reinterpret_cast<float *>(starts[8]), reinterpret_cast<AttentionRow *>(starts[9])};
+        return {reinterpret_cast<bf16 *>(starts[0]),   reinterpret_cast<bf16 *>(starts[1]),
+                reinterpret_cast<X *>(starts[2]),      reinterpret_cast<float *>(starts[3]),
+                reinterpret_cast<float *>(starts[4]),  reinterpret_cast<X *>(starts[5]),
+                reinterpret_cast<float *>(starts[6]),  reinterpret_cast<float *>(starts[7]),
+                reinterpret_cast<float *>(starts[8]),  reinterpret_cast<float *>(starts[9]),
+                reinterpret_cast<float *>(starts[10]), reinterpret_cast<AttentionRow *>(starts[11])};
     }
 };
 
+template <class Format>
 class AttentionTile {
 public:
+    using Block = KvBlock<Format>;
+
     AttentionTile(const AttentionShape &shape, int64_t max_rows, Worker &worker)
-        : shape_(shape), scratch_(AttentionScratch::make(shape, max_rows, worker)) {}
+        : shape_(shape), scratch_(Scratch::make(shape, max_rows, worker)) {}
 
     // Takes in `heads` query heads of each of `positions` positions, `stride` apart, as the tile's rows.
     void start(const bf16 *q, int64_t positions, int64_t heads, int64_t stride) {
-        const int64_t rows = positions * heads, width = heads * shape_.head_dim;
-        for (int64_t p = 0; p < positions; p++)
-            memcpy(scratch_.q + p * width, q + p * stride, width * sizeof(bf16));
+        const int64_t rows = positions * heads, dim = shape_.head_dim;
+        for (int64_t r = 0; r < rows; r++)
+            scratch_.q_units[r] =
+                Format::take_query(q + r / heads * stride + r % heads * dim, dim, scratch_.q + r * dim);
         memset(scratch_.totals, 0, rows * shape_.padded_dim() * sizeof(float));
         for (int64_t r = 0; r < rows; r++) scratch_.rows[r] = no_positions;
         start_range(rows);
@@ -123,7 +134,11 @@ public:
     // The tile's rows from `row` on, which are at positions first, first + 1 .. with a group of heads each,
     // attend the first `count` positions of a block that starts at position `begin`, as far as they are
     // not later than their own. Meanwhile, block `next` is fetched into the cache, unless it is this one.
-    void attend(KvBlock block, KvBlock next, int64_t row, int64_t rows, int64_t first, int64_t begin, int64_t count) {
+    void attend(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t begin, int64_t count) {
+        for (int64_t at = 0; at < Format::header && next.k != block.k; at += 64) {
+            __builtin_prefetch(next.k + at, 0, 2);
+            __builtin_prefetch(next.v + at, 0, 2);
+        }
         for (int64_t done = 0; done < rows; done += tile_rows) {
             attend_rows(block, next, row + done, rows - done < tile_rows ? rows - done : tile_rows, first, done, begin,
                         count);
@@ -141,6 +156,10 @@ public:
     bf16 *v_scratch() const { return scratch_.v; }
 
 private:
+    using X = typename Format::X;
+    using Number = typename Format::Number;
+    using Scratch = AttentionScratch<X>;
+
     void start_range(int64_t rows) {
         memset(scratch_.out, 0, rows * shape_.padded_dim() * sizeof(float));
         memset(scratch_.sums, 0, rows * lanes * sizeof(float));
@@ -149,7 +168,7 @@ private:
 
     // Rows at positions before the block, the first ones, are left out.
     // `rows` <= tile_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
-    void attend_rows(KvBlock block, KvBlock next, int64_t row, int64_t rows, int64_t first, int64_t offset,
+    void attend_rows(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t offset,
                      int64_t begin, int64_t count) {
         const int64_t early = (begin - first) * shape_.group() - offset;  // rows at positions before the block
         if (early >= rows) return;
@@ -162,15 +181,16 @@ private:
         }
         score(block.k, next.k - block.k, row, rows, most);
         for (int64_t r = 0; r < rows; r++)
-            weigh(row + r, visible[r], most, scratch_.scores + r * kv_block_positions,
-                  scratch_.weights + r * kv_block_positions);
+            scratch_.units[r] = weigh(row + r, visible[r], most, Format::scales(block.v),
+                                      scratch_.scores + r * kv_block_positions,
+                                      scratch_.weights + r * kv_block_positions);
         add_values(block.v, next.v - block.v, row, rows, most);
     }
 
     // scores = q @ k^T.
-    void score(const bf16 *k, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
+    void score(const Number *k, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
         const int64_t size = panel_size(shape_.head_dim);
-        TileArgs args;
+        typename Format::Args args;
         args.x = scratch_.q + row * shape_.head_dim;
         args.x_stride = shape_.head_dim;
         args.pairs = shape_.head_dim / 2;
@@ -178,14 +198,16 @@ private:
         args.accumulate = false;
         args.ahead = ahead;
         for (int64_t panel = 0; panel < panel_count(positions); panel += tile_panels) {
-            for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = k + (panel + p) * size;
+            for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = k + Format::header + (panel + p) * size;
+            Format::in_units(args, scratch_.q_units + row, Format::scales(k), panel * panel_rows);
             args.out = scratch_.scores + panel * panel_rows;
             tile_of_rows<tile_panels>(rows, args);
         }
     }
 
-    // Scores of the first `count` positions to bf16 weights, 0 for the others up to `most`.
-    void weigh(int64_t r, int64_t count, int64_t most, float *scores, bf16 *weights) {
+    // Scores of the first `count` positions, which have `scales`, to weights, 0 for the others up to `most`; returns the
+    // weights' unit.
+    float weigh(int64_t r, int64_t count, int64_t most, const float *scales, float *scores, X *weights) {
         for (int64_t i = count; i % lanes != 0; i++) scores[i] = -INFINITY;
         raise_top(r, count, scores);
         const float top = scratch_.tops[r], scale = shape_.scale();
@@ -194,10 +216,11 @@ private:
         for (; i < count; i += lanes) {
             const f32v weight = exp2(load<f32v>(scores + i) * scale - top);
             sum += weight;
-            store_bf16(weights + i, weight);
+            store(scores + i, weight);
         }
         store(scratch_.sums + r * lanes, sum);
-        for (; i < most; i += lanes) store_bf16(weights + i, f32v{});
+        if (i < most) memset(weights + i, 0, (most - i + 1) / 2 * 2 * sizeof(X));
+        return Format::take_weights(scores, scales, count, weights);
     }
 
     void raise_top(int64_t r, int64_t count, const float *scores) {
@@ -214,18 +237,19 @@ private:
     }
 
     // out += weights @ v.
-    void add_values(const bf16 *v, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
+    void add_values(const Number *v, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
         const int64_t size = panel_size(kv_block_positions), panels = shape_.dim_panels();
-        TileArgs args;
+        typename Format::Args args;
         args.x = scratch_.weights;
         args.x_stride = kv_block_positions;
         args.pairs = pair_count(positions);
         args.out_stride = shape_.padded_dim();
         args.accumulate = true;
         args.ahead = ahead;
+        Format::in_units(args, scratch_.units, nullptr, 0);
         for (int64_t panel = 0; panel < panels;) {
             args.out = scratch_.out + row * shape_.padded_dim() + panel * panel_rows;
-            for (int64_t p = 0; p < tile_panels && panel + p < panels; p++) args.panels[p] = v + (panel + p) * size;
+            for (int64_t p = 0; p < tile_panels && panel + p < panels; p++) args.panels[p] = v + Format::header + (panel + p) * size;
             if (panel + tile_panels <= panels) {
                 tile_of_rows<tile_panels>(rows, args);
                 panel += tile_panels;
@@ -237,7 +261,7 @@ private:
     }
 
     AttentionShape shape_;
-    AttentionScratch scratch_;
+    Scratch scratch_;
 };
 
 }  // namespace

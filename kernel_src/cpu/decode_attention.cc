@@ -1,6 +1,7 @@
 // Attention of the one query row at position pos over positions 0 .. pos; contains a barrier:
-//   decode_attention_panels  over a KV cache in panels (append_kv_panels.cc)
-//   decode_attention_kv      over one in rows that keep K and V of a head together (append_kv.cc)
+//   decode_attention_panels            over a KV cache in panels (append_kv_panels.cc)
+//   int8_rows_decode_attention_panels  over one in 8 bits
+//   decode_attention_kv                over one in rows that keep K and V of a head together (append_kv.cc)
 // q, out bf16 [heads * head_dim]; kv bf16 [>= pos + 1][kv_heads][2][head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads, and is what flash_attention makes
@@ -19,9 +20,18 @@ KERNEL void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const b
                                     Worker &worker) {
     ISA_CALL(over_panels, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
 }
+
+KERNEL void int8_rows_decode_attention_panels(const bf16 *q, const int8_t *k_panels, const int8_t *v_panels, bf16 *out,
+                                              int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                              Worker &worker) {
+    ISA_CALL(over_int8, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
+}
 #else
 #include "vec.h"
 #include "tile.h"
+#include "fixed_point.h"
+#include "pairs.h"
+#include "kv_format.h"
 #include "attention_core.h"
 #include "kv_cache.h"
 
@@ -54,21 +64,22 @@ struct Task {
 // Attends a task's blocks, all heads of one before the next: the order of memory. The block after the last
 // one is the first of task `next`.
 template <class Kv>
-static void attend(AttentionTile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
+static void attend(typename Kv::Tile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
                    const Task &next) {
     for (int64_t begin = task.begin; begin < task.end; begin += kv_block_positions) {
         const int64_t left = task.end - begin, count = left < kv_block_positions ? left : kv_block_positions;
         const Place block_after = left > count ? Place{task.kv_begin, begin + count} : Place{next.kv_begin, next.begin};
         for (int64_t head = task.kv_begin; head < task.kv_end; head++) {
             const Place after = head + 1 < task.kv_end ? Place{head + 1, begin} : block_after;
-            const KvBlock taken = kv.take(tile, {head, begin}, count, after);
+            const KvBlock<typename Kv::Format> taken = kv.take(tile, {head, begin}, count, after);
             tile.attend(taken, kv.upcoming(tile, after), (head - task.kv_begin) * shape.group(), shape.group(), pos,
                         begin, count);
         }
     }
 }
 
-static void keep(const AttentionTile &tile, const AttentionShape &shape, const Task &task, Partials partials) {
+template <class Tile>
+static void keep(const Tile &tile, const AttentionShape &shape, const Task &task, Partials partials) {
     const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), dim = shape.padded_dim();
     const int64_t first = task.range * shape.heads + task.kv_begin * shape.group();
     for (int64_t r = 0; r < rows; r++) partials.states[first + r] = tile.state(r);
@@ -89,7 +100,7 @@ static void join_ranges(const AttentionShape &shape, Partials partials, int64_t 
 template <class Kv>
 static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, int64_t pos, int64_t ranges,
                           Partials partials, Worker &worker) {
-    AttentionTile tile(shape, shape.heads, worker);
+    typename Kv::Tile tile(shape, shape.heads, worker);
     const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
     Chunks chunks(worker, ranges * parts, 1);
     int64_t index, next, unused;
@@ -127,7 +138,13 @@ static void over_rows(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int
 static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
                         int64_t kv_heads, int64_t head_dim, Worker &worker) {
     const AttentionShape shape = {heads, kv_heads, head_dim};
-    decode_attention(shape, q, KvPanels(shape, k, v), out, pos, worker);
+    decode_attention(shape, q, KvPanels<Bf16Kv>(shape, k, v), out, pos, worker);
+}
+
+static void over_int8(const bf16 *q, const int8_t *k, const int8_t *v, bf16 *out, int64_t pos, int64_t heads,
+                      int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    decode_attention(shape, q, KvPanels<Int8Kv>(shape, k, v), out, pos, worker);
 }
 
 }  // namespace ISA

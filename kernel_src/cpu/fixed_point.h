@@ -1,5 +1,5 @@
-// x in fixed point, as grouped products take it: blocks of whole numbers that share a power of two. Included inside each
-// instruction set.
+// x in fixed point, as products of whole numbers take it: blocks of numbers that share a power of two; and x in 8 bits.
+// Included inside each instruction set.
 //
 // A bf16 is a whole number of 8 bits times a power of two; a block has 15 bits. So what is at least 2^-6 of the largest of
 // a block is exact, and the rest is off by at most 2^-15 of it: less than rounding the largest to bf16 did.
@@ -53,30 +53,51 @@ INLINE float power_of_two(int exponent_bits) {
     return value;
 }
 
-// One block; returns its unit, which is NaN where a value is not finite.
-INLINE float fix_block(const bf16 *x, int16_t *out) {
-    const int exponent = largest_magnitude(x, fixed_inputs) >> 7;
+// What a number stands for, and what values are multiplied with to become numbers.
+struct FixedUnit {
+    float unit, inverse;
+};
+
+// Of values the largest of which has this exponent, in bits of an f32: NaN where it is not finite.
+INLINE FixedUnit fixed_unit(int exponent) {
     const int bounded = exponent > 2 * fixed_bits ? exponent : 2 * fixed_bits;
-    const float inverse = exponent == 255 ? 0.0f : power_of_two(2 * 127 + fixed_bits - bounded);
-    for (int64_t i = 0; i < fixed_inputs; i += lanes)
-        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i) * inverse), i16v));
-    return exponent == 255 ? NAN : power_of_two(bounded - fixed_bits);
+    if (exponent == 255) return {NAN, 0.0f};
+    return {power_of_two(bounded - fixed_bits), power_of_two(2 * 127 + fixed_bits - bounded)};
+}
+
+// One block of `count` values; out has room for whole vectors. Returns its unit.
+INLINE float fix_block(const bf16 *x, int64_t count, int16_t *out) {
+    const FixedUnit fixed = fixed_unit(largest_magnitude(x, count) >> 7);
+    for (int64_t i = 0; i < count; i += lanes)
+        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, count - i) * fixed.inverse), i16v));
+    return fixed.unit;
 }
 
 INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     const int64_t whole = size.cols / fixed_inputs, rest = size.cols % fixed_inputs;
     for (int64_t block = 0; block < whole; block++)
-        row.units[block] = fix_block(x + block * fixed_inputs, row.numbers + block * fixed_inputs);
+        row.units[block] = fix_block(x + block * fixed_inputs, fixed_inputs, row.numbers + block * fixed_inputs);
     if (rest != 0) {
         bf16 padded[fixed_inputs] = {};
         memcpy(padded, x + whole * fixed_inputs, rest * sizeof(bf16));
-        row.units[whole] = fix_block(padded, row.numbers + whole * fixed_inputs);
+        row.units[whole] = fix_block(padded, fixed_inputs, row.numbers + whole * fixed_inputs);
     }
     for (int64_t group = 0; group < size.groups(); group++) {
         int32_t sum = 0;
         for (int64_t i = 0; i < size.inputs; i++) sum += row.numbers[group * size.inputs + i];
         row.sums[group] = static_cast<float>(sum);
     }
+}
+
+typedef int8_t i8v __attribute__((vector_size(lanes)));
+
+// out i8 [count], with room for whole vectors = x / scale, halves to even; returns the scale, the largest magnitude / 127.
+// NaN is the largest bf16 of all, so a row with one has a scale that is none.
+INLINE float quantise(const bf16 *x, int64_t count, int8_t *out) {
+    const float most = to_float(largest_magnitude(x, count)), inverse = most == 0 ? 0.0f : 127.0f / most;
+    for (int64_t i = 0; i < count; i += lanes)
+        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, count - i) * inverse), i8v));
+    return most / 127.0f;
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // flash_attention_panels: causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV
-// cache in panels (append_kv_panels.cc).
+// cache in panels (append_kv_panels.cc); int8_rows_flash_attention_panels: the same of a cache in 8 bits.
 // q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
-// weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range.
+// weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range. With 8 bits, q by
+// rows and weights by rows and blocks are rounded to fixed point instead, and products are exact.
 // A row is the same bits whatever rows it is computed with, and as decode_attention has it.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
@@ -10,34 +11,46 @@
 KERNEL void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
                                    int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
                                    int64_t head_dim, Worker &worker) {
-    ISA_CALL(flash_attention, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
+    ISA_CALL(over_bf16, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
+}
+
+KERNEL void int8_rows_flash_attention_panels(const bf16 *q, const int8_t *k_panels, const int8_t *v_panels, bf16 *out,
+                                             int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
+                                             int64_t head_dim, Worker &worker) {
+    ISA_CALL(over_int8, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
 }
 #else
 #include "vec.h"
 #include "tile.h"
+#include "fixed_point.h"
+#include "pairs.h"
+#include "kv_format.h"
 #include "attention_core.h"
 #include "kv_cache.h"
 
 namespace ISA {
 
 // rows = positions x a group of heads.
-static void store_rows(const AttentionTile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
+template <class Tile>
+static void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = r / shape.group(), head = r % shape.group();
         tile.store_row(r, out + (position * shape.heads + head) * shape.head_dim);
     }
 }
 
-static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos,
-                            int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+template <class Format>
+static void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
+                            int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                            Worker &worker) {
     const AttentionShape shape = {heads, kv_heads, head_dim};
-    const KvPanels kv(shape, k, v);
+    const KvPanels<Format> kv(shape, k, v);
     const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
     // Rows enough to pay for reading K and V, and few enough for their sums to stay in L2.
     const int64_t wanted = group < 288 ? 288 / group : 1;
     const int64_t positions = wanted < seq ? wanted : seq;
     const int64_t tiles = (seq + positions - 1) / positions;
-    AttentionTile tile(shape, positions * group, worker);
+    AttentionTile<Format> tile(shape, positions * group, worker);
     Chunks chunks(worker, tiles * shape.kv_heads, 1);
     for (int64_t task, unused; chunks.next(task, unused);) {
         // The last rows attend the most: they go first, so that the team finishes together.
@@ -49,7 +62,7 @@ static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o
             const bool last = begin + kv_block_positions >= end;
             const int64_t block = last ? end - begin : kv_block_positions;
             const Place next = {head, last ? begin : begin + block};
-            const KvBlock taken = kv.take(tile, {head, begin}, block, next);
+            const KvBlock<Format> taken = kv.take(tile, {head, begin}, block, next);
             tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);
             const int64_t range = begin / range_positions * range_positions;
             if (last || begin + block == range + range_positions)
@@ -57,6 +70,16 @@ static void flash_attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *o
         }
         store_rows(tile, shape, count * group, out + start);
     }
+}
+
+static void over_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos, int64_t heads,
+                      int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    flash_attention<Bf16Kv>(q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker);
+}
+
+static void over_int8(const bf16 *q, const int8_t *k, const int8_t *v, bf16 *out, int64_t seq, int64_t pos,
+                      int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+    flash_attention<Int8Kv>(q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker);
 }
 
 }  // namespace ISA

@@ -52,6 +52,7 @@ KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, 
 #include "gemm_core.h"
 #include "streams.h"
 #include "fixed_point.h"
+#include "pairs.h"
 #include "grouped.h"
 #include "grouped_gemv.h"
 #include "grouped_gemm.h"

@@ -1,6 +1,6 @@
 // The forms of a KV cache, as sources of blocks for AttentionTile. Included inside each instruction set.
 //
-//   KvPanels  K and V as attention reads them, [position / 128][head][block] (attention_core.h)
+//   KvPanels  K and V as attention reads them, [position / 128][head][block] (attention_core.h), in any format
 //   KvRows    K and V by position, [position][head][2][head_dim]; blocks are packed when due
 namespace ISA {
 namespace {
@@ -9,24 +9,30 @@ struct Place {
     int64_t head, begin;
 };
 
+template <class Stored>
 class KvPanels {
 public:
-    KvPanels(const AttentionShape &shape, const bf16 *k, const bf16 *v) : shape_(shape), k_(k), v_(v) {}
+    using Format = Stored;
+    using Tile = AttentionTile<Format>;
+    using Number = typename Format::Number;
+
+    KvPanels(const AttentionShape &shape, const Number *k, const Number *v) : shape_(shape), k_(k), v_(v) {}
 
     // The block at a place, of which `count` positions matter.
-    KvBlock take(AttentionTile &, Place at, int64_t, Place) const { return locate(at); }
+    KvBlock<Format> take(Tile &, Place at, int64_t, Place) const { return locate(at); }
 
     // What attending is to fetch meanwhile.
-    KvBlock upcoming(AttentionTile &, Place next) const { return locate(next); }
+    KvBlock<Format> upcoming(Tile &, Place next) const { return locate(next); }
 
 private:
-    KvBlock locate(Place at) const {
+    KvBlock<Format> locate(Place at) const {
         const int64_t index = (at.begin / kv_block_positions * shape_.kv_heads + at.head) * kv_block_positions;
-        return {k_ + index * shape_.head_dim, v_ + index * shape_.padded_dim()};
+        return {k_ + index * (shape_.head_dim + Format::row_elements),
+                v_ + index * (shape_.padded_dim() + Format::row_elements)};
     }
 
     AttentionShape shape_;
-    const bf16 *k_, *v_;
+    const Number *k_, *v_;
 };
 
 #if ISA_LANES == 16
@@ -141,9 +147,12 @@ INLINE void pack_v(const bf16 *rows, int64_t stride, int64_t count, int64_t dim,
 
 class KvRows {
 public:
+    using Format = Bf16Kv;
+    using Tile = AttentionTile<Format>;
+
     KvRows(const AttentionShape &shape, const bf16 *kv) : shape_(shape), kv_(kv) {}
 
-    KvBlock take(AttentionTile &tile, Place at, int64_t count, Place next) const {
+    KvBlock<Format> take(Tile &tile, Place at, int64_t count, Place next) const {
         const int64_t dim = shape_.head_dim, stride = shape_.kv_heads * 2 * dim;
         const bf16 *const k = start(at), *const v = k + dim;
         const int64_t ahead = start(next) - k;
@@ -157,7 +166,7 @@ public:
     }
 
     // Nothing but the block itself: its successor is fetched while it is packed.
-    KvBlock upcoming(AttentionTile &tile, Place) const { return {tile.k_scratch(), tile.v_scratch()}; }
+    KvBlock<Format> upcoming(Tile &tile, Place) const { return {tile.k_scratch(), tile.v_scratch()}; }
 
 private:
     const bf16 *start(Place at) const { return kv_ + (at.begin * shape_.kv_heads + at.head) * 2 * shape_.head_dim; }

@@ -6,17 +6,20 @@ constexpr int64_t tile_rows = 6;
 constexpr int64_t tile_panels = 4;
 
 // out[r][16 p + i] (+)= sum over `pairs` pairs of x[r] * panel p's row i, for r < R, p < P.
-// x bf16, rows `x_stride` elements apart; panels bf16, lines of 16 x 2; out f32.
-struct TileArgs {
-    const bf16 *x;
+// x, rows `x_stride` elements apart; panels, lines of 16 x 2; out f32.
+template <class X, class Number>
+struct TileArgsOf {
+    const X *x;
     int64_t x_stride;
-    const bf16 *panels[tile_panels];
+    const Number *panels[tile_panels];
     int64_t pairs;
     float *out;
     int64_t out_stride;
     bool accumulate;
     int64_t ahead = 0;  // if not 0: fetches into L2 what lies this many elements behind each line it reads
 };
+
+using TileArgs = TileArgsOf<bf16, bf16>;
 
 #if ISA_LANES == 16
 

@@ -36,17 +36,12 @@ INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t 
 // Bytes of a quantised row of x, with room for whole vectors.
 INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes; }
 
-typedef uint8_t u8v __attribute__((vector_size(lanes)));
-
-// out u8 [quantised_size] = 128 + x / scale; returns the scale, the largest magnitude / 127. NaN is the largest bf16 of
-// all, so a row with one has a scale that is none.
+// out u8 [quantised_size] = 128 + x / scale; returns the scale.
 INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
-    const float most = to_float(largest_magnitude(x, cols)), inverse = most == 0 ? 0.0f : 127.0f / most;
-    for (int64_t i = 0; i < cols; i += lanes)
-        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, cols - i) * inverse), u8v));
+    const float scale = quantise(x, cols, reinterpret_cast<int8_t *>(out));
     for (int64_t i = 0; i < cols; i++) out[i] ^= 0x80;
     for (int64_t i = cols; i < quad_count(cols) * quad; i++) out[i] = 0x80;
-    return most / 127.0f;
+    return scale;
 }
 
 // sums f32 [16] = sums i32 [16] in units of both scales.

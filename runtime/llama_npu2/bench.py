@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.dtypes import DTYPES
 from llama_npu2.llama import Llama, load
 from llama_npu2.table import Column, Table
 
@@ -272,7 +271,7 @@ class Bench:
         return self._compare(
             f"tg{GENERATED} @ {depth}",
             self.read_bandwidth,
-            lambda engine: engine.token_bytes + depth * self._position_bytes(),
+            lambda engine: engine.token_bytes + depth * self._position_bytes(engine.name),
             lambda engine, ids: engine.decode(depth, ids),
             GENERATED,
         )
@@ -315,11 +314,13 @@ class Bench:
             result.values.append(100 * (1 - (self.device.native_seconds - native) / whole))
         return result
 
-    def _position_bytes(self) -> int:
-        """What the caches hold of one position: K and V of every layer."""
-        dtype = next(spec["dtype"] for spec in self.llm.manifest.buffers.values() if spec["kind"] == "cache")
-        heads = self.config["layers"] * self.config["kv_heads"]
-        return 2 * heads * self.config["head_dim"] * DTYPES[dtype].itemsize
+    def _position_bytes(self, engine: str) -> float:
+        """What an engine's caches hold of one position, K and V of every layer: ours as it is, peers' in 16 bits."""
+        if engine != Ours.name:
+            return 4 * self.config["layers"] * self.config["kv_heads"] * self.config["head_dim"]
+        manifest = self.llm.manifest
+        caches = (name for name, spec in manifest.buffers.items() if spec["kind"] == "cache")
+        return sum(map(manifest.nbytes, caches)) / self.llm.context_length
 
     def _prefill_flop(self, rows: int) -> float:
         """Two per weight and row that it is multiplied with, four per head element and attended pair."""

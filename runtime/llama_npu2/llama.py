@@ -83,8 +83,10 @@ class Llama:
     @property
     def description(self) -> str:
         """What runs, on what."""
-        calibrated = " calibrated" if "calibration" in self.manifest.model else ""
-        return f"{self.manifest.model['weights']}{calibrated} weights, {self.device.description}"
+        about = self.manifest.model
+        calibrated = " calibrated" if "calibration" in about else ""
+        cache = f", {about['kv']} KV cache" if about.get("kv", "bf16") != "bf16" else ""
+        return f"{about['weights']}{calibrated} weights{cache}, {self.device.description}"
 
     @property
     def position(self) -> int:

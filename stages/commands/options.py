@@ -13,6 +13,7 @@ from typing import Any
 from llama_npu2.errors import UserError
 from llama_npu2.options import Running, Sampling, kind
 from stages.engine.names import suggestion
+from stages.kernels import KV_FORMATS
 
 PEERS = ("llama.cpp", "transformers")
 MATMULS = ("bf16", "bfp16")
@@ -32,6 +33,7 @@ class Options(Sampling, Running):
     grouping: str = ""
     matmul: str = "bf16"
     weights: str = ""
+    kv: str = "bf16"
     calibrate: str = ""
     prompt: str | None = None
     raw: bool = False
@@ -49,6 +51,8 @@ class Options(Sampling, Running):
         self.peer_list()
         if self.matmul not in MATMULS:
             raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
+        if self.kv not in KV_FORMATS:
+            raise UserError(f"kv={self.kv}: choose one of {', '.join(KV_FORMATS)}")
         if self.target:
             from stages.targets import targets
 

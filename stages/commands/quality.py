@@ -62,12 +62,12 @@ def artifact_logits(llm: Llama, ids: Sequence[int]) -> np.ndarray:
     return np.stack([llm.prefill(ids[:1]), *(llm.decode(token) for token in ids[1:])])
 
 
-def source_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """The same of a transformers model."""
+def source_logits(model: Any, ids: Sequence[int], cache: Any = None) -> np.ndarray:
+    """The same of a transformers model. `cache`: an empty one that it is to keep K and V in."""
     import torch
 
     with torch.no_grad():
-        logits: np.ndarray = model(torch.tensor([list(ids)])).logits[0].float().numpy()
+        logits: np.ndarray = model(torch.tensor([list(ids)]), past_key_values=cache).logits[0].float().numpy()
     return logits
 
 

@@ -1,8 +1,9 @@
 """Whether an artifact directory is right, and how good: against transformers.
 
-Right: with the very weights that the artifacts hold, as values, greedy tokens are those of transformers in bf16, and
-logits are about as near to those in float32 as a run in bf16 is. Good: what the weights' format costs, against the
-checkpoint (`quality`). What was found lies beside the manifest, in `verified.json`.
+Right: with the very weights that the artifacts hold, as values, and K and V rounded as their cache rounds them, greedy
+tokens are those of transformers in bf16, and logits are about as near to those in float32 as a run in bf16 is. Good:
+what the formats of weights and cache cost, against the checkpoint (`quality`). What was found lies beside the manifest,
+in `verified.json`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from llama_npu2.table import Column, Table
 from stages.commands import quality
 from stages.engine.files import file_digests, first_line, write_atomic
 from stages.graph import Build
+from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
@@ -115,12 +118,13 @@ def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = T
         rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
         print(rounding, flush=True)
         put_weights(model, weights.values)
-        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS], weights.formats)
+        new_cache = partial(reference_cache, llm.manifest.model["kv"])
+        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS], weights.formats, new_cache)
         print(exactness, flush=True)
         print(TABLE.header(), flush=True)
         comparisons = []
         for prompt in PROMPTS if full else PROMPTS[:2]:
-            comparisons.append(compare(llm, model, prompt))
+            comparisons.append(compare(llm, model, prompt, new_cache()))
             print(comparisons[-1].row(), flush=True)
     passed = rounding.passed and exactness.passed and all(comparison.passed for comparison in comparisons)
     _record(directory, text, weights, passed, [lost, rounding, exactness, *comparisons])
@@ -223,14 +227,21 @@ def _verdict(passed: bool) -> str:
     return "pass" if passed else "FAIL"
 
 
-def compare_logits(llm: Llama, model: Any, parts: Sequence[Sequence[int]], formats: Iterable[str]) -> Exactness:
-    """`model` in float32; it is in bf16 afterwards. `formats`: of the weights."""
+def compare_logits(
+    llm: Llama,
+    model: Any,
+    parts: Sequence[Sequence[int]],
+    formats: Iterable[str],
+    new_cache: Callable[[], Any],
+) -> Exactness:
+    """`model` in float32; it is in bf16 afterwards. `formats`: of the weights. `new_cache`: what `model` keeps K and V
+    in."""
     import torch
 
-    exact = [quality.source_logits(model, ids) for ids in parts]
+    exact = [quality.source_logits(model, ids, new_cache()) for ids in parts]
     rounded = model.to(torch.bfloat16)
     ours = [quality.artifact_logits(llm, ids) for ids in parts]
-    theirs = [quality.source_logits(rounded, ids) for ids in parts]
+    theirs = [quality.source_logits(rounded, ids, new_cache()) for ids in parts]
     return Exactness(_error(ours, exact), _error(theirs, exact), bounded=w8a8.FORMAT.name not in formats)
 
 
@@ -250,6 +261,27 @@ def put_weights(model: Any, values: Callable[[str], np.ndarray]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(values(name), np.float32)))
+
+
+def reference_cache(kv: str) -> Any:
+    """What a transformers model is to keep K and V in: an empty cache that rounds them as that of `kv=` does, to values
+    of the model's dtype; with bf16, none but its own."""
+    if kv == "bf16":
+        return None
+    import torch
+    from transformers import DynamicCache
+
+    form = formats()[KV_FORMATS[kv]]
+
+    def rounded(states: Any) -> Any:
+        stored = form.quantise(states.float().numpy())
+        return torch.from_numpy(form.dequantise(stored, states.shape[-1])).to(states.dtype)
+
+    class Rounding(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+
+    return Rounding()
 
 
 def load_transformers(checkpoint: Path, dtype: str) -> Any:
@@ -272,11 +304,11 @@ def load_transformers(checkpoint: Path, dtype: str) -> Any:
         return model.to(getattr(torch, dtype)).eval()
 
 
-def compare(llm: Llama, model: Any, prompt: str) -> Comparison:
-    """Decode `TOKENS` tokens greedily on both sides, each time going on with the reference's."""
+def compare(llm: Llama, model: Any, prompt: str, cache: Any) -> Comparison:
+    """Decode `TOKENS` tokens greedily on both sides, each time going on with the reference's. `cache`: the model's."""
     ids = llm.encode(prompt, raw=True)
     llm.reset()
-    reference = TransformersSteps(model)
+    reference = TransformersSteps(model, cache)
     ours, theirs = llm.prefill(ids), reference(ids)
     differ, ranks = [], (0, 0)
     for position in range(TOKENS):
@@ -290,11 +322,10 @@ def compare(llm: Llama, model: Any, prompt: str) -> Comparison:
 
 
 class TransformersSteps:
-    """Feeds tokens to a transformers model with its KV cache; returns float32 logits `[vocab]` of the last one."""
+    """Feeds tokens to a transformers model with a KV cache; returns float32 logits `[vocab]` of the last one."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._cache: Any = None
+    def __init__(self, model: Any, cache: Any) -> None:
+        self._model, self._cache = model, cache
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
         import torch

@@ -27,6 +27,9 @@ HOST_SET = "cpu"
 BF16, F32 = (DTYPES[name].itemsize for name in ("bf16", "f32"))
 """Bytes of an element."""
 
+KV_FORMATS: Mapping[str, str] = {"bf16": "bf16", "int8": "int8_rows"}
+"""What `kv=` says -> the format of a KV cache in panels, for which there are kernels."""
+
 Sizes = Mapping[str, Any]
 """Values of a launch's scalars by name, and of the build's options (`bfp16`)."""
 
@@ -111,9 +114,9 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
-def format_kernel(kernel: str, weights: str) -> str:
-    """Name of the kernel that does what a kernel of bf16 weights does with weights of another format."""
-    return kernel if weights == "bf16" else f"{weights}_{kernel}"
+def format_kernel(kernel: str, stored: str) -> str:
+    """Name of the kernel that does what a kernel of bf16 weights, or of a KV cache in bf16, does with others."""
+    return kernel if stored == "bf16" else f"{stored}_{kernel}"
 
 
 def matrix(name: str) -> Arg:

@@ -1,14 +1,18 @@
 """Puts new rows of K and V into the KV cache, in the form that the host's attention streams.
 
-Two forms: panels (`kernel_src/cpu/README.md`), and one row per position that keeps K and V of a head together.
+Two forms: panels (`kernel_src/cpu/README.md`), in any of `KV_FORMATS`, and one row per position that keeps K and V of a
+head together.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from stages.kernels import signature
+from stages.kernels import KV_FORMATS, Arg, format_kernel, signature
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+from stages.weights.formats import formats
 
 
 def reference(k: np.ndarray, v: np.ndarray, kv: np.ndarray, pos: int) -> np.ndarray:
@@ -18,28 +22,44 @@ def reference(k: np.ndarray, v: np.ndarray, kv: np.ndarray, pos: int) -> np.ndar
     return out
 
 
-def reference_panels(k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`k`, `v` bf16 `[positions, kv_heads, head_dim]` from position 0 on -> caches `[blocks, kv_heads, 128, head_dim]`
-    and `[blocks, kv_heads, 128, padded head_dim]`, zeros where nothing was put."""
-    positions, kv_heads, head_dim = k.shape
-    padded = -(-head_dim // PANEL_ROWS) * PANEL_ROWS
-    blocks = -(-positions // KV_BLOCK_POSITIONS)
-    wide = np.zeros((2, blocks * KV_BLOCK_POSITIONS, kv_heads, padded), k.dtype)
-    wide[0, :positions, :, :head_dim], wide[1, :positions, :, :head_dim] = k, v
-    by_line = wide[0, ..., :head_dim].reshape(blocks, -1, PANEL_ROWS, kv_heads, head_dim // 2, 2)
-    by_pair = wide[1].reshape(blocks, -1, 2, kv_heads, padded // PANEL_ROWS, PANEL_ROWS)
-    k_panels = by_line.transpose(0, 3, 1, 4, 2, 5).reshape(blocks, kv_heads, KV_BLOCK_POSITIONS, head_dim)
-    v_panels = by_pair.transpose(0, 3, 4, 1, 5, 2).reshape(blocks, kv_heads, KV_BLOCK_POSITIONS, padded)
-    return k_panels, v_panels
+def reference_panels(k: np.ndarray, v: np.ndarray, stored: str = "bf16") -> tuple[np.ndarray, np.ndarray]:
+    """`k`, `v` bf16 `[positions, kv_heads, head_dim]` from position 0 on -> caches in the format `stored`, `[blocks,
+    kv_heads, 128 * width]`, zeros where nothing was put. `width`: elements of a row as it is stored, of V padded."""
+    head_dim = k.shape[-1]
+    padding = [(0, 0), (0, 0), (0, -head_dim % PANEL_ROWS)]
+    form = formats()[stored]
+    (k_scales, k_blocks), (v_scales, v_blocks) = (
+        _by_block(form.quantise(rows), form.row_elements) for rows in (k, np.pad(v, padding))
+    )
+    blocks, kv_heads = k_blocks.shape[:2]
+    k_panels = k_blocks.reshape(blocks, kv_heads, -1, PANEL_ROWS, head_dim // 2, 2).swapaxes(3, 4)
+    v_panels = v_blocks.reshape(blocks, kv_heads, -1, 2, v_blocks.shape[-1] // PANEL_ROWS, PANEL_ROWS)
+    return (
+        np.concatenate([k_scales, k_panels.reshape(blocks, kv_heads, -1)], axis=-1),
+        np.concatenate([v_scales, v_panels.transpose(0, 1, 4, 2, 5, 3).reshape(blocks, kv_heads, -1)], axis=-1),
+    )
+
+
+def _by_block(rows: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
+    """Stored rows `[positions, kv_heads, scale + width]` -> their scales `[blocks, kv_heads, 128 * scale]`, and what is
+    behind them `[blocks, kv_heads, 128, width]`."""
+    positions, kv_heads, _ = rows.shape
+    padded = np.pad(rows, [(0, -positions % KV_BLOCK_POSITIONS), (0, 0), (0, 0)])
+    blocks = padded.reshape(-1, KV_BLOCK_POSITIONS, kv_heads, rows.shape[-1]).swapaxes(1, 2)
+    return blocks[..., :scale].reshape(*blocks.shape[:2], -1), blocks[..., scale:]
 
 
 KERNELS = (
     signature("append_kv", ("k", "v"), "pos kv_heads head_dim", reference, writes=("kv",)),
-    signature(
-        "append_kv_panels",
-        ("k", "v"),
-        "rows pos kv_heads head_dim",
-        reference_panels,
-        writes=("k_panels", "v_panels"),
+    *(
+        signature(
+            format_kernel("append_kv_panels", stored),
+            ("k", "v"),
+            "rows pos kv_heads head_dim",
+            partial(reference_panels, stored=stored),
+            writes=tuple(Arg(f"{which}_panels", stored, written=True) for which in "kv"),
+            source="append_kv_panels",
+        )
+        for stored in KV_FORMATS.values()
     ),
 )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.kernels import flash_attention, signature
+from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, signature
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-    """`q` bf16 `[heads * head_dim]`, `k`, `v` bf16 `[pos + 1, kv_heads * head_dim]` -> like `q`."""
+    """`q` bf16 `[heads * head_dim]`, `k`, `v` `[pos + 1, kv_heads * head_dim]` as the cache holds them -> like `q`."""
     return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]
 
 
 KERNELS = tuple(
     signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source="decode_attention")
     for name, cache in (
-        ("decode_attention_panels", ("k_panels", "v_panels")),
-        ("decode_attention_kv", ("kv",)),
+        ("decode_attention_kv", (Arg("kv"),)),
+        *(
+            (format_kernel("decode_attention_panels", stored), (Arg("k_panels", stored), Arg("v_panels", stored)))
+            for stored in KV_FORMATS.values()
+        ),
     )
 )

@@ -11,14 +11,15 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Cost, signature
+from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
-    """`q` bf16 `[seq, heads * head_dim]`, `k`, `v` bf16 `[pos + seq, kv_heads * head_dim]` -> like `q`.
+    """`q` bf16 `[seq, heads * head_dim]`, `k`, `v` `[pos + seq, kv_heads * head_dim]` as the cache holds them -> like
+    `q`.
 
     Row `r` sits at position `pos + r` and sees positions `0 .. pos + r`.
     """
@@ -194,11 +195,14 @@ KERNELS = (
         tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["pos"]),
         program=build,
     ),
-    signature(
-        "flash_attention_panels",
-        ("q", "k_panels", "v_panels"),
-        "seq pos heads kv_heads head_dim",
-        reference,
-        source="flash_attention",
+    *(
+        signature(
+            format_kernel("flash_attention_panels", stored),
+            ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
+            "seq pos heads kv_heads head_dim",
+            reference,
+            source="flash_attention",
+        )
+        for stored in KV_FORMATS.values()
     ),
 )

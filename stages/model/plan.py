@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ class Plan:
 
 
 def write_plan(
-    directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int], weights: str
+    directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int], weights: str, kv: str
 ) -> None:
-    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`: a policy's text."""
-    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets, parse_policy(weights))
-    write_json(work / PLAN, asdict(plan) | {"weights": weights})
+    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`, `kv`: a policy's."""
+    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets, parse_policy(weights, kv))
+    write_json(work / PLAN, asdict(plan) | {"weights": weights, "kv": kv})
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
 
 
@@ -137,14 +138,14 @@ class _Planner:
             old.shape = new.shape
 
     def _described(self, at: Placed, slot: Slot, layout: str, view: str, bucket: int | None) -> Buffer:
+        stored = partial(formats()[slot.format].packed_shape, layout=layout)
         if slot.keeps:
-            return Buffer("cache", slot.format, self._sizes(slot.shape, None), layout)
+            return Buffer("cache", slot.format, stored(self._sizes(slot.shape, None)))
         if slot.role in ("weight", "table"):
             blob = "tables" if slot.role == "table" else _blob(at)
             return Buffer(slot.role, slot.format, self._sizes(slot.shape, None), layout, blob)
         shape: tuple[Dim, ...] = ("seq", *slot.shape[-1:]) if view else slot.shape
-        stored = formats()[slot.format].packed_shape(self._sizes(shape, bucket), layout)
-        return Buffer("activation", slot.format, stored)
+        return Buffer("activation", slot.format, stored(self._sizes(shape, bucket)))
 
     def _sizes(self, shape: Sequence[Dim], bucket: int | None) -> tuple[int, ...]:
         known: dict[str, Any] = {**self.dimensions, **({"seq": bucket} if bucket else {})}

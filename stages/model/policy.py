@@ -1,5 +1,5 @@
 """Which format each weight is stored in: `weights=int4`, or with exceptions, `weights=int4,w_down=int8,vocab=bf16`,
-those of some layers as in `w_down.0.1=bf16`."""
+those of some layers as in `w_down.0.1=bf16`; and the KV cache: `kv=int8`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from llama_npu2.errors import UserError
 from stages.engine.names import suggestion
+from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
@@ -27,13 +28,19 @@ _VOCAB_FORMATS = {"int4": "int6"}
 rounding: with 4 bits for them too, the divergence of the demo model doubles (BENCHMARKS.md)."""
 
 
+_LONGEST_EXACT = 1024
+"""Of heads whose products of 15 and 8 bits a sum of 32 bits holds."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """`matrices`: the format of every weight of a product that `exceptions` (a slot, `vocab`, or a slot in one layer as
-    in `w_down.0` -> format) does not name. Vectors, those of norms, stay as they are. `text`: as `weights=` says it."""
+    in `w_down.0` -> format) does not name. Vectors, those of norms, stay as they are. `text`: as `weights=` says it.
+    `kv`: of the KV cache, as `kv=` says it."""
 
     matrices: str = "bf16"
     exceptions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kv: str = "bf16"
 
     @property
     def text(self) -> str:
@@ -47,7 +54,13 @@ class Policy:
     @property
     def suffix(self) -> str:
         """Of a directory that is built by it: nothing where all is bf16."""
-        return "" if self == Policy() else "-" + self.text.replace(",", "_").replace("=", "-")
+        weights = "" if self.text == BF16.text else "-" + self.text.replace(",", "_").replace("=", "-")
+        return weights + ("" if self.kv == BF16.kv else f"-kv-{self.kv}")
+
+    @property
+    def cache(self) -> str:
+        """The format of the KV cache."""
+        return KV_FORMATS[self.kv]
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -85,13 +98,18 @@ class Policy:
             )
         if config.tied and EMBEDDING in self.exceptions:
             raise UserError(f"weights={self.text}: {EMBEDDING} is the LM head of this model, too: say {VOCAB}=")
+        if self.kv != BF16.kv and config.head_dim > _LONGEST_EXACT:
+            raise UserError(
+                f"kv={self.kv}: heads of {config.head_dim} are too long for exact sums, {_LONGEST_EXACT} is the most: "
+                "leave it out"
+            )
 
 
 BF16 = Policy()
 
 
-def parse_policy(text: str) -> Policy:
-    """What `weights=` says, bf16 where that is nothing. Raises UserError."""
+def parse_policy(text: str, kv: str = "bf16") -> Policy:
+    """What `weights=` says, bf16 where that is nothing, and `kv=`. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
     _known("weights", matrices, _matrix_formats())
     exceptions: dict[str, str] = {}
@@ -103,7 +121,7 @@ def parse_policy(text: str) -> Policy:
             raise UserError(f"weights={text}: {slot}: weights of layers are named as in w_down.0.1")
         _known(f"weights={text}", name, _matrix_formats())
         exceptions |= {f"{named}.{int(layer)}": name for layer in layers} or {named: name}
-    return Policy(matrices, exceptions)
+    return Policy(matrices, exceptions, kv)
 
 
 def _is_layer(text: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
-from stages.kernels import format_kernel, kernels
+from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.grouping import Grouping, Program
 
 
@@ -100,6 +100,11 @@ class Target:
         """Whether it has products of weights in a format."""
         product = kernels().get(format_kernel("gemv", weights))
         return bool(product and (product.program if self.static else product.host))
+
+    def caches(self, kv: str) -> bool:
+        """Whether a token attends over KV caches in what `kv=` says. Static programs keep K and V in rows."""
+        kernel = "decode_attention_kv" if self.static else "decode_attention_panels"
+        return format_kernel(kernel, KV_FORMATS[kv]) in kernels()
 
     def _room(self, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}.{name}")

@@ -114,8 +114,8 @@ def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
 
 @functools.cache
 def part(family: str, name: str, policy: Policy = BF16) -> Part:
-    """A part of a family (by its `model_type`), its weights in the formats of a policy, or where the name goes on with
-    pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
+    """A part of a family (by its `model_type`), its weights and caches in the formats of a policy, or where the name
+    goes on with pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
     base, *pairs = name.split("__")
     made = _tables()[family][base]()
     others = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -130,16 +130,21 @@ def layer_part(family: str, name: str, layer: int, policy: Policy = BF16) -> Par
     return part(family, name + "".join(pairs), policy)
 
 
+def _format(slot: Slot, policy: Policy) -> str:
+    """That a policy gives a slot of a part of bf16 weights and caches."""
+    if slot.keeps:
+        return policy.cache
+    return policy.of(slot.name, slot.shape, slot.format) if slot.role == "weight" else slot.format
+
+
 def _stored(part: Part, policy: Policy) -> Part:
-    """A part of bf16 weights with weights in other formats, and the kernels that read those."""
-    slots = tuple(
-        replace(slot, format=policy.of(slot.name, slot.shape, slot.format)) if slot.role == "weight" else slot
-        for slot in part.slots
-    )
-    known = {slot.name: slot.format for slot in slots}
+    """A part of bf16 weights and caches with others in other formats, and the kernels of those."""
+    slots = tuple(replace(slot, format=_format(slot, policy)) for slot in part.slots)
+    known = {slot.name: slot for slot in slots}
 
     def stored(launch: Launch) -> Launch:
-        (name,) = {known[launch.args[arg.name]] for arg in launch.kernel.args if arg.matrix} or {"bf16"}
+        bound = ((arg, known[launch.args[arg.name]]) for arg in launch.kernel.args)
+        (name,) = {slot.format for arg, slot in bound if arg.matrix or slot.keeps} or {"bf16"}
         return replace(launch, kernel=kernels()[format_kernel(launch.kernel.name, name)])
 
     return replace(part, slots=slots, launches=tuple(map(stored, part.launches)))

@@ -34,6 +34,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "parts": [program.entry for program in programs],
         "support": _support(programs),
         "weights": options["weights"],
+        "kv": options["kv"],
     }
 
 
@@ -57,13 +58,13 @@ def _sources(parts: Iterable[Part], support: Sequence[str]) -> list[str]:
 
 
 def write_module(
-    directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str], weights: str
+    directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str], weights: str, kv: str
 ) -> None:
     """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
-    else its build and the manifest need to know, as JSON. `weights`: a policy's text."""
+    else its build and the manifest need to know, as JSON. `weights`, `kv`: a policy's."""
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
-    found = [part(config.family, name, parse_policy(weights)) for name in parts]
+    found = [part(config.family, name, parse_policy(weights, kv)) for name in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions))
