@@ -212,15 +212,16 @@ private:
         raise_top(r, count, scores);
         const float top = scratch_.tops[r], scale = shape_.scale();
         f32v sum = load<f32v>(scratch_.sums + r * lanes);
+        typename Format::Weights taken(weights, scales, scores, count);
         int64_t i = 0;
         for (; i < count; i += lanes) {
             const f32v weight = exp2(load<f32v>(scores + i) * scale - top);
             sum += weight;
-            store(scores + i, weight);
+            taken.put(i, weight);
         }
         store(scratch_.sums + r * lanes, sum);
         if (i < most) memset(weights + i, 0, (most - i + 1) / 2 * 2 * sizeof(X));
-        return Format::take_weights(scores, scales, count, weights);
+        return taken.finish();
     }
 
     void raise_top(int64_t r, int64_t count, const float *scores) {
@@ -249,7 +250,8 @@ private:
         Format::in_units(args, scratch_.units, nullptr, 0);
         for (int64_t panel = 0; panel < panels;) {
             args.out = scratch_.out + row * shape_.padded_dim() + panel * panel_rows;
-            for (int64_t p = 0; p < tile_panels && panel + p < panels; p++) args.panels[p] = v + Format::header + (panel + p) * size;
+            for (int64_t p = 0; p < tile_panels && panel + p < panels; p++)
+                args.panels[p] = v + Format::header + (panel + p) * size;
             if (panel + tile_panels <= panels) {
                 tile_of_rows<tile_panels>(rows, args);
                 panel += tile_panels;

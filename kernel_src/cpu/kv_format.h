@@ -1,15 +1,17 @@
 // What a KV cache holds, and products with it. Included inside each instruction set.
 //
 //   Bf16Kv  bf16; queries and weights of positions meet it in bf16
-//   Int8Kv  whole numbers of 8 bits, a scale for each position of a head, in front of a block's panels: f32 [128]; what they
-//           are multiplied with is in fixed point (fixed_point.h), so that sums over a row of K, and over a block's
-//           positions, are exact
+//   Int8Kv  whole numbers of 8 bits, and in front of a block's panels the scales of its positions, f32 [128]; what they are
+//           multiplied with is in fixed point (fixed_point.h), so that sums over a row of K and over the positions of a
+//           block are exact
 //
 // A format has
 //   Number, X               elements of a block, and of what its panels are multiplied with
 //   row_elements            a block has that many elements more for a position's scale
 //   stored(row)             a row of K or V in numbers; its scale goes into the block
-//   take_query, take_weights  to X; return the unit
+//   take_query              q of a head to X; returns the unit
+//   Weights                 those of a row to X, a vector after the other: of `count` positions, and 0 behind them, which
+//                           may have no scales; finish() returns the unit
 //   Args, in_units          for tile_of_rows: the units of its rows, and its outputs' scales from the first on, or null
 namespace ISA {
 namespace {
@@ -27,10 +29,13 @@ struct Bf16Kv {
         memcpy(out, q, head_dim * sizeof(bf16));
         return 1.0f;
     }
-    INLINE float take_weights(float *weights, const float *, int64_t count, bf16 *out) {
-        for (int64_t i = 0; i < count; i += lanes) store_bf16(out + i, load<f32v>(weights + i));
-        return 1.0f;
-    }
+    struct Weights {
+        bf16 *out;
+
+        Weights(bf16 *to, const float *, float *, int64_t) : out(to) {}
+        INLINE_MEMBER void put(int64_t i, f32v weight) { store_bf16(out + i, weight); }
+        INLINE_MEMBER float finish() { return 1.0f; }
+    };
     INLINE void in_units(Args &, const float *, const float *, int64_t) {}
 };
 
@@ -56,24 +61,30 @@ struct Int8Kv {
 
     INLINE float take_query(const bf16 *q, int64_t head_dim, int16_t *out) { return fix_block(q, head_dim, out); }
 
-    // `weights` f32 [count], 0 behind them up to a whole vector, times the positions' scales. Positions behind `count` may
-    // have none.
-    INLINE float take_weights(float *weights, const float *scales, int64_t count, int16_t *out) {
-        f32v tops = {}, sums = {};
-        for (int64_t i = 0; i < count; i += lanes) {
-            const f32v weight = load<f32v>(weights + i) * load_f32(scales + i, count - i);
-            store(weights + i, weight);
-            tops = max(tops, weight);
-            sums += weight;
+    struct Weights {
+        int16_t *out;
+        const float *scales;
+        float *scaled;
+        int64_t count;
+        u32v tops = {};
+
+        Weights(int16_t *to, const float *of, float *room, int64_t number)
+            : out(to), scales(of), scaled(room), count(number) {}
+
+        INLINE_MEMBER void put(int64_t i, f32v weight) {
+            weight *= load_f32(scales + i, count - i);
+            store(scaled + i, weight);
+            tops = max(tops, (u32v)weight);
         }
-        const float top = max_of(tops), sum = sum_of(sums);
-        uint32_t bits;
-        memcpy(&bits, &top, sizeof bits);
-        const FixedUnit fixed = fixed_unit(static_cast<int>(bits >> 23));
-        for (int64_t i = 0; i < count; i += lanes)
-            store(out + i, __builtin_convertvector(nearest(load<f32v>(weights + i) * fixed.inverse), i16v));
-        return fixed.unit + (sum - sum);  // NaN, which max() may drop
-    }
+
+        INLINE_MEMBER float finish() {
+            const FixedUnit fixed = fixed_unit(max_of(tops) >> 23 & 255);
+            for (int64_t i = 0; i < count; i += lanes)
+                store(out + i, __builtin_convertvector(nearest(load<f32v>(scaled + i) * fixed.inverse), i16v));
+            return fixed.unit;
+        }
+    };
+
     INLINE void in_units(Args &args, const float *units, const float *scales, int64_t first) {
         args.units = units;
         args.scales = scales + first;

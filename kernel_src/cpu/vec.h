@@ -114,6 +114,28 @@ INLINE f32v max(f32v a, f32v b) {
 #endif
 }
 
+// As bits: of floats that are not negative, NaN is the largest.
+INLINE u32v max(u32v a, u32v b) {
+#if ISA_LANES == 16
+    return (u32v)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif ISA_LANES == 8
+    return (u32v)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+    const u32v more = (u32v)(a > b);
+    return (more & a) | (~more & b);
+#endif
+}
+
+INLINE uint32_t max_of(u32v v) {
+#if ISA_LANES == 16
+    return _mm512_reduce_max_epu32((__m512i)v);
+#else
+    uint32_t most = 0;
+    for (int64_t i = 0; i < lanes; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
 struct Plus {
     INLINE f32v join(f32v a, f32v b) { return a + b; }
 };
