@@ -79,6 +79,11 @@ class Build:
                 f"weights={self.options.weights}: target {self.target.name} has no kernels for {missing[0]}: "
                 "choose target=cpu"
             )
+        if self.target.static and chosen.layers:
+            raise UserError(
+                f"weights={self.options.weights}: target {self.target.name} has one program for all layers: leave out "
+                "those of single layers, or choose target=cpu"
+            )
         return chosen
 
     def _held_policy(self) -> Policy:
@@ -87,7 +92,9 @@ class Build:
             return self._stored_policy()
         if not quantised(self.source, self.directory / CONFIG):
             return BF16
-        return held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
+        held = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
+        # One program serves all layers there.
+        return BF16 if self.target.static and held.layers else held
 
     def _stored_policy(self) -> Policy:
         """What artifacts hold whose checkpoint is not on this machine."""

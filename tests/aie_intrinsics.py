@@ -183,6 +183,14 @@ def _lanes(name: str, bits: int) -> Iterator[str]:
             yield f"{mask} {operation}({whole}, {whole}, bool = true);"
 
 
+def _unpacking() -> Iterator[str]:
+    """Numbers to twice as many bits, which fill a register."""
+    for sign in ("", "u"):
+        for bits in (4, 8):
+            lanes = REGISTER // (2 * bits)
+            yield f"v{lanes}{sign}int{2 * bits} unpack(v{lanes}{sign}int{bits}, bool);"
+
+
 def _accumulators() -> Iterator[str]:
     for name, bits in ACCUMULATORS.items():
         for width in (512, 1024, 2048):
@@ -217,7 +225,7 @@ def declarations(headers: Path, compiler: Sequence[str], work: Path) -> Path:
     declared = [PREAMBLE, *streams, _modes(headers), *_types()]
     declared += [line for kind in (*wide, *deep) for line in _parts(*kind)]
     declared += [line for name, bits in (BITS | {"int4": 4, "uint4": 4}).items() for line in _lanes(name, bits)]
-    declared += [*_accumulators(), SINGLE]
+    declared += [*_unpacking(), *_accumulators(), SINGLE]
     layer, source = work / "aie_intrinsics.hpp", work / "aie_api.cc"
     source.write_text("#include <aie_api/aie.hpp>\n")
     known = set(

@@ -82,7 +82,7 @@ def glue() -> str:
 
 
 def _entry(kernel: Kernel) -> str:
-    types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.params)]
+    types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.scalars)]
     arguments = [f"take<{kind}>(s[{i}])" for i, kind in enumerate(types)]
     head = f'extern "C" void entry_{kernel.name}(void *const *s, const Dims *, Worker *w)'
     return f"{head} {{ ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
@@ -112,7 +112,7 @@ def link(objects: Sequence[Path], library: Path) -> Path:
 
 
 def _kinds(kernel: Kernel) -> Sequence[str]:
-    return [*("tensor" for _ in kernel.args), *(param.kind for param in kernel.params)]
+    return [*("tensor" for _ in kernel.args), *(param.kind for param in kernel.scalars)]
 
 
 class Dims(ctypes.Structure):

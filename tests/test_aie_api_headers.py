@@ -51,6 +51,12 @@ VARIANTS = (
     Variant.of("gemm", TM=24, TK=64, TN=48),
     Variant.of("gemv", BLOCKED=1, ROWS=8, KC=512, COLS=2048),
     Variant.of("gemv", BLOCKED=0, ROWS=16, KC=512, COLS=2048),
+    Variant.of("grouped_gemv", BITS=4, COLS=2048, FACTORS=2, GROUPS=32, LANES=32, STEPS=2),
+    Variant.of("grouped_gemv", BITS=4, COLS=14336, FACTORS=2, GROUPS=56, LANES=16, STEPS=8),
+    Variant.of("grouped_gemv", BITS=6, COLS=2048, FACTORS=1, GROUPS=32, LANES=32, STEPS=2),
+    Variant.of("grouped_gemv", BITS=6, COLS=720, FACTORS=1, GROUPS=12, LANES=16, STEPS=2),
+    Variant.of("grouped_gemv", BITS=8, COLS=2048, FACTORS=0, GROUPS=16, LANES=32, STEPS=4),
+    Variant.of("grouped_gemv", BITS=8, COLS=576, FACTORS=0, GROUPS=9, LANES=16, STEPS=2),
     Variant.of("flash_attention", HD=64, KR=32, QR=64),
     Variant.of("flash_attention", HD=96, KR=16, QR=16),
 )

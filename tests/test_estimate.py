@@ -275,6 +275,12 @@ def _gemv(function: str, rows: int, chunk: int, blocked: bool) -> tuple[Any, str
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors
 
 
+def _grouped_gemv(weights: str, rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
+    tiling = kernels()[f"{weights}_gemv"].tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
+    arguments = [buffer(tiling.cut.chunk_bytes), buffer(2 * tiling.cut.inputs), 1, buffer(4 * tiling.cut.lanes)]
+    return tiling.variant, "grouped_gemv_step", arguments, tiling.costs["grouped_gemv_step"].vectors
+
+
 def _gemm(function: str, m: int, n: int, k: int) -> tuple[Any, str, list[Any], int]:
     tiling = gemm.Tiling(m, k, n, 1, m, n, k, k)
     arguments = {"gemm_zero": [], "gemm_step": [buffer(2 * m * k), buffer(2 * k * n)], "gemm_out": []}
@@ -313,6 +319,12 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
         lambda: _gemv("gemv_step", 16, 512, False),
         lambda: _gemv("gemv_step", 2, 512, False),
         lambda: _gemv("gemv_out", 8, 512, True),
+        lambda: _grouped_gemv("int4", 2048, 2048),
+        lambda: _grouped_gemv("int4", 48, 576),
+        lambda: _grouped_gemv("int6", 2048, 2048),
+        lambda: _grouped_gemv("int6", 2048, 14336),
+        lambda: _grouped_gemv("int8", 2048, 2048),
+        lambda: _grouped_gemv("int8", 48, 576),
         lambda: _gemm("gemm_zero", 64, 128, 32),
         lambda: _gemm("gemm_step", 64, 128, 32),
         lambda: _gemm("gemm_out", 64, 128, 32),
@@ -380,7 +392,7 @@ def test_a_bad_report_is_one_line(tmp_path: Path, content: Any, fragment: str) -
 def module_step(tmp_path: Path, model: str, grouping: str, entry: str, bucket: int | None) -> Path:
     write_json(tmp_path / CONFIG, PRESETS[model])
     library = f"{entry}.{bucket}" if bucket else entry
-    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, bfp16=False)
+    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, "bf16", bfp16=False)
     return tmp_path / "work" / MODULES / library
 
 

@@ -18,8 +18,23 @@ from stages.engine.places import KERNELS
 from stages.weights.constants import macros
 
 _MEMORY = re.compile(r"(sim::require_aligned\((\w+), Elems \* sizeof\(T\)\);)")
-_ONE = ("add", "sub", "max", "mac", "msc", "lt", "select", "transpose", "upshift", "to_fixed", "to_float", "exp2")
-_ONE_OF_CLASS = ("from_vector", "to_vector", "insert")
+_ONE = (
+    "add",
+    "sub",
+    "max",
+    "mac",
+    "msc",
+    "lt",
+    "select",
+    "transpose",
+    "upshift",
+    "bit_and",
+    "bit_or",
+    "to_fixed",
+    "to_float",
+    "exp2",
+)
+_ONE_OF_CLASS = ("from_vector", "to_vector", "insert", "unpack")
 
 
 def counting_header() -> str:
@@ -32,7 +47,7 @@ def counting_header() -> str:
         text, found = _count(text, rf"^(?:vector|accum|mask)<[^;{{}}]*> {name}\(", "sim::vectors += 1;")
         assert found, name
     for name in _ONE_OF_CLASS:
-        text, found = _count(text, rf"^    (?:void|vector|vector<[^;{{}}]*>) &?{name}\(", "sim::vectors += 1;")
+        text, found = _count(text, rf"^    (?:void|auto|vector|vector<[^;{{}}]*>) &?{name}\(", "sim::vectors += 1;")
         assert found, name
     text, found = _count(text, r"^T reduce_add\(", "for (unsigned n = Elems; n > 1; n /= 2) sim::vectors += 2;")
     assert found == 1

@@ -42,11 +42,15 @@ void check_address(const char *side, const Buffer &b, std::int64_t start, const 
         refuse(std::string(side) + " offset " + std::to_string(start) + " is not a multiple of 4 bytes");
 }
 
-void check_written(const std::uint8_t *from, std::int64_t run) {
+// Of packed numbers a word says nothing, a line of words does.
+void check_written(const std::uint8_t *from, std::int64_t run, bool packed) {
+    const std::int64_t enough = packed ? 16 : 1;
+    std::int64_t words = 0;
     for (std::int64_t i = 0; i + 4 <= run; i += 4) {
         std::uint32_t word;
         std::memcpy(&word, from + i, 4);
-        if (word == NEVER_WRITTEN) refuse("reads bytes that were never written");
+        words = word == NEVER_WRITTEN ? words + 1 : 0;
+        if (words == enough) refuse("reads bytes that were never written");
     }
 }
 
@@ -93,8 +97,8 @@ Memory::~Memory() {
     delete state_;
 }
 
-Buffer Memory::claim(std::int64_t offset, std::int64_t bytes) {
-    const Buffer buffer = {state_->storage + offset, bytes, -1};
+Buffer Memory::claim(std::int64_t offset, std::int64_t bytes, bool packed) {
+    const Buffer buffer = {state_->storage + offset, bytes, -1, packed};
     if (!CHECKS) return buffer;
     std::memset(buffer.data - FENCE, 0xff, static_cast<std::size_t>(bytes + 2 * FENCE));
     for (const Buffer &other : state_->living)
@@ -127,7 +131,7 @@ void dma(Launch &launch, const Buffer &dst, std::int64_t dst_start, const Patter
     Walk write(to, dst_start), read(from, src_start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
-        if (CHECKS) check_written(source, run);
+        if (CHECKS) check_written(source, run, src.packed);
         std::memcpy(dst.data + write.next(), source, static_cast<std::size_t>(run));
     }
     if (!count) return;
@@ -169,7 +173,7 @@ void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_
     Walk read(from, start);
     for (std::int64_t i = 0; i < runs; ++i) {
         const std::uint8_t *source = src.data + read.next();
-        if (CHECKS) check_written(source, run);
+        if (CHECKS) check_written(source, run, src.packed);
         item.insert(item.end(), source, source + run);
     }
     state_->items[static_cast<std::size_t>(x * state_->size_y + y)].push_back(std::move(item));

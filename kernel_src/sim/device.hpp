@@ -15,10 +15,12 @@
 namespace sim {
 
 // A buffer: `slot` is the DDR argument it is, or -1.
+// `packed`: elements are bytes into which numbers are packed, which may well be what memory holds that was never written.
 struct Buffer {
     std::uint8_t *data;
     std::int64_t bytes;
     int slot;
+    bool packed;
 };
 
 // One side of a DMA after folding: bytes, outermost first; the innermost dimension is one contiguous run.
@@ -39,7 +41,7 @@ public:
     explicit Memory(std::int64_t bytes);
     ~Memory();
     Memory(const Memory &) = delete;
-    Buffer claim(std::int64_t offset, std::int64_t bytes);
+    Buffer claim(std::int64_t offset, std::int64_t bytes, bool packed);
     // No buffer lives any more.
     void clear();
     // Refuses if a fence of a living buffer is broken; names it by its place in `given`, what a tile function was given.

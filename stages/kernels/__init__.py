@@ -95,7 +95,10 @@ class Param:
 class Kernel:
     """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
 
-    `source` is the stem of the C++ file that defines it (one file may define several). `reference` is numpy.
+    `source` is the stem of the C++ file that defines it (one file may define several), `tile_source` of that with its
+    tile functions where it is another. `reference` is numpy. `derived`:
+    whole numbers that the C++ function takes behind the parameters, and that follow from them: of a layout whose cut
+    depends on a tensor's size.
     `tiling(sizes)` cuts a launch for the array and refuses with UserError what cannot be cut; `program(tiling)` is its
     AIR program, with the arguments' names. A kernel without them runs on the host only; one that is not `host`, on the
     array only.
@@ -106,9 +109,21 @@ class Kernel:
     params: tuple[Param, ...]
     source: str
     reference: Callable[..., Any] = field(compare=False)
+    derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
     host: bool = True
+    tile_source: str = ""
     tiling: Callable[[Sizes], Tiling] | None = field(default=None, compare=False)
     program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
+
+    @property
+    def on_array(self) -> str:
+        """Stem of the C++ file with its tile functions."""
+        return self.tile_source or self.source
+
+    @property
+    def scalars(self) -> tuple[Param, ...]:
+        """What the C++ function takes behind its tensors."""
+        return (*self.params, *map(Param, self.derived))
 
     def arg(self, name: str) -> Arg:
         return next(arg for arg in self.args if arg.name == name)
@@ -135,7 +150,7 @@ def signature(
     **device: Any,
 ) -> Kernel:
     """A kernel that reads and then writes tensors (bf16 if just named); `params`: names, `:float` behind what is not
-    a whole number. `device`: `tiling`, `program`, `host`."""
+    a whole number. `device`: `derived`, `tile_source`, `tiling`, `program`, `host`."""
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]
     scalars = (Param(p, kind or "int64") for p, _, kind in (word.partition(":") for word in params.split()))

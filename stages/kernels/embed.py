@@ -17,5 +17,5 @@ TOKENS = Arg("tokens", "i32")
 
 KERNELS = (
     signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)), "rows cols vocab", reference),
-    signature("embed_rows", (TOKENS, "weight"), "rows cols vocab", reference),
+    signature("embed_rows", (TOKENS, Arg("weight", matrix=True)), "rows cols vocab", reference),
 )

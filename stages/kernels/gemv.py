@@ -205,7 +205,7 @@ KERNELS = (
     # For a weight whose rows are whole, as the NPU's vocabulary matrix.
     signature(
         "gemv_rows_f32",
-        ("weight", "x"),
+        (Arg("weight", matrix=True), "x"),
         _PARAMS,
         reference_f32,
         writes=(Arg("out", "f32", written=True),),

@@ -3,22 +3,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import Kernel, add, format_kernel, gemm, gemv, signature, silu_and_mul
+from stages.kernels import (
+    HOST_SET,
+    Arg,
+    Kernel,
+    Sizes,
+    add,
+    format_kernel,
+    gemm,
+    gemv,
+    grouped_gemv,
+    signature,
+    silu_and_mul,
+)
 from stages.kernels import embed as embedding
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
+from stages.weights.lanes import PADDED_ROWS, Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
-_OF_BF16 = [
-    k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and any(arg.matrix for arg in k.args)
-]
+_OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and any(a.matrix for a in k.args)]
+_ARRAY_SET = "aie2p"
+_LANES = "padded_lanes"
+"""The layout of a vocabulary on the array."""
 
 
 def _widened(kernel: Kernel, stored: Format) -> Callable[..., Any]:
@@ -60,22 +74,93 @@ def _of_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     return reference
 
 
+def _in_panels(kernel: Kernel) -> bool:
+    return any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
+
+
+def _stored_args(kernel: Kernel, stored: Format, layouts: Mapping[str, str]) -> tuple[Arg, ...]:
+    """What a kernel of bf16 weights reads, with weights of a format."""
+    given = (arg for arg in kernel.args if not arg.written)
+    return tuple(replace(arg, format=stored.name, layouts=layouts) if arg.matrix else arg for arg in given)
+
+
+def _cut_scalars(stored: Format, rows: str, step: int = 1) -> dict[str, Callable[[Sizes], int]]:
+    """What the host has to know of a weight of `rows` rows that lies as the array takes it."""
+
+    def of(sizes: Sizes) -> Cut:
+        assert stored.cut is not None
+        found: Cut = stored.cut(padded(sizes[rows], step), sizes["cols"])
+        return found
+
+    return {"lanes": lambda sizes: of(sizes).lanes, "chunks": lambda sizes: of(sizes).chunks}
+
+
+def _on_array(kernel: Kernel, stored: Format) -> dict[str, Any]:
+    """What a kernel says of the array, for `signature`; nothing if it does not run there."""
+    if stored.cut is None or kernel.name not in _DTYPES:
+        return {}
+    cut, dtype = stored.cut, _DTYPES[kernel.name]
+
+    def cut_launch(sizes: Sizes) -> grouped_gemv.Tiling:
+        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype)
+
+    return {"tile_source": "grouped_gemv", "tiling": cut_launch, "program": grouped_gemv.build}
+
+
+_DTYPES = {"gemv": "bf16", "gemv_f32": "f32"}
+"""Of what the array makes of weights in groups; its products of prompts read them in bf16."""
+
+
+def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[..., Any]]) -> Iterator[Kernel]:
+    for kernel in filter(_in_panels, _OF_BF16):
+        device = _on_array(kernel, stored)
+        lanes = _LANES if kernel.name == "gemv_f32" else "lanes"
+        writes = tuple(arg for arg in kernel.args if arg.written)
+        if device and lanes == _LANES:
+            writes = tuple(replace(arg, layouts={_ARRAY_SET: lanes}) for arg in writes)
+        yield signature(
+            format_kernel(kernel.name, stored.name),
+            _stored_args(kernel, stored, {HOST_SET: "panels", **({_ARRAY_SET: lanes} if device else {})}),
+            " ".join(p.name for p in kernel.params),
+            reference(kernel, stored),
+            writes=writes,
+            source=stored.name,
+            **device,
+        )
+
+
+def _of_lanes(stored: Format) -> Iterator[Kernel]:
+    """What the host does with weights that lie as the array takes them."""
+    source = f"{stored.name}_lanes"
+    for kernel in _OF_BF16:
+        if not _in_panels(kernel):
+            rows = "vocab" if any(param.name == "vocab" for param in kernel.params) else "out_cols"
+            yield signature(
+                format_kernel(kernel.name, stored.name),
+                _stored_args(kernel, stored, {HOST_SET: _LANES}),
+                " ".join(p.name for p in kernel.params),
+                _widened(kernel, stored),
+                writes=tuple(arg for arg in kernel.args if arg.written),
+                source=source,
+                derived=_cut_scalars(stored, rows, PADDED_ROWS),
+            )
+    yield signature(
+        format_kernel("unpack", stored.name),
+        (Arg("weight", stored.name, layouts={HOST_SET: "lanes"}),),
+        "out_cols cols",
+        lambda weight, cols: stored.dequantise(weight, cols).astype(bfloat16),
+        writes=(Arg("out", written=True, layouts={HOST_SET: "blocks"}),),
+        source=source,
+        derived=_cut_scalars(stored, "out_cols"),
+    )
+
+
 def _kernels() -> Iterator[Kernel]:
     references = dict.fromkeys(GROUPED, _widened) | {w8a8.FORMAT: _of_integers}
     for stored, reference in references.items():
-        for kernel in _OF_BF16:
-            yield signature(
-                format_kernel(kernel.name, stored.name),
-                tuple(
-                    replace(arg, format=stored.name, layouts={"cpu": "panels"}) if arg.matrix else arg
-                    for arg in kernel.args
-                    if not arg.written
-                ),
-                " ".join(p.name for p in kernel.params),
-                reference(kernel, stored),
-                writes=tuple(arg for arg in kernel.args if arg.written),
-                source=stored.name,
-            )
+        yield from _products(stored, reference)
+        if stored.cut is not None:
+            yield from _of_lanes(stored)
 
 
 KERNELS = tuple(_kernels())

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stages.model.parts import Part, Slot, layer_part, part
+from stages.model.parts import Part, Slot, layer_part, part, unpacked
 from stages.model.policy import BF16, Policy
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Names of parts: before the layers, of every layer, behind them."""
+    """Names of parts: before the layers, of every layer, behind them. `unpacks`: products of the layers take bf16,
+    which the host makes of weights in other formats before a layer's first part."""
 
     start: tuple[str, ...]
     layer: tuple[str, ...]
     end: tuple[str, ...]
+    unpacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,17 @@ class Program:
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
     """A phase of a model of so many layers, part by part."""
     start = [Placed(part(family, name, policy), 0, False) for name in chain.start]
-    body = [Placed(layer_part(family, name, i, policy), i, True) for i in range(layers) for name in chain.layer]
+    body = [Placed(made, i, True) for i in range(layers) for made in _layer(family, chain, i, policy)]
     return [*start, *body, *(Placed(part(family, name, policy), layers, False) for name in chain.end)]
+
+
+def _layer(family: str, chain: Chain, layer: int, policy: Policy) -> Iterator[Part]:
+    if not chain.unpacks:
+        yield from (layer_part(family, name, layer, policy) for name in chain.layer)
+        return
+    pairs = [unpacked(family, name, policy) for name in chain.layer]
+    yield from (before for before, _ in pairs if before)
+    yield from (made for _, made in pairs)
 
 
 def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class _Planner:
         for bucket in self.buckets:
             phases[f"prefill@{bucket}"] = list(self._calls(prompt, bucket))
         if not self.buckets:
-            phases["prefill_chunk"] = list(self._calls(Chain(prompt.start, prompt.layer, ())))
+            phases["prefill_chunk"] = list(self._calls(replace(prompt, end=())))
             phases["prefill"] = list(self._calls(prompt))
         phases["decode"] = list(self._calls(self.grouping.token))
         return self.made

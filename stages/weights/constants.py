@@ -19,6 +19,12 @@ SHORT_GROUP = 16
 QUAD = 4
 """Inputs of one lane of `vpdpbusd`, which products of whole numbers are made of."""
 
+LANES = 32
+"""Outputs of a wide panel of the array: as many as its cores multiply at once."""
+
+LIFT = 128
+"""What the array's cores have on top of the numbers of a group (`kernel_src/aie2p/grouped.h`)."""
+
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
@@ -29,5 +35,7 @@ def macros() -> tuple[str, ...]:
         "GROUP": GROUP,
         "SHORT_GROUP": SHORT_GROUP,
         "QUAD": QUAD,
+        "LANES": LANES,
+        "LIFT": LIFT,
     }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

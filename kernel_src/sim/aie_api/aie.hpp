@@ -12,7 +12,15 @@
 #include <cstring>
 #include <type_traits>
 
+using int8 = std::int8_t;
+using uint8 = std::uint8_t;
+using int16 = std::int16_t;
+using uint16 = std::uint16_t;
 using int32 = std::int32_t;
+using uint32 = std::uint32_t;
+
+// Only in vectors, two to a byte.
+struct uint4 {};
 
 // Storage only, as on the core: values go through accumulators.
 struct bfloat16 {
@@ -61,10 +69,45 @@ template <>
 struct lanes<float> {
     static constexpr unsigned bits = 32;
 };
-template <>
-struct lanes<int32> {
-    static constexpr unsigned bits = 32;
+template <typename T>
+    requires std::is_integral_v<T>
+struct lanes<T> {
+    static constexpr unsigned bits = 8 * sizeof(T);
 };
+template <>
+struct lanes<uint4> {
+    static constexpr unsigned bits = 4;
+};
+
+// What a vector unpacks to: twice as wide.
+template <typename T>
+struct wider;
+template <>
+struct wider<uint4> {
+    using type = uint8;
+};
+template <>
+struct wider<uint8> {
+    using type = uint16;
+};
+template <>
+struct wider<int8> {
+    using type = int16;
+};
+template <>
+struct wider<uint16> {
+    using type = uint32;
+};
+
+template <typename T>
+using stored_t = std::conditional_t<std::is_same_v<T, uint4>, uint8, T>;
+
+// Number i of what a vector holds.
+template <typename T>
+unsigned number(const stored_t<T> *data, unsigned i) {
+    if constexpr (std::is_same_v<T, uint4>) return data[i / 2] >> i % 2 * 4 & 15;
+    else return static_cast<unsigned>(data[i]);
+}
 
 // What a core would not survive.
 struct Fault {
@@ -103,7 +146,7 @@ public:
 };
 
 template <typename T, unsigned Elems>
-class alignas(Elems * sizeof(T) < 64 ? Elems * sizeof(T) : 64) vector {
+class alignas(Elems * sim::lanes<T>::bits < 512 ? Elems * sim::lanes<T>::bits / 8 : 64) vector {
 public:
     static_assert(Elems * sim::lanes<T>::bits == 128 || Elems * sim::lanes<T>::bits == 256 ||
                       Elems * sim::lanes<T>::bits == 512 || Elems * sim::lanes<T>::bits == 1024,
@@ -112,6 +155,13 @@ public:
     static constexpr unsigned size() { return Elems; }
 
     T get(unsigned idx) const { return data[idx]; }
+
+    auto unpack() const {
+        using Wider = typename sim::wider<T>::type;
+        vector<Wider, Elems> out;
+        for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<Wider>(sim::number<T>(data, i));
+        return out;
+    }
 
     template <unsigned ElemsOut>
     vector<T, ElemsOut> extract(unsigned idx) const {
@@ -128,12 +178,12 @@ public:
 
     template <typename DstT>
     auto cast_to() const {
-        vector<DstT, Elems * sizeof(T) / sizeof(DstT)> out;
+        vector<DstT, Elems * sim::lanes<T>::bits / sim::lanes<DstT>::bits> out;
         std::memcpy(out.data, data, sizeof data);
         return out;
     }
 
-    T data[Elems];
+    sim::stored_t<T> data[Elems * sim::lanes<T>::bits / (8 * sizeof(sim::stored_t<T>))];
 };
 
 template <typename Tag, unsigned Elems>
@@ -326,12 +376,21 @@ vector<T, Elems> transpose(const vector<T, Elems> &v, unsigned Row, unsigned Col
     return out;
 }
 
-template <unsigned Elems>
-vector<int32, Elems> upshift(const vector<int32, Elems> &v, unsigned shift) {
-    vector<int32, Elems> out;
-    for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = static_cast<int32>(static_cast<std::uint32_t>(v.data[i]) << shift);
+template <typename T, unsigned Elems>
+vector<T, Elems> upshift(const vector<T, Elems> &v, unsigned shift) {
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<T>(static_cast<uint32>(v.data[i]) << shift);
     return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> bit_and(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a & b); });
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems> bit_or(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a | b); });
 }
 
 template <typename TR, unsigned Elems>

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,14 +112,20 @@ def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
     return {name: importlib.import_module(f"{__name__}.{name}").PARTS for name in names}
 
 
+_UNPACK = "unpack_"
+"""In front of a part's name: what makes bf16 of its weights of other formats."""
+
+
 @functools.cache
 def part(family: str, name: str, policy: Policy = BF16) -> Part:
     """A part of a family (by its `model_type`), its weights and caches in the formats of a policy, or where the name
     goes on with pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
-    base, *pairs = name.split("__")
+    base, *pairs = name.removeprefix(_UNPACK).split("__")
     made = _tables()[family][base]()
     others = dict(zip(pairs[::2], pairs[1::2], strict=True))
     chosen = replace(policy, exceptions={**policy.exceptions, **others})
+    if name.startswith(_UNPACK):
+        return _unpacking(name, _stored_slots(made, chosen))
     return made if chosen == BF16 else replace(_stored(made, chosen), name=name)
 
 
@@ -130,6 +136,26 @@ def layer_part(family: str, name: str, layer: int, policy: Policy = BF16) -> Par
     return part(family, name + "".join(pairs), policy)
 
 
+def unpacked(family: str, name: str, policy: Policy) -> tuple[Part | None, Part]:
+    """A part whose products take bf16 whatever its weights are stored in, and in front of it the one that unpacks them,
+    None where there is nothing to unpack. What is unpacked lies in buffers that all layers share."""
+    wanted, plain = part(family, _UNPACK + name, policy), part(family, name)
+    made = {launch.args["weight"]: wanted.slot(launch.args["out"]).buffer for launch in wanted.launches}
+    slots = tuple(replace(s, role="input", buffer=made[s.name]) if s.name in made else s for s in plain.slots)
+    return (wanted if made else None), replace(plain, slots=slots)
+
+
+def _unpacking(name: str, stored: Iterable[Slot]) -> Part:
+    b = PartBuilder()
+    for slot in stored:
+        if slot.role == "weight" and slot.format != "bf16":
+            b.slot(slot.name, slot.shape, "weight", format=slot.format, buffer=slot.buffer)
+            out = b.slot(f"{slot.name}_bf16", slot.shape, "output", buffer=f"unpacked.{slot.name}")
+            rows, cols = slot.shape
+            b.launch(format_kernel("unpack", slot.format), {"weight": slot.name, "out": out}, out_cols=rows, cols=cols)
+    return b.build(name)
+
+
 def _format(slot: Slot, policy: Policy) -> str:
     """That a policy gives a slot of a part of bf16 weights and caches."""
     if slot.keeps:
@@ -137,9 +163,13 @@ def _format(slot: Slot, policy: Policy) -> str:
     return policy.of(slot.name, slot.shape, slot.format) if slot.role == "weight" else slot.format
 
 
+def _stored_slots(part: Part, policy: Policy) -> tuple[Slot, ...]:
+    return tuple(replace(slot, format=_format(slot, policy)) for slot in part.slots)
+
+
 def _stored(part: Part, policy: Policy) -> Part:
     """A part of bf16 weights and caches with others in other formats, and the kernels of those."""
-    slots = tuple(replace(slot, format=_format(slot, policy)) for slot in part.slots)
+    slots = _stored_slots(part, policy)
     known = {slot.name: slot for slot in slots}
 
     def stored(launch: Launch) -> Launch:

@@ -6,7 +6,7 @@ Each device part is a program of its own, which fuses its launches where the hos
 from stages.model.grouping import Chain, Group, Grouping
 from stages.targets import Target
 
-_ENDS = {"start": ("embed_tokens",), "end": ("final_norm", "lm_head_gemv")}
+_START, _END = ("embed_tokens",), ("final_norm", "lm_head_gemv")
 _PROMPT = ("rms_gemms_rope", "flash_attn_panels", "o_ffn")
 _TOKEN = ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn")
 _DEVICE = (*_PROMPT, "rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")
@@ -18,8 +18,8 @@ TARGET = Target(
     static=False,
     groupings={
         "separate": Grouping(
-            Chain(layer=_PROMPT, **_ENDS),
-            Chain(layer=_TOKEN, **_ENDS),
+            Chain(_START, _PROMPT, _END),
+            Chain(_START, _TOKEN, _END),
             tuple(Group(name, (name,)) for name in _DEVICE),
         )
     },

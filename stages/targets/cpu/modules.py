@@ -115,7 +115,11 @@ def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
 def _kernel_call(launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
     tensors = [f"static_cast<{tensor_type(arg)}>(slots[{index[launch.args[arg.name]]}])" for arg in launch.kernel.args]
     scalars = [_scalar(launch.scalars[param.name], dimensions) for param in launch.kernel.params]
-    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, '*worker'])});"
+    sizes = {
+        name: dimensions.get(size, size) if isinstance(size, str) else size for name, size in launch.scalars.items()
+    }
+    derived = [str(derive(sizes)) for derive in launch.kernel.derived.values()]
+    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, *derived, '*worker'])});"
 
 
 def _scalar(value: Dim | float, dimensions: Mapping[str, float]) -> str:

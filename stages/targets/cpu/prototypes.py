@@ -31,7 +31,7 @@ def scalar_type(param: Param) -> str:
 
 def _prototype(kernel: Kernel) -> str:
     tensors = (f"{tensor_type(arg)}{arg.name}" for arg in kernel.args)
-    scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.params)
+    scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.scalars)
     return f"KERNEL void {kernel.name}({', '.join([*tensors, *scalars, 'Worker &worker'])});"
 
 

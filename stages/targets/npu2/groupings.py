@@ -10,7 +10,7 @@ _LOGITS = ("final_norm", "lm_head_gemv")
 GROUPINGS = {
     # The six programs of mlir-air's example for Llama-3.2-1B (see `stages.model.families.llama`).
     "separate": Grouping(
-        Chain(_START, _PROMPT, _LOGITS),
+        Chain(_START, _PROMPT, _LOGITS, unpacks=True),
         _TOKEN,
         (
             Group("rms_gemms_rope", ("rms_gemms_rope_kv",), prompt=True),
@@ -22,7 +22,7 @@ GROUPINGS = {
     # A prompt takes one call per layer, all of one program, and the host makes its logits; a token takes layers + 1
     # calls, because the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
     "fused": Grouping(
-        Chain(_START, _PROMPT, ("final_norm", "lm_head_rows")),
+        Chain(_START, _PROMPT, ("final_norm", "lm_head_rows"), unpacks=True),
         _TOKEN,
         (
             Group("prefill_layer", _PROMPT, prompt=True),

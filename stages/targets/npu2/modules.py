@@ -18,6 +18,7 @@ from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.grouping import programs as derive_programs
+from stages.model.policy import Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
 
@@ -40,6 +41,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     """What `write_module` takes for a library of one program."""
     (program,) = programs
     chosen = {"grouping": options["grouping"], "entry": program.entry, "bucket": program.bucket}
+    chosen["weights"] = options["weights"]
     # Products of a token are bound by memory, and stay exact.
     return {**chosen, "bfp16": bool(options["bfp16"] and program.bucket)}
 
@@ -47,7 +49,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
 def sources(programs: Sequence[Program]) -> list[str]:
     """C++ sources of the tile functions that these programs call."""
     parts = [part for program in programs for part in program.parts]
-    return sorted({f"{KERNEL_SET}/{launch.kernel.source}" for part in parts for launch in part.launches})
+    return sorted({f"{KERNEL_SET}/{launch.kernel.on_array}" for part in parts for launch in part.launches})
 
 
 def expected(source: str) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def write_module(
     grouping: str,
     entry: str,
     bucket: int | None,
+    weights: str,
     bfp16: bool,
     support: Sequence[str] = (),
     priced: bool = True,
@@ -69,10 +72,12 @@ def write_module(
     """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, and what the
     estimate says of its launches, both as JSON. Raises UserError where one call would take too long.
 
-    `support`: C++ sources whose objects it links besides its tile functions. `priced`: whether the estimate's time of
-    one call is written too; it is no input of what is built, so that another constant of the estimate re-links nothing.
+    `weights`: a policy's text. `support`: C++ sources whose objects it links besides its tile functions. `priced`:
+    whether the estimate's time of one call is written too; it is no input of what is built, so that another constant of
+    the estimate re-links nothing.
     """
-    write(_module(directory, grouping, entry, bucket, bfp16), library, work, support, priced)
+    policy = parse_policy(weights)
+    write(_module(directory, grouping, entry, bucket, policy, bfp16), library, work, support, priced)
 
 
 def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
@@ -88,9 +93,9 @@ def write(module: Module, library: str, work: Path, support: Sequence[str] = (),
         write_json(path.with_suffix(".cost.json"), cost)
 
 
-def _module(directory: Path, grouping: str, entry: str, bucket: int | None, bfp16: bool) -> Module:
+def _module(directory: Path, grouping: str, entry: str, bucket: int | None, policy: Policy, bfp16: bool) -> Module:
     config = read_config(directory / CONFIG)
-    found = derive_programs(config.family, GROUPINGS[grouping], [bucket] if bucket else ())
+    found = derive_programs(config.family, GROUPINGS[grouping], [bucket] if bucket else (), policy)
     program = next(p for p in found if p.entry == entry)
     return build_module(program, config.dimensions(), bfp16=bfp16)
 

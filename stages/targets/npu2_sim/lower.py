@@ -63,6 +63,12 @@ def _c_type(kind: object) -> str:
     return {"index": "int64_t", "i32": "int32_t", "f32": "float"}[str(kind)]
 
 
+def _packed(value: SSAValue) -> str:
+    """Whether a buffer's elements are bytes, which may hold several numbers, as C++ has it."""
+    assert isinstance(value.type, MemRefType)
+    return "true" if element_bytes(value.type) == 1 else "false"
+
+
 @dataclass
 class _Lowering:
     module: ModuleOp
@@ -164,7 +170,7 @@ class _Lowering:
         l1_bytes, l2_bytes = self._arena(L1), self._arena(L2)
         width = 2 + 2 * len(args)
         buffers = ", ".join(
-            f"{{static_cast<uint8_t *>(slots[{i}]), {buffer_bytes(a)}, {i}}}" for i, a in enumerate(args)
+            f"{{static_cast<uint8_t *>(slots[{i}]), {buffer_bytes(a)}, {i}, {_packed(a)}}}" for i, a in enumerate(args)
         )
         self._emit(
             "static void program(void **slots, int64_t *counters, bool reverse) {",
@@ -275,7 +281,7 @@ class _Lowering:
         if value not in self.offsets:
             raise UserError(f"{self.where}: allocates memory space {memory_space(value.type)}, which it does not own")
         memory = "l1" if memory_space(value.type) == L1 else "l2"
-        place = f"{memory}->claim({self.offsets[value]}, {buffer_bytes(value)})"
+        place = f"{memory}->claim({self.offsets[value]}, {buffer_bytes(value)}, {_packed(value)})"
         self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(value)} = {place};")
 
     def _dma(self, op: DmaMemcpyNdOp) -> None:

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,8 @@ class Format:
     `[..., row_elements + ceil(n / values) * elements]`;
     `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
     `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
-    the numbers; `importance` f32 `[groups, values]` weighs the squares of errors.
+    the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
+    for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Format:
     row_elements: int = 0
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
     grid: Callable[..., Grid] | None = None
+    cut: Callable[[int, int], Any] | None = None
 
     def layout(self, name: str) -> Layout:
         return PLAIN if name == "plain" else self.layouts[name]

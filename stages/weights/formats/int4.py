@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.grouped import NIBBLES, Grouped
+from stages.weights.lanes import for_array
 from stages.weights.scales import Grid, affine, level
 
 MOST = 15
@@ -33,4 +34,4 @@ def dequantise(stored: np.ndarray) -> np.ndarray:
     return scale[..., None] * numbers - minimum[..., None]
 
 
-FORMAT = GROUPED.grid_format("int4", grid, dequantise)
+FORMAT = for_array(GROUPED, GROUPED.grid_format("int4", grid, dequantise))

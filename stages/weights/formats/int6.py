@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.grouped import SIX_BITS, Grouped
+from stages.weights.lanes import for_array
 from stages.weights.scales import Grid, level, symmetric
 
 ZERO = 32
@@ -31,4 +32,4 @@ def dequantise(stored: np.ndarray) -> np.ndarray:
     return scale[..., None] * (numbers.astype(np.float32) - ZERO)
 
 
-FORMAT = GROUPED.grid_format("int6", grid, dequantise)
+FORMAT = for_array(GROUPED, GROUPED.grid_format("int6", grid, dequantise))

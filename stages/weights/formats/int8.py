@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.grouped import BYTES, Grouped
+from stages.weights.lanes import for_array
 
 GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float16, numbers=BYTES)
 
@@ -26,4 +27,4 @@ def dequantise(stored: np.ndarray) -> np.ndarray:
     return scale * numbers.view(np.int8)
 
 
-FORMAT = GROUPED.format("int8", quantise, dequantise)
+FORMAT = for_array(GROUPED, GROUPED.format("int8", quantise, dequantise))

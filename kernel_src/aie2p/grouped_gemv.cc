@@ -1,0 +1,93 @@
+// A panel of LANES outputs of a matrix in groups (grouped.h) times a vector, chunk by chunk. x [STEPS * GROUPS * GROUP],
+// of which COLS are given, acc f32 [LANES], out bf16 [LANES].
+#include "grouped.h"
+
+namespace {
+
+using Sums = aie::vector<float, LANES>;
+
+// The inputs that the lanes of a vector of numbers are multiplied with.
+Lifted spread(const bfloat16 *x) {
+    Lifted out;
+    unrolled<TURN>([&](auto i) { out.insert(i, aie::broadcast<bfloat16, LANES>(x[i])); });
+    return out;
+}
+
+// The sum over the inputs that share a vector.
+template <unsigned Lanes>
+Sums fold(const aie::vector<float, Lanes> &sums) {
+    if constexpr (Lanes == LANES) return sums;
+    else return aie::add(sums.template extract<LANES>(0), sums.template extract<LANES>(1));
+}
+
+// A group's numbers, ABOVE on top, times its inputs. Two sums, because one has to wait for itself.
+Sums products(const uint8 *numbers, const bfloat16 *x) {
+    aie::accum<accfloat, WIDE> even = aie::zeros<accfloat, WIDE>(), odd = even;
+    for (unsigned index = 0; index < GROUP / TURN; index += 2, x += 2 * TURN) {
+        even = add_products(even, numbers, index, spread(x));
+        odd = add_products(odd, numbers, index + 1, spread(x + TURN));
+    }
+    return fold(aie::add(even, odd.to_vector<float>()).to_vector<float>());
+}
+
+// ABOVE times the sum of a group's inputs.
+float on_top(const bfloat16 *x) {
+    const float above = ABOVE;
+    const auto factor = aie::accum<accfloat, WIDE>(aie::broadcast<float, WIDE>(above)).template to_vector<bfloat16>();
+    return aie::reduce_add(aie::mul(aie::load_v<WIDE>(x), factor).template to_vector<float>());
+}
+
+#if FACTORS
+
+void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
+    aie::accum<accfloat, LANES> scaled = aie::zeros<accfloat, LANES>(), least = scaled;
+    const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
+    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
+        const float top = on_top(x);
+        const Pair<LANES> sum = split(aie::sub(products(numbers, x), aie::broadcast<float, LANES>(top)));
+        const aie::vector<bfloat16, LANES> scale = small_numbers(scales);
+        scaled = aie::mac(aie::mac(scaled, sum.hi, scale), sum.lo, scale);
+        if constexpr (FACTORS == 2) {
+            const Pair<LANES> inputs = split<LANES>(top);
+            const aie::vector<bfloat16, LANES> minimum = small_numbers(scales + LANES);
+            least = aie::mac(aie::mac(least, inputs.hi, minimum), inputs.lo, minimum);
+        }
+    }
+    Sums sum = product(split(scaled), factor(chunk, 0)).template to_vector<float>();
+    if constexpr (FACTORS == 2) sum = aie::sub(sum, product(split(least), factor(chunk, 1)).template to_vector<float>());
+    aie::store_v(acc, aie::add(aie::load_v<LANES>(acc), sum));
+}
+
+#else
+
+void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
+    Sums total = aie::load_v<LANES>(acc);
+    const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
+    for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
+        static_assert(ABOVE == 0);
+        const Pair<LANES> sum = split(products(numbers, x));
+        total = aie::add(total, product(sum, split(halves(scales))).template to_vector<float>());
+    }
+    aie::store_v(acc, total);
+}
+
+#endif
+
+}  // namespace
+
+// Also the inputs behind COLS, which numbers of 0 are multiplied with.
+extern "C" void AIE_FN(grouped_gemv_zero)(bfloat16 *x, float *acc) {
+    aie::store_v(acc, aie::zeros<float, LANES>());
+    const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
+    for (unsigned k = COLS; k < STEPS * GROUPS * GROUP; ++k) x[k] = zero;
+}
+
+extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 step, float *acc) {
+    use_nearest_even();
+    add_chunk(chunk, x + step * (GROUPS * GROUP), acc);
+}
+
+extern "C" void AIE_FN(grouped_gemv_out)(const float *acc, bfloat16 *out) {
+    use_nearest_even();
+    aie::store_v(out, aie::accum<accfloat, LANES>(aie::load_v<LANES>(acc)).template to_vector<bfloat16>());
+}

@@ -1,0 +1,6 @@
+// What the host does with weights in int6 that lie as the array takes them: int6_unpack, int6_embed_rows, int6_gemv_rows_f32.
+#define BITS 6
+#define FACTORS 1
+#define NAMED(kernel) int6_##kernel
+#define THIS_FILE "int6_lanes.cc"
+#include "lanes_kernels.h"

@@ -1,0 +1,157 @@
+// Weights in groups as the array takes them (stages/weights/lanes.py has the order), read by the host: what it embeds
+// tokens with, makes a prompt's logits of, and writes as blocks of bf16 for the array's products of prompts. Included
+// inside each instruction set.
+//
+// Panels of `lanes` outputs are cut into `chunks` of as many groups; the last may have groups behind the matrix.
+namespace ISA {
+namespace {
+
+constexpr int64_t group_inputs = LAYOUT_GROUP, most_lanes = LAYOUT_LANES, edge = LAYOUT_BLOCK;
+static_assert(edge * sizeof(bf16) == 16, "a row of a block is half of the smallest vector");
+
+// f16 -> f32, exact: a number of ten bits at a place that the exponent says.
+inline float of_half(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, number = bits & 1023;
+    return exponent ? ldexpf(static_cast<float>(number + 1024), exponent - 25) : ldexpf(static_cast<float>(number), -24);
+}
+
+template <int Bits, int Factors>
+struct Lanes {
+    static constexpr int zero = Bits == 6 ? 32 : 0;
+    int64_t lanes, chunk_groups, scale_bytes, number_bytes, scales_at, numbers_at, chunk_bytes, panel_bytes;
+
+    Lanes(int64_t cols, int64_t lanes, int64_t chunks)
+        : lanes(lanes),
+          chunk_groups(((cols + group_inputs - 1) / group_inputs + chunks - 1) / chunks),
+          scale_bytes((Factors ? Factors : 2) * lanes),
+          number_bytes(group_inputs * lanes * Bits / 8),
+          scales_at(lines(4 * Factors * lanes)),
+          numbers_at(scales_at + lines(chunk_groups * scale_bytes)),
+          chunk_bytes(numbers_at + lines(chunk_groups * number_bytes)),
+          panel_bytes(chunks * chunk_bytes) {}
+
+    // Of a group of a panel: out f32 [GROUP][lanes].
+    void widen(const uint8_t *panel, int64_t group, float *out) const {
+        const uint8_t *chunk = panel + group / chunk_groups * chunk_bytes;
+        const uint8_t *scales = chunk + scales_at + group % chunk_groups * scale_bytes;
+        alignas(64) float scale[most_lanes], least[most_lanes] = {};
+        alignas(64) int8_t numbers[group_inputs * most_lanes];
+        for (int64_t lane = 0; lane < lanes; lane++) scale[lane] = scale_of(chunk, scales, lane);
+        if (Factors == 2)
+            for (int64_t lane = 0; lane < lanes; lane++)
+                least[lane] = scales[lanes + lane] * (factor(chunk, lanes + lane) * LAYOUT_LIFT);
+        unpack(chunk + numbers_at + group % chunk_groups * number_bytes, numbers);
+        for (int64_t k = 0; k < group_inputs; k++)
+            for (int64_t lane = 0; lane < lanes; lane++)
+                out[k * lanes + lane] = scale[lane] * static_cast<float>(numbers[k * lanes + lane]) - least[lane];
+    }
+
+private:
+    static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    INLINE float factor(const uint8_t *chunk, int64_t which) {
+        float value;
+        memcpy(&value, chunk + 4 * which, sizeof value);
+        return value;
+    }
+
+    INLINE float scale_of(const uint8_t *chunk, const uint8_t *scales, int64_t lane) {
+        if (Factors) return scales[lane] * factor(chunk, lane);
+        uint16_t bits;
+        memcpy(&bits, scales + 2 * lane, sizeof bits);
+        return of_half(bits);
+    }
+
+    // As they lie, [GROUP * lanes], with their sign.
+    void unpack(const uint8_t *packed, int8_t *out) const {
+        const int64_t count = group_inputs * lanes;
+        if (Bits == 8) {
+            memcpy(out, packed, count);
+            return;
+        }
+        for (int64_t i = 0; i < count / 2; i++) {
+            out[2 * i] = static_cast<int8_t>(packed[i] & 15);
+            out[2 * i + 1] = static_cast<int8_t>(packed[i] >> 4);
+        }
+        if (Bits == 6) add_upper(packed + count / 2, out);
+    }
+
+    // Two bits of each number of a vector, and above them those of the next vector.
+    void add_upper(const uint8_t *packed, int8_t *out) const {
+        for (int64_t first = 0; first < group_inputs * lanes; first += 2 * most_lanes, packed += most_lanes / 2)
+            for (int64_t lane = 0; lane < most_lanes; lane++) {
+                const int both = packed[lane / 2] >> lane % 2 * 4;
+                int8_t *number = out + first + lane;
+                number[0] = static_cast<int8_t>((number[0] | (both & 3) << 4) - zero);
+                number[most_lanes] = static_cast<int8_t>((number[most_lanes] | (both >> 2 & 3) << 4) - zero);
+            }
+    }
+};
+
+// out bf16 [out_cols/8][cols/8][8 inputs][8 outputs].
+template <class Format>
+static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out, int64_t out_cols, int64_t cols,
+                          Worker &worker) {
+    const int64_t groups = (cols + group_inputs - 1) / group_inputs, panels = out_cols / format.lanes;
+    alignas(64) float values[group_inputs * most_lanes];
+    alignas(64) bf16 rounded[most_lanes];
+    Chunks chunks(worker, panels * groups, 16);
+    for (int64_t at, end; chunks.next(at, end);)
+        for (; at < end; at++) {
+            const int64_t panel = at / groups, first = at % groups * group_inputs;
+            format.widen(weight + panel * format.panel_bytes, at % groups, values);
+            const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
+            for (int64_t k = 0; k < inputs; k++) {
+                for (int64_t l = 0; l < format.lanes; l += lanes)
+                    store_bf16(rounded + l, load<f32v>(values + k * format.lanes + l));
+                const int64_t column = (first + k) / edge * edge * edge + (first + k) % edge * edge;
+                for (int64_t l = 0; l < format.lanes; l += edge)
+                    memcpy(out + (panel * format.lanes + l) * cols + column, rounded + l, edge * sizeof(bf16));
+            }
+        }
+}
+
+// Rows of tokens, zeros for one outside of the vocabulary.
+template <class Format>
+static void embed_lanes(const Format &format, const int32_t *tokens, const uint8_t *table, bf16 *out, int64_t rows,
+                        int64_t cols, int64_t vocab, Worker &worker) {
+    const int64_t groups = (cols + group_inputs - 1) / group_inputs;
+    alignas(64) float values[group_inputs * most_lanes], row[group_inputs];
+    Chunks chunks(worker, rows * groups, 16);
+    for (int64_t at, end; chunks.next(at, end);)
+        for (; at < end; at++) {
+            const int64_t token = tokens[at / groups], first = at % groups * group_inputs;
+            const bool known = token >= 0 && token < vocab;
+            if (known) format.widen(table + token / format.lanes * format.panel_bytes, at % groups, values);
+            for (int64_t k = 0; k < group_inputs; k++)
+                row[k] = known ? values[k * format.lanes + token % format.lanes] : 0.0f;
+            const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
+            for (int64_t k = 0; k < inputs; k += lanes)
+                store_bf16(out + at / groups * cols + first + k, load<f32v>(row + k), inputs - k);
+        }
+}
+
+// out f32 [out_cols] = weight . x.
+template <class Format>
+static void dot_lanes(const Format &format, const uint8_t *weight, const bf16 *x, float *out, int64_t out_cols,
+                      int64_t cols, Worker &worker) {
+    const int64_t groups = (cols + group_inputs - 1) / group_inputs;
+    alignas(64) float values[group_inputs * most_lanes];
+    Chunks chunks(worker, (out_cols + format.lanes - 1) / format.lanes, 16, 1);
+    for (int64_t panel, end; chunks.next(panel, end);)
+        for (; panel < end; panel++) {
+            alignas(64) float sum[most_lanes] = {};
+            for (int64_t group = 0; group < groups; group++) {
+                format.widen(weight + panel * format.panel_bytes, group, values);
+                for (int64_t k = 0; k < group_inputs && group * group_inputs + k < cols; k++) {
+                    const float with = to_float(x[group * group_inputs + k]);
+                    for (int64_t l = 0; l < format.lanes; l++) sum[l] += with * values[k * format.lanes + l];
+                }
+            }
+            const int64_t rows = out_cols - panel * format.lanes;
+            memcpy(out + panel * format.lanes, sum, (rows < format.lanes ? rows : format.lanes) * sizeof(float));
+        }
+}
+
+}  // namespace
+}  // namespace ISA

@@ -1,0 +1,135 @@
+"""Matrix times vector on the array with weights in groups, whose numbers come as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stages import air
+from stages.air import limits
+from stages.kernels import BF16, F32, Cost
+from stages.weights.constants import LANES
+from stages.weights.lanes import Cut, padded
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, Builder, MemRef, Number, Variant
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Every core of `columns` x `herd_rows` takes a panel in each of `steps` steps, chunk by chunk. A column's panels
+    lie together, in the order in which its cores take them; those of a step come to L2 while those before are read.
+    """
+
+    cut: Cut
+    out_cols: int
+    cols: int
+    dtype: str
+    columns: int
+    herd_rows: int
+
+    @property
+    def steps(self) -> int:
+        return self.cut.panels // (self.columns * self.herd_rows)
+
+    @property
+    def variant(self) -> Variant:
+        return air.Variant.of("grouped_gemv", COLS=self.cols, STEPS=self.cut.chunks, **_macros(self.cut))
+
+    @property
+    def macs(self) -> int:
+        return self.cut.panels * self.cut.lanes * self.cols
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        made, turn = self.cut.grouped.numbers.bits, LANES // self.cut.lanes
+        of_numbers, of_group, of_chunk = _VECTORS[made]
+        group = self.cut.lanes * (of_numbers + turn) + of_group + turn
+        return {
+            "grouped_gemv_zero": Cost(vectors=self.cut.lanes // 16),
+            "grouped_gemv_step": Cost(vectors=self.cut.chunk_groups * group + of_chunk),
+            "grouped_gemv_out": Cost(vectors=3 + self.cut.lanes // 16),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups: herd {self.columns}x{self.herd_rows}, panels of "
+            f"{self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, steps {self.steps}"
+        )
+
+
+_VECTORS = {4: (5, 45, 36), 6: (11, 32, 20), 8: (10, 26, 4)}
+"""Vector operations by the numbers' bits: for a vector of them, besides one for each input that it is spread for; for a
+group; for a chunk."""
+
+
+def _macros(found: Cut) -> dict[str, int]:
+    """What `kernel_src/aie2p/grouped.h` wants to know."""
+    made = found.grouped
+    return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}
+
+
+def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = "bf16") -> Tiling:
+    """As many columns as have panels, since each is a stream, and two or more rows of cores where that is possible.
+    `cut`: of the weight's format. Logits, which are f32, have as many rows as fill the array."""
+    what = f"gemv {out_cols}x{cols}"
+    limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
+    found = cut(out_cols if dtype == "bf16" else padded(out_cols), cols)
+    herds = [
+        (columns, rows)
+        for columns in range(limits.COLUMNS, 0, -1)
+        for rows in range(limits.ROWS, 0, -1)
+        if found.panels % (columns * rows) == 0 and limits.cuttable(found.panels // (columns * rows))
+        if _fits_l2(found, rows, dtype)
+    ]
+    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(herds)))
+    columns, rows = max(herds, key=lambda herd: (herd[0] * min(herd[1], 2), *herd))
+    return Tiling(found, out_cols, cols, dtype, columns, rows)
+
+
+def _fits_l2(found: Cut, rows: int, dtype: str) -> bool:
+    element = F32 if dtype == "f32" else BF16
+    return 2 * rows * (found.panel_bytes + found.lanes * element) <= limits.L2_BYTES
+
+
+def build(tiling: Tiling) -> AirModule:
+    """Arguments `weight`: i8 `[panels][panel bytes]` (layout `lanes`), `x`: bf16 `[cols]`, `out`: a row per lane."""
+    p = tiling
+    shapes = {"weight": air.memref_type((p.cut.panels, p.cut.panel_bytes), "i8"), "x": air.memref_type((p.cols,))}
+    b = air.Builder("gemv", shapes | {"out": air.memref_type((p.cut.panels * p.cut.lanes,), p.dtype)})
+    with b.launch(), b.segment(), b.loop(p.steps) as step:
+        _step(b, p, step)
+    return b.finish()
+
+
+def _step(b: Builder, p: Tiling, step: Number) -> None:
+    """A panel on every core."""
+    panel, lanes = p.cut.panel_bytes, p.cut.lanes
+    run, rows = p.herd_rows * panel, p.herd_rows * lanes
+    with b.alloc(air.L2, ((p.columns, run), "i8"), ((p.columns, rows), p.dtype)) as (weight, out):
+        b.dma(weight, b.args["weight"].at((0, p.columns, p.steps * run), (step * run, run, 1)))
+        with (
+            b.herd(p.columns, p.herd_rows) as (tx, ty),
+            b.alloc(air.L1, (p.cut.inputs,), ((lanes,), "f32")) as (x, acc),
+        ):
+            whole = x if p.cut.inputs == p.cols else x.at((0, p.cols, 1))
+            b.dma(whole, b.args["x"].at((0, p.cols, 1)))
+            b.call(p.variant, "grouped_gemv_zero", x, acc)
+            _accumulate(b, p, x, weight.at((tx, 1, run), (ty, 1, panel), (0, panel, 1)), acc)
+            mine = out.at((tx, 1, rows), (ty, 1, lanes), (0, lanes, 1))
+            if p.dtype == "f32":
+                b.dma(mine, acc)
+            else:
+                with b.alloc(air.L1, (lanes,)) as (rounded,):
+                    b.call(p.variant, "grouped_gemv_out", acc, rounded)
+                    b.dma(mine, rounded)
+        b.dma(b.args["out"].at((0, p.columns, p.steps * rows), (step * rows, rows, 1)), out)
+
+
+def _accumulate(b: Builder, p: Tiling, x: MemRef, panel: MemRef, acc: MemRef) -> None:
+    """The products of a panel, over its chunks."""
+    *place, (_, _, one) = zip(panel.offsets, panel.sizes, panel.strides, strict=True)
+    with b.loop(p.cut.chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
+        b.dma(chunk, panel.at(*place, (j * p.cut.chunk_bytes, p.cut.chunk_bytes, one)))
+        b.call(p.variant, "grouped_gemv_step", chunk, x, j, acc)

@@ -1,0 +1,227 @@
+"""How matrices in groups lie for the array: a panel's outputs in the lanes of a vector, in the order in which cores
+take them, so that every column of the array reads one run of memory.
+
+A panel is cut into chunks of whole groups, each with all that its products need (`kernel_src/aie2p/grouped.h`). How
+large they are follows from the memories that they pass through, and so from the matrix alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from stages.air import limits
+from stages.weights.constants import GROUP, LANES, LIFT
+from stages.weights.formats import Format, Layout, Shape
+from stages.weights.grouped import Grouped
+
+LINE = 64
+"""Bytes that parts of a chunk are padded to: vectors are aligned."""
+
+PANEL_BYTES = limits.L2_BYTES // 4 - 2048
+"""At most, of a panel of `LANES` outputs: two rows of a column's cores have one each, which come to L2 while the ones
+before are read. Longer rows have panels of half as many outputs."""
+
+PADDED_ROWS = limits.COLUMNS * limits.ROWS * LANES
+"""What rows of a vocabulary are a multiple of: a panel for every core."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix of so many `groups` in a row is cut: `panels` of `lanes` outputs, each in `chunks` of at most
+    `chunk_groups` groups; the last groups may be none of the matrix, with scales of 0."""
+
+    grouped: Grouped
+    groups: int
+    panels: int
+    lanes: int
+    chunks: int
+    chunk_groups: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of a chunk's factors, of its scales and of its numbers, without what they are padded with."""
+        made, groups = self.grouped, self.chunk_groups
+        return (
+            self.lanes * made.header,
+            self.lanes * groups * made.scales,
+            self.lanes * groups * GROUP * made.numbers.bits // 8,
+        )
+
+    @property
+    def starts(self) -> list[int]:
+        """Where those three begin in a chunk, and where it ends."""
+        return [0, *np.cumsum([_lines(size) for size in self.sizes]).tolist()]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.chunks * self.chunk_bytes
+
+    @property
+    def inputs(self) -> int:
+        """Of a row, with those that are none of the matrix."""
+        return self.chunks * self.chunk_groups * GROUP
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+def padded(rows: int, step: int = PADDED_ROWS) -> int:
+    """Rows of a vocabulary, with those that fill the array."""
+    return -(-rows // step) * step
+
+
+def cut(grouped: Grouped, rows: int, groups: int) -> Cut:
+    """Of a matrix. Wide panels where two rows of cores can have one each, few chunks, an even number of them.
+
+    UserError if rows are no whole panels or one is too long."""
+    what = f"a matrix of {rows} rows of {groups} groups"
+    limits.require_multiple(what, "rows", rows, LANES // 2)
+    found = list(_cuts(grouped, rows, groups))
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
+    return next((each for each in found if each.panel_bytes <= PANEL_BYTES), found[-1])
+
+
+def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
+    """For wide panels, then for narrow ones."""
+    for lanes in (LANES, LANES // 2):
+        counts = range(2, max(groups, 2) + 2, 2) if rows % lanes == 0 else ()
+        tried = [Cut(grouped, groups, rows // lanes, lanes, count, -(-groups // count)) for count in counts]
+        fitting = [each for each in tried if fits(each)]
+        whole = [each for each in fitting if each.groups % each.chunks == 0 and each.chunks <= 2 * fitting[0].chunks]
+        yield from (whole or fitting)[:1]
+
+
+def fits(each: Cut) -> bool:
+    """Whether a core holds two chunks, the inputs, its sums and what is made of them."""
+    return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 4 * each.lanes, 4 * each.lanes)
+
+
+def for_array(grouped: Grouped, form: Format) -> Format:
+    """A format with its layouts for the array: `lanes`, and `padded_lanes` with as many rows of zeros that every core
+    has whole panels."""
+
+    def layout(step: int) -> Layout:
+        return Layout(
+            partial(_shape, grouped, step), partial(to_lanes, grouped, step), partial(from_lanes, grouped, step)
+        )
+
+    arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS)}
+    return replace(form, layouts=arranged, cut=lambda rows, cols: cut(grouped, rows, -(-cols // GROUP)))
+
+
+def _cut_of(grouped: Grouped, step: int, shape: Shape) -> Cut:
+    rows, stored_bytes = shape
+    return cut(grouped, padded(rows, step), (stored_bytes - grouped.header) // (grouped.scales + GROUP))
+
+
+def _shape(grouped: Grouped, step: int, shape: Shape) -> Shape:
+    found = _cut_of(grouped, step, shape)
+    return found.panels, found.panel_bytes
+
+
+def to_lanes(grouped: Grouped, step: int, stored: np.ndarray) -> np.ndarray:
+    """Rows as stored, i8 `[rows, bytes]`, padded with zeros to a multiple of `step` -> i8 `[panels, panel_bytes]`."""
+    found = _cut_of(grouped, step, stored.shape)
+    out = np.zeros((found.panels, found.panel_bytes), np.uint8)
+    for panel in range(found.panels):
+        rows = stored[panel * found.lanes :][: found.lanes]
+        if len(rows) < found.lanes:
+            rows = np.concatenate([rows, np.zeros((found.lanes - len(rows), stored.shape[1]), np.int8)])
+        for place, part in zip(_parts(found, out[panel]), _packed(found, rows), strict=True):
+            place[...] = part
+    return out.view(np.int8)
+
+
+def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Rows as stored, i8 of that shape, of what `to_lanes` made."""
+    found = _cut_of(grouped, step, shape)
+    rows = [_unpacked(found, _parts(found, panel)) for panel in packed.view(np.uint8)]
+    return np.concatenate(rows)[: shape[0]]
+
+
+def _parts(found: Cut, panel: np.ndarray) -> list[np.ndarray]:
+    """Factors, scales and numbers in all chunks of a panel: u8 views `[chunks, bytes]`."""
+    chunks = panel.reshape(found.chunks, found.chunk_bytes)
+    return [chunks[:, start : start + size] for start, size in zip(found.starts, found.sizes, strict=False)]
+
+
+def _packed(found: Cut, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """What goes into `_parts` of the rows of a panel."""
+    made, lanes = found.grouped, found.lanes
+    factors, scales, numbers = made.parts(rows)
+    by_factor = np.ascontiguousarray((factors / _lifts(made)).T, np.float32)
+    yield np.broadcast_to(by_factor.view(np.uint8).reshape(-1), (found.chunks, lanes * made.header))
+    values: np.ndarray = np.ascontiguousarray(scales).view(made.scale_type)
+    yield np.ascontiguousarray(_by_chunk(found, values)).view(np.uint8).reshape(found.chunks, -1)
+    yield _dense(made.numbers.bits, _by_chunk(found, numbers)).reshape(found.chunks, -1)
+
+
+def _unpacked(found: Cut, parts: list[np.ndarray]) -> np.ndarray:
+    made, lanes = found.grouped, found.lanes
+    factors = np.ascontiguousarray(parts[0][0]).view(np.float32).reshape(-1, lanes).T * _lifts(made)
+    values: np.ndarray = np.ascontiguousarray(parts[1]).view(made.scale_type)
+    by_row = _by_row(found, values.reshape(found.chunks, -1, made.scale_values, lanes))
+    scales = np.ascontiguousarray(by_row).view(np.uint8)
+    numbers = _by_row(found, _loose(found, parts[2]))
+    return made.stored(factors, scales, numbers)
+
+
+def _lifts(made: Grouped) -> np.ndarray:
+    """What factors are divided by, which is exact: the sums that minima are multiplied with come so many times as
+    large."""
+    return np.array([1, LIFT][: made.factors], np.float32)
+
+
+def _by_chunk(found: Cut, values: np.ndarray) -> np.ndarray:
+    """`[lanes, groups, n]` -> `[chunks, chunk_groups, n, lanes]`, padded with zeros."""
+    lanes, groups, n = values.shape
+    whole = np.zeros((found.chunks * found.chunk_groups, n, lanes), values.dtype)
+    whole[:groups] = values.transpose(1, 2, 0)
+    return whole.reshape(found.chunks, found.chunk_groups, n, lanes)
+
+
+def _by_row(found: Cut, values: np.ndarray) -> np.ndarray:
+    """Back again."""
+    return np.ascontiguousarray(values.reshape(-1, *values.shape[2:])[: found.groups].transpose(2, 0, 1))
+
+
+def _dense(bits: int, numbers: np.ndarray) -> np.ndarray:
+    """Numbers of a byte each, u8 `[chunks, groups, GROUP, lanes]` -> u8 `[chunks, groups, bytes]`."""
+    flat = numbers.reshape(*numbers.shape[:2], -1)
+    if bits == 8:
+        return flat
+    if bits == 4:
+        return _nibbles(flat)
+    pairs = (flat >> 4).reshape(*flat.shape[:2], -1, 2, LANES)
+    upper = (pairs[..., 0, :] | pairs[..., 1, :] << 2).reshape(*flat.shape[:2], -1)
+    return np.concatenate([_nibbles(flat & 15), _nibbles(upper)], axis=-1)
+
+
+def _nibbles(flat: np.ndarray) -> np.ndarray:
+    return flat[..., 0::2] | flat[..., 1::2] << 4
+
+
+def _loose(found: Cut, packed: np.ndarray) -> np.ndarray:
+    """The bytes of `_dense`, u8 `[chunks, bytes]` -> numbers u8 `[chunks, chunk_groups, GROUP, lanes]`."""
+    bits, shape = found.grouped.numbers.bits, (found.chunks, found.chunk_groups, GROUP, found.lanes)
+    by_group = packed.reshape(*shape[:2], -1)
+    if bits == 8:
+        return by_group.reshape(shape)
+    low = _of_nibbles(by_group[..., : GROUP * found.lanes // 2])
+    if bits == 6:
+        upper = _of_nibbles(by_group[..., GROUP * found.lanes // 2 :]).reshape(*shape[:2], -1, 1, LANES)
+        low |= ((upper >> np.array([[0], [2]], np.uint8)) & 3).reshape(low.shape) << 4
+    return low.reshape(shape)
+
+
+def _of_nibbles(packed: np.ndarray) -> np.ndarray:
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
