@@ -73,18 +73,7 @@ class Build:
             raise UserError(f"kv={self.options.kv}: target {self.target.name} has no kernels for it: choose target=cpu")
         if not self.options.weights:
             return replace(self._held_policy(), kv=self.options.kv)
-        chosen = parse_policy(self.options.weights, self.options.kv)
-        if missing := [name for name in chosen.formats if not self.target.runs(name)]:
-            raise UserError(
-                f"weights={self.options.weights}: target {self.target.name} has no kernels for {missing[0]}: "
-                "choose target=cpu"
-            )
-        if self.target.static and chosen.layers:
-            raise UserError(
-                f"weights={self.options.weights}: target {self.target.name} has one program for all layers: leave out "
-                "those of single layers, or choose target=cpu"
-            )
-        return chosen
+        return self.target.checked(parse_policy(self.options.weights, self.options.kv))
 
     def _held_policy(self) -> Policy:
         """What the checkpoint holds. Before a quantised one is there, that cannot be known: it is fetched."""

@@ -120,7 +120,10 @@ def test_elements_take_what_their_type_says(dtype: str, size: int) -> None:
     (traffic,) = air.count(made)
     assert traffic.slots == {"x": size << 17} and traffic.read == {"x": 256 * size}
     source = lower(made.module)
-    assert f'\\"bytes\\": {size << 17}' in source and f"claim({FENCE_BYTES}, {256 * size}, false)" in source
+    assert (
+        f'\\"bytes\\": {size << 17}' in source
+        and f"claim({FENCE_BYTES}, {256 * size}, {str(size == 1).lower()})" in source
+    )
     text = air.to_mlir(made.module)
     assert f"memref<256x{dtype}, 2 : i32>" in text and air.to_mlir(air.parse_mlir(text)) == text
     most = (limits.L1_BYTES - limits.STACK_BYTES) // size

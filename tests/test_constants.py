@@ -14,7 +14,8 @@ from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import need_host_compiler
 from stages.weights import constants
 
-FLAGS = {"cpu": ("-std=c++17",), "aie2p": ("-std=c++20", "-DVARIANT=x", "-DBFP=0", "-DBLOCKED=1")}
+_GROUPED = ("-DBITS=4", "-DFACTORS=2", "-DGROUPS=2", "-DSTEPS=2", "-DLANES=32", "-DCOLS=64")
+FLAGS = {"cpu": ("-std=c++17",), "aie2p": ("-std=c++20", "-DVARIANT=x", "-DBFP=0", "-DBLOCKED=1", *_GROUPED)}
 SHAPES = {"aie2p/gemm.cc": "TM TN TK", "aie2p/gemv.cc": "ROWS COLS KC", "aie2p/flash_attention.cc": "QR KR HD"}
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
@@ -22,6 +23,8 @@ READERS = {
     "GROUP": ("cpu/int4.cc", "cpu/int6.cc", "cpu/int8.cc", "cpu/int4_f32.cc", "cpu/int8_f32.cc"),
     "SHORT_GROUP": ("cpu/int8_f32_16.cc",),
     "QUAD": ("cpu/w8a8.cc",),
+    "LANES": ("cpu/int4_lanes.cc", "cpu/int6_lanes.cc", "cpu/int8_lanes.cc", "aie2p/grouped_gemv.cc"),
+    "LIFT": ("aie2p/grouped_gemv.cc",),
     "BLOCK": tuple(SHAPES),
 }
 CPP_NAMES = {
@@ -31,6 +34,9 @@ CPP_NAMES = {
     "group_inputs": "GROUP",
     "short_group_inputs": "SHORT_GROUP",
     "quad": "QUAD",
+    "most_lanes": "LANES",
+    "WIDE": "LANES",
+    "LIFT": "LIFT",
 }
 EXPECTED = re.compile(rf"static_assert\(({'|'.join(CPP_NAMES)}) == (\d+), ")
 
@@ -66,8 +72,9 @@ def test_a_constant_changed_in_cpp_does_not_compile(file: str, name: str, tmp_pa
     changed = Path(shutil.copytree(KERNELS, tmp_path / "kernel_src"))
     text = (changed / file).read_text()
     (changed / file).write_text(EXPECTED.sub(lambda m: f"static_assert({m[1]} == {2 * int(m[2])}, ", text))
-    readers = READERS[CPP_NAMES[name]]
-    source = file if file in readers else readers[0]  # a header is read by all of them
+    # A header is read by all that its kernel set has of them.
+    readers = [reader for reader in READERS[CPP_NAMES[name]] if Path(reader).parent == Path(file).parent]
+    source = file if file in readers else readers[0]
     assert "static assertion failed" in compile_errors(source, constants.macros(), changed)
 
 

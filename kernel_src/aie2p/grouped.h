@@ -11,6 +11,7 @@
 #include "tile.h"
 
 constexpr unsigned GROUP = LAYOUT_GROUP, WIDE = LAYOUT_LANES;
+static_assert(WIDE == 32, "the lanes of a product of bf16");
 static_assert(LANES == WIDE || 2 * LANES == WIDE);
 static_assert(GROUP == WIDE, "the sum of a group's inputs is that of a vector's lanes");
 
@@ -19,7 +20,7 @@ constexpr unsigned TURN = WIDE / LANES;
 
 // 0x4300 as bf16, whose last place is 1: bits below it are added. Numbers are multiplied with this on top.
 constexpr unsigned LIFT = LAYOUT_LIFT, LIFT_BITS = 0x4300;
-static_assert(LIFT == 128);
+static_assert(LIFT == 128, "what 0x4300 is");
 constexpr unsigned ZERO = BITS == 6 ? 32 : 0;
 
 // What is on top of every number. Those of 8 bits are made of two, whose lifts cancel.
@@ -40,37 +41,42 @@ inline Lifted lift(const Numbers &numbers) {
     return aie::bit_or(numbers, aie::broadcast<uint16, WIDE>(LIFT_BITS)).cast_to<bfloat16>();
 }
 
-inline Numbers nibbles(const uint8 *from) {
+// Two vectors of a group's numbers, one behind the other.
+struct Two {
+    Numbers even, odd;
+};
+
+template <typename T>
+inline Two unpacked(const aie::vector<T, 2 * WIDE> &bytes) {
+    return {bytes.template extract<WIDE>(0).unpack().template cast_to<uint16>(),
+            bytes.template extract<WIDE>(1).unpack().template cast_to<uint16>()};
+}
+
+// Bits of both in one nibble, at the place that they have in the number.
+inline Two upper(const uint8 *from) {
     const aie::vector<uint8, WIDE / 2> packed = aie::load_v<WIDE / 2>(from);
-    return packed.cast_to<uint4>().unpack().unpack();
+    const Numbers both = packed.cast_to<uint4>().unpack().unpack();
+    return {mask(aie::upshift(both, 4), 0x30), mask(aie::upshift(both, 2), 0x30)};
 }
 
-// Vector `index` of a group's numbers, as a bf16 that is LIFT larger; of 8 bits without the sign.
-inline Lifted lifted(const uint8 *numbers, unsigned index) {
-    if constexpr (BITS == 8) {
-        const aie::vector<int8, WIDE> some = aie::load_v<WIDE>(reinterpret_cast<const int8 *>(numbers) + index * WIDE);
-        return lift(mask(some.unpack().cast_to<uint16>(), LIFT - 1));
-    } else if constexpr (BITS == 6) {
-        const Numbers low = nibbles(numbers + index * WIDE / 2);
-        const Numbers high = nibbles(numbers + GROUP * LANES / 2 + index / 2 * WIDE / 2);
-        return lift(aie::bit_or(low, mask(aie::upshift(high, index % 2 ? 2 : 4), 0x30)));
-    } else {
-        return lift(nibbles(numbers + index * WIDE / 2));
-    }
+// Vectors 2 * `index` and 2 * `index` + 1 of a group's numbers.
+inline Two numbers_at(const uint8 *numbers, unsigned index) {
+    if constexpr (BITS == 8)
+        return unpacked<int8>(aie::load_v<2 * WIDE>(reinterpret_cast<const int8 *>(numbers) + index * 2 * WIDE));
+    const aie::vector<uint8, WIDE> packed = aie::load_v<WIDE>(numbers + index * WIDE);
+    const Two low = unpacked<uint8>(packed.cast_to<uint4>().unpack());
+    if constexpr (BITS == 4) return low;
+    const Two high = upper(numbers + GROUP * LANES / 2 + index * WIDE / 2);
+    return {aie::bit_or(low.even, high.even), aie::bit_or(low.odd, high.odd)};
 }
 
-// Of numbers of 8 bits: LIFT, or twice that where one is negative. It is lifted by as much less.
-inline Lifted negative(const uint8 *numbers, unsigned index) {
-    const aie::vector<int8, WIDE> some = aie::load_v<WIDE>(reinterpret_cast<const int8 *>(numbers) + index * WIDE);
-    return lift(mask(some.unpack().cast_to<uint16>(), LIFT));
-}
-
-// sum + what vector `index` of a group's numbers, ABOVE on top, makes with `with`.
-inline aie::accum<accfloat, WIDE> add_products(const aie::accum<accfloat, WIDE> &sum, const uint8 *numbers,
-                                               unsigned index, const Lifted &with) {
-    const aie::accum<accfloat, WIDE> more = aie::mac(sum, lifted(numbers, index), with);
-    if constexpr (BITS == 8) return aie::msc(more, negative(numbers, index), with);
-    return more;
+// sum + what a vector of numbers, ABOVE on top, makes with `with`. One of 8 bits is what it is without its sign less what
+// the sign stands for, both lifted.
+inline aie::accum<accfloat, WIDE> add_products(const aie::accum<accfloat, WIDE> &sum, const Numbers &numbers,
+                                               const Lifted &with) {
+    if constexpr (BITS == 8)
+        return aie::msc(aie::mac(sum, lift(mask(numbers, LIFT - 1)), with), lift(mask(numbers, LIFT)), with);
+    return aie::mac(sum, lift(numbers), with);
 }
 
 // u8 [LANES] as bf16, exact.

@@ -23,12 +23,15 @@ Sums fold(const aie::vector<float, Lanes> &sums) {
 // A group's numbers, ABOVE on top, times its inputs. Two sums, because one has to wait for itself.
 Sums products(const uint8 *numbers, const bfloat16 *x) {
     aie::accum<accfloat, WIDE> even = aie::zeros<accfloat, WIDE>(), odd = even;
-    for (unsigned index = 0; index < GROUP / TURN; index += 2, x += 2 * TURN) {
-        even = add_products(even, numbers, index, spread(x));
-        odd = add_products(odd, numbers, index + 1, spread(x + TURN));
+    for (unsigned index = 0; index < GROUP / TURN / 2; ++index, x += 2 * TURN) {
+        const Two two = numbers_at(numbers, index);
+        even = add_products(even, two.even, spread(x));
+        odd = add_products(odd, two.odd, spread(x + TURN));
     }
     return fold(aie::add(even, odd.to_vector<float>()).to_vector<float>());
 }
+
+#if FACTORS
 
 // ABOVE times the sum of a group's inputs.
 float on_top(const bfloat16 *x) {
@@ -36,8 +39,6 @@ float on_top(const bfloat16 *x) {
     const auto factor = aie::accum<accfloat, WIDE>(aie::broadcast<float, WIDE>(above)).template to_vector<bfloat16>();
     return aie::reduce_add(aie::mul(aie::load_v<WIDE>(x), factor).template to_vector<float>());
 }
-
-#if FACTORS
 
 void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
     aie::accum<accfloat, LANES> scaled = aie::zeros<accfloat, LANES>(), least = scaled;

@@ -7,6 +7,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, most_lanes = LAYOUT_LANES, edge = LAYOUT_BLOCK;
+static_assert(most_lanes == 32, "the upper bits of a vector of numbers lie above those of the one before");
 static_assert(edge * sizeof(bf16) == 16, "a row of a block is half of the smallest vector");
 
 // f16 -> f32, exact: a number of ten bits at a place that the exponent says.

@@ -6,7 +6,7 @@ the same arithmetic, beside what they measured. The arithmetic is `stages.estima
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -24,6 +24,9 @@ from stages.model.checkpoint import container
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import Placed, chained, cover, programs
+from stages.model.parts import UNPACKED, Slot
+from stages.model.policy import BF16, Policy, parse_policy
+from stages.targets import targets
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.formats import formats
@@ -42,7 +45,8 @@ def run(build: Build) -> None:
         return
     checkpoint = container(build.source.fetch())
     config = parse_config(checkpoint.fields, checkpoint.where)
-    print_estimate(config, options.bucket_list(), machine, options.matmul == "bfp16")
+    policy = targets()["npu2"].checked(parse_policy(options.weights))
+    print_estimate(config, options.bucket_list(), machine, options.matmul == "bfp16", policy)
 
 
 # ours
@@ -60,15 +64,21 @@ class Estimate:
     """A model in a grouping, with programs for prompts in buckets."""
 
     def __init__(
-        self, config: Config, grouping: str, buckets: Sequence[int], machine: Machine, bfp16: bool = False
+        self,
+        config: Config,
+        grouping: str,
+        buckets: Sequence[int],
+        machine: Machine,
+        bfp16: bool = False,
+        policy: Policy = BF16,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping]
-        self.buckets, self.machine, self.bfp16 = buckets, machine, bfp16
+        self.buckets, self.machine, self.bfp16, self.policy = buckets, machine, bfp16, policy
 
     @cached_property
     def modules(self) -> dict[str, Module]:
         """Of every device program, by its name."""
-        found = programs(self.config.family, self.grouping, self.buckets)
+        found = programs(self.config.family, self.grouping, self.buckets, self.policy)
         dims = self.config.dimensions()
         return {p.name: build_module(p, dims, bfp16=bool(self.bfp16 and p.bucket)) for p in found if not p.host}
 
@@ -97,16 +107,24 @@ class Estimate:
     def stretches(self, bucket: int | None = None) -> Iterator[Stretch]:
         """Of a prompt in a bucket, else of a token."""
         chain = self.grouping.prompt if bucket else self.grouping.token
-        calls = cover(chained(self.config.family, chain, self.config.layers), self.grouping.groups)
+        calls = cover(chained(self.config.family, chain, self.config.layers, self.policy), self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             found = list(part)
             names = tuple(f"{group.name}.{bucket}" if group.prompt else group.name for group, _ in found if group)
             yield Stretch(names, () if names else tuple(placed for _, parts in found for placed in parts))
 
     def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
-        crossing = host_traffic(self.config, self.name, rows)["token" if rows == 1 else "prompt"]
+        crossing = self.host_traffic(rows)["token" if rows == 1 else "prompt"]
         spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in stretches]
         return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
+
+    def host_traffic(self, bucket: int) -> dict[str, int]:
+        """The same as `host_traffic`, with weights that the host unpacks for a prompt."""
+        crossing, dims = host_traffic(self.config, self.name, bucket), self.config.dimensions()
+        placed = [each for stretch in self.stretches(self.buckets[-1]) for each in stretch.host]
+        unpacked = [slot for each in placed for slot in each.part.slots if slot.buffer.startswith(UNPACKED)]
+        crossing["prompt"] += sum(_bytes(slot, dims) for slot in unpacked)
+        return crossing
 
     def _device(self, stretch: Stretch) -> Time:
         calls = [total(self.rows[name]) for name in stretch.device]
@@ -137,14 +155,17 @@ def commands(seconds: Sequence[float]) -> int:
 
 def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
     """Of everything that a part's kernels touch; of an embedding only the rows that are looked up."""
-    sizes = {
-        slot.name: nbytes(formats()[slot.format].dtype, [int(dims[d]) if isinstance(d, str) else d for d in slot.shape])
-        for slot in placed.part.slots
-    }
+    sizes = {slot.name: _bytes(slot, dims) for slot in placed.part.slots}
     looked_up = {
         launch.args["weight"]: launch.args["out"] for launch in placed.part.launches if "tokens" in launch.args
     }
     return sum(sizes[looked_up.get(name, name)] for name in sizes)
+
+
+def _bytes(slot: Slot, dims: Mapping[str, float]) -> int:
+    """Of a tensor as it is stored, without padding of a layout."""
+    form, shape = formats()[slot.format], tuple(int(dims[d]) if isinstance(d, str) else d for d in slot.shape)
+    return nbytes(form.dtype, form.stored_shape(shape))
 
 
 def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) -> dict[str, int]:
@@ -168,10 +189,12 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) ->
     return {"prompt": sum(prompt), "token": sum(token)}
 
 
-def print_estimate(config: Config, buckets: Sequence[int], machine: Machine, bfp16: bool) -> None:
+def print_estimate(
+    config: Config, buckets: Sequence[int], machine: Machine, bfp16: bool, policy: Policy = BF16
+) -> None:
     print(_rates(machine))
     for grouping in GROUPINGS:
-        estimate = Estimate(config, grouping, buckets, machine, bfp16)
+        estimate = Estimate(config, grouping, buckets, machine, bfp16, policy)
         print(f"\ngrouping={grouping}, per call:")
         table = Table(_COLUMNS)
         print(table.header())
@@ -192,7 +215,7 @@ def _print_phases(estimate: Estimate) -> None:
     print(f"  token behind {DEPTH}: {_sum(token)}; {1 / token.seconds:.1f} tokens/s")
     for bucket in estimate.buckets:
         print(f"  prompt of {bucket}: {_sum(estimate.prompt(bucket))}")
-    for what, size in host_traffic(estimate.config, estimate.name, estimate.buckets[-1]).items():
+    for what, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"  {what}: {size / 1024:.1f} KiB between host and device")
 
 

@@ -45,7 +45,7 @@ class Tiling:
     def costs(self) -> Mapping[str, Cost]:
         made, turn = self.cut.grouped.numbers.bits, LANES // self.cut.lanes
         of_numbers, of_group, of_chunk = _VECTORS[made]
-        group = self.cut.lanes * (of_numbers + turn) + of_group + turn
+        group = int(self.cut.lanes * (of_numbers + turn)) + of_group + turn
         return {
             "grouped_gemv_zero": Cost(vectors=self.cut.lanes // 16),
             "grouped_gemv_step": Cost(vectors=self.cut.chunk_groups * group + of_chunk),
@@ -59,9 +59,9 @@ class Tiling:
         )
 
 
-_VECTORS = {4: (5, 45, 36), 6: (11, 32, 20), 8: (10, 26, 4)}
-"""Vector operations by the numbers' bits: for a vector of them, besides one for each input that it is spread for; for a
-group; for a chunk."""
+_VECTORS: Mapping[int, tuple[float, int, int]] = {4: (4, 45, 36), 6: (8.5, 32, 20), 8: (7.5, 26, 4)}
+"""Vector operations by the numbers' bits: for a vector of them, besides one for each input that it is multiplied with;
+for a group; for a chunk."""
 
 
 def _macros(found: Cut) -> dict[str, int]:

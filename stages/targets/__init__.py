@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.grouping import Grouping, Program
+from stages.model.policy import Policy
 
 
 class Modules(Protocol):
@@ -105,6 +106,19 @@ class Target:
         """Whether a token attends over KV caches in what `kv=` says. Static programs keep K and V in rows."""
         kernel = "decode_attention_kv" if self.static else "decode_attention_panels"
         return format_kernel(kernel, KV_FORMATS[kv]) in kernels()
+
+    def checked(self, policy: Policy) -> Policy:
+        """A policy that it can run. Raises UserError."""
+        if missing := [name for name in policy.formats if not self.runs(name)]:
+            raise UserError(
+                f"weights={policy.text}: target {self.name} has no kernels for {missing[0]}: choose target=cpu"
+            )
+        if self.static and policy.layers:
+            raise UserError(
+                f"weights={policy.text}: target {self.name} has one program for all layers: leave out those of single "
+                "layers, or choose target=cpu"
+            )
+        return policy
 
     def _room(self, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}.{name}")

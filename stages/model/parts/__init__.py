@@ -115,6 +115,9 @@ def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
 _UNPACK = "unpack_"
 """In front of a part's name: what makes bf16 of its weights of other formats."""
 
+UNPACKED = "unpacked."
+"""In front of the buffers that it makes."""
+
 
 @functools.cache
 def part(family: str, name: str, policy: Policy = BF16) -> Part:
@@ -150,7 +153,7 @@ def _unpacking(name: str, stored: Iterable[Slot]) -> Part:
     for slot in stored:
         if slot.role == "weight" and slot.format != "bf16":
             b.slot(slot.name, slot.shape, "weight", format=slot.format, buffer=slot.buffer)
-            out = b.slot(f"{slot.name}_bf16", slot.shape, "output", buffer=f"unpacked.{slot.name}")
+            out = b.slot(f"{slot.name}_bf16", slot.shape, "output", buffer=UNPACKED + slot.name)
             rows, cols = slot.shape
             b.launch(format_kernel("unpack", slot.format), {"weight": slot.name, "out": out}, out_cols=rows, cols=cols)
     return b.build(name)

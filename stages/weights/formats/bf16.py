@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from ml_dtypes import bfloat16
 
@@ -68,9 +70,9 @@ def padded_shape(shape: Shape) -> Shape:
     return (-(-rows // ROWS_STEP) * ROWS_STEP, *rest)
 
 
-def pad_rows(weight: np.ndarray) -> np.ndarray:
+def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape) -> np.ndarray:
     """Vocabulary matrix with zero rows at the end. Their logits are computed and never read."""
-    padded = np.zeros(padded_shape(weight.shape), weight.dtype)
+    padded = np.zeros(shape(weight.shape), weight.dtype)
     padded[: len(weight)] = weight
     return padded
 

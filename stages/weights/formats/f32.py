@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from stages.weights.formats import Format, Layout
+from stages.weights.formats import Format, Layout, Shape
 from stages.weights.formats.bf16 import pad_rows, padded_shape
 from stages.weights.lanes import padded
+
+
+def _filled(shape: Shape) -> Shape:
+    rows, *rest = shape
+    return (padded(rows), *rest)
+
 
 FORMAT = Format(
     "f32",
@@ -15,7 +23,7 @@ FORMAT = Format(
     lambda stored, n: stored,
     layouts={
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
-        # Logits of a vocabulary in groups (`stages.weights.lanes`); only their shape is asked for.
-        "padded_lanes": Layout(lambda shape: (padded(shape[0]), *shape[1:])),
+        # Logits of a vocabulary in groups.
+        "padded_lanes": Layout(_filled, partial(pad_rows, shape=_filled), serves=("plain",)),
     },
 )

@@ -1,0 +1,169 @@
+"""Weights in groups as the array takes them: their order, the host's kernels that read it, and the array's products."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2.errors import UserError
+from stages.air import limits
+from stages.kernels import kernels as all_kernels
+from stages.weights.formats import Format, formats, int4, int6, int8
+from stages.weights.lanes import PADDED_ROWS, fits, padded
+from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
+from tests.test_sim_kernels import ULP, assert_close, empty, execute
+
+FORMATS = [form for form in formats().values() if form.cut is not None]
+SHAPES = [(64, 256), (48, 576), (16, 32), (32, 720), (192, 576), (16, 14336), (64, 8192), (80, 736)]
+
+
+def stored(form: Format, rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng([seed, rows, cols])
+    return form.quantise(rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.01, 2, (rows, 1)))
+
+
+def test_formats_that_the_array_takes() -> None:
+    assert {form.name for form in FORMATS} == {"int4", "int6", "int8"}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_what_is_packed_comes_back(form: Format, rows: int, cols: int) -> None:
+    rounded = stored(form, rows, cols)
+    for layout in ("lanes", "padded_lanes"):
+        packed = form.arrange(rounded, layout)
+        assert packed.shape == form.packed_shape((rows, cols), layout)
+        assert (form.layout(layout).unpack(packed, rounded.shape) == rounded).all()
+    assert len(packed) * form.cut(padded(rows), cols).lanes == PADDED_ROWS  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows", [16, 576, 4096, 128256])
+@pytest.mark.parametrize("cols", [32, 736, 2048, 8192, 14336])
+def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
+    found = form.cut(rows, cols)  # type: ignore[misc]
+    assert fits(found) and found.chunks % 2 == 0 and found.chunk_bytes % 64 == 0
+    assert found.panels * found.lanes == rows and found.inputs >= cols
+    assert 2 * found.panel_bytes <= limits.L2_BYTES
+    if cols >= 2048:
+        bits = {"int4": 4.5, "int6": 6.25, "int8": 8.5}[form.name]
+        assert 8 * found.panel_bytes / found.lanes / cols <= 1.03 * bits
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+def test_rows_that_are_no_panels_are_refused(rows: int) -> None:
+    with pytest.raises(UserError, match=f"rows = {rows} is not a multiple of 16"):
+        int4.FORMAT.packed_shape((rows, 256), "lanes")
+
+
+# the host
+
+
+@pytest.fixture(params=machine_isas())
+def kernels(request, library):
+    team = Kernels(library, request.param, 2)
+    yield team
+    team.close()
+
+
+def scalars(name: str, **sizes: int) -> list[int]:
+    kernel = all_kernels()[name]
+    return [*(sizes[param.name] for param in kernel.params), *(derive(sizes) for derive in kernel.derived.values())]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(64, 256), (48, 576), (32, 720), (192, 736)])
+def test_the_host_unpacks_blocks(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
+    rounded, out = stored(form, rows, cols), output((rows // 8, cols // 8, 8, 8))
+    sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols)
+    kernels(f"{form.name}_unpack", guarded(form.arrange(rounded, "lanes")), out, *sizes)
+    got, want = formats()["bf16"].layout("blocks").unpack(out, (rows, cols)), form.dequantise(rounded, cols)
+    # Compilers may round the difference of scale and minimum once or twice.
+    assert_close(got, want, np.abs(want) * U + 2.0**-20)
+    assert (got != want.astype(BF16)).mean() < 2.0**-8
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("vocab, cols", [(40, 256), (1100, 720), (96, 2048)])
+def test_the_host_reads_a_vocabulary(kernels: Kernels, form: Format, vocab: int, cols: int) -> None:
+    rng = np.random.default_rng(vocab)
+    rounded = stored(form, vocab, cols)
+    wide, packed = form.dequantise(rounded, cols), guarded(form.arrange(rounded, "padded_lanes"))
+    tokens = guarded(np.array([0, vocab - 1, vocab, -1, 17, 33], np.int32))
+    rows = output((len(tokens), cols))
+    sizes = scalars(f"{form.name}_embed_rows", rows=len(tokens), cols=cols, vocab=vocab)
+    kernels(f"{form.name}_embed_rows", tokens, packed, rows, *sizes)
+    known = np.where(((tokens >= 0) & (tokens < vocab))[:, None], wide[tokens.clip(0, vocab - 1)], 0)
+    np.testing.assert_array_equal(rows, known.astype(BF16))
+    x, logits = guarded(rng.standard_normal(cols).astype(BF16)), output(vocab, np.float32)
+    sizes = scalars(f"{form.name}_gemv_rows_f32", out_cols=vocab, cols=cols)
+    kernels(f"{form.name}_gemv_rows_f32", packed, x, logits, *sizes)
+    x64, w64 = x.astype(np.float64), wide.astype(np.float64)
+    assert (np.abs(logits - w64 @ x64) <= 2.0**-20 * (np.abs(w64) @ np.abs(x64))).all()
+
+
+def test_the_host_reads_halves_of_every_size(kernels: Kernels) -> None:
+    """Scales of int8: all that are finite and not negative."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
+    rounded = int8.GROUPED.scaled(halves.reshape(1024, 31, 1), np.full((1024, 31, 32), 3, np.int8))
+    out = output((128, 124, 8, 8))
+    sizes = scalars("int8_unpack", out_cols=1024, cols=992)
+    kernels("int8_unpack", guarded(int8.FORMAT.arrange(rounded, "lanes")), out, *sizes)
+    got = formats()["bf16"].layout("blocks").unpack(out, (1024, 992))
+    np.testing.assert_array_equal(got, int8.FORMAT.dequantise(rounded, 992).astype(BF16))
+
+
+# the array
+
+
+def product(form: Format, rounded: np.ndarray, x: np.ndarray, dtype: str = "bf16") -> np.ndarray:
+    kernel = all_kernels()[f"{form.name}_gemv" if dtype == "bf16" else f"{form.name}_gemv_f32"]
+    tiling = kernel.tiling({"out_cols": len(rounded), "cols": len(x)})  # type: ignore[misc]
+    packed = form.arrange(rounded, "lanes" if dtype == "bf16" else "padded_lanes")
+    out = empty(tiling.cut.panels * tiling.cut.lanes, dtype=bfloat16 if dtype == "bf16" else np.float32)
+    return execute(kernel.program(tiling), packed, x, out)  # type: ignore[misc]
+
+
+def error(form: Format, rounded: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Of a product in f32: numbers carry 128 more than they are, and a group's sum is taken in two parts of 8 bits."""
+    largest = 160 * np.abs(form.dequantise(rounded, len(x))).max(axis=1)
+    return 2.0**-18 * largest * np.abs(x.astype(np.float64)).sum()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(48, 576), (32, 720), (1024, 256), (256, 8192)])
+def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
+    rounded, x = stored(form, rows, cols), np.random.default_rng(cols).standard_normal(cols).astype(bfloat16)
+    want = form.dequantise(rounded, cols).astype(np.float64) @ x.astype(np.float64)
+    assert_close(product(form, rounded, x), want, ULP / 2 * np.abs(want) + error(form, rounded, x))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_logits_of_the_array(form: Format) -> None:
+    rounded, x = stored(form, 1030, 256), np.random.default_rng(1).standard_normal(256).astype(bfloat16)
+    got = product(form, rounded, x, "f32")
+    want = form.dequantise(rounded, 256).astype(np.float64) @ x.astype(np.float64)
+    assert len(got) == 2 * PADDED_ROWS
+    assert_close(got[:1030], want, error(form, rounded, x))
+
+
+def test_the_array_reads_every_number_and_scale() -> None:
+    """One input at a time, so that a result is a weight: every number of every format, every scale of int8."""
+    x = np.zeros(64, bfloat16)
+    x[37] = 1
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16)[: 31 * 1024].reshape(-1, 1, 1)
+    numbers = np.full((len(halves), 2, 32), -127, np.int8)
+    rounded = int8.GROUPED.scaled(np.repeat(halves, 2, axis=1), numbers)
+    want = int8.FORMAT.dequantise(rounded, 64)[:, 37]
+    assert_close(product(int8.FORMAT, rounded, x), want.astype(bfloat16), np.abs(want) * ULP)
+    for form, made, count in ((int8, np.int8, 256), (int6, np.uint8, 64), (int4, np.uint8, 16)):
+        some = np.arange(count, dtype=np.uint8).view(made)
+        groups = np.broadcast_to(some[:, None, None], (count, 2, 32))
+        if form is int8:
+            rounded = int8.GROUPED.scaled(np.ones((count, 2, 1), np.float16), groups)
+        else:
+            values = form.GROUPED.scale_values
+            ones = np.ones((count, form.GROUPED.factors), np.float32)
+            rounded = form.GROUPED.stored(ones, np.full((count, 2, values), 3, np.uint8), groups)
+        np.testing.assert_array_equal(product(form.FORMAT, rounded, x), form.FORMAT.dequantise(rounded, 64)[:, 37])
