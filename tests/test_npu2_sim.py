@@ -57,6 +57,17 @@ def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, separate: Path, d
     assert chosen[0] == chosen[1] == chosen[2]
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str) -> None:
+    """Prompts with what the host unpacks, tokens with what the array unpacks."""
+    chosen = []
+    for target, buckets in (("npu2-sim", {"buckets": "64"}), ("cpu", {})):
+        llm = load(build("demo", artifacts, target=target, weights=weights, **buckets))
+        chosen.append(greedy(llm, llm.encode("The capital of Italy is", raw=True), 12))
+        llm.close()
+    assert chosen[0] == chosen[1]
+
+
 def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     """Padding is never read: the last prompt position is bit-identical, whatever lies behind it."""
     llm = load(fused)

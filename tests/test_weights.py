@@ -119,11 +119,13 @@ def test_what_a_model_does_not_have_is_refused(text: str, message: str) -> None:
 
 
 def test_targets_without_kernels_refuse() -> None:
-    assert targets()["cpu"].runs("int4") and not targets()["npu2"].runs("int4") and targets()["npu2"].runs("bf16")
+    assert targets()["cpu"].runs("w8a8") and not targets()["npu2"].runs("w8a8") and targets()["npu2"].runs("int4")
     for target in ("npu2", "npu2-sim"):
-        run = doit("compile", "weights=int4", f"target={target}")
+        run = doit("compile", "weights=int4,w_down=w8a8", f"target={target}")
         assert run.returncode != 0
-        assert f"weights=int4: target {target} has no kernels for int4: choose target=cpu" in run.stderr
+        assert f"weights=int4,w_down=w8a8: target {target} has no kernels for w8a8: choose target=cpu" in run.stderr
+    run = doit("compile", "weights=int4,w_down.0=int8", "target=npu2-sim")
+    assert run.returncode != 0 and "target npu2-sim has one program for all layers: leave out" in run.stderr
 
 
 class _Encoder:

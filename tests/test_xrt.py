@@ -626,6 +626,18 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     }
 
 
+def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:
+    """The host unpacks a layer's weights before the layer runs: a submission each."""
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    expected = _tokens(simulated)[0]
+    install()
+    tokens, manifest, (prefill, *others) = _tokens(as_npu2(simulated, tmp_path / "npu2"))
+    assert tokens == expected
+    layers = manifest.model["layers"]
+    assert prefill["submissions"] == layers
+    assert all(token["submissions"] == layers + 1 for token in others)
+
+
 def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: Path) -> None:
     """Instructions of which a run for each layer of a prompt is too much, and layers of which few fit a command."""
     world = install()

@@ -92,8 +92,10 @@ class NumpyDevice:
         return buffer.bytes.view(dtype).reshape(shape)
 
     def load_program(self, path: Path, entry: str, host: bool = True) -> HostProgram:
-        if entry not in PROGRAMS:
-            raise UserError(f"{path}: program {entry} exists only natively: rebuild it here with doit compile")
+        weights = self._model.get("weights", "bf16")
+        if entry not in PROGRAMS or weights != "bf16":
+            what = f"program {entry}" + ("" if weights == "bf16" else f" for weights in {weights}")
+            raise UserError(f"{path}: {what} exists only natively: rebuild it here with doit compile")
         return PROGRAMS[entry]
 
     def prepare(self, calls: Sequence[Call]) -> NumpySubmission:
