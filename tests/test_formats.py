@@ -1,10 +1,15 @@
-"""What is packed can be unpacked: every layout of every format."""
+"""What is packed can be unpacked: every layout of every format. Files are written as they are mapped best."""
 
 from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from stages.weights import blobs
 from stages.weights.formats import formats
 
 CASES = [
@@ -25,3 +30,25 @@ def test_unpack_is_the_inverse(name: str, layout: str, shape: tuple[int, int]) -
     packed = form.layout(layout).pack(stored)
     assert packed.shape == form.packed_shape(shape, layout)
     np.testing.assert_array_equal(form.unpack(packed, layout, shape), form.dequantise(stored, shape[1]))
+
+
+class _Recorded(io.FileIO):
+    """A file that keeps where each write began."""
+
+    began: ClassVar[list[int]] = []
+
+    def write(self, data: Any) -> int | None:
+        self.began.append(self.tell())
+        return super().write(data)
+
+
+def test_files_are_written_in_whole_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: io.BufferedWriter(_Recorded(path, "w"), buffering))
+    arrays = [(np.arange(size) % 127).astype(np.int8) for size in (5000, 20000, 1)]
+    tensors = [(str(i), "i8", array.shape) for i, array in enumerate(arrays)]
+    offsets = blobs.write_safetensors(tmp_path / "file", tensors, iter(arrays), 64)
+    assert _Recorded.began == list(range(0, (tmp_path / "file").stat().st_size, 4096))
+    whole = np.fromfile(tmp_path / "file", np.int8)
+    for name, array in zip(offsets, arrays, strict=True):
+        assert np.array_equal(whole[offsets[name] :][: array.size], array)

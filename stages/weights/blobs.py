@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from stages.weights.dtypes import DTYPES
 
 PAGE = 4096
 """Bytes. Alignment with which a tensor can also be mapped or read on its own."""
+
+HUGE_PAGE = 2 << 20
+"""Bytes. What is written at once lies in the page cache in pages that large, where the file system can, and then a
+runtime maps them as such."""
 
 
 def write_safetensors(
@@ -27,15 +32,23 @@ def write_safetensors(
     """
     header, layout = _layout(list(tensors), alignment)
     base = 8 + len(header)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+    with path.open("wb", buffering=HUGE_PAGE) as file:
+        _write(file, len(header).to_bytes(8, "little") + header)
         for (start, end, padding), array in zip(layout.values(), contents, strict=True):
             data = np.ascontiguousarray(array)
             if data.nbytes != end - start:
                 raise ValueError(f"{path}: got {data.nbytes} bytes for a tensor of {end - start}")
-            file.write(data.view(np.uint8).reshape(-1).data)
-            file.write(bytes(padding))
+            _write(file, data.view(np.uint8).reshape(-1).data)
+            _write(file, bytes(padding))
     return {name: base + start for name, (start, _, _) in layout.items()}
+
+
+def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+    """In pieces that end where huge pages do: there the file's buffer is full, so that it writes whole ones."""
+    while data:
+        count = HUGE_PAGE - file.tell() % HUGE_PAGE
+        file.write(data[:count])
+        data = data[count:]
 
 
 def _layout(
