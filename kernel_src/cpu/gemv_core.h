@@ -24,12 +24,12 @@ INLINE __m512bh load_pair(const Operand *x) {
 // sums[p] += line k of panel p * pair k of x. The product is in assembly, because a separate load would
 // take a register and a slot of the window for each line, and with them 6 % of the bandwidth. Its last operand
 // tells the compiler what is read, so that no store to it is moved or dropped.
-template <int P, bool ahead>
-INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Sum *sums) {
+template <int P>
+INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, int64_t ahead, Sum *sums) {
     const __m512bh pair = load_pair(x + 2 * k);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-        if (ahead) prefetch(panels[p] + (k + prefetch_lines) * line_elements);
+        prefetch(panels[p] + (k * line_elements + ahead));
         asm("vdpbf16ps (%2,%3), %1, %0"
             : "+v"(sums[p])
             : "v"(pair), "r"(panels[p]), "r"(k * 64),
@@ -49,13 +49,13 @@ INLINE void store(float *sums, const Sum &sum) {
     for (int64_t v = 0; v < panel_rows / lanes; v++) store(sums + v * lanes, sum.part[v]);
 }
 
-template <int P, bool ahead>
-INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Sum *sums) {
+template <int P>
+INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, int64_t ahead, Sum *sums) {
     const f32v first = splat(x[2 * k]), second = splat(x[2 * k + 1]);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
         const bf16 *line = panels[p] + k * line_elements;
-        if (ahead) prefetch(line + prefetch_lines * line_elements);
+        prefetch(line + ahead);
 #pragma GCC unroll 4
         for (int64_t v = 0; v < panel_rows / lanes; v++) {
             const u32v both = load<u32v>(line + 2 * v * lanes);
@@ -67,10 +67,9 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, Su
 
 #endif
 
-// sums[P][panel_rows] = P panels @ x. Starts reading `next_count` panels at `next` before it is done.
+// sums[P][panel_rows] = P panels @ x.
 template <int P>
-void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, float *sums, const bf16 *next,
-                         int64_t next_count) {
+void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, float *sums, const After<bf16> &after) {
     const bf16 *panels[P];
     Sum sum[P];
 #pragma GCC unroll 8
@@ -79,9 +78,9 @@ void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, flo
         sum[p] = Sum{};
     }
     const int64_t last = pairs > prefetch_lines ? pairs - prefetch_lines : 0;
-    for (int64_t k = 0; k < last; k++) add_lines<P, true>(panels, x, k, sum);
-    prefetch_starts(next, next_count, pairs * line_elements * static_cast<int64_t>(sizeof(bf16)));
-    for (int64_t k = last; k < pairs; k++) add_lines<P, false>(panels, x, k, sum);
+    for (int64_t k = 0; k < last; k++) add_lines<P>(panels, x, k, prefetch_lines * line_elements, sum);
+    const int64_t ahead = after.distance(first + last * line_elements);
+    for (int64_t k = last; k < pairs; k++) add_lines<P>(panels, x, k, ahead, sum);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) store(sums + p * panel_rows, sum[p]);
 }
@@ -98,22 +97,20 @@ public:
         Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
         each_panels<most_streams>(
             chunks,
-            [&] {
-                if (x_ == nullptr) x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1));
-            },
-            [&](auto count, auto... place) { multiply<count.value>(place...); });
+            [&] { x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1)); },
+            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
 private:
     template <int count>
-    void multiply(int64_t panel, int64_t next, int64_t next_count) {
+    void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
         float sums[weights][count * panel_rows];
-        each_weight<weights, count>(
-            weights_, panel_size(cols_), panel, next, next_count, [&](int64_t w, const bf16 *own, auto... following) {
-                panels_times_vector<count>(own, x_, pair_count(cols_), sums[w], following...);
-            });
-        finish_panels<count>(epilogue_, panel, out_cols_, sums);
+        each_weight<weights, count>(weights_, panel_size(cols_), turn,
+                                    [&](int64_t w, const bf16 *own, const After<bf16> &after) {
+                                        panels_times_vector<count>(own, x_, pair_count(cols_), sums[w], after);
+                                    });
+        finish_panels<count>(epilogue_, turn.panel, out_cols_, sums);
     }
 
     const bf16 *const *weights_;

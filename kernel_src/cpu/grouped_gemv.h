@@ -24,9 +24,10 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
     }
 }
 
-// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes.
+// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. What lies `ahead` bytes from its
+// numbers begins to be read.
 template <class Format, int P>
-INLINE void group_sums(const uint8_t *numbers, int64_t size, const int16_t *x, float sum_of_x, i32v *sums) {
+INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, float sum_of_x, i32v *sums) {
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
     __m512i low[P], high[P];
 #pragma GCC unroll 8
@@ -40,7 +41,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, const int16_t *x, f
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (i % per_line == 0) prefetch(own + i / per_line * line_bytes + prefetch_bytes);
+            if (i % per_line == 0) prefetch(own + i / per_line * line_bytes + ahead);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
             low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
             high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
@@ -57,7 +58,7 @@ constexpr int most_grouped_streams = 1;
 INLINE void split_bytes(int16_t *, int64_t) {}
 
 template <class Format, int P>
-INLINE void group_sums(const uint8_t *numbers, int64_t, const int16_t *x, float sum_of_x, i32v *sums) {
+INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, float sum_of_x, i32v *sums) {
     static_assert(P == 1, "one panel at a time");
 #pragma GCC unroll 4
     for (int64_t v = 0; v < sum_vectors; v++) sums[v] = first_sum<Format>(sum_of_x);
@@ -80,12 +81,27 @@ INLINE f32v panel_scale(const uint8_t *first, int64_t size, int64_t group, int64
     return scale_of<Format>(panel, group, i, v % sum_vectors * lanes);
 }
 
-// sums[P][panel_rows] = P panels, `size` bytes apart, @ x. Starts reading `next_count` panels at `next` before it is done.
+// Starts reading what lies before the numbers of a block of P panels, if the group is the first of one: its scales, and of
+// the panel's first block the header.
+template <class Format, int P>
+INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
+    using Panel = GroupedPanel<Format>;
+    if (group % Panel::block_groups != 0) return;
+    const uint8_t *line = group == 0 ? first : Panel::scales(first, group);
+    for (; line < Panel::numbers(first, group); line += line_bytes)
+        for (int64_t p = 0; p < P; p++) prefetch(line + p * size);
+}
+
+// sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, int P>
 void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums,
-                                 const uint8_t *next, int64_t next_count) {
-    const int64_t near_end = groups > prefetch_lines ? groups - prefetch_lines : 0;
+                                 const After<uint8_t> &after) {
+    using Panel = GroupedPanel<Format>;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
+    constexpr int64_t far = (prefetch_bytes + Panel::block - 1) / Panel::block * Panel::block_groups;
+    const int64_t near_end = groups > far ? groups - far : 0;
+    const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read
+    int64_t offset = far;
     float minima[P * panel_rows] = {};
     for (int64_t i = 0; i < P * panel_rows; i++) sums[i] = 0;
     for (int64_t from = 0; from < groups; from += block_groups) {
@@ -93,10 +109,16 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         const float unit = x.units[from / block_groups];
         f32v total[vectors] = {};
         for (int64_t g = from; g < until; g++) {
-            if (g == near_end) prefetch_starts(next, next_count, size);
+            if (g == near_end) {
+                const int64_t distance = after.distance(first);
+                fetched = first + distance;
+                offset = distance == 0 ? 0 : -near_end;
+            }
+            prefetch_scales<Format, P>(fetched, size, g + offset);
+            const uint8_t *numbers = Panel::numbers(first, g);
             i32v sum[vectors];
-            group_sums<Format, P>(GroupedPanel<Format>::numbers(first, g), size, x.numbers + g * Format::inputs,
-                                  x.sums[g], sum);
+            group_sums<Format, P>(numbers, size, Panel::numbers(fetched, g + offset) - numbers,
+                                  x.numbers + g * Format::inputs, x.sums[g], sum);
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++)
                 total[v] = multiply_add(panel_scale<Format>(first, size, g, 0, v), whole_to_float(sum[v]), total[v]);
@@ -129,10 +151,8 @@ public:
                       least < most_grouped_streams ? least : most_grouped_streams);
         each_panels<most_grouped_streams>(
             chunks,
-            [&] {
-                if (x_.numbers == nullptr) prepare(x, worker);
-            },
-            [&](auto count, auto... place) { multiply<count.value>(place...); });
+            [&] { prepare(x, worker); },
+            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
 private:
@@ -144,15 +164,14 @@ private:
     }
 
     template <int count>
-    void multiply(int64_t panel, int64_t next, int64_t next_count) {
+    void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
-        each_weight<weights, count>(
-            weights_, size, panel, next, next_count, [&](int64_t w, const uint8_t *own, auto... following) {
-                grouped_panels_times_vector<Format, count>(own, size, x_, groups, sums[w], following...);
-            });
-        finish_panels<count>(epilogue_, panel, out_cols_, sums);
+        each_weight<weights, count>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
+            grouped_panels_times_vector<Format, count>(own, size, x_, groups, sums[w], after);
+        });
+        finish_panels<count>(epilogue_, turn.panel, out_cols_, sums);
     }
 
     const uint8_t *const *weights_;

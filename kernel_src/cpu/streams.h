@@ -4,14 +4,43 @@ namespace {
 
 constexpr int64_t prefetch_lines = 16, prefetch_bytes = 64 * prefetch_lines;
 
-INLINE void prefetch(const void *line) { __builtin_prefetch(line, 0, 2); }
-
-// Starts reading `count` panels of `size` bytes.
-INLINE void prefetch_starts(const void *panels, int64_t count, int64_t size) {
-    const char *first = static_cast<const char *>(panels);
-    for (int64_t at = 0; at < prefetch_bytes && at < size; at += 64)
-        for (int64_t p = 0; p < count; p++) prefetch(first + p * size + at);
+// In assembly, because a compiler moves its own to the front of a loop's body, where they come in one burst, wait for
+// each other, and leave memory idle until the next one.
+INLINE void prefetch(const void *line) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char *>(line)));
+#else
+    __builtin_prefetch(line, 0, 2);
+#endif
 }
+
+// The panels that a worker was given, from `panel` to `end`, and those that it took after them.
+struct Turn {
+    Chunks &chunks;
+    int64_t panel, end, next, next_end;
+    bool more;
+
+    void take() {
+        more = chunks.next(next, next_end);
+        if (!more) next = next_end = 0;
+    }
+};
+
+// What is read behind some panels: `known`, or else the first panels of the worker's next chunk, which it takes when it
+// asks. So it asks once, and late: what one worker has taken, another does not find when it is done.
+template <class Weight>
+struct After {
+    const Weight *known, *weight;
+    int64_t size;  // of a panel
+    Turn &turn;
+
+    // How far it is from `here` to what comes then, in elements; 0 where nothing comes.
+    INLINE_MEMBER int64_t distance(const Weight *here) const {
+        if (known != nullptr) return known - here;
+        turn.take();
+        return turn.more ? weight + turn.next * size - here : 0;
+    }
+};
 
 // A number of panels that is known at compile time.
 template <int N>
@@ -28,28 +57,31 @@ INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
     return most;
 }
 
-// Calls multiply(Panels, first of them, first panel of the next chunk, how many of that) for all panels of all chunks,
-// behind prepare() for a chunk. The next chunk is taken before this one is done, so that its first lines are on their way.
+// Calls prepare(), and then multiply(Panels, the turn that they are the first of) for all panels of all chunks.
 template <int most, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &multiply) {
-    int64_t panel, end, next, next_end;
-    for (bool more = chunks.next(panel, end); more; panel = next, end = next_end) {
-        more = chunks.next(next, next_end);
-        if (!more) next = next_end = 0;
-        prepare();
-        while (panel < end)
-            panel += with_panels<most>(end - panel, [&](auto some) { multiply(some, panel, next, next_end - next); });
+    Turn turn = {chunks, 0, 0, 0, 0, false};
+    turn.take();
+    if (turn.more) prepare();
+    while (turn.more) {
+        turn.panel = turn.next;
+        turn.end = turn.next_end;
+        while (turn.panel < turn.end)
+            turn.panel += with_panels<most>(turn.end - turn.panel, [&](auto some) { multiply(some, turn); });
     }
 }
 
-// Calls multiply(w, its panels, what is read after them, how many panels of that) for every weight's `count` panels from
-// `panel` on: the next weight's, and behind the last one those of the next chunk. Panels have `size` elements.
+// Calls multiply(w, its panels, what is read behind them: After) for every weight's `count` panels of a turn. Panels have
+// `size` elements.
 template <int weights, int count, class Weight, class Multiply>
-INLINE void each_weight(const Weight *const *first, int64_t size, int64_t panel, int64_t next, int64_t next_count,
-                        const Multiply &multiply) {
-    for (int64_t w = 0; w + 1 < weights; w++)
-        multiply(w, first[w] + panel * size, first[w + 1] + panel * size, int64_t{count});
-    multiply(int64_t{weights - 1}, first[weights - 1] + panel * size, first[0] + next * size, next_count);
+INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, const Multiply &multiply) {
+    const int64_t rest = turn.panel + count;
+    for (int64_t w = 0; w < weights; w++) {
+        const Weight *known = w + 1 < weights   ? first[w + 1] + turn.panel * size
+                              : rest < turn.end ? first[0] + rest * size
+                                                : nullptr;
+        multiply(w, first[w] + turn.panel * size, After<Weight>{known, first[0], size, turn});
+    }
 }
 
 }  // namespace

@@ -222,11 +222,10 @@ private:
     int32_t *sums_ = nullptr;
 };
 
-// sums[panel_rows] of each of P panels, `size` bytes apart, times x. Starts reading `next_count` panels at
-// `next` before it is done.
+// sums[panel_rows] of each of P panels, `size` bytes apart, times x.
 template <int P>
 void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums,
-                                 const uint8_t *next, int64_t next_count) {
+                                 const After<uint8_t> &after) {
     for (int p = 0; p < P; p++) memcpy(sums + p * panel_rows, first + p * size + line_bytes, line_bytes);
 #if ISA_LANES == 16
     const uint8_t *lines[P];
@@ -237,14 +236,15 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
         sum[p] = _mm512_loadu_si512(sums + p * panel_rows);
     }
     const int64_t near_end = quads > prefetch_lines ? quads - prefetch_lines : 0;
+    int64_t ahead = prefetch_bytes;
     for (int64_t k = 0; k < quads; k++) {
-        if (k == near_end) prefetch_starts(next, next_count, size);
+        if (k == near_end) ahead = after.distance(lines[0] + near_end * line_bytes);
         int32_t four;
         __builtin_memcpy(&four, x + k * quad, 4);
         const __m512i inputs = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            prefetch(lines[p] + k * line_bytes + prefetch_bytes);
+            prefetch(lines[p] + k * line_bytes + ahead);
             sum[p] = _mm512_dpbusd_epi32(sum[p], inputs, _mm512_loadu_si512(lines[p] + k * line_bytes));
         }
     }
@@ -252,7 +252,8 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
     for (int p = 0; p < P; p++) _mm512_storeu_si512(sums + p * panel_rows, sum[p]);
 #else
     static_assert(P == 1, "one panel at a time");
-    prefetch_starts(next, next_count, size);
+    const uint8_t *next = first + after.distance(first);
+    for (int64_t at = 0; at < prefetch_bytes; at += line_bytes) prefetch(next + at);
     integer_tile<1, 1>({x, 0, {first}, 0, quads, sums, 0});
 #endif
 }
@@ -270,23 +271,21 @@ public:
         each_panels<most_grouped_streams>(
             chunks,
             [&] {
-                if (quantised_ != nullptr) return;
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
                 scale_ = quantise_row(x, cols_, quantised_);
             },
-            [&](auto count, auto... place) { multiply<count.value>(place...); });
+            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
 private:
     template <int count>
-    void multiply(int64_t panel, int64_t next, int64_t next_count) {
+    void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
-        const int64_t size = GroupedPanel<W8A8>::size(cols_);
+        const int64_t size = GroupedPanel<W8A8>::size(cols_), panel = turn.panel;
         int32_t sums[weights][count * panel_rows];
-        each_weight<weights, count>(
-            weights_, size, panel, next, next_count, [&](int64_t w, const uint8_t *own, auto... following) {
-                integer_panels_times_vector<count>(own, size, quantised_, quad_count(cols_), sums[w], following...);
-            });
+        each_weight<weights, count>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
+            integer_panels_times_vector<count>(own, size, quantised_, quad_count(cols_), sums[w], after);
+        });
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
