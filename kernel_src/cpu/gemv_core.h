@@ -92,8 +92,8 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        // Some 128 KB and more at a time: less is not worth the handing out.
-        const int64_t least = 65536 / (panel_size(cols_) * Epilogue::weights);
+        const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16));
+        const int64_t least = least_chunk_bytes / (panel_bytes * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
         each_panels<most_streams>(
             chunks,

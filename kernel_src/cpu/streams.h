@@ -3,6 +3,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t prefetch_lines = 16, prefetch_bytes = 64 * prefetch_lines;
+constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
 
 // In assembly, because a compiler moves its own to the front of a loop's body, where they come in one burst, wait for
 // each other, and leave memory idle until the next one.

@@ -139,14 +139,15 @@ struct alignas(64) Worker {
 // which must be before the next barrier.
 class Chunks {
 public:
-    // Chunks of `most`, and towards the end smaller ones down to `least`, so that the workers finish together.
+    // Chunks of `most`, and towards the end halves of that and so on, while they are larger than `least`, so that the
+    // workers finish together. By halves, because kernels have code for so many at a time.
     Chunks(Worker &worker, int64_t count, int64_t most, int64_t least)
         : counter_(worker.threads == 1 ? &alone_ : &worker.state->handed_out),
           loop_(static_cast<uint64_t>(++worker.loop) << index_bits),
           count_(count),
           most_(most < 1 ? 1 : most),
           least_(least < 1 ? 1 : least),
-          share_(2 * worker.threads),
+          threads_(worker.threads),
           alone_(0),
           done_(worker.threads == 1 ? nullptr : &worker.state->done) {
         worker.ahead += static_cast<uint32_t>(count);
@@ -177,13 +178,14 @@ private:
     static constexpr int index_bits = 40;
 
     int64_t chunk(int64_t left) const {
-        const int64_t fair = left / share_, bounded = fair < least_ ? least_ : fair < most_ ? fair : most_;
-        return bounded < left ? bounded : left;
+        int64_t some = most_;
+        while (some > least_ && some * threads_ > left) some /= 2;
+        return some < left ? some : left;
     }
 
     std::atomic<uint64_t> *counter_;
     uint64_t loop_;
-    int64_t count_, most_, least_, share_;
+    int64_t count_, most_, least_, threads_;
     std::atomic<uint64_t> alone_;
     Progress *done_;
     uint32_t given_ = 0;

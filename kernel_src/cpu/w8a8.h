@@ -265,7 +265,7 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        const int64_t least = 65536 / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
+        const int64_t least = least_chunk_bytes / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
         Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
                       least < most_grouped_streams ? least : most_grouped_streams);
         each_panels<most_grouped_streams>(
