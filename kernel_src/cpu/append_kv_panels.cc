@@ -26,17 +26,22 @@ KERNEL void int8_rows_append_kv_panels(const bf16 *k, const bf16 *v, int8_t *k_p
 
 namespace ISA {
 
+// Asks for the lines that a position is written to: one by one, each write would wait for memory.
 template <class Number>
-static void append_k(const Number *k, Number *panels, int64_t offset, int64_t head_dim) {
-    Number *to = panels + offset / panel_rows * panel_size(head_dim) + offset % panel_rows * 2;
+static void fetch(const Number *k, const Number *v, int64_t head_dim) {
+    for (int64_t pair = 0; pair < head_dim / 2; pair++) __builtin_prefetch(k + pair * line_elements, 1);
+    for (int64_t d = 0; d < head_dim; d += panel_rows) __builtin_prefetch(v + d * kv_block_positions, 1);
+}
+
+template <class Number>
+static void append_k(const Number *k, Number *to, int64_t head_dim) {
     for (int64_t pair = 0; pair < head_dim / 2; pair++)
         memcpy(to + pair * line_elements, k + 2 * pair, 2 * sizeof(Number));
 }
 
 // The position's partner is 0 until it comes: it is multiplied with 0, and must not be NaN.
 template <class Number>
-static void append_v(const Number *v, Number *panels, int64_t offset, int64_t head_dim) {
-    Number *line = panels + offset / 2 * line_elements;
+static void append_v(const Number *v, Number *line, int64_t offset, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d++) {
         Number *pair = line + d / panel_rows * panel_size(kv_block_positions) + d % panel_rows * 2;
         pair[offset % 2] = v[d];
@@ -51,7 +56,7 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
     typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
     // By panels of positions: no two workers write the same line.
     const int64_t first = pos / panel_rows, panels = panel_count(pos + rows) - first;
-    Chunks chunks(worker, panels * kv_heads, 4);
+    Chunks chunks(worker, panels * kv_heads, 1);
     for (int64_t task, end; chunks.next(task, end);)
         for (; task < end; task++) {
             const int64_t head = task % kv_heads, begin = (first + task / kv_heads) * panel_rows;
@@ -61,10 +66,11 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
                 const int64_t index = (p / kv_block_positions * kv_heads + head) * kv_block_positions;
                 auto *k_block = k_cache + index * (head_dim + Format::row_elements);
                 auto *v_block = v_cache + index * (padded + Format::row_elements);
-                append_k(Format::stored(k + row, head_dim, own, k_block, offset), k_block + Format::header, offset,
-                         head_dim);
-                append_v(Format::stored(v + row, head_dim, own, v_block, offset), v_block + Format::header, offset,
-                         head_dim);
+                auto *to_k = k_block + Format::header + offset / panel_rows * panel_size(head_dim);
+                auto *to_v = v_block + Format::header + offset / 2 * line_elements;
+                fetch(to_k, to_v, head_dim);
+                append_k(Format::stored(k + row, head_dim, own, k_block, offset), to_k + offset % panel_rows * 2, head_dim);
+                append_v(Format::stored(v + row, head_dim, own, v_block, offset), to_v, offset, head_dim);
             }
         }
 }
