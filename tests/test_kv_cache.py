@@ -55,9 +55,9 @@ def test_heads_that_sums_do_not_hold_are_refused() -> None:
 def test_the_reference_rounds_as_the_format_does() -> None:
     torch = pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import reference_cache
+    from stages.commands.transformers_model import rounding_cache
 
-    cache, form = reference_cache("int8"), formats()["int8_rows"]
+    cache, form = rounding_cache("int8"), formats()["int8_rows"]
     states = np.random.default_rng(1).standard_normal((2, 1, 3, 5, 34), np.float32)
     for first, last in ((0, 4), (4, 5)):
         found = cache.update(*torch.from_numpy(states[..., first:last, :]), 0)
@@ -78,15 +78,15 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
     """Against transformers in float32 with K and V rounded like ours: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import compare_logits, load_transformers, reference_cache
+    from stages.commands.verify import compare
 
     checkpoint = tmp_path / f"kv_{shape}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **SHAPES[shape])
-    llm = load(build(checkpoint, artifacts, kv="int8"))
+    directory = build(checkpoint, artifacts, kv="int8")
+    llm = load(directory)
     assert "bf16 weights, int8 KV cache, " in llm.description
     ids = np.random.default_rng(1).integers(0, config.vocab, 100).tolist()
-    model = load_transformers(checkpoint, "float32")
-    found = compare_logits(llm, model, [ids], ["bf16"], partial(reference_cache, "int8"))
+    _, found, _ = compare(llm, Checkpoint.open(checkpoint), ArtifactWeights(directory), [ids])
     llm.close()
     assert found.passed and found.ours < 0.05, found
 

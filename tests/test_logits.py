@@ -15,6 +15,9 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
+from stages.commands import transformers_model
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
 from tests.conftest import ROOT, build, write_checkpoint
 
 pytestmark = pytest.mark.verify
@@ -75,7 +78,7 @@ def transformers_logits(checkpoint: Path, ids: list[int], dtype: str) -> np.ndar
     """Float32 logits of every position."""
     import torch
 
-    from stages.commands.verify import load_transformers
+    from stages.commands.transformers_model import load_transformers
 
     with torch.no_grad():
         return load_transformers(checkpoint, dtype)(torch.tensor([ids])).logits[0].float().numpy()
@@ -85,7 +88,7 @@ def bf16_values(checkpoint: Path, root: Path) -> Path:
     """The checkpoint with its weights rounded to bf16: what both bf16 pipelines start from."""
     import torch
 
-    from stages.commands.verify import load_transformers
+    from stages.commands.transformers_model import load_transformers
 
     if not root.exists():
         load_transformers(checkpoint, "bfloat16").to(torch.float32).save_pretrained(root)
@@ -153,6 +156,25 @@ def test_prefill_agrees_with_single_steps(case: tuple[Path, Path, int]) -> None:
     one_by_one = [llm.decode(token) for token in ids][-1]
     llm.close()
     assert error(at_once, one_by_one) <= 2 * error(theirs, exact)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_layer_at_a_time_is_the_whole_model(tied: bool, tmp_path: Path) -> None:
+    """The same bits in float32 and in bf16, for texts of several lengths; each weight is asked for once."""
+    write_checkpoint(tmp_path, dtype=bfloat16, tie_word_embeddings=tied, rope_scaling=LLAMA3)
+    checkpoint, asked = Checkpoint.open(tmp_path), list[str]()
+
+    def values(name: str) -> np.ndarray:
+        asked.append(name)
+        return checkpoint.tensor(name)
+
+    texts = [np.random.default_rng(length).integers(0, 300, length).tolist() for length in (33, 1, 100)]
+    found = list(transformers_model.logits(checkpoint, values, texts[:2], texts))
+    whole = [transformers_logits(tmp_path, ids, "float32") for ids in texts[:2]]
+    whole += [transformers_logits(tmp_path, ids, "bfloat16") for ids in texts]
+    for ours, theirs in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert sorted(asked) == sorted(families.tensors(checkpoint.config))
 
 
 def test_verify_passes_on_the_demo(demo: Path) -> None:

@@ -221,32 +221,35 @@ def logits(*best: int) -> np.ndarray:
     return row
 
 
+class Choosing:
+    """As much of a model as decoding takes: it has these logits, and notes what it is fed."""
+
+    def __init__(self, rows: list[np.ndarray]) -> None:
+        self._rows, self.fed = iter(rows), list[int]()
+
+    def encode(self, prompt: str, raw: bool) -> list[int]:
+        return [0, 7]
+
+    def reset(self) -> None:
+        pass
+
+    def prefill(self, ids: list[int]) -> np.ndarray:
+        return next(self._rows)
+
+    def decode(self, token: int) -> np.ndarray:
+        self.fed.append(token)
+        return next(self._rows)
+
+
 @pytest.mark.parametrize(("last", "passed"), [((1, 2), True), ((2, 3, 4, 5, 6, 1), False)])
-def test_verify_counts_every_position_after_a_difference(
-    last: tuple[int, ...], passed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both sides go on with the reference's token, and a bad rank in the very last position still fails."""
+def test_verify_counts_every_position_after_a_difference(last: tuple[int, ...], passed: bool) -> None:
+    """Transformers judges what the runtime goes on with, and a bad rank in the very last position still fails."""
     ours = [logits(1, 2)] * verify.TOKENS
     ours[3], ours[10], ours[-1] = logits(2, 1), logits(5, 1), logits(*last)
-    steps, fed = iter(ours), list[int]()
-
-    class Ours:
-        def encode(self, prompt: str, raw: bool) -> list[int]:
-            return [0]
-
-        def reset(self) -> None:
-            pass
-
-        def prefill(self, ids: list[int]) -> np.ndarray:
-            return next(steps)
-
-        def decode(self, token: int) -> np.ndarray:
-            fed.append(token)
-            return next(steps)
-
-    monkeypatch.setattr(verify, "TransformersSteps", lambda model, cache: lambda ids: logits(1, 2))
-    comparison = verify.compare(Ours(), None, "prompt", None)  # type: ignore[arg-type]
-    assert fed == [1] * (verify.TOKENS - 1)
+    llm = Choosing(ours)
+    made = verify.continued(llm, "prompt")  # type: ignore[arg-type]
+    assert made.ids == [0, 7, *llm.fed] and llm.fed == [1, 1, 1, 2, *[1] * 6, 5, *[1] * (verify.TOKENS - 12)]
+    comparison = made.compared(np.stack([logits(8), *[logits(1, 2)] * verify.TOKENS]))
     assert (comparison.equal, comparison.first) == (30 if passed else 29, 3)
     assert comparison.ranks == ((2, 1) if passed else (2, 5))
     assert comparison.passed == passed

@@ -170,18 +170,16 @@ def test_logits_are_those_of_the_weights_it_holds(checkpoint: Path, artifacts: P
     """Against transformers in float32 with the artifact's own weights: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import compare_logits, load_transformers, put_weights, worst_rounding
+    from stages.commands.verify import compare
 
     directory = build(checkpoint, artifacts, weights=chosen)
-    weights, model = ArtifactWeights(directory), load_transformers(checkpoint, "float32")
+    weights = ArtifactWeights(directory)
     assert weights.formats == {*parse_policy(chosen).formats, "bf16"}
-    rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
-    assert rounding.passed, rounding
-    put_weights(model, weights.values)
     llm = load(directory)
     ids = np.random.default_rng(1).integers(0, llm.manifest.model["vocab"], 60).tolist()
-    found = compare_logits(llm, model, [ids], weights.formats, lambda: None)
+    rounding, found, _ = compare(llm, Checkpoint.open(checkpoint), weights, [ids])
     llm.close()
+    assert rounding.passed, rounding
     assert found.passed and found.ours < 0.2, found
 
 

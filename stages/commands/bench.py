@@ -10,11 +10,12 @@ from pathlib import Path
 
 from llama_npu2 import Llama
 from llama_npu2.bench import Result, run_bench
-from stages.commands import quality, verify
+from stages.commands import quality, transformers_model, verify
 from stages.commands.peers import AS_IT_IS, Peer, entrants, open_peers
 from stages.engine.files import content_digest
 from stages.engine.places import CHECKPOINT
 from stages.graph import Build
+from stages.model.checkpoint import Checkpoint
 from stages.model.sources import GgufSource
 
 
@@ -31,10 +32,10 @@ def run(build: Build) -> None:
 
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
     """Rows about the quality of all, each against the checkpoint in float32. Raises UserError."""
-    model = verify.load_transformers(build.source.fetch(), "float32")
+    source = Checkpoint.open(build.source.fetch())
     text = Path(build.options.text) if build.options.text else verify.TEXT
     parts = verify.windows(llm, text, full=True)
-    exact = [quality.source_logits(model, ids) for ids in parts]
+    exact = list(transformers_model.logits(source, source.tensor, parts))
     ours = quality.measure((quality.artifact_logits(llm, ids) for ids in parts), exact, parts)
     theirs = {peer.name: quality.measure(map(peer.logits, parts), exact, parts) for peer in peers}
 

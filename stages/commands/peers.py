@@ -27,7 +27,7 @@ from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
 from llama_npu2.llama import Llama
 from stages.commands import gguf_file
-from stages.commands.verify import load_transformers
+from stages.commands.transformers_model import load_transformers
 from stages.engine.places import ROOT, python_environment
 from stages.model import families
 from stages.model.checkpoint import Checkpoint

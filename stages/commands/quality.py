@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,15 +59,6 @@ def artifact_logits(llm: Llama, ids: Sequence[int]) -> np.ndarray:
     """f32 `[len(ids), vocab]`: of every position, token by token."""
     llm.reset()
     return np.stack([llm.prefill(ids[:1]), *(llm.decode(token) for token in ids[1:])])
-
-
-def source_logits(model: Any, ids: Sequence[int], cache: Any = None) -> np.ndarray:
-    """The same of a transformers model. `cache`: an empty one that it is to keep K and V in."""
-    import torch
-
-    with torch.no_grad():
-        logits: np.ndarray = model(torch.tensor([list(ids)]), past_key_values=cache).logits[0].float().numpy()
-    return logits
 
 
 def measure(found: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: Sequence[Sequence[int]]) -> Quality:

@@ -9,29 +9,25 @@ in `verified.json`.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.manifest import Manifest
 from llama_npu2.table import Column, Table
-from stages.commands import quality
+from stages.commands import quality, transformers_model
 from stages.engine.files import file_digests, first_line, write_atomic
 from stages.graph import Build
-from stages.kernels import KV_FORMATS
-from stages.model import families
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
-from stages.model.importers import PLAIN
 from stages.weights.formats import formats, w8a8
 
 TOKENS = 32
@@ -105,27 +101,19 @@ def run(build: Build) -> TaskFailed | None:
 
 def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = TEXT, threads: int = 0) -> bool:
     """Compare, print, record; returns whether the runtime is right. Raises UserError."""
-    model = load_transformers(checkpoint, "float32")
+    source = Checkpoint.open(checkpoint)
+    weights = ArtifactWeights(directory)
     with contextlib.closing(load(directory, threads)) as llm:
         parts = windows(llm, text, full)
         lost = quality.measure(
             (quality.artifact_logits(llm, ids) for ids in parts),
-            (quality.source_logits(model, ids) for ids in parts),
+            transformers_model.logits(source, source.tensor, parts),
             parts,
         )
         print(lost, flush=True)
-        weights = ArtifactWeights(directory)
-        rounding = worst_rounding(Checkpoint.open(checkpoint), weights)
-        print(rounding, flush=True)
-        put_weights(model, weights.values)
-        new_cache = partial(reference_cache, llm.manifest.model["kv"])
-        exactness = compare_logits(llm, model, parts[:EXACT_WINDOWS], weights.formats, new_cache)
-        print(exactness, flush=True)
-        print(TABLE.header(), flush=True)
-        comparisons = []
-        for prompt in PROMPTS if full else PROMPTS[:2]:
-            comparisons.append(compare(llm, model, prompt, new_cache()))
-            print(comparisons[-1].row(), flush=True)
+        prompts = [continued(llm, prompt) for prompt in (PROMPTS if full else PROMPTS[:2])]
+        rounding, exactness, comparisons = compare(llm, source, weights, parts[:EXACT_WINDOWS], prompts)
+    print(rounding, exactness, TABLE.header(), *(comparison.row() for comparison in comparisons), sep="\n", flush=True)
     passed = rounding.passed and exactness.passed and all(comparison.passed for comparison in comparisons)
     _record(directory, text, weights, passed, [lost, rounding, exactness, *comparisons])
     return passed
@@ -209,40 +197,56 @@ class Rounding:
         )
 
 
-def worst_rounding(checkpoint: Checkpoint, weights: ArtifactWeights) -> Rounding:
-    """Of all tensors. What rounding costs is measured on some rows of each."""
-    found = [_rounding(name, checkpoint.tensor(name), weights) for name in weights.shapes]
-    return max(found, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
+class Compared:
+    """An artifact directory's weights, each compared with the checkpoint's when it is read."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: ArtifactWeights) -> None:
+        self._checkpoint, self._weights = checkpoint, weights
+        self._found: list[Rounding] = []
+
+    def values(self, name: str) -> np.ndarray:
+        """f32, of the tensor's shape."""
+        values = self._weights.values(name)
+        self._found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights.manifest))
+        return values
+
+    @property
+    def worst(self) -> Rounding:
+        """Of those that were read. What rounding costs is measured on some rows of each."""
+        return max(self._found, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
 
 
-def _rounding(name: str, values: np.ndarray, weights: ArtifactWeights) -> Rounding:
-    form = formats()[weights.manifest.buffers[name]["format"]]
-    some = values[:: max(1, len(values) // ROUNDED_ROWS)] if values.ndim > 1 else values
+def _rounding(name: str, values: np.ndarray, source: np.ndarray, manifest: Manifest) -> Rounding:
+    form = formats()[manifest.buffers[name]["format"]]
+    some = source[:: max(1, len(source) // ROUNDED_ROWS)] if source.ndim > 1 else source
     stored = form.dequantise(form.quantise(some), some.shape[-1])
-    error, rounded = _error([weights.values(name)], [values]), _error([stored], [some])
-    return Rounding(name, form.name, error, rounded, bounded="calibration" not in weights.manifest.model)
+    error, rounded = _error([values], [source]), _error([stored], [some])
+    return Rounding(name, form.name, error, rounded, bounded="calibration" not in manifest.model)
 
 
 def _verdict(passed: bool) -> str:
     return "pass" if passed else "FAIL"
 
 
-def compare_logits(
+def compare(
     llm: Llama,
-    model: Any,
+    source: Checkpoint,
+    weights: ArtifactWeights,
     parts: Sequence[Sequence[int]],
-    formats: Iterable[str],
-    new_cache: Callable[[], Any],
-) -> Exactness:
-    """`model` in float32; it is in bf16 afterwards. `formats`: of the weights. `new_cache`: what `model` keeps K and V
-    in."""
-    import torch
-
-    exact = [quality.source_logits(model, ids, new_cache()) for ids in parts]
-    rounded = model.to(torch.bfloat16)
+    prompts: Sequence[Continued] = (),
+) -> tuple[Rounding, Exactness, list[Comparison]]:
+    """The runtime against transformers with the artifact directory's weights: logits of the texts `parts` in float32,
+    the choices of `prompts` in bf16."""
+    held = Compared(source, weights)
+    texts = [*parts, *(prompt.ids for prompt in prompts)]
+    logits = transformers_model.logits(source, held.values, parts, texts, llm.manifest.model["kv"])
+    exact = list(islice(logits, len(parts)))
+    theirs = list(islice(logits, len(parts)))
     ours = [quality.artifact_logits(llm, ids) for ids in parts]
-    theirs = [quality.source_logits(rounded, ids, new_cache()) for ids in parts]
-    return Exactness(_error(ours, exact), _error(theirs, exact), bounded=w8a8.FORMAT.name not in formats)
+    bounded = w8a8.FORMAT.name not in weights.formats
+    exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
+    comparisons = [prompt.compared(wanted) for prompt, wanted in zip(prompts, logits, strict=True)]
+    return held.worst, exactness, comparisons
 
 
 def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
@@ -254,87 +258,35 @@ def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(difference / size)) if size else float(difference > 0)
 
 
-def put_weights(model: Any, values: Callable[[str], np.ndarray]) -> None:
-    """Give a transformers model in float32 other weights, by name."""
-    import torch
+@dataclass(frozen=True)
+class Continued:
+    """What the runtime makes of a prompt. `ids`: the prompt's and all that it chose but the last; `logits` f32
+    `[TOKENS, vocab]`: by which it chose."""
 
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(values(name), np.float32)))
+    prompt: str
+    ids: Sequence[int]
+    logits: np.ndarray
 
-
-def reference_cache(kv: str) -> Any:
-    """What a transformers model is to keep K and V in: an empty cache that rounds them as that of `kv=` does, to values
-    of the model's dtype; with bf16, none but its own."""
-    if kv == "bf16":
-        return None
-    import torch
-    from transformers import DynamicCache
-
-    form = formats()[KV_FORMATS[kv]]
-
-    def rounded(states: Any) -> Any:
-        stored = form.quantise(states.float().numpy())
-        return torch.from_numpy(form.dequantise(stored, states.shape[-1])).to(states.dtype)
-
-    class Rounding(DynamicCache):
-        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-            return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
-
-    return Rounding()
+    def compared(self, logits: np.ndarray) -> Comparison:
+        """With the logits `[len(ids), vocab]` of transformers."""
+        differ, ranks = [], (0, 0)
+        for position, (ours, theirs) in enumerate(zip(self.logits, logits[-TOKENS:], strict=True)):
+            token, wanted = int(np.argmax(ours)), int(np.argmax(theirs))
+            if token != wanted:
+                differ.append(position)
+                ranks = (max(ranks[0], _rank(theirs, token)), max(ranks[1], _rank(ours, wanted)))
+        return Comparison(self.prompt, TOKENS - len(differ), differ[0] if differ else None, ranks)
 
 
-def load_transformers(checkpoint: Path, dtype: str) -> Any:
-    """The model of a checkpoint as its family's class, quantised weights as their values. Raises UserError without the
-    verify extra."""
-    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
-        raise UserError("verify needs torch and transformers: pip install -e '.[verify]'")
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    opened = Checkpoint.open(checkpoint)
-    architecture = getattr(transformers, families.of(opened.config).architectures[0])
-    with torch.no_grad():
-        if checkpoint.is_dir() and {held.format for held in opened.held.values()} <= set(PLAIN):
-            return architecture.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
-        fields = {name: value for name, value in opened.fields.items() if name != "quantization_config"}
-        model = architecture(architecture.config_class.from_dict(fields))
-        put_weights(model, opened.tensor)
-        return model.to(getattr(torch, dtype)).eval()
-
-
-def compare(llm: Llama, model: Any, prompt: str, cache: Any) -> Comparison:
-    """Decode `TOKENS` tokens greedily on both sides, each time going on with the reference's. `cache`: the model's."""
+def continued(llm: Llama, prompt: str) -> Continued:
+    """Decode `TOKENS` tokens greedily."""
     ids = llm.encode(prompt, raw=True)
     llm.reset()
-    reference = TransformersSteps(model, cache)
-    ours, theirs = llm.prefill(ids), reference(ids)
-    differ, ranks = [], (0, 0)
-    for position in range(TOKENS):
-        token, wanted = int(np.argmax(ours)), int(np.argmax(theirs))
-        if token != wanted:
-            differ.append(position)
-            ranks = (max(ranks[0], _rank(theirs, token)), max(ranks[1], _rank(ours, wanted)))
-        if position + 1 < TOKENS:
-            ours, theirs = llm.decode(wanted), reference([wanted])
-    return Comparison(prompt, TOKENS - len(differ), differ[0] if differ else None, ranks)
-
-
-class TransformersSteps:
-    """Feeds tokens to a transformers model with a KV cache; returns float32 logits `[vocab]` of the last one."""
-
-    def __init__(self, model: Any, cache: Any) -> None:
-        self._model, self._cache = model, cache
-
-    def __call__(self, ids: Sequence[int]) -> np.ndarray:
-        import torch
-
-        with torch.no_grad():
-            out = self._model(torch.tensor([list(ids)]), past_key_values=self._cache, use_cache=True)
-        self._cache = out.past_key_values
-        logits: np.ndarray = out.logits[0, -1].float().numpy()
-        return logits
+    logits = [llm.prefill(ids)]
+    for _ in range(TOKENS - 1):
+        ids = [*ids, int(np.argmax(logits[-1]))]
+        logits.append(llm.decode(ids[-1]))
+    return Continued(prompt, ids, np.stack(logits))
 
 
 def _rank(logits: np.ndarray, token: int) -> int:

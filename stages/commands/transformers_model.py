@@ -1,0 +1,141 @@
+"""A checkpoint's model in transformers: what artifacts and other programs are measured by.
+
+One layer at a time is in memory, and all texts go through it before the next one is read, so that a model of any size
+can be run in float32. The operations are those of the whole model, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from llama_npu2 import UserError
+from stages.kernels import KV_FORMATS
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
+from stages.model.importers import PLAIN
+from stages.weights.formats import formats
+
+Values = Callable[[str], np.ndarray]
+"""A tensor's values, by its name."""
+
+
+def load_transformers(checkpoint: Path, dtype: str) -> Any:
+    """The whole model of a checkpoint, as people load it; quantised weights as their values. Raises UserError without
+    the verify extra."""
+    opened, chosen = Checkpoint.open(checkpoint), getattr(_packages()[0], dtype)
+    architecture, config = _described(opened)
+    if checkpoint.is_dir() and {held.format for held in opened.held.values()} <= set(PLAIN):
+        return architecture.from_pretrained(checkpoint, dtype=chosen).eval()
+    weights = {name: _torch(opened.tensor(name), chosen) for name in opened.held}
+    return architecture.from_pretrained(None, config=config, state_dict=weights, dtype=chosen).eval()
+
+
+def _packages() -> tuple[Any, Any]:
+    """torch and transformers. Raises UserError without the verify extra."""
+    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
+        raise UserError("torch and transformers are not installed: pip install -e '.[verify]'")
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return torch, transformers
+
+
+def _described(checkpoint: Checkpoint, **changes: Any) -> tuple[Any, Any]:
+    """The class of a checkpoint's family and its configuration, without what says how weights are stored."""
+    _, transformers = _packages()
+    architecture = getattr(transformers, families.of(checkpoint.config).architectures[0])
+    fields = {name: value for name, value in checkpoint.fields.items() if name != "quantization_config"}
+    return architecture, architecture.config_class.from_dict(fields | changes)
+
+
+def _torch(values: np.ndarray, dtype: Any) -> Any:
+    return _packages()[0].from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
+
+
+def logits(
+    checkpoint: Checkpoint,
+    values: Values,
+    exact: Sequence[Sequence[int]],
+    rounded: Sequence[Sequence[int]] = (),
+    kv: str = "bf16",
+) -> Iterator[np.ndarray]:
+    """f32 `[len(ids), vocab]`, of every position of each text: of `exact`, run in float32, then of `rounded`, run in
+    bf16. `values` has the weights, each of which is asked for once; K and V are rounded as in a cache of `kv=`, and
+    with bf16 not at all. Raises UserError without the verify extra."""
+    torch, _ = _packages()
+    config, family = checkpoint.config, families.of(checkpoint.config)
+    embedding = values(family.embedding)
+    texts = {torch.float32: exact, torch.bfloat16: rounded}
+    running = {dtype: [_torch(embedding[None, ids], dtype) for ids in some] for dtype, some in texts.items()}
+    head = embedding if config.tied else None
+    del embedding
+    with torch.no_grad():
+        _through_layers(checkpoint, values, running, kv)
+    head = values(family.head(config)) if head is None else head
+    for dtype, states in running.items():
+        wide = _torch(head, dtype) if states else None
+        for state in states:
+            yield torch.nn.functional.linear(state[0], wide).float().numpy()
+
+
+def _through_layers(checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str) -> None:
+    """From the embeddings `[1, tokens, emb]` of texts, by dtype, to what the head takes."""
+    model, norm = _one_layer(checkpoint)
+    names = list(families.tensors(checkpoint.config))
+
+    def forward(state: Any) -> Any:
+        cache = rounding_cache(kv)
+        return model(inputs_embeds=state, past_key_values=cache, use_cache=cache is not None)[0]
+
+    layers = tqdm(range(checkpoint.config.layers), desc="transformers, layer by layer", disable=None, leave=False)
+    for prefix in (f"model.layers.{layer}." for layer in layers):
+        weights = {name.removeprefix(prefix): values(name) for name in names if name.startswith(prefix)}
+        _run(model.layers[0], weights, running, forward)
+    _run(norm, {"weight": values("model.norm.weight")}, running, norm)
+
+
+def rounding_cache(kv: str) -> Any:
+    """What a transformers model is to keep K and V in: an empty cache that rounds them as that of `kv=` does, to values
+    of the model's dtype; with bf16, none but its own."""
+    if kv == "bf16":
+        return None
+    torch, transformers = _packages()
+    form = formats()[KV_FORMATS[kv]]
+
+    def rounded(states: Any) -> Any:
+        stored = form.quantise(states.float().numpy())
+        return torch.from_numpy(form.dequantise(stored, states.shape[-1])).to(states.dtype)
+
+    class Rounding(transformers.DynamicCache):  # type: ignore[misc]
+        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+
+    return Rounding()
+
+
+def _one_layer(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """A model of one layer and no vocabulary to speak of, which stops in front of the last norm; that norm."""
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **tokens)
+    model = architecture(config).eval().base_model
+    norm, model.norm = model.norm, _packages()[0].nn.Identity()
+    return model, norm
+
+
+def _run(
+    module: Any, weights: Mapping[str, np.ndarray], running: dict[Any, list[Any]], forward: Callable[[Any], Any]
+) -> None:
+    """Give a module its weights, in the dtype of what runs through it, and let that go on. Not by `Module.to`, which
+    would round the frequencies of the rotation, too."""
+    for dtype, states in running.items():
+        if states:
+            held = {name: _torch(values, dtype) for name, values in weights.items()}
+            module.load_state_dict(held, assign=True)
+            running[dtype] = [forward(state) for state in states]
