@@ -1,4 +1,11 @@
-"""Checkpoints of seeded random weights, for `model=random:<shapes>`: real sizes without real weights."""
+"""Checkpoints of seeded random weights, for `model=random:<shapes>`: real sizes without real weights.
+
+Values have the outliers that make trained weights hard to round. About one input channel in a thousand carries far
+larger values than the others, up to 20 times, the same ones in every layer (Dettmers et al. 2022, LLM.int8(), section
+4; Sun et al. 2024, Massive Activations, section 2, which finds them in fixed dimensions): here the weights of the norms
+make them. Columns of matrices have outliers of their own, and rows differ in size, so that a matrix's values are
+heavy-tailed (Student's t, a normal distribution for each row).
+"""
 
 from __future__ import annotations
 
@@ -14,30 +21,61 @@ from ml_dtypes import bfloat16
 from stages.model import families
 from stages.model.config import Config
 
+RECIPE = 2
+"""Another number where the same shapes give other weights."""
+
+_OUTLIERS = 1000
+"""Channels of which one is an outlier; at least one of a tensor's is."""
+
+_LARGER = (5.0, 20.0)
+"""Times the other channels."""
+
+_DEGREES = 5
+"""Of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
+
+_CHUNK = 1 << 22
+"""Values that are made at a time."""
+
 
 def write_random_weights(config: Config, path: Path) -> None:
-    """Seeded weights, uniform with variance `1 / fan_in`, so that activations keep their scale through the layers."""
+    """Seeded weights. Rows have a mean square of `1 / fan_in` on average, vectors of 1, so that activations keep their
+    scale through the layers."""
     from stages.weights.blobs import write_safetensors
+
+    family, shapes = families.of(config), families.tensors(config)
 
     def tensor(item: tuple[int, tuple[str, tuple[int, ...]]]) -> np.ndarray:
         seed, (name, shape) = item
         if len(shape) == 1:
-            return np.ones(shape, bfloat16)
-        limit = np.float32(np.sqrt(3.0 / shape[1]))
-        if any(fnmatchcase(name, pattern) for pattern in family.residual):
-            limit /= np.float32(np.sqrt(2.0 * config.layers))
-        generator = np.random.Generator(np.random.SFC64(seed))
-        out = np.empty(shape, bfloat16)
-        rows = max(1, (1 << 22) // shape[1])
-        for start in range(0, shape[0], rows):
-            part = out[start : start + rows]
-            part[...] = generator.random(part.shape, np.float32) * (2 * limit) - limit
-        return out
+            # All norms from one seed: outliers stay in their channels.
+            return _channels(np.random.default_rng(0), shape[0]).astype(bfloat16)
+        residual = any(fnmatchcase(name, pattern) for pattern in family.residual)
+        return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, 2 * config.layers if residual else 1)
 
-    family, shapes = families.of(config), families.tensors(config)
     with ThreadPoolExecutor() as pool:
         window = _windowed(pool, tensor, list(enumerate(shapes.items())))
         write_safetensors(path, ((n, "bf16", s) for n, s in shapes.items()), window)
+
+
+def _channels(generator: np.random.Generator, count: int) -> np.ndarray:
+    """Sizes f32 `[count]` with a mean square of 1: all alike but the outliers."""
+    sizes = np.ones(count, np.float32)
+    outliers = generator.choice(count, max(1, count // _OUTLIERS), replace=False)
+    sizes[outliers] = generator.uniform(*_LARGER, len(outliers))
+    return sizes / np.sqrt(np.square(sizes).mean())
+
+
+def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) -> np.ndarray:
+    """bf16 `[out, in]`. `added`: how many such products are summed up."""
+    rows, columns = shape
+    of_columns = _channels(generator, columns) / np.float32(np.sqrt(columns * added))
+    of_rows = np.sqrt((_DEGREES - 2) / generator.chisquare(_DEGREES, (rows, 1))).astype(np.float32)
+    out = np.empty(shape, bfloat16)
+    step = max(1, _CHUNK // columns)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        out[some] = generator.standard_normal(out[some].shape, np.float32) * of_rows[some] * of_columns
+    return out
 
 
 def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list, ahead: int = 4) -> Iterator[np.ndarray]:

@@ -23,7 +23,7 @@ from stages.model.checkpoint import Checkpoint, container
 from stages.model.families import Family, family_of, parse_config
 from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
 from stages.model.presets import PRESETS
-from stages.model.random_weights import write_byte_tokenizer, write_random_weights
+from stages.model.random_weights import RECIPE, write_byte_tokenizer, write_random_weights
 
 DEMO = ROOT / "models/demo"
 _HUB_PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
@@ -151,7 +151,7 @@ class RandomSource:
     directory: Path
 
     def identity(self) -> Mapping[str, Any]:
-        return {"kind": "random", "config": dict(self.raw_config)}
+        return {"kind": "random", "config": dict(self.raw_config), "recipe": RECIPE}
 
     def files(self) -> list[Path]:
         return []
@@ -161,7 +161,7 @@ class RandomSource:
 
     def fetch(self) -> Path:
         config = parse_config(self.raw_config, f"model=random:{self.name}")
-        wanted = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode()).hexdigest()
+        wanted = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         stamp = self.directory / "generated-from"
         if stamp.is_file() and stamp.read_text() == wanted:
             return self.directory
