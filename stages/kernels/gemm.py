@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """`x` bf16 `[rows, cols]`, `weight` bf16 `[out_cols, cols]` -> bf16 `[rows, out_cols]`."""
-    return (x.astype(np.float32) @ weight.astype(np.float32).T).astype(bfloat16)
+    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(bfloat16)
 
 
 def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:

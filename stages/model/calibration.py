@@ -191,14 +191,15 @@ class _Layer:
 
 def _products(windows: Iterable[np.ndarray], executor: Executor) -> np.ndarray:
     """X^T X, f32 `[inputs, inputs]`, of rows X of all windows bf16 `[length, inputs]`; summed window by window."""
-    rows = [window.astype(np.float32) for window in windows]
+    rows = list(windows)
     width = rows[0].shape[1]
     products = np.zeros((width, width), np.float32)
 
     def add(first: int) -> None:
         last = first + _COLUMNS
-        for x in rows:
-            products[:last, first:last] += x[:, :last].T @ x[:, first:last]
+        for window in rows:
+            x = window[:, :last].astype(np.float32)
+            products[:last, first:last] += x.T @ x[:, first:]
         products[first:last, :last] = products[:last, first:last].T
 
     list(executor.map(add, range(0, width, _COLUMNS)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stages.weights.formats import Format
-from stages.weights.scales import inverse
+from stages.weights.scales import Grid, inverse
 
 DAMPING = 0.01
 """Of the mean of the diagonal, added to it: inputs that hardly ever differ from zero must not be steered by noise."""
@@ -25,6 +25,9 @@ _DESCENTS = 2
 
 _ROWS = 512
 """That are rounded at a time. Fixed, so that results do not depend on the number of threads."""
+
+_COLUMNS = 256
+"""Of products of inputs that are worked on at a time."""
 
 _BLOCK = 32
 """Inputs that are rounded between products of matrices."""
@@ -51,20 +54,45 @@ class Correction:
             np.einsum("ii->i", products)[-padding:] = DAMPING
         self.importance = np.diag(products).copy()
         self.order = np.argsort(-self.importance, kind="stable")
-        self.products = products[np.ix_(self.order, self.order)]
-        self.carried = _factor(self.products)
+        _arrange(products, self.order)
+        self.products = products
+        self.carried = _factor(products)
         self.carried /= np.diag(self.carried).copy()
+
+
+def _arrange(products: np.ndarray, order: np.ndarray) -> None:
+    """Rows and columns in that order, in place."""
+    for first in range(0, len(products), _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        products[some] = products[some][:, order]
+    for first in range(0, len(products), _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        products[:, some] = products[order, some]
 
 
 def _factor(products: np.ndarray) -> np.ndarray:
     """Upper triangular U with U U^T = products, which are damped further where rounding left them not positive."""
-    flipped, damping = products[::-1, ::-1], DAMPING
+    damping = DAMPING
     while True:
+        turned = products[::-1, ::-1].copy()
         try:
-            return np.linalg.cholesky(flipped)[::-1, ::-1]
+            _cholesky(turned)
+            return turned[::-1, ::-1]
         except np.linalg.LinAlgError:
             np.einsum("ii->i", products)[...] += np.float32(damping)
             damping *= 10
+
+
+def _cholesky(matrix: np.ndarray) -> None:
+    """L with L L^T = matrix, in its place, by blocks of columns (Golub and Van Loan 2013, section 4.2.6): the library's
+    would make two more matrices of that size. Raises LinAlgError where it is not positive."""
+    for first in range(0, len(matrix), _COLUMNS):
+        last = min(first + _COLUMNS, len(matrix))
+        columns = matrix[first:, first:last]
+        columns -= matrix[first:, :first] @ matrix[first:last, :first].T
+        columns[: last - first] = np.linalg.cholesky(columns[: last - first])
+        columns[last - first :] = np.linalg.solve(columns[: last - first], columns[last - first :].T).T
+        matrix[first:last, last:] = 0
 
 
 def quantise(form: Format, values: np.ndarray, correction: Correction, mapped: Mapped = map) -> np.ndarray:
@@ -79,8 +107,7 @@ def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction) -> np
     wide = np.pad(rows.astype(np.float32), ((0, 0), (0, inputs - rows.shape[1])))
     groups = wide.reshape(len(wide), -1, form.values)
     grid = form.grid(groups, correction.importance.reshape(-1, form.values))
-    scale, minimum = (each.T[order // form.values] for each in (grid.scale, grid.minimum))
-    rounding = _Rounding(wide.T[order], scale, minimum, grid.least, grid.most)
+    rounding = _Rounding(wide.T[order], order // form.values, grid)
     rounding.feed_back(correction.carried)
     for _ in range(_DESCENTS):
         rounding.descend(correction.products)
@@ -91,22 +118,23 @@ def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction) -> np
 
 @dataclass
 class _Rounding:
-    """`values` f32 on their way to `numbers`, `scale * number - minimum`; all are `[inputs, rows]`."""
+    """`values` f32 `[inputs, rows]` on their way to `numbers` of a grid, `group` says of which group each input is."""
 
     values: np.ndarray
-    scale: np.ndarray
-    minimum: np.ndarray
-    least: int
-    most: int
+    group: np.ndarray
+    grid: Grid
 
     def __post_init__(self) -> None:
-        self._over = inverse(self.scale)
+        self._scale, self._minimum = (np.ascontiguousarray(each.T) for each in (self.grid.scale, self.grid.minimum))
+        self._over = inverse(self._scale)
         self.numbers, self.errors = np.zeros_like(self.values), np.zeros_like(self.values)
 
     def _round(self, at: int, wanted: np.ndarray) -> None:
         """An input of all rows."""
-        self.numbers[at] = np.clip(np.rint((wanted + self.minimum[at]) * self._over[at]), self.least, self.most)
-        self.errors[at] = self.values[at] - (self.scale[at] * self.numbers[at] - self.minimum[at])
+        group, grid = self.group[at], self.grid
+        scale, minimum = self._scale[group], self._minimum[group]
+        self.numbers[at] = np.clip(np.rint((wanted + minimum) * self._over[group]), grid.least, grid.most)
+        self.errors[at] = self.values[at] - (scale * self.numbers[at] - minimum)
 
     def feed_back(self, carried: np.ndarray) -> None:
         for first in range(0, len(self.values), _BLOCK):
