@@ -65,6 +65,16 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+ODD_WIDTHS: dict[str, Any] = {
+    "hidden_size": 75,
+    "intermediate_size": 101,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "vocab_size": 331,
+}
+"""Changes to `CONFIG`: nothing is a multiple of a vector, a panel or a group."""
+
 
 def random_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights in float32 that leave no part of the model without effect on the logits."""

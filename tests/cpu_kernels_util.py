@@ -35,7 +35,7 @@ HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
 _NEEDED = {
     "avx512bf16": {
-        *("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"),
+        *("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"),
         *("avx2", "fma"),
     },
     "avx2": {"avx2", "fma"},

@@ -16,7 +16,7 @@ from stages.kernels import KV_FORMATS, format_kernel
 from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
-from tests.conftest import build, write_checkpoint
+from tests.conftest import ODD_WIDTHS, build, write_checkpoint
 from tests.cpu_kernels_util import BF16, Kernels, guarded, machine_isas, output
 
 THREADS = (1, 2, 3, 4)
@@ -164,15 +164,7 @@ def test_rows_of_norm_rotation_and_activation(teams: list[Kernels]) -> None:
 
 MODELS = {
     "": {"head_dim": 32, "max_position_embeddings": 700},
-    "odd": {
-        "hidden_size": 75,
-        "intermediate_size": 101,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "vocab_size": 331,
-        "max_position_embeddings": 700,
-    },
+    "odd": ODD_WIDTHS | {"max_position_embeddings": 700},
 }
 
 

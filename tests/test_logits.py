@@ -18,7 +18,7 @@ from llama_npu2 import load
 from stages.commands import transformers_model
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
-from tests.conftest import ROOT, build, write_checkpoint
+from tests.conftest import ODD_WIDTHS, ROOT, build, write_checkpoint
 
 pytestmark = pytest.mark.verify
 pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
@@ -42,14 +42,7 @@ CASES: dict[str, dict] = {
     "head_64_llama3": {"head_dim": 64, "rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "head_80_linear": {"head_dim": 80, "rope_scaling": LINEAR, "hidden_size": 160},
     "head_128": {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "odd_hidden": {
-        "hidden_size": 75,
-        "intermediate_size": 101,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "vocab_size": 331,
-    },
+    "odd_hidden": ODD_WIDTHS,
     "group_of_three": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
     "group_of_eight": {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 3},
     "wide": {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64},

@@ -35,18 +35,18 @@ def file_digests(path: Path) -> dict[str, str | int]:
     return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": sha256}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises UserError."""
+def read_json(path: Path, remedy: str = "run doit compile or copy the directory again") -> dict[str, Any]:
+    """A JSON file that holds an object. `remedy`: what to do if it does not. Raises UserError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: the checkpoint directory is incomplete, download it again") from None
+        raise UserError(f"{path} is missing: {remedy}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}): download it again") from None
+        raise UserError(f"{path} is not valid JSON ({error}): {remedy}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+        raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}: {remedy}")
     return value
 
 

@@ -19,6 +19,8 @@ from llama_npu2.errors import UserError
 from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
 
+_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
+
 
 def source_file(source: str) -> Path:
     """The C++ file of `<kernel set>/<stem>`."""
@@ -55,12 +57,16 @@ def write_objects(
 
 
 def run_compiler(command: Sequence[str], failed: str) -> None:
-    """Run a compiler or linker. A failure is one UserError: `failed` and the first line that says error."""
+    """Run a compiler or linker. A failure is one UserError: `failed` and what it complains of."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
-        lines = run.stderr.splitlines()
-        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
-        raise UserError(f"{failed}: {first.strip()}")
+        raise UserError(f"{failed}: {complaint(run.stderr)}")
+
+
+def complaint(output: str) -> str:
+    """Of all that a tool said, the first line about an error, or the first one at all."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next(filter(_ERROR.search, lines), lines[0] if lines else "no message")
 
 
 def compile_object(command: Sequence[str], source: Path, output: Path, failed: str) -> list[Path]:

@@ -225,7 +225,7 @@ def _random_source(shapes: str, artifacts: Path) -> RandomSource:
     elif Path(shapes).is_file():
         path = Path(shapes).resolve()
         stem = path.parent.name if path.name == "config.json" else path.stem
-        name, raw = f"random-{safe_name(stem)}", read_json(Path(shapes))
+        name, raw = f"random-{safe_name(stem)}", read_json(Path(shapes), "give a config.json")
     else:
         raise UserError(
             f"model=random:{shapes}: neither a known shape ({', '.join(sorted(PRESETS))}) nor a config.json file"

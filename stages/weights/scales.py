@@ -29,9 +29,8 @@ class Grid:
 
     def quantise(self, groups: np.ndarray) -> np.ndarray:
         """f32 `[rows, groups, group]` -> stored: the nearest of each value."""
-        scale, minimum = self.scale[..., None], self.minimum[..., None]
-        over = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-        return self.store(np.clip(np.rint((groups + minimum) * over), self.least, self.most))
+        shifted = groups + self.minimum[..., None]
+        return self.store(np.clip(np.rint(shifted * inverse(self.scale)[..., None]), self.least, self.most))
 
 
 def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray | None = None) -> np.ndarray:

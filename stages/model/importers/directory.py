@@ -29,6 +29,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
+REMEDY = "the checkpoint is incomplete or damaged, download it again"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -126,16 +128,16 @@ class Directory:
         found = self._tokenizer_files()
         for path in found:
             if path.suffix == ".json":
-                read_json(path)
+                read_json(path, REMEDY)
         return {path.name: path.read_bytes() for path in found}
 
 
 def _config(directory: Path) -> dict[str, Any]:
     """`config.json`, with what old tools wrote into a file beside it."""
     main, beside = (directory / name for name in CONFIG_FILES)
-    fields = read_json(main)
+    fields = read_json(main, REMEDY)
     if fields.get("quantization_config") is None and beside.is_file():
-        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside)}
+        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside, REMEDY)}
     return fields
 
 
@@ -158,7 +160,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, REMEDY).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map must be a non-empty object")
     for file in weight_map.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
+from stages.engine.objects import complaint
 from stages.targets.npu2.toolchain import aiebu_asm
 
 CONFIGURATION = "full_elf_config.json"
@@ -73,7 +74,6 @@ def rename(made: Path, function: str, elf: Path, name: str) -> tuple[str, str]:
         return STOCK, f"aiebu-asm: {error}"
     content = renamed.read_bytes() if renamed.is_file() else b""
     if run.returncode or not content.startswith(b"\x7fELF") or mangled(name) not in content:
-        said = next(iter((run.stderr + run.stdout).strip().splitlines()), "no message")
-        return STOCK, f"aiebu-asm ended with {run.returncode}: {said[:200]}"
+        return STOCK, f"aiebu-asm ended with {run.returncode}: {complaint(run.stderr + run.stdout)[:200]}"
     renamed.replace(elf)
     return name, ""

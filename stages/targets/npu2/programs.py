@@ -19,7 +19,7 @@ from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
 from stages.engine.files import read_json, write_atomic, write_json
-from stages.engine.objects import linked
+from stages.engine.objects import complaint, linked
 from stages.targets.npu2.kernel_name import instructions, kernel_name, rename
 from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
@@ -41,7 +41,6 @@ INTERMEDIATE = "air_project"
 ELF = "out.elf"
 MODULE = "air.mlir"
 
-_ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 _UNIT = re.compile(r"(?:aie\.device\([^)]*\)|air\.segment|air\.herd|air\.launch)\s+@(\w+)")
 
 
@@ -208,19 +207,19 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: 
     """What went wrong, in the tool's own words where it has any; None if the ELF is there and whole."""
     if status is None:
         return f"aircc was stopped after {time_limit} s"
-    error = first_error(log)
+    # Without directories.
+    error = re.sub(r"[\w.+-]*/(?=\S)", "", complaint(log))[:400]
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
-        said = f": {error}" if error else ""
-        return f"aircc crashed ({signal.Signals(-status).name}){said}: try again, or grouping=separate"
+        return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or grouping=separate"
     if status:
-        return f"aircc: {error or 'no message'}{_unit(job, error, scratch)}"
+        return f"aircc: {error}{_unit(job, error, scratch)}"
     elf = scratch / ELF
     if not elf.is_file() or elf.stat().st_size == 0:
-        return f"aircc made no ELF, though it reports success: {error or 'no message'}"
+        return f"aircc made no ELF, though it reports success: {error}"
     if not has_instance(elf.read_bytes(), job.function):
-        return f"aircc made an ELF without the program {job.function}: {error or 'no message'}"
+        return f"aircc made an ELF without the program {job.function}: {error}"
     if "Error generating NPU instructions" in log:
         return f"aircc made an ELF without instructions: {error}"
     return None
@@ -229,12 +228,6 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: 
 def has_instance(elf: bytes, function: str) -> bool:
     """Whether these are bytes of an ELF that has a symbol of this name."""
     return elf.startswith(b"\x7fELF") and b"\0" + function.encode() + b"\0" in elf
-
-
-def first_error(log: str) -> str:
-    """The first line in which a tool says what is wrong, without directories; "" if there is none."""
-    line = next((line for line in log.splitlines() if _ERROR.search(line)), "")
-    return re.sub(r"[\w.+-]*/(?=\S)", "", line.strip())[:400]
 
 
 def _unit(job: Job, error: str, scratch: Path) -> str:
