@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stages.commands.tasks import command, group, report_complete, selftest, step
+from stages.commands.tasks import command, group, quality, report_complete, selftest, step
 from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
 
 
@@ -91,6 +91,11 @@ def task_profile():
 def task_verify():
     """Compare greedy decoding with transformers in bf16, token by token."""
     return command("verify")
+
+
+def task_quality():
+    """Compare what formats of weights lose, all or weights=..., beside llama.cpp's files with peers=llama.cpp."""
+    return quality()
 
 
 def task_doctor():

@@ -15,7 +15,13 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import load
 from llama_npu2.trace import TracedCall
+from stages.commands import quality
+from stages.commands.options import parse_options
+from stages.graph import Build
 from stages.model import calibration
+from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import Checkpoint
+from stages.model.policy import parse_policy
 from stages.model.sources import LocalSource
 from stages.weights import feedback
 from stages.weights.formats import formats
@@ -147,6 +153,18 @@ def test_activations_are_those_of_the_runtime(made: Path) -> None:
         assert np.sqrt(np.square(ours - left).mean()) < 0.02 * left.std()
 
 
+def test_quality_is_that_of_what_is_packed(model: Path, made: Path) -> None:
+    """The same values and bits, calibrated ones included, though nothing is packed for it."""
+    text = model.with_name("text.txt")
+    given = {"model": model, "artifacts": made.parents[1], "weights": "int4", "calibrate": text, "target": "cpu"}
+    wanted = Build(parse_options({name: str(value) for name, value in given.items()}))
+    (ours,) = quality._ours(wanted, Checkpoint.open(model), [parse_policy("int4")])
+    packed = ArtifactWeights(made)
+    assert (ours.name, ours.bits) == ("int4, calibrated", packed.bits)
+    for name in packed.shapes:
+        np.testing.assert_array_equal(ours.values(name), packed.values(name))
+
+
 def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path) -> None:
     source = LocalSource("small", model)
     for threads in (1, 3):
@@ -186,7 +204,5 @@ def test_the_manifest_says_which_text(made: Path) -> None:
 
 
 def test_the_texts_have_no_line_in_common() -> None:
-    from stages.commands.verify import TEXT as EVALUATION
-
-    lines = [set(path.read_text().splitlines()) for path in (EVALUATION, calibration.TEXT)]
+    lines = [set(path.read_text().splitlines()) for path in (quality.TEXT, calibration.TEXT)]
     assert all(lines) and not lines[0] & lines[1]

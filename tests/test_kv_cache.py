@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from ml_dtypes import bfloat16
 from llama_npu2 import load
 from llama_npu2.bench import Bench, Ours
 from llama_npu2.errors import UserError
+from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import Checkpoint
 from stages.model.families import parse_config
 from stages.model.parts import part
 from stages.model.plan import make_plan

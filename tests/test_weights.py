@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +19,14 @@ from stages.model.parts import layer_part, part
 from stages.model.plan import make_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.targets import targets
-from tests.conftest import CONFIG, build, doit, write_checkpoint
+from tests.conftest import CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
 
 CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8", "int4,w_down.1=int8,wk.0=bf16"]
 
 SHAPES: dict[str, dict] = {
     "gqa": {},
     "untied": {"tie_word_embeddings": False, "vocab_size": 257},
-    "odd_hidden": {
-        "hidden_size": 75,
-        "intermediate_size": 101,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "vocab_size": 331,
-    },
+    "odd_hidden": ODD_WIDTHS,
 }
 
 
@@ -128,22 +120,13 @@ def test_targets_without_kernels_refuse() -> None:
     assert run.returncode != 0 and "target npu2-sim has one program for all layers: leave out" in run.stderr
 
 
-class _Encoder:
-    """As much of a model as cutting a text needs."""
-
-    context_length = 100
-
-    def encode(self, text: str, raw: bool) -> list[int]:
-        return list(text.encode())
-
-
 def test_a_text_is_cut_into_windows() -> None:
-    llm: Any = _Encoder()
-    assert [len(window) for window in quality.windows(llm, "x" * 350, 16)] == [100, 100, 100]
-    assert quality.windows(llm, "abcdef", 2, longest=2) == [[97, 98], [99, 100]]
-    assert quality.windows(llm, "abc", 4) == [[97, 98, 99]]
+    assert [len(window) for window in quality.windows(range(350), 16, 100)] == [100, 100, 100]
+    assert [len(window) for window in quality.windows(range(600), 16, 4096)] == [256, 256]
+    assert quality.windows(range(6), 2, 2) == [[0, 1], [2, 3]]
+    assert quality.windows(range(3), 4, 100) == [[0, 1, 2]]
     with pytest.raises(UserError, match="text=: 1 tokens are no text"):
-        quality.windows(llm, "a", 4)
+        quality.windows([7], 4, 100)
 
 
 def test_divergence_is_that_of_the_definition() -> None:

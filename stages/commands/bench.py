@@ -11,9 +11,7 @@ from pathlib import Path
 from llama_npu2 import Llama
 from llama_npu2.bench import Result, run_bench
 from stages.commands import quality, transformers_model, verify
-from stages.commands.peers import AS_IT_IS, Peer, entrants, open_peers
-from stages.engine.files import content_digest
-from stages.engine.places import CHECKPOINT
+from stages.commands.peers import AS_IT_IS, Peer, conversions, entrants, open_peers
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import GgufSource
@@ -23,8 +21,7 @@ def run(build: Build) -> None:
     options = build.options
     as_it_is = isinstance(build.source, GgufSource) and not options.weights
     weights = AS_IT_IS if as_it_is else build.policy.matrices
-    cache = build.artifacts / ".cache/gguf" / content_digest(build.directory / CHECKPOINT)
-    found = entrants(options.peer_list(), weights, build.source, cache)
+    found = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
     peers = partial(open_peers, found, options.threads or len(os.sched_getaffinity(0)))
     more = {"more": partial(losses, build)} if options.full else {}
     run_bench(str(build.directory_as_given), options.threads, options.repeats, options.json, peers, **more)
@@ -33,7 +30,7 @@ def run(build: Build) -> None:
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
     """Rows about the quality of all, each against the checkpoint in float32. Raises UserError."""
     source = Checkpoint.open(build.source.fetch())
-    text = Path(build.options.text) if build.options.text else verify.TEXT
+    text = Path(build.options.text) if build.options.text else quality.TEXT
     parts = verify.windows(llm, text, full=True)
     exact = list(transformers_model.logits(source, source.tensor, parts))
     ours = quality.measure((quality.artifact_logits(llm, ids) for ids in parts), exact, parts)

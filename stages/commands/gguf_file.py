@@ -87,6 +87,12 @@ def token_bytes(path: Path, config: Config) -> int:
     return sum(values // kind.values * kind.bytes for kind, values in kinds)
 
 
+def bits(path: Path) -> float:
+    """Of a weight of a matrix, on average."""
+    matrices = [(TYPES[held.type], prod(held.shape)) for held in Header(path).tensors.values() if len(held.shape) == 2]
+    return 8 * sum(values // kind.values * kind.bytes for kind, values in matrices) / sum(n for _, n in matrices)
+
+
 def _describe(writer: Any, config: Config) -> None:
     import gguf
 

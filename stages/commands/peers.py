@@ -28,7 +28,8 @@ from llama_npu2.errors import UserError
 from llama_npu2.llama import Llama
 from stages.commands import gguf_file
 from stages.commands.transformers_model import load_transformers
-from stages.engine.places import ROOT, python_environment
+from stages.engine.files import content_digest
+from stages.engine.places import CHECKPOINT, ROOT, python_environment
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
@@ -229,10 +230,14 @@ def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterato
         yield peers
 
 
+def conversions(artifacts: Path, directory: Path) -> Path:
+    """Where those of an artifact directory's checkpoint are or go, but for the end of the name."""
+    return artifacts / ".cache/gguf" / content_digest(directory / CHECKPOINT)
+
+
 def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) -> list[Entrant]:
     """The named programs on the checkpoint of `source`, each in its formats that are nearest to `weights`, one of ours
-    or `AS_IT_IS`. `cache`: where conversions are or go, but for the end of the name. Raises UserError.
-    """
+    or `AS_IT_IS`. `cache`: see `conversions`. Raises UserError."""
     for name in names:
         program = _PROGRAMS[name]
         if missing := [package for package in program.packages if not importlib.util.find_spec(package)]:

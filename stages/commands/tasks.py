@@ -45,6 +45,12 @@ def command(name: str, built: bool = True) -> Task:
     return command_task(partial(_run, name), [_build.finish] if built else [], ["manifest"] if built else [])
 
 
+def quality() -> Task:
+    """The comparison of formats as a doit task: it needs no programs."""
+    needs = ["tokenizer", *(["calibration"] if _build.calibration else [])]
+    return command_task(partial(_run, "quality"), [], needs)
+
+
 def selftest() -> Task:
     """The ladder as a doit task: it uses its own programs, and a model's."""
     needs = ["manifest", "probe:manifest"] if _probes.suit else []

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from doit.exceptions import TaskFailed
 
-from llama_npu2 import Llama, UserError, load
+from llama_npu2 import Llama, load
 from llama_npu2.manifest import Manifest
 from llama_npu2.table import Column, Table
 from stages.commands import quality, transformers_model
-from stages.engine.files import file_digests, first_line, write_atomic
+from stages.engine.files import file_digests, write_atomic
 from stages.graph import Build
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
@@ -39,8 +39,6 @@ ROUNDED_ROWS = 64
 EXACT_WINDOWS = 2
 """Windows of the text that logits are compared on."""
 SIMULATED_TOKENS = 24
-TEXT = Path(__file__).with_name("evaluation.txt")
-"""Questions, facts and short stories, written for this project."""
 VERIFIED = "verified.json"
 
 PROMPTS = (
@@ -94,12 +92,12 @@ class Comparison:
 def run(build: Build) -> TaskFailed | None:
     """`doit verify`: two prompts and some of the text, or with full=1 all."""
     options = build.options
-    text = Path(options.text) if options.text else TEXT
+    text = Path(options.text) if options.text else quality.TEXT
     passed = verify(build.directory, build.source.fetch(), options.full, text, options.threads)
     return None if passed else TaskFailed("verify: the runtime and transformers disagree, see above")
 
 
-def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = TEXT, threads: int = 0) -> bool:
+def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = quality.TEXT, threads: int = 0) -> bool:
     """Compare, print, record; returns whether the runtime is right. Raises UserError."""
     source = Checkpoint.open(checkpoint)
     weights = ArtifactWeights(directory)
@@ -121,13 +119,10 @@ def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = T
 
 def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
     """What is read of a text: little by the simulator, which takes its time. Raises UserError."""
-    try:
-        read = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"text={text}: {first_line(error)}: give a text file") from None
+    ids = llm.encode(quality.read_text(text), raw=True)
     if llm.manifest.target["device"] == "sim":
-        return quality.windows(llm, read, 1, SIMULATED_TOKENS)
-    return quality.windows(llm, read, quality.ALL_WINDOWS if full else quality.WINDOWS)
+        return quality.windows(ids, 1, SIMULATED_TOKENS)
+    return quality.windows(ids, quality.ALL_WINDOWS if full else quality.WINDOWS, llm.context_length)
 
 
 def _record(

@@ -111,7 +111,7 @@ BF16 = Policy()
 def parse_policy(text: str, kv: str = "bf16") -> Policy:
     """What `weights=` says, bf16 where that is nothing, and `kv=`. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
-    _known("weights", matrices, _matrix_formats())
+    _known("weights", matrices, matrix_formats())
     exceptions: dict[str, str] = {}
     for part in rest:
         slot, _, name = part.partition("=")
@@ -119,7 +119,7 @@ def parse_policy(text: str, kv: str = "bf16") -> Policy:
         _known(f"weights={text}", named, _slots())
         if layers and not (named in _layer_slots() and all(map(_is_layer, layers))):
             raise UserError(f"weights={text}: {slot}: weights of layers are named as in w_down.0.1")
-        _known(f"weights={text}", name, _matrix_formats())
+        _known(f"weights={text}", name, matrix_formats())
         exceptions |= {f"{named}.{int(layer)}": name for layer in layers} or {named: name}
     return Policy(matrices, exceptions, kv)
 
@@ -153,7 +153,7 @@ def _most(found: Iterable[str]) -> str:
     return Counter(found).most_common(1)[0][0]
 
 
-def _matrix_formats() -> list[str]:
+def matrix_formats() -> list[str]:
     """bf16, and what has panels besides it."""
     return sorted(f.name for f in formats().values() if "panels" in f.layouts)
 
