@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,14 @@ from stages.model import families
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
+from stages.targets.cpu.toolchain import host_compiler
 
 ROOT = Path(__file__).parents[1]
+
+if compiler := host_compiler():
+    # Warnings are errors in all that is compiled here, by the command lines that tests run as well.
+    os.environ["CXX"] = shlex.join([*compiler, "-Werror"])
+    host_compiler.cache_clear()
 
 LEFT_OUT = {
     "slow": "takes minutes: pytest -m slow",
@@ -162,7 +169,7 @@ def library(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
     shared.mkdir(exist_ok=True)
     with FileLock(shared / "lock"):
         made = shared / "kernels.so"
-        made = made if made.exists() else build(shared)
+        made = made if made.exists() else build(shared, artifacts / ".cache/objects")
     return Path(shutil.copy(made, tmp_path_factory.mktemp("cpu_kernels")))
 
 

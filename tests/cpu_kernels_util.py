@@ -20,13 +20,12 @@ from stages.engine.objects import compile_object
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
-from stages.targets.cpu.objects import compile_host
+from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.weights.formats import formats
 
 CPU = SOURCES / "cpu"
-STRICT = (*FLAGS, "-Werror")
 BF16 = ml_dtypes.bfloat16
 U = 2.0**-8  # unit roundoff of bf16
 U32 = 2.0**-24  # unit roundoff of f32
@@ -88,14 +87,14 @@ def _entry(kernel: Kernel) -> str:
     return f"{head} {{ ::{kernel.name}({', '.join([*arguments, '*w'])}); }}"
 
 
-def build(directory: Path) -> Path:
-    """One shared object with all kernels, the team and the glue, compiled as a build does it, without a warning."""
+def build(directory: Path, cache: Path) -> Path:
+    """One shared object with all kernels and the team, whose objects are those of builds, and the glue."""
     (directory / "glue.cc").write_text(glue())
-    sources = [*sorted(CPU.glob("*.cc")), directory / "glue.cc"]
-    objects = [directory / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        declared = [prototypes_of(source.stem) for source in sources]
-        list(pool.map(lambda *each: compile_host(*each, STRICT), sources, objects, declared))
+        made = pool.map(
+            lambda source: host_object(source, cache, prototypes_of(source.stem)).path, sorted(CPU.glob("*.cc"))
+        )
+        objects = [*made, build_object(directory / "glue.cc", directory / "glue.o")]
     return link(objects, directory / "kernels.so")
 
 

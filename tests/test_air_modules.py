@@ -14,6 +14,7 @@ from stages.air.access import accesses
 from stages.air.analysis import launches, trip_count
 from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
+from stages.model.config import Config
 from stages.model.parts import Slot
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
@@ -74,15 +75,20 @@ def test_decode_joins_a_layer_with_the_next() -> None:
     assert all(names == ["w_vocab", "normed", "logits"] for names in partitions) and settling == ["logits"]
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_program_is_even(model: str, grouping: str) -> None:
+@pytest.fixture(scope="module", params=[(model, grouping) for model in MODELS for grouping in GROUPINGS], ids="-".join)
+def modules(request: pytest.FixtureRequest) -> tuple[Config, list[Module]]:
+    """A model and its modules in a grouping, for all buckets. Not to be changed by a test."""
+    model, grouping = request.param
+    config = MODELS[model]
+    return config, [build_module(program, config.dimensions()) for program in device_programs(grouping, *BUCKETS)]
+
+
+def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
     """In resets of the array: else its second dispatch begins with the image that its first one ended on, which is not
     loaded again. In steps of every core."""
-    for program in device_programs(grouping, *BUCKETS):
-        built = build_module(program, MODELS[model].dimensions())
-        assert len(built.air.launches) % 2 == 0, program.name
-        assert all(limits.steady(steps) for steps in core_steps(built.air)), program.name
+    for built in modules[1]:
+        assert len(built.air.launches) % 2 == 0, built.program.name
+        assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
 
 
 def test_where_cores_are_told_their_step_no_two_share_descriptors() -> None:
@@ -167,11 +173,8 @@ def declarations(made: air.AirModule) -> list[func.FuncOp]:
     return [op for op in made.module.body.block.ops if isinstance(op, func.FuncOp) and op.is_declaration]
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_maps_with_distinct_symbols(model: str, grouping: str) -> None:
-    for program in device_programs(grouping):
-        built = build_module(program, MODELS[model].dimensions())
+def test_every_model_maps_with_distinct_symbols(modules: tuple[Config, list[Module]]) -> None:
+    for built in modules[1]:
         declared = declarations(built.air)
         levels = [op for op in built.air.module.walk() if isinstance(op, SegmentOp | HerdOp | ChannelOp)]
         names = [op.sym_name.data for op in (*declared, *levels, built.air.function)]  # type: ignore[union-attr]
@@ -185,16 +188,16 @@ def test_every_model_maps_with_distinct_symbols(model: str, grouping: str) -> No
             assert {symbols[op.callee.string_value()] for op in calls} == linked
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("bucket", BUCKETS)
-def test_prefill_slots_follow_the_bucket_and_weights_do_not(model: str, bucket: int) -> None:
-    dims = MODELS[model].dimensions()
-    layer = module("prefill_layer", "fused", model, bucket)
-    slots = described(layer)
-    assert slots["kv"]["shape"] == [bucket, 2 * dims["kv_dim"]]
-    assert slots["lut_q"]["shape"] == [bucket, dims["head_dim"]] and slots["lut_q"]["dtype"] == "f32"
-    assert slots["w_down"]["shape"] == [dims["emb"], dims["ffn"]] and layout(layer.program, "w_down") == "blocks"
-    assert layout(layer.program, "norm_w") == "plain"
+def test_prefill_slots_follow_the_bucket_and_weights_do_not(modules: tuple[Config, list[Module]]) -> None:
+    dims = modules[0].dimensions()
+    layers = [built for built in modules[1] if built.program.entry == "prefill_layer"]
+    assert [layer.program.bucket for layer in layers] in ([], list(BUCKETS))
+    for layer in layers:
+        bucket, slots = layer.program.bucket, described(layer)
+        assert slots["kv"]["shape"] == [bucket, 2 * dims["kv_dim"]]
+        assert slots["lut_q"]["shape"] == [bucket, dims["head_dim"]] and slots["lut_q"]["dtype"] == "f32"
+        assert slots["w_down"]["shape"] == [dims["emb"], dims["ffn"]] and layout(layer.program, "w_down") == "blocks"
+        assert layout(layer.program, "norm_w") == "plain"
 
 
 def test_prefill_and_decode_share_one_copy_of_the_weights() -> None:

@@ -15,7 +15,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from stages.commands import transformers_model
+from stages.commands import quality, transformers_model
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from tests.conftest import ODD_WIDTHS, ROOT, build, write_checkpoint
@@ -170,10 +170,12 @@ def test_one_layer_at_a_time_is_the_whole_model(tied: bool, tmp_path: Path) -> N
     assert sorted(asked) == sorted(families.tensors(checkpoint.config))
 
 
-def test_verify_passes_on_the_demo(demo: Path) -> None:
+def test_verify_passes_on_the_demo(demo: Path, tmp_path: Path) -> None:
     from stages.commands.verify import PROMPTS, VERIFIED, verify
 
-    assert verify(demo, Path("models/demo"), full=True)
+    text = tmp_path / "text"
+    text.write_text(quality.TEXT.read_text()[:3000])
+    assert verify(demo, Path("models/demo"), full=True, text=text)
     found = json.loads((demo / VERIFIED).read_text())
     assert found["passed"] and found["bits"] == 16
     kinds = [result["kind"] for result in found["results"]]

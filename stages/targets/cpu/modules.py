@@ -99,7 +99,7 @@ def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float]) -> str:
 def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
     """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it."""
     index = {slot.name: i for i, slot in enumerate(part.slots)}
-    lines = [f'extern "C" void {part.name}(void *const *slots, const Dims *dims, Worker *worker) {{']
+    lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
     written: set[str] = set()
     read: set[str] = set()
     for launch in fuse(part):
