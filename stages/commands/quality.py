@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -164,10 +163,12 @@ def run(build: Build) -> None:
     parts = windows(ids, ALL_WINDOWS if options.full else WINDOWS, source.config.max_seq)
     chosen = [options.weights] if options.weights else [name for name in matrix_formats() if name != "bf16"]
     policies = [parse_policy(text) for text in chosen]
+    # All of them at first, so that what cannot be had is refused at once.
+    compared = [*_ours(build, source, policies), *_peers(build, policies)]
     exact, found = list(transformers_model.logits(source, source.tensor, parts)), []
     if not options.json:
         print(f"against the checkpoint in float32, {sum(map(len, parts))} tokens\n{TABLE.header()}", flush=True)
-    for each in chain(_ours(build, source, policies), _peers(build, policies)):
+    for each in compared:
         lost = measure(transformers_model.logits(source, each.values, parts), exact, parts)
         found.append({"weights": each.name, "bits": each.bits} | asdict(lost))
         if not options.json:
