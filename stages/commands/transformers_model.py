@@ -106,14 +106,16 @@ def rounding_cache(kv: str) -> Any:
     of the model's dtype; with bf16, none but its own."""
     if kv == "bf16":
         return None
-    torch, transformers = _packages()
+    torch, _ = _packages()
+    from transformers import DynamicCache
+
     form = formats()[KV_FORMATS[kv]]
 
     def rounded(states: Any) -> Any:
         stored = form.quantise(states.float().numpy())
         return torch.from_numpy(form.dequantise(stored, states.shape[-1])).to(states.dtype)
 
-    class Rounding(transformers.DynamicCache):  # type: ignore[misc]
+    class Rounding(DynamicCache):
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
 
