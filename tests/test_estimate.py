@@ -36,7 +36,7 @@ from stages.estimate.work import (
     multiply,
     spend,
 )
-from stages.kernels import Cost, flash_attention, gemm, gemv, kernels, rms_norm, rope
+from stages.kernels import Cost, flash_attention, gemm, gemv, grouped_gemv, kernels, rms_norm, rope
 from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
@@ -345,6 +345,17 @@ def test_costs_are_what_the_tile_functions_do(
         count(variant, "fa_init", [arguments[2], arguments[4], arguments[5]], work)
         count(variant, function, [arguments[0], 0, *arguments[2:]], work)
     assert math.isclose(count(variant, function, arguments, work), expected, rel_tol=0.02), function
+
+
+def test_cores_are_loaded_while_they_pay() -> None:
+    """The tiling's price of a core is the estimate's."""
+    seconds = MACHINE.configuration_core_us * 1e-6
+    assert grouped_gemv.LOAD_OPERATIONS == round(seconds * MACHINE.hertz / MACHINE.vector_cycles)
+    cores = []
+    for rows in (64, 512, 2048, 16384):
+        tiling = kernels()["int4_gemv"].tiling({"out_cols": rows, "cols": 2048})  # type: ignore[misc]
+        cores.append(tiling.columns * tiling.herd_rows)
+    assert cores == sorted(cores) and cores[0] <= 2 and cores[-1] == 32
 
 
 # reports

@@ -71,8 +71,8 @@ def _macros(found: Cut) -> dict[str, int]:
 
 
 def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = "bf16") -> Tiling:
-    """As many columns as have panels, since each is a stream, and two or more rows of cores where that is possible.
-    `cut`: of the weight's format. Logits, which are f32, have as many rows as fill the array."""
+    """So many cores that loading another takes longer than what it saves. `cut`: of the weight's format. Logits, which
+    are f32, have as many rows as fill the array."""
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     found = cut(out_cols if dtype == "bf16" else padded(out_cols), cols)
@@ -84,8 +84,23 @@ def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = 
         if _fits_l2(found, rows, dtype)
     ]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(herds)))
-    columns, rows = max(herds, key=lambda herd: (herd[0] * min(herd[1], 2), *herd))
-    return Tiling(found, out_cols, cols, dtype, columns, rows)
+    return min((Tiling(found, out_cols, cols, dtype, *herd) for herd in herds), key=_operations)
+
+
+LOAD_OPERATIONS = 4320
+"""Vector operations in the time in which a core is loaded: 6 us of 2.5 cycles each, at 1.8 GHz
+(`stages.estimate.constants`)."""
+
+_BYTES = 10
+"""That a column's stream brings in the time of one: 4 in a cycle."""
+
+
+def _operations(p: Tiling) -> float:
+    """What a launch takes, in vector operations: loading its cores, one after the other, and in each step what is
+    longer, the products of a panel or its column's stream."""
+    products = p.cut.chunks * p.costs["grouped_gemv_step"].vectors
+    stream = p.herd_rows * p.cut.panel_bytes / _BYTES
+    return p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * max(products, stream)
 
 
 def _fits_l2(found: Cut, rows: int, dtype: str) -> bool:
