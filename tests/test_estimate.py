@@ -350,7 +350,7 @@ def test_costs_are_what_the_tile_functions_do(
 def test_cores_are_loaded_while_they_pay() -> None:
     """The tiling's price of a core is the estimate's."""
     seconds = MACHINE.configuration_core_us * 1e-6
-    assert grouped_gemv.LOAD_OPERATIONS == round(seconds * MACHINE.hertz / MACHINE.vector_cycles)
+    assert round(seconds * MACHINE.hertz / MACHINE.vector_cycles) == grouped_gemv.LOAD_OPERATIONS
     cores = []
     for rows in (64, 512, 2048, 16384):
         tiling = kernels()["int4_gemv"].tiling({"out_cols": rows, "cols": 2048})  # type: ignore[misc]
