@@ -8,10 +8,17 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.errors import UserError
 from stages.air import limits
+from stages.air.checks import check
+from stages.kernels import grouped_gemv
 from stages.kernels import kernels as all_kernels
+from stages.model.grouping import programs
+from stages.model.policy import parse_policy
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.modules import build_module
 from stages.weights.formats import Format, formats, int4, int6, int8
 from stages.weights.lanes import PADDED_ROWS, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
+from tests.npu_shapes import JUDGED
 from tests.test_sim_kernels import ULP, assert_close, empty, execute
 
 FORMATS = [form for form in formats().values() if form.cut is not None]
@@ -49,6 +56,21 @@ def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
     if cols >= 2048:
         bits = {"int4": 4.5, "int6": 6.25, "int8": 8.5}[form.name]
         assert 8 * found.panel_bytes / found.lanes / cols <= 1.03 * bits
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b"])
+def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
+    """Every program of a token, as the checks of the simulator have it."""
+    found = programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights))
+    for program in (each for each in found if not each.host and each.bucket is None):
+        module = build_module(program, JUDGED[name].dimensions())
+        check(module.air.module)
+        products = [tiling for tiling in module.tilings if isinstance(tiling, grouped_gemv.Tiling)]
+        assert products
+        for tiling in products:
+            cores = tiling.columns * tiling.herd_rows
+            assert tiling.steps == 1 or cores == 1 or cores > 4, "the compiler makes one column of it, which hangs"
 
 
 @pytest.mark.parametrize("rows", [8, 24])
