@@ -91,14 +91,6 @@ struct Bytes {
     }
 };
 
-INLINE float f16_to_float(uint16_t half) {
-    const uint32_t magnitude = half & 0x7fff, bits = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u);
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    if (magnitude < 0x400) value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;  // subnormal: 2^-24 each
-    return half & 0x8000 ? -value : value;
-}
-
 INLINE f32v load_u8(const uint8_t *p) {
 #if ISA_LANES == 16
     return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));

@@ -10,12 +10,6 @@ constexpr int64_t group_inputs = LAYOUT_GROUP, most_lanes = LAYOUT_LANES, edge =
 static_assert(most_lanes == 32, "the upper bits of a vector of numbers lie above those of the one before");
 static_assert(edge * sizeof(bf16) == 16, "a row of a block is half of the smallest vector");
 
-// f16 -> f32, exact: a number of ten bits at a place that the exponent says.
-inline float of_half(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, number = bits & 1023;
-    return exponent ? ldexpf(static_cast<float>(number + 1024), exponent - 25) : ldexpf(static_cast<float>(number), -24);
-}
-
 template <int Bits, int Factors>
 struct Lanes {
     static constexpr int zero = Bits == 6 ? 32 : 0;
@@ -60,7 +54,7 @@ private:
         if (Factors) return scales[lane] * factor(chunk, lane);
         uint16_t bits;
         memcpy(&bits, scales + 2 * lane, sizeof bits);
-        return of_half(bits);
+        return f16_to_float(bits);
     }
 
     // As they lie, [GROUP * lanes], with their sign.

@@ -38,6 +38,15 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 
+// f16 -> f32, exact.
+INLINE float f16_to_float(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fff, bits = (magnitude << 13) + (magnitude < 0x7c00 ? 0x38000000u : 0x70000000u);
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    if (magnitude < 0x400) value = static_cast<float>(magnitude) * 5.9604644775390625e-08f;  // subnormal: 2^-24 each
+    return half & 0x8000 ? -value : value;
+}
+
 INLINE u32v widen(u16v x) {
 #if ISA_LANES == 16
     return (u32v)_mm512_cvtepu16_epi32((__m256i)x);
