@@ -18,7 +18,7 @@ from stages.targets.npu2.modules import build_module
 from stages.weights.formats import Format, formats, int4, int6, int8
 from stages.weights.lanes import PADDED_ROWS, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
-from tests.npu_shapes import JUDGED
+from tests.npu_shapes import JUDGED, model
 from tests.test_sim_kernels import ULP, assert_close, empty, execute
 
 FORMATS = [form for form in formats().values() if form.cut is not None]
@@ -59,12 +59,13 @@ def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
-@pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b", "wide"])
 def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
     """Every program of a token, as the checks of the simulator have it."""
     found = programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights))
     for program in (each for each in found if not each.host and each.bucket is None):
-        module = build_module(program, JUDGED[name].dimensions())
+        config = model(200064, 5120, 13824, 40, 40, 128) if name == "wide" else JUDGED[name]
+        module = build_module(program, config.dimensions())
         check(module.air.module)
         products = [tiling for tiling in module.tilings if isinstance(tiling, grouped_gemv.Tiling)]
         assert products

@@ -80,17 +80,20 @@ def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = 
         (columns, rows)
         for columns in range(limits.COLUMNS, 0, -1)
         for rows in range(limits.ROWS, 0, -1)
-        if found.panels % (columns * rows) == 0 and _runs(columns * rows, found.panels // (columns * rows))
-        if _fits_l2(found, rows, dtype)
+        if found.panels % (columns * rows) == 0
     ]
-    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(herds)))
-    return min((Tiling(found, out_cols, cols, dtype, *herd) for herd in herds), key=_operations)
+    tilings = [Tiling(found, out_cols, cols, dtype, *herd) for herd in herds]
+    tilings = [p for p in tilings if _runs(p.columns * p.herd_rows, p.steps)]
+    limits.first(what, f"tasks of at most {limits.RUNS} runs", range(len(tilings)))
+    tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
+    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(tilings)))
+    return min(tilings, key=_operations)
 
 
 def _runs(cores: int, steps: int) -> bool:
     """Whether the compiler makes something of it that ends. It puts herds of two to four cores into one column, and
     then a second step never comes (mlir-air of 2026-05-08; found by running the locks of what it made)."""
-    return limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
+    return steps <= limits.RUNS and limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
 
 
 LOAD_OPERATIONS = 4320
@@ -109,9 +112,10 @@ def _operations(p: Tiling) -> float:
     return p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * max(products, stream)
 
 
-def _fits_l2(found: Cut, rows: int, dtype: str) -> bool:
-    element = F32 if dtype == "f32" else BF16
-    return 2 * rows * (found.panel_bytes + found.lanes * element) <= limits.L2_BYTES
+def _l2(p: Tiling) -> int:
+    """Bytes of the panels and outputs of a column, as often as the compiler copies what a loop of so many steps fills."""
+    element = F32 if p.dtype == "f32" else BF16
+    return limits.copies(p.steps) * p.herd_rows * (p.cut.panel_bytes + p.cut.lanes * element)
 
 
 def build(tiling: Tiling) -> AirModule:

@@ -112,7 +112,8 @@ def programs(family: str, grouping: Grouping, buckets: Sequence[int] = (), polic
     TypeError where a group cannot be one program: it would need other slots at another place.
     """
     joined: dict[str, Program] = {}
-    layers = max(_LAYERS, policy.layers)
+    # One behind those that it names, which is like all others.
+    layers = max(_LAYERS, policy.layers + 1)
     for chain in (grouping.prompt, grouping.token):
         calls = list(cover(chained(family, chain, layers, policy), grouping.groups))
         for position, (group, placed) in enumerate(calls):
