@@ -72,6 +72,7 @@ def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
         for tiling in products:
             cores = tiling.columns * tiling.herd_rows
             assert tiling.steps == 1 or cores == 1 or cores > 4, "the compiler makes one column of it, which hangs"
+            assert sum(tiling.launches) == tiling.steps and max(tiling.launches) <= limits.RUNS
 
 
 @pytest.mark.parametrize("rows", [8, 24])
@@ -169,6 +170,16 @@ def test_logits_of_the_array(form: Format) -> None:
     want = form.dequantise(rounded, 256).astype(np.float64) @ x.astype(np.float64)
     assert len(got) == 2 * PADDED_ROWS
     assert_close(got[:1030], want, error(form, rounded, x))
+
+
+def test_long_vocabularies_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = int6.FORMAT
+    rounded, x = stored(form, 2048, 64), np.random.default_rng(2).standard_normal(64).astype(bfloat16)
+    whole = product(form, rounded, x, "f32")
+    monkeypatch.setattr(limits, "RUNS", 3)
+    tiling = all_kernels()["int6_gemv_f32"].tiling({"out_cols": 2048, "cols": 64})  # type: ignore[misc]
+    assert len(tiling.launches) > 1
+    np.testing.assert_array_equal(product(form, rounded, x, "f32"), whole)
 
 
 def test_the_array_reads_every_number_and_scale() -> None:

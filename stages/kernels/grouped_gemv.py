@@ -34,6 +34,14 @@ class Tiling:
         return self.cut.panels // (self.columns * self.herd_rows)
 
     @property
+    def launches(self) -> list[int]:
+        """Steps of each: a task runs its descriptors only so often."""
+        count = -(-self.steps // limits.RUNS)
+        most = -(-self.steps // count)
+        most += most % 2 if count > 1 else 0
+        return [min(most, self.steps - start) for start in range(0, self.steps, most)]
+
+    @property
     def variant(self) -> Variant:
         return air.Variant.of("grouped_gemv", COLS=self.cols, STEPS=self.cut.chunks, **_macros(self.cut))
 
@@ -55,7 +63,8 @@ class Tiling:
     def __str__(self) -> str:
         return (
             f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups: herd {self.columns}x{self.herd_rows}, panels of "
-            f"{self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, steps {self.steps}"
+            f"{self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, "
+            f"steps {'+'.join(map(str, self.launches))}"
         )
 
 
@@ -83,8 +92,8 @@ def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = 
         if found.panels % (columns * rows) == 0
     ]
     tilings = [Tiling(found, out_cols, cols, dtype, *herd) for herd in herds]
-    tilings = [p for p in tilings if _runs(p.columns * p.herd_rows, p.steps)]
-    limits.first(what, f"tasks of at most {limits.RUNS} runs", range(len(tilings)))
+    tilings = [p for p in tilings if all(_runs(p.columns * p.herd_rows, steps) for steps in p.launches)]
+    limits.first(what, "a herd that the compiler can place", range(len(tilings)))
     tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(tilings)))
     return min(tilings, key=_operations)
@@ -93,7 +102,7 @@ def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = 
 def _runs(cores: int, steps: int) -> bool:
     """Whether the compiler makes something of it that ends. It puts herds of two to four cores into one column, and
     then a second step never comes (mlir-air of 2026-05-08; found by running the locks of what it made)."""
-    return steps <= limits.RUNS and limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
+    return limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
 
 
 LOAD_OPERATIONS = 4320
@@ -109,13 +118,13 @@ def _operations(p: Tiling) -> float:
     longer, the products of a panel or its column's stream."""
     products = p.cut.chunks * p.costs["grouped_gemv_step"].vectors
     stream = p.herd_rows * p.cut.panel_bytes / _BYTES
-    return p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * max(products, stream)
+    return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * max(products, stream)
 
 
 def _l2(p: Tiling) -> int:
-    """Bytes of the panels and outputs of a column, as often as the compiler copies what a loop of so many steps fills."""
+    """Bytes of the panels and outputs of a column, as often as the compiler copies what a loop of such steps fills."""
     element = F32 if p.dtype == "f32" else BF16
-    return limits.copies(p.steps) * p.herd_rows * (p.cut.panel_bytes + p.cut.lanes * element)
+    return max(map(limits.copies, p.launches)) * p.herd_rows * (p.cut.panel_bytes + p.cut.lanes * element)
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -123,8 +132,11 @@ def build(tiling: Tiling) -> AirModule:
     p = tiling
     shapes = {"weight": air.memref_type((p.cut.panels, p.cut.panel_bytes), "i8"), "x": air.memref_type((p.cols,))}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.cut.panels * p.cut.lanes,), p.dtype)})
-    with b.launch(), b.segment(), b.loop(p.steps) as step:
-        _step(b, p, step)
+    start = 0
+    for steps in p.launches:
+        with b.launch(), b.segment(), b.loop(steps) as step:
+            _step(b, p, step + start)
+        start += steps
     return b.finish()
 
 
