@@ -13,11 +13,12 @@ static_assert(edge * sizeof(bf16) == 16, "a row of a block is half of the smalle
 template <int Bits, int Factors>
 struct Lanes {
     static constexpr int zero = Bits == 6 ? 32 : 0;
-    int64_t lanes, chunk_groups, scale_bytes, number_bytes, scales_at, numbers_at, chunk_bytes, panel_bytes;
+    int64_t lanes, groups, chunk_groups, scale_bytes, number_bytes, scales_at, numbers_at, chunk_bytes, panel_bytes;
 
     Lanes(int64_t cols, int64_t lanes, int64_t chunks)
         : lanes(lanes),
-          chunk_groups(((cols + group_inputs - 1) / group_inputs + chunks - 1) / chunks),
+          groups((cols + group_inputs - 1) / group_inputs),
+          chunk_groups((groups + chunks - 1) / chunks),
           scale_bytes((Factors ? Factors : 2) * lanes),
           number_bytes(group_inputs * lanes * Bits / 8),
           scales_at(lines(4 * Factors * lanes)),
@@ -87,14 +88,14 @@ private:
 template <class Format>
 static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out, int64_t out_cols, int64_t cols,
                           Worker &worker) {
-    const int64_t groups = (cols + group_inputs - 1) / group_inputs, panels = out_cols / format.lanes;
+    const int64_t panels = out_cols / format.lanes;
     alignas(64) float values[group_inputs * most_lanes];
     alignas(64) bf16 rounded[most_lanes];
-    Chunks chunks(worker, panels * groups, 16);
+    Chunks chunks(worker, panels * format.groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
-            const int64_t panel = at / groups, first = at % groups * group_inputs;
-            format.widen(weight + panel * format.panel_bytes, at % groups, values);
+            const int64_t panel = at / format.groups, first = at % format.groups * group_inputs;
+            format.widen(weight + panel * format.panel_bytes, at % format.groups, values);
             const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
             for (int64_t k = 0; k < inputs; k++) {
                 for (int64_t l = 0; l < format.lanes; l += lanes)
@@ -110,19 +111,18 @@ static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out
 template <class Format>
 static void embed_lanes(const Format &format, const int32_t *tokens, const uint8_t *table, bf16 *out, int64_t rows,
                         int64_t cols, int64_t vocab, Worker &worker) {
-    const int64_t groups = (cols + group_inputs - 1) / group_inputs;
     alignas(64) float values[group_inputs * most_lanes], row[group_inputs];
-    Chunks chunks(worker, rows * groups, 16);
+    Chunks chunks(worker, rows * format.groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
-            const int64_t token = tokens[at / groups], first = at % groups * group_inputs;
+            const int64_t token = tokens[at / format.groups], first = at % format.groups * group_inputs;
             const bool known = token >= 0 && token < vocab;
-            if (known) format.widen(table + token / format.lanes * format.panel_bytes, at % groups, values);
+            if (known) format.widen(table + token / format.lanes * format.panel_bytes, at % format.groups, values);
             for (int64_t k = 0; k < group_inputs; k++)
                 row[k] = known ? values[k * format.lanes + token % format.lanes] : 0.0f;
             const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
             for (int64_t k = 0; k < inputs; k += lanes)
-                store_bf16(out + at / groups * cols + first + k, load<f32v>(row + k), inputs - k);
+                store_bf16(out + at / format.groups * cols + first + k, load<f32v>(row + k), inputs - k);
         }
 }
 
@@ -130,13 +130,12 @@ static void embed_lanes(const Format &format, const int32_t *tokens, const uint8
 template <class Format>
 static void dot_lanes(const Format &format, const uint8_t *weight, const bf16 *x, float *out, int64_t out_cols,
                       int64_t cols, Worker &worker) {
-    const int64_t groups = (cols + group_inputs - 1) / group_inputs;
     alignas(64) float values[group_inputs * most_lanes];
     Chunks chunks(worker, (out_cols + format.lanes - 1) / format.lanes, 16, 1);
     for (int64_t panel, end; chunks.next(panel, end);)
         for (; panel < end; panel++) {
             alignas(64) float sum[most_lanes] = {};
-            for (int64_t group = 0; group < groups; group++) {
+            for (int64_t group = 0; group < format.groups; group++) {
                 format.widen(weight + panel * format.panel_bytes, group, values);
                 for (int64_t k = 0; k < group_inputs && group * group_inputs + k < cols; k++) {
                     const float with = to_float(x[group * group_inputs + k]);

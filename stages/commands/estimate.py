@@ -114,17 +114,22 @@ class Estimate:
             yield Stretch(names, () if names else tuple(placed for _, parts in found for placed in parts))
 
     def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
-        crossing = self.host_traffic(rows)["token" if rows == 1 else "prompt"]
-        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in stretches]
+        found = list(stretches)
+        crossing = host_traffic(self.config, self.name, rows)["token" if rows == 1 else "prompt"]
+        crossing += self._unpacked(found)
+        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in found]
         return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """The same as `host_traffic`, with weights that the host unpacks for a prompt."""
-        crossing, dims = host_traffic(self.config, self.name, bucket), self.config.dimensions()
-        placed = [each for stretch in self.stretches(self.buckets[-1]) for each in stretch.host]
-        unpacked = [slot for each in placed for slot in each.part.slots if slot.buffer.startswith(UNPACKED)]
-        crossing["prompt"] += sum(_bytes(slot, dims) for slot in unpacked)
-        return crossing
+        crossing = host_traffic(self.config, self.name, bucket)
+        return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(bucket))}
+
+    def _unpacked(self, stretches: Iterable[Stretch]) -> int:
+        """Bytes of the weights that the host makes bf16 of."""
+        parts = (placed.part for stretch in stretches for placed in stretch.host)
+        slots = (slot for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
+        return sum(_bytes(slot, self.config.dimensions()) for slot in slots)
 
     def _device(self, stretch: Stretch) -> Time:
         calls = [total(self.rows[name]) for name in stretch.device]

@@ -96,9 +96,8 @@ class Kernel:
     """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
 
     `source` is the stem of the C++ file that defines it (one file may define several), `tile_source` of that with its
-    tile functions where it is another. `reference` is numpy. `derived`:
-    whole numbers that the C++ function takes behind the parameters, and that follow from them: of a layout whose cut
-    depends on a tensor's size.
+    tile functions where it is another. `reference` is numpy. `derived`: whole numbers that the C++ function takes
+    behind the parameters, and that follow from them: of a layout whose cut depends on a tensor's size.
     `tiling(sizes)` cuts a launch for the array and refuses with UserError what cannot be cut; `program(tiling)` is its
     AIR program, with the arguments' names. A kernel without them runs on the host only; one that is not `host`, on the
     array only.

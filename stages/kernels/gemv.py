@@ -158,13 +158,18 @@ def _step(b: Builder, p: Tiling, first: Index) -> None:
             b.dma(x, b.args["x"].at((0, k, 1)))
             _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
             mine = out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1))
-            if p.dtype == "f32":
-                b.dma(mine, acc)
-            else:
-                with b.alloc(air.L1, (n,)) as (rounded,):
-                    b.call(p.variant, "gemv_out", acc, rounded)
-                    b.dma(mine, rounded)
+            hand_out(b, p.variant, "gemv_out", p.dtype, acc, mine, n)
         b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (first, r * n, 1)), out)
+
+
+def hand_out(b: Builder, variant: Variant, function: str, dtype: str, acc: MemRef, to: MemRef, rows: int) -> None:
+    """So many sums of a core, f32, as they are, or as bf16 that a tile function rounds them to."""
+    if dtype == "f32":
+        b.dma(to, acc)
+        return
+    with b.alloc(air.L1, (rows,)) as (rounded,):
+        b.call(variant, function, acc, rounded)
+        b.dma(to, rounded)
 
 
 def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Dim, Dim], acc: MemRef) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost
+from stages.kernels.gemv import hand_out
 from stages.weights.constants import LANES
 from stages.weights.lanes import Cut, padded
 
@@ -155,12 +156,7 @@ def _step(b: Builder, p: Tiling, step: Number) -> None:
             b.call(p.variant, "grouped_gemv_zero", x, acc)
             _accumulate(b, p, x, weight.at((tx, 1, run), (ty, 1, panel), (0, panel, 1)), acc)
             mine = out.at((tx, 1, rows), (ty, 1, lanes), (0, lanes, 1))
-            if p.dtype == "f32":
-                b.dma(mine, acc)
-            else:
-                with b.alloc(air.L1, (lanes,)) as (rounded,):
-                    b.call(p.variant, "grouped_gemv_out", acc, rounded)
-                    b.dma(mine, rounded)
+            hand_out(b, p.variant, "grouped_gemv_out", p.dtype, acc, mine, lanes)
         b.dma(b.args["out"].at((0, p.columns, p.steps * rows), (step * rows, rows, 1)), out)
 
 

@@ -18,9 +18,6 @@ from stages.weights.constants import GROUP, LANES, LIFT
 from stages.weights.formats import Format, Layout, Shape
 from stages.weights.grouped import Grouped
 
-LINE = 64
-"""Bytes that parts of a chunk are padded to: vectors are aligned."""
-
 PANEL_BYTES = limits.L2_BYTES // 4 - 2048
 """At most, of a panel of `LANES` outputs: two rows of a column's cores have one each, which come to L2 while the ones
 before are read. Longer rows have panels of half as many outputs."""
@@ -71,11 +68,12 @@ class Cut:
 
 
 def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
+    """Bytes of a part of a chunk, so that vectors behind it are aligned."""
+    return padded(size, limits.ALIGNMENT_BYTES)
 
 
 def padded(rows: int, step: int = PADDED_ROWS) -> int:
-    """Rows of a vocabulary, with those that fill the array."""
+    """Rows of a vocabulary, with those that fill the array; or anything, up to whole steps."""
     return -(-rows // step) * step
 
 
