@@ -30,6 +30,7 @@ import numpy as np
 
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram
+from llama_npu2.storage import File
 
 DECLARATIONS = Path(__file__).parent / "pyxrt_declarations.txt"
 POISON, RELEASED, GARBAGE = 0xFF, 0xDB, 0x1B
@@ -334,7 +335,7 @@ class kernel:
         if instance not in self.elf.instances:
             raise RuntimeError(f"Unable to find group idx for given kernel: {name}")
         self.context = weakref.ref(context)
-        self.program = SimProgram(open_library(self.elf.path), instance)
+        self.program = SimProgram(open_library(File.at(self.elf.path)), instance)
         self.name = instance
         self.granules = 0 if WORLD.has("2.23") else IMAGES
         """The device images of its runs, in releases where not each run has its own."""

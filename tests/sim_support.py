@@ -14,6 +14,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import Counters, SimProgram
+from llama_npu2.storage import File
 from stages.air import Variant, to_mlir
 from stages.air.analysis import public_function
 from stages.engine.objects import compile_object
@@ -62,7 +63,7 @@ def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = T
     target = _WORK / f"{key}.so"
     if not target.exists():
         link(module, objects(module, chosen), target, _WORK / key, chosen)
-    return SimProgram(open_library(target), public_function(module).sym_name.data)
+    return SimProgram(open_library(File.at(target)), public_function(module).sym_name.data)
 
 
 def compile_with(module: ModuleOp, source: Path, work: Path) -> SimProgram:
@@ -71,7 +72,7 @@ def compile_with(module: ModuleOp, source: Path, work: Path) -> SimProgram:
     compile_object([*need_host_compiler(), *chosen], source, made, "the test's source does not compile")
     device = compile_tile(DEVICE, _WORK / "objects", "device.o", (), chosen)
     library = link(module, [made, device.path], work / "program.so", work / "generated", chosen)
-    return SimProgram(open_library(library), public_function(module).sym_name.data)
+    return SimProgram(open_library(File.at(library)), public_function(module).sym_name.data)
 
 
 def run(

@@ -14,6 +14,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.host_numpy import PROGRAMS, NumpyDevice, wide
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
+from llama_npu2.storage import File
 from stages.model.config import Config, RopeScaling
 from stages.model.grouping import programs
 from stages.targets import targets
@@ -60,7 +61,7 @@ def execute(
     buffers = {slot["name"]: device.alloc(values[slot["name"]].nbytes) for slot in slots}
     for slot, buffer in buffers.items():
         buffer.bytes[:] = values[slot].view(np.uint8).reshape(-1)
-    call = Call(device.load_program(path, name, True), [Binding(b, "", 0) for b in buffers.values()], slots)
+    call = Call(device.load_program(File.at(path), name, True), [Binding(b, "", 0) for b in buffers.values()], slots)
     device.prepare([call]).run(len(values.get("tokens", [0])), pos)
     for slot in slots:
         array = values[slot["name"]]
@@ -81,7 +82,7 @@ def random_values(slots: list[dict[str, Any]], vocab: int, rng: np.random.Genera
 
 def both(native: Path, name: str, model: dict[str, Any], pos: int) -> list[dict[str, np.ndarray]]:
     results = []
-    for device in (CpuDevice(native, 2), NumpyDevice(model)):
+    for device in (CpuDevice(File.at(native), 2), NumpyDevice(model)):
         slots = described_slots(PARTS[name], model)
         values = random_values(slots, model["vocab"], np.random.default_rng(pos))
         execute(device, native, name, slots, values, pos)
@@ -97,7 +98,7 @@ def assert_same(a: np.ndarray, b: np.ndarray) -> None:
 def test_every_host_program_exists() -> None:
     assert PROGRAMS.keys() == PARTS.keys()
     with pytest.raises(UserError, match="program other exists only natively"):
-        NumpyDevice({}).load_program(Path("host.so"), "other")
+        NumpyDevice({}).load_program(File.at(Path("host.so")), "other")
 
 
 def test_embedding_is_the_same(native: Path, model: dict[str, Any]) -> None:

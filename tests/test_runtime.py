@@ -23,6 +23,7 @@ from llama_npu2.chat import ChatTemplate
 from llama_npu2.dtypes import nbytes
 from llama_npu2.options import Running, Sampling, chosen, to_arguments
 from llama_npu2.sampling import sampler
+from llama_npu2.storage import Directory
 from llama_npu2.text import TextStream, Tokenizer
 from tests.conftest import ROOT, build, doit, write_checkpoint
 
@@ -159,8 +160,9 @@ def byte_tokenizer(tmp_path: Path) -> Tokenizer:
     from stages.model.random_weights import write_byte_tokenizer
     from tests.conftest import CONFIG
 
-    write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path)
-    return Tokenizer.open(tmp_path, 300)
+    (tmp_path / "tokenizer").mkdir()
+    write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path / "tokenizer")
+    return Tokenizer.open(Directory(tmp_path), 300)
 
 
 TEXT = "naïve 日本語 🙂👩\u200d🚀 end"

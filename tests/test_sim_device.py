@@ -15,6 +15,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
 from llama_npu2.errors import UserError
+from llama_npu2.storage import File
 from stages.air import L1, Builder, memref_type
 from stages.kernels import add
 from tests.sim_support import aligned, compile_module
@@ -114,7 +115,7 @@ def test_counters_add_up_over_runs() -> None:
 
 def test_missing_files_and_programs_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.so cannot be loaded .* rebuild it with doit compile"):
-        open_library(tmp_path / "nothing.so")
+        open_library(File.at(tmp_path / "nothing.so"))
     libc: Any = ctypes.CDLL(None)
     libc._name = "some.so"
     with pytest.raises(UserError, match=r"some\.so has no program add"):

@@ -32,6 +32,7 @@ from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
 from llama_npu2.dtypes import nbytes
 from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.storage import File
 from stages.air import parse_mlir, to_mlir
 from stages.commands.estimate import host_traffic
 from stages.kernels import add
@@ -180,10 +181,12 @@ class Adder:
             shutil.copyfile(programs / f"{stem}.so", directory / f"{stem}.so")
             values = vars(Facts(**{"kernel": stem, **facts.get(stem, {})}))
             with_facts(directory / f"{stem}.so", Facts(**values))
-            about[directory / f"{stem}.so"] = NpuProgram(**{k: v for k, v in values.items() if k != "resets"})
+            about[File.at(directory / f"{stem}.so")] = NpuProgram(**{k: v for k, v in values.items() if k != "resets"})
         self.calls = calls
-        self.device = XrtDevice(simulated / "elf/host.so", 1, programs=about)
-        loaded = {stem: self.device.load_program(directory / f"{stem}.so", stem, False) for stem in ("one", second)}
+        self.device = XrtDevice(File.at(simulated / "elf/host.so"), 1, programs=about)
+        loaded = {
+            stem: self.device.load_program(File.at(directory / f"{stem}.so"), stem, False) for stem in ("one", second)
+        }
         sums = [f"sum {number}" for number in range(1, calls)]
         self.buffers = {name: self.device.alloc(BYTES) for name in ("a", "b", *sums, "out")}
         self.arrays = {name: self.array(name) for name in ("a", "b", "out")}
@@ -415,12 +418,12 @@ def test_manifest_says_what_a_program_costs(npu2: Path, tmp_path: Path, field: s
 
 def test_views_follow_the_position(simulated: Path, programs: Path) -> None:
     install()
-    device = XrtDevice(simulated / "elf/host.so", 1)
+    device = XrtDevice(File.at(simulated / "elf/host.so"), 1)
     table, zero, out = (device.alloc(n * BYTES) for n in (3, 1, 1))
     rows = device.array(table, bfloat16, (3 * ROWS, COLS))
     rows[:] = np.arange(3 * ROWS)[:, None]
     result = device.array(out, bfloat16, (ROWS, COLS))
-    program = device.load_program(programs / "one.so", "one", False)
+    program = device.load_program(File.at(programs / "one.so"), "one", False)
     bindings = [Binding(table, "pos", ROW), Binding(zero, "", ROW), Binding(out, "", ROW)]
     submission = device.prepare([Call(program, bindings, SLOTS)])
     for pos in (0, 3, 2 * ROWS):
@@ -513,16 +516,16 @@ def test_blob_that_ends_early(simulated: Path, tmp_path: Path) -> None:
     install()
     path = tmp_path / "blob"
     path.write_bytes(bytes(100))
-    device = XrtDevice(simulated / "elf/host.so", 1)
+    device = XrtDevice(File.at(simulated / "elf/host.so"), 1)
     with pytest.raises(UserError, match="blob ends 28 bytes early"):
-        device.load_weights(path, 64, 64)
+        device.load_weights(File.at(path), 64, 64)
     device.close()
 
 
 def test_no_bindings_installed(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(UserError, match=r"needs XRT's Python bindings.*doit doctor"):
-        XrtDevice(simulated / "elf/host.so", 1)
+        XrtDevice(File.at(simulated / "elf/host.so"), 1)
     install()
 
 
@@ -542,7 +545,7 @@ def test_second_process_waits(simulated: Path, lock: Path, capfd: pytest.Capture
     with subprocess.Popen([sys.executable, "-c", program, lock], stdout=subprocess.PIPE) as other:
         assert other.stdout
         other.stdout.readline()
-        XrtDevice(simulated / "elf/host.so", 1).close()
+        XrtDevice(File.at(simulated / "elf/host.so"), 1).close()
         assert other.wait() == 0, "the device was taken before the other process let go"
     assert "waiting for another process that uses the NPU" in capfd.readouterr().err
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.storage import Directory
 
 
 class ChatTemplate:
@@ -32,16 +32,15 @@ class ChatTemplate:
             raise UserError(f"the model's chat template is not valid jinja ({error}): use raw text instead") from None
 
     @classmethod
-    def open(cls, directory: Path) -> ChatTemplate | None:
-        """From `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
-        config = _read_json(directory / "tokenizer_config.json")
-        tokens = _read_json(directory / "special_tokens_map.json") | config
+    def open(cls, storage: Directory) -> ChatTemplate | None:
+        """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
+        config = _read_json(storage, "tokenizer/tokenizer_config.json")
+        tokens = _read_json(storage, "tokenizer/special_tokens_map.json") | config
         source = config.get("chat_template")
         if isinstance(source, list):
             source = next((t["template"] for t in source if t.get("name") == "default"), None)
-        separate = directory / "chat_template.jinja"
-        if separate.is_file():
-            source = separate.read_text(encoding="utf-8")
+        if separate := storage.find("tokenizer/chat_template.jinja"):
+            source = separate.read_bytes().decode()
         if not source:
             return None
         return cls(
@@ -58,12 +57,12 @@ class ChatTemplate:
             raise UserError(f"the chat template cannot render these messages: {error}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(storage: Directory, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        file = storage.find(name)
+        value = json.loads(file.read_bytes()) if file else {}
     except ValueError as error:
+        path = storage.path / name
         raise UserError(f"{path} is not valid JSON ({error}): run doit compile or copy the directory again") from None
     return value if isinstance(value, dict) else {}
 

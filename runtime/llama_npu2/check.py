@@ -21,10 +21,9 @@ def check_files(manifest: Manifest, progress: Callable[[int], object] = lambda d
     for name, entry in manifest.files.items():
         digest = hashlib.sha256()
         try:
-            with (manifest.directory / name).open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-                    progress(done := done + len(chunk))
+            for chunk in manifest.file(name).chunks(_CHUNK):
+                digest.update(chunk)
+                progress(done := done + len(chunk))
         except OSError as error:
             raise _unusable(manifest.directory / name, f"cannot be read ({error.strerror})") from None
         if digest.hexdigest() != entry.get("sha256"):

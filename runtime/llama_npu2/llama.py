@@ -176,12 +176,12 @@ class Llama:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.open(self.manifest.directory / "tokenizer", self.manifest.model["vocab"])
+        return Tokenizer.open(self.manifest.storage, self.manifest.model["vocab"])
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The checkpoint's chat template; None for base models."""
-        return ChatTemplate.open(self.manifest.directory / "tokenizer")
+        return ChatTemplate.open(self.manifest.storage)
 
     def encode(self, prompt: str | Sequence[dict[str, str]], raw: bool = False) -> list[int]:
         """Token ids of a prompt. A string goes through the chat template if there is one and `raw` is false;

@@ -16,6 +16,7 @@ from typing import Any
 from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import DTYPES, nbytes
 from llama_npu2.errors import UserError
+from llama_npu2.storage import Directory, File
 
 FORMAT = 4
 """Raised whenever an older runtime could misread a newer manifest."""
@@ -60,7 +61,7 @@ class NpuProgram:
 class Manifest:
     """`manifest.json` of an opened artifact directory."""
 
-    directory: Path
+    storage: Directory
     model: Mapping[str, Any]
     target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
@@ -71,8 +72,8 @@ class Manifest:
     @classmethod
     def open(cls, directory: str | Path) -> Manifest:
         """Read the manifest; check format, machine, dtypes, calls and the size of every file. Raises UserError."""
-        root = Path(directory)
-        manifest = cls(root, **_read(root))
+        storage = Directory(Path(directory))
+        manifest = cls(storage, **_read(storage))
         manifest._check_machine()
         manifest._check_files()
         manifest._check_dtypes()
@@ -81,19 +82,27 @@ class Manifest:
         return manifest
 
     @property
-    def host_library(self) -> Path:
+    def directory(self) -> Path:
+        return self.storage.path
+
+    def file(self, name: str) -> File:
+        """One of `files`."""
+        return self.storage.find(name) or File.at(self.directory / name)
+
+    @property
+    def host_library(self) -> File:
         """The shared object with the programs of the host."""
-        return self.directory / min((spec["file"] for spec in self.programs.values() if spec["host"]), default="")
+        return self.file(min((spec["file"] for spec in self.programs.values() if spec["host"]), default=""))
 
     @cached_property
-    def npu_programs(self) -> dict[Path, NpuProgram]:
+    def npu_programs(self) -> dict[File, NpuProgram]:
         """The programs that the NPU runs, by file. Raises UserError."""
         found = {}
         if self.target.get("device") == "xrt":
             for name, spec in self.programs.items():
                 if not spec["host"]:
                     try:
-                        found[self.directory / spec["file"]] = NpuProgram.of(spec)
+                        found[self.file(spec["file"])] = NpuProgram.of(spec)
                     except ValueError as error:
                         raise UserError(
                             f"{self.directory}/manifest.json: the program {name} has {error}: run doit compile"
@@ -160,20 +169,21 @@ class Manifest:
 
     def _check_files(self) -> None:
         for name, entry in self.files.items():
-            path = self.directory / name
-            size = path.stat().st_size if path.is_file() else None
+            file = self.storage.find(name)
+            size = file.size if file else None
             if size != entry["size"]:
                 state = "is missing" if size is None else f"has {size} bytes instead of {entry['size']}"
-                raise UserError(f"{path} {state}: copy the directory again or run doit compile")
+                raise UserError(f"{self.directory / name} {state}: copy the directory again or run doit compile")
 
 
-def _read(root: Path) -> dict[str, Any]:
-    path = root / "manifest.json"
+def _read(storage: Directory) -> dict[str, Any]:
+    root, path = storage.path, storage.path / "manifest.json"
+    file = storage.find(path.name)
+    if file is None:
+        what = "has no manifest.json, so it is not complete" if root.is_dir() else "is not a directory"
+        raise UserError(f"{root} {what}: give an artifact directory made by doit compile")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        what = "is not a directory" if not root.is_dir() else "has no manifest.json, so it is not complete"
-        raise UserError(f"{root} {what}: give an artifact directory made by doit compile") from None
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
     version = content.get("format") if isinstance(content, dict) else None

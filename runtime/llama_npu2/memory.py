@@ -36,7 +36,7 @@ class Memory:
         end = spec["offset"] + nbytes
         if spec["offset"] < 0 or end > manifest.files[spec["file"]]["size"]:
             raise UserError(f"{manifest.directory}: buffer {name} lies outside {spec['file']}: run doit compile")
-        return self._device.load_weights(manifest.directory / spec["file"], spec["offset"], nbytes, host)
+        return self._device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
 
     def array(self, name: str) -> np.ndarray:
         """The host's view of a buffer, in its dtype and shape."""
@@ -53,7 +53,7 @@ class Memory:
 def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
     """Load the programs and bind the slots of every call of the manifest's plans."""
     programs = {
-        name: device.load_program(manifest.directory / spec["file"], spec["entry"], spec["host"])
+        name: device.load_program(manifest.file(spec["file"]), spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
     }
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from llama_npu2.errors import UserError
+from llama_npu2.storage import Directory
 
 
 class Tokenizer:
@@ -18,12 +18,14 @@ class Tokenizer:
         self.inner = inner
 
     @classmethod
-    def open(cls, directory: Path, vocab: int) -> Tokenizer:
-        """Load it; raises UserError if it is missing, damaged or makes ids that the model does not have."""
-        path = directory / "tokenizer.json"
+    def open(cls, storage: Directory, vocab: int) -> Tokenizer:
+        """Load an artifact's; raises UserError if it is missing, damaged or makes ids that the model does not have."""
+        name = "tokenizer/tokenizer.json"
+        file = storage.find(name)
         try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
+            inner = tokenizers.Tokenizer.from_buffer(file.read_bytes() if file else b"")
         except Exception as error:  # the library raises bare Exception
+            path = storage.path / name
             raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
         return cls(inner)
 

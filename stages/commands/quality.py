@@ -19,6 +19,7 @@ import numpy as np
 
 from llama_npu2 import Llama, UserError
 from llama_npu2.dtypes import DTYPES
+from llama_npu2.storage import Directory
 from llama_npu2.table import Column, Table
 from llama_npu2.text import Tokenizer
 from stages.commands import gguf_file, peers, transformers_model
@@ -158,7 +159,7 @@ class Rounded:
 def run(build: Build) -> None:
     """`doit quality`: the formats that weights= names, or all; with peers=llama.cpp those of its files, too."""
     options, source = build.options, Checkpoint.open(build.source.fetch())
-    tokenizer = Tokenizer.open(build.directory / "tokenizer", source.config.vocab)
+    tokenizer = Tokenizer.open(Directory(build.directory), source.config.vocab)
     ids = tokenizer.encode(read_text(Path(options.text) if options.text else TEXT), special_tokens=True)
     parts = windows(ids, ALL_WINDOWS if options.full else WINDOWS, source.config.max_seq)
     chosen = [options.weights] if options.weights else [name for name in matrix_formats() if name != "bf16"]

@@ -25,6 +25,7 @@ from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from llama_npu2.errors import UserError
+from llama_npu2.storage import Directory
 from llama_npu2.text import Tokenizer
 from stages.engine.files import file_digests, first_line, read_json, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
@@ -88,7 +89,7 @@ def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"calibrate={text}: {first_line(error)}: give a text file") from None
-    ids = Tokenizer.open(directory / "tokenizer", config.vocab).encode(content, special_tokens=True)
+    ids = Tokenizer.open(Directory(directory), config.vocab).encode(content, special_tokens=True)
     if not ids:
         raise UserError(f"calibrate={text}: there are no tokens in it: give a longer text")
     length = min(WINDOW, config.max_seq, len(ids))

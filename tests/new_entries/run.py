@@ -12,6 +12,7 @@ from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
+from llama_npu2.storage import File
 from stages import air
 from stages.engine.objects import source_file
 from stages.kernels import kernels
@@ -72,14 +73,14 @@ def main(directory: Path, target: str) -> bool:
     assert packed.shape == tiny8.packed_shape(values.shape, layout)
     blob = directory / "weight.safetensors"
     places = write_safetensors(blob, [("w", tiny8.dtype, packed.shape)], iter([packed]), PAGE)
-    device = CpuDevice(host_library(directory), 2)
-    weight, out = device.load_weights(blob, places["w"], packed.nbytes), device.alloc(2 * ROWS * COLS)
+    device = CpuDevice(File.at(host_library(directory)), 2)
+    weight, out = device.load_weights(File.at(blob), places["w"], packed.nbytes), device.alloc(2 * ROWS * COLS)
     bindings = [Binding(weight, "", 0), Binding(out, "", 0)]
     if target == "cpu":
-        entry = device.load_program(directory / "host.so", PART.name, host=True)
+        entry = device.load_program(File.at(directory / "host.so"), PART.name, host=True)
         device.prepare([Call(entry, bindings)]).run(1, 0)
     else:
-        program = SimProgram(open_library(sim_library(directory)), PART.name)
+        program = SimProgram(open_library(File.at(sim_library(directory))), PART.name)
         SimSubmission(device, [Call(program, bindings)]).run(1, 0)
     expected = kernels()["unpack"].reference(tiny8.quantise(values), ROWS, COLS)
     return bool((out.bytes == expected.reshape(-1).view(np.uint8)).all()) and bool(expected.astype(np.float32).any())

@@ -10,13 +10,13 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.storage import File
 
 
 class HostBuffer:
@@ -67,13 +67,13 @@ class Device(Protocol):
     def alloc(self, nbytes: int, host: bool = False) -> Any:
         """A zeroed buffer of the device; `host`: only host programs use it."""
 
-    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Any:
+    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
         """A read-only buffer with part of a file's content; `host`: only host programs use it."""
 
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """The host's view of a buffer."""
 
-    def load_program(self, path: Path, entry: str, host: bool) -> Any:
+    def load_program(self, file: File, entry: str, host: bool) -> Any:
         """Load one entry point; `host` ones run on the host CPU on every device."""
 
     def prepare(self, calls: Sequence[Call]) -> Submission:

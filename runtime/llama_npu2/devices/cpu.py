@@ -17,6 +17,7 @@ from llama_npu2.devices import Call, HostBuffer
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.storage import File
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -33,14 +34,14 @@ class _Range(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
-def open_device(library: Path, threads: int, manifest: Manifest) -> CpuDevice:
+def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
     return CpuDevice(library, threads)
 
 
 class CpuDevice:
     """`threads=0` uses every CPU that this process may run on. `native_seconds`: time spent in programs so far."""
 
-    def __init__(self, host_library: Path, threads: int = 0) -> None:
+    def __init__(self, host_library: File, threads: int = 0) -> None:
         self._files: dict[Path, mmap.mmap] = {}
         self.native_seconds = 0.0
         library = open_library(host_library)
@@ -79,22 +80,22 @@ class CpuDevice:
             raise UserError(f"cannot reserve {size >> 20} MiB of memory ({error})") from None
         return HostBuffer(np.frombuffer(memory, np.uint8, nbytes))
 
-    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
+    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
         """Map the file: no copy, and pages are shared with every process that runs the model."""
-        if path not in self._files:
-            with path.open("rb") as file:
-                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        if file.container not in self._files:
+            with file.container.open("rb") as whole:
+                mapping = mmap.mmap(whole.fileno(), 0, prot=mmap.PROT_READ)
             with contextlib.suppress(AttributeError, OSError):
                 # Where kernel and file system can, it is cached and mapped in huge pages: fewer faults and misses.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._files[path] = mapping
-        return HostBuffer(np.frombuffer(self._files[path], np.uint8, nbytes, offset))
+            self._files[file.container] = mapping
+        return HostBuffer(np.frombuffer(self._files[file.container], np.uint8, nbytes, file.start + offset))
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, path: Path, entry: str, host: bool) -> int:
-        address = ctypes.cast(getattr(open_library(path), entry), ctypes.c_void_p).value
+    def load_program(self, file: File, entry: str, host: bool) -> int:
+        address = ctypes.cast(getattr(open_library(file), entry), ctypes.c_void_p).value
         assert address is not None
         return address
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ml_dtypes import bfloat16
 from llama_npu2.devices import Binding, Call, HostBuffer
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
+from llama_npu2.storage import File
 
 Arrays = Mapping[str, np.ndarray]
 Model = Mapping[str, Any]
@@ -84,18 +84,18 @@ class NumpyDevice:
     def alloc(self, nbytes: int, host: bool = True) -> HostBuffer:
         return HostBuffer(np.zeros(nbytes, np.uint8))
 
-    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = True) -> HostBuffer:
+    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = True) -> HostBuffer:
         """Mapped, not read."""
-        return HostBuffer(np.memmap(path, np.uint8, "r", offset, (nbytes,)))
+        return HostBuffer(np.memmap(file.container, np.uint8, "r", file.start + offset, (nbytes,)))
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, path: Path, entry: str, host: bool = True) -> HostProgram:
+    def load_program(self, file: File, entry: str, host: bool = True) -> HostProgram:
         weights = self._model.get("weights", "bf16")
         if entry not in PROGRAMS or weights != "bf16":
             what = f"program {entry}" + ("" if weights == "bf16" else f" for weights in {weights}")
-            raise UserError(f"{path}: {what} exists only natively: rebuild it here with doit compile")
+            raise UserError(f"{file.path}: {what} exists only natively: rebuild it here with doit compile")
         return PROGRAMS[entry]
 
     def prepare(self, calls: Sequence[Call]) -> NumpySubmission:

@@ -9,7 +9,6 @@ import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.storage import File
 
 _ERROR_BYTES = 512
 
@@ -26,7 +26,7 @@ NEVER_WRITTEN = 0xFF
 """Every byte of memory that nobody has written: NaN as bf16 and f32, and what `kernel_src/sim/device.cc` looks for."""
 
 
-def open_device(library: Path, threads: int, manifest: Manifest) -> SimDevice:
+def open_device(library: File, threads: int, manifest: Manifest) -> SimDevice:
     return SimDevice(library, threads)
 
 
@@ -103,7 +103,7 @@ def _symbol(library: ctypes.CDLL, name: str) -> ctypes.c_char:
 class SimDevice:
     """The device interface; `host_library` and `threads` are the CPU device's."""
 
-    host_library: Path
+    host_library: File
     threads: int = 0
     programs: dict[str, SimProgram] = field(default_factory=dict)
     """By file: buckets of one program have one entry point."""
@@ -118,16 +118,16 @@ class SimDevice:
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
         return self._cpu.alloc(nbytes)
 
-    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
-        return self._cpu.load_weights(path, offset, nbytes)
+    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
+        return self._cpu.load_weights(file, offset, nbytes)
 
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return self._cpu.array(buffer, dtype, shape)
 
-    def load_program(self, path: Path, name: str, host: bool) -> Any:
+    def load_program(self, file: File, name: str, host: bool) -> Any:
         if host:
-            return self._cpu.load_program(path, name, host)
-        program = self.programs[path.stem] = SimProgram(open_library(path), name)
+            return self._cpu.load_program(file, name, host)
+        program = self.programs[file.path.stem] = SimProgram(open_library(file), name)
         return program
 
     def prepare(self, calls: Sequence[Call]) -> Submission:

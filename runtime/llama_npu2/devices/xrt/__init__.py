@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,10 @@ from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.session import Session
 from llama_npu2.devices.xrt.submissions import XrtSubmission
 from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.storage import File
 
 
-def open_device(library: Path, threads: int, manifest: Manifest) -> XrtDevice:
+def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:
     """Raises UserError."""
     return XrtDevice(library, threads, manifest.model, manifest.npu_programs)
 
@@ -41,10 +41,10 @@ class XrtDevice:
 
     def __init__(
         self,
-        host_library: Path,
+        host_library: File,
         threads: int = 0,
         model: Mapping[str, Any] | None = None,
-        programs: Mapping[Path, NpuProgram] | None = None,
+        programs: Mapping[File, NpuProgram] | None = None,
     ) -> None:
         self._session = Session(host_library, threads, model or {}, programs or {})
         self._cpu = self._session.cpu
@@ -68,12 +68,12 @@ class XrtDevice:
         buffer.push()
         return buffer
 
-    def load_weights(self, path: Path, offset: int, nbytes: int, host: bool = False) -> Any:
+    def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
         """Read from the file into the pinned memory; no second copy exists."""
         if host:
-            return self._cpu.load_weights(path, offset, nbytes)
+            return self._cpu.load_weights(file, offset, nbytes)
         buffer = self._session.buffer(nbytes)
-        buffer.fill(path, offset)
+        buffer.fill(file, offset)
         buffer.push()
         buffer.constant = True
         return buffer
@@ -84,8 +84,8 @@ class XrtDevice:
         array: np.ndarray = buffer.bytes.view(dtype).reshape(shape)
         return array
 
-    def load_program(self, path: Path, entry: str, host: bool) -> Any:
-        return self._cpu.load_program(path, entry, host) if host else self._session.load(path, entry)
+    def load_program(self, file: File, entry: str, host: bool) -> Any:
+        return self._cpu.load_program(file, entry, host) if host else self._session.load(file, entry)
 
     def prepare(self, calls: Sequence[Call]) -> XrtSubmission:
         """The syncs are derived from the calls' slots."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from llama_npu2.devices.xrt.bindings import failures
 from llama_npu2.devices.xrt.ranges import Range, Ranges
 from llama_npu2.errors import UserError
+from llama_npu2.storage import File
 
 
 @dataclass
@@ -39,20 +39,20 @@ class XrtBuffer:
         self.shown = False
         """The host reads and writes it outside programs."""
 
-    def fill(self, path: Path, offset: int) -> None:
+    def fill(self, file: File, offset: int) -> None:
         """With a file's content from `offset` on. UserError if it ends before."""
         filled, view = 0, memoryview(self.bytes)
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(offset)
+            with file.container.open("rb", buffering=0) as whole:
+                whole.seek(file.start + offset)
                 while filled < len(view):
-                    count = file.readinto(view[filled:])
+                    count = whole.readinto(view[filled : max(file.size - offset, 0)])
                     if not count:
                         short = len(view) - filled
-                        raise UserError(f"{path} ends {short} bytes early: copy it again or run doit compile")
+                        raise UserError(f"{file.path} ends {short} bytes early: copy it again or run doit compile")
                     filled += count
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: copy it again or run doit compile") from None
+            raise UserError(f"{file.path}: {error.strerror}: copy it again or run doit compile") from None
 
     def to_device(self, low: int, high: int) -> None:
         """Make what the host wrote in `low..high` visible to the device."""

@@ -22,6 +22,7 @@ from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.limits import CONTEXTS, HEAP, RUNS_SHARE, check_duration, heap_bytes
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import NpuProgram
+from llama_npu2.storage import File
 
 LOCK = "llama-npu2.lock"
 
@@ -54,7 +55,7 @@ class Session:
     """Everything that is held of the device; `close` gives it back in the order that XRT wants."""
 
     def __init__(
-        self, host_library: Path, threads: int, model: Mapping[str, Any], programs: Mapping[Path, NpuProgram]
+        self, host_library: File, threads: int, model: Mapping[str, Any], programs: Mapping[File, NpuProgram]
     ) -> None:
         self.pyxrt = import_pyxrt()
         self._about = programs
@@ -62,7 +63,7 @@ class Session:
         self.lock: int | None = None
         self.counts = Counts()
         self.contexts: list[Any] = []
-        self.files: dict[Path, int] = {}
+        self.files: dict[File, int] = {}
         """Context of each ELF."""
         self.programs: list[XrtProgram] = []
         self._calls: Counter[XrtProgram] = Counter()
@@ -93,13 +94,13 @@ class Session:
         with failures(what, f"close other programs, or raise the limit of locked memory ({_memlock()})"):
             return self.pyxrt.ext.bo(self.device, size)
 
-    def load(self, path: Path, entry: str) -> XrtProgram:
-        about = self._about.get(path, NpuProgram())
+    def load(self, file: File, entry: str) -> XrtProgram:
+        path, about = file.path, self._about.get(file, NpuProgram())
         check_duration(path.stem, about.milliseconds)
         with failures(f"{path} cannot be loaded", "it must come from doit compile target=npu2"):
-            if path not in self.files:
-                self.files[path] = self._context_for(path, self.pyxrt.elf(str(path)))
-            context = self.files[path]
+            if file not in self.files:
+                self.files[file] = self._context_for(path, self.pyxrt.elf(str(path)))
+            context = self.files[file]
             kernel = self.pyxrt.ext.kernel(self.contexts[context], f"{about.kernel}:{entry}")
         program = XrtProgram(path.stem, kernel, context, about.milliseconds, heap_bytes(about.instruction_bytes))
         self.programs.append(program)
@@ -186,7 +187,7 @@ def _added(path: Path, elf: Any, context: Any) -> bool:
     return True
 
 
-def host_device(library: Path, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
+def host_device(library: File, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
     """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
     try:
         open_library(library)
