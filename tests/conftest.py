@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ if compiler := host_compiler():
     # Warnings are errors in all that is compiled here, by the command lines that tests run as well.
     os.environ["CXX"] = shlex.join([*compiler, "-Werror"])
     host_compiler.cache_clear()
+
+# What the user of this machine trusts is not theirs; parallel workers share it.
+_trust = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDirectory(prefix="llama-npu2-")
+if _trust:
+    os.environ["LLAMA_NPU2_CONFIG"] = _trust.name
 
 LEFT_OUT = {
     "slow": "takes minutes: pytest -m slow",

@@ -1,0 +1,30 @@
+"""Who vouches for what came from elsewhere: marks of own builds, signatures, and the keys that a user trusts.
+
+    settings    where a user's trust is kept: a secret, a signing key, the keys that are trusted
+    keys        public keys as text, and the list of those that are trusted
+    envelopes   signed payloads (DSSE), each for one purpose
+    artifacts   whether the native code of an artifact directory may run
+
+Own builds need nothing but the standard library; signatures need `cryptography` (extra `share`).
+"""
+
+from llama_npu2.trust.artifacts import LOCAL, SIGNATURE, allowed, check_trusted, mark_own, signature
+from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
+from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys
+
+__all__ = [
+    "LOCAL",
+    "SIGNATURE",
+    "PublicKey",
+    "Signed",
+    "Untrusted",
+    "add_key",
+    "allowed",
+    "check_trusted",
+    "mark_own",
+    "remove_key",
+    "sign",
+    "signature",
+    "trusted_keys",
+    "verify",
+]

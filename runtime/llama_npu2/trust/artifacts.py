@@ -1,0 +1,79 @@
+"""Whether the native code of an artifact directory may run: by its manifest, which names every file with its SHA-256.
+
+Who vouches for the manifest's bytes vouches for all: a mark that this user made when building (`manifest.local`), a
+signature by a key that the user trusts (`manifest.sig`), or the manifest's SHA-256 in the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.errors import UserError
+from llama_npu2.trust import settings
+from llama_npu2.trust.envelopes import Untrusted, seal, unseal
+from llama_npu2.trust.keys import TRUST, from_environment
+
+MANIFEST = "manifest.json"
+LOCAL = "manifest.local"
+SIGNATURE = "manifest.sig"
+"""A DSSE envelope with an in-toto statement about the manifest."""
+
+_PURPOSE = "manifest"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_STATEMENT_TYPE = "application/vnd.in-toto+json"
+
+
+def mark_own(directory: Path, manifest: bytes) -> None:
+    """Vouch for a manifest that was built here, or that the user allows, in `directory`. Raises UserError."""
+    settings.replace(directory / LOCAL, settings.own_mac(manifest, _PURPOSE).encode(), 0o644)
+
+
+def signature(manifest: bytes, statement: dict[str, Any]) -> bytes:
+    """The content of `manifest.sig`. `statement`: in-toto's, whose subject is the manifest. Raises UserError."""
+    _check_subject(statement, manifest)
+    return seal(json.dumps(statement, sort_keys=True).encode(), _STATEMENT_TYPE)
+
+
+def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> str:
+    """Who vouches for a manifest, in words. `mark`, `envelope`: what lies beside it in `directory`, empty where nothing
+    does. Raises UserError, or Untrusted if only the key that signed it is not trusted."""
+    if f"sha256:{hashlib.sha256(manifest).hexdigest()}" in from_environment():
+        return TRUST
+    if settings.is_own_mac(mark, manifest, _PURPOSE):
+        return "you"
+    if not envelope:
+        raise UserError(f"{directory} was not built by you, and it is not signed")
+    what = str(directory / SIGNATURE)
+    signed = unseal(envelope, _STATEMENT_TYPE, what)
+    try:
+        _check_subject(json.loads(signed.payload), manifest)
+    except (ValueError, RecursionError, UserError):
+        raise UserError(f"{what} is not about this manifest: get the directory again") from None
+    return f"{signed.name} ({signed.key.fingerprint})"
+
+
+def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
+    """Raises UserError if nobody vouches for the manifest. `native`: files that would be run; the others are those of
+    `allowed`."""
+    try:
+        allowed(directory, manifest, mark, envelope)
+    except UserError as error:
+        why, _, _ = str(error).partition(": to trust it, ")
+        ways = [f"llama-npu2 trust {directory} allows just this directory"]
+        if isinstance(error, Untrusted):
+            ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
+        more = f" and {len(native) - 1} more" if len(native) > 1 else ""
+        raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
+
+
+def _check_subject(statement: Any, manifest: bytes) -> None:
+    digest = hashlib.sha256(manifest).hexdigest()
+    match statement:
+        case {"_type": str(kind), "subject": [{"name": str(name), "digest": {"sha256": str(found)}}, *_]}:
+            if (kind, name, found) == (_STATEMENT, MANIFEST, digest):
+                return
+    raise UserError(f"{MANIFEST} is not what the statement is about: run doit compile")

@@ -1,0 +1,160 @@
+"""Signed payloads: DSSE v1 envelopes (https://github.com/secure-systems-lab/dsse) with one Ed25519 signature, whose
+`keyid` is the public key itself."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llama_npu2.errors import UserError
+from llama_npu2.trust import settings
+from llama_npu2.trust.keys import OWN, TRUST, PublicKey, from_environment, revoked_keys, trusted_keys
+
+MAX_BYTES = 16 << 20
+"""Of an envelope."""
+
+_SIGNING_KEY = "signing_key"
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A payload that one whom the user trusts signed. `name`: what the user calls the key."""
+
+    payload: bytes
+    key: PublicKey
+    name: str
+
+
+class Untrusted(UserError):
+    """The signature is right, and the key is not among those that are trusted."""
+
+    def __init__(self, what: str, key: PublicKey) -> None:
+        self.key = key
+        gone = revoked_keys().get(key)
+        why = "whom you do not trust" if gone is None else f"the key {gone!r} that you removed"
+        super().__init__(f"{what} is signed by {key.fingerprint}, {why}: to trust it, doit trust key='{key}'")
+
+
+def payload_type(purpose: str) -> str:
+    """What a payload of the project's own is called in envelopes."""
+    return f"application/vnd.llama-npu2.{purpose}"
+
+
+def sign(payload: bytes, purpose: str) -> bytes:
+    """An envelope with the payload, signed by the user's key, which is made when there is none. `purpose` is signed
+    with it: an envelope for one is none for another. Raises UserError."""
+    return seal(payload, payload_type(purpose))
+
+
+def verify(envelope: bytes, purpose: str, what: str = "this") -> Signed:
+    """Open an envelope. `what`: it in messages. Raises UserError if it is damaged, altered or for another purpose,
+    and Untrusted if all is right but the key."""
+    return unseal(envelope, payload_type(purpose), what)
+
+
+def seal(payload: bytes, kind: str) -> bytes:
+    """As `sign`, by the payload's full media type."""
+    key = _signing_key()
+    public = own_key()
+    signature = {"keyid": str(public), "sig": _base64(key.sign(settings.framed(kind, payload)))}
+    envelope = {"payload": _base64(payload), "payloadType": kind, "signatures": [signature]}
+    return (json.dumps(envelope, indent=1) + "\n").encode()
+
+
+def unseal(envelope: bytes, kind: str, what: str) -> Signed:
+    """As `verify`, by the payload's full media type."""
+    try:
+        payload, key, signature = _opened(envelope, kind)
+    except ValueError as error:
+        raise UserError(f"{what} is not signed as it must be ({error}): get it again") from None
+    if not _valid(key, signature, settings.framed(kind, payload)):
+        raise UserError(f"{what} was altered: the signature of {key.fingerprint} is of something else: get it again")
+    trusted = trusted_keys()
+    if key.fingerprint in from_environment() and key not in revoked_keys():
+        trusted.setdefault(key, TRUST)
+    if key not in trusted:
+        raise Untrusted(what, key)
+    return Signed(payload, key, trusted[key])
+
+
+def own_key() -> PublicKey:
+    """The user's own, made when there is none. Raises UserError."""
+    private = _signing_key()
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    key = PublicKey(private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+    if settings.read(OWN) != f"{key}\n":
+        settings.write(OWN, f"{key}\n")
+    return key
+
+
+def _signing_key() -> Any:
+    ed25519 = _ed25519()
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_ssh_private_key,
+    )
+
+    def make() -> bytes:
+        key = ed25519.Ed25519PrivateKey.generate()
+        return bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+
+    content = settings.private(_SIGNING_KEY, make)
+    try:
+        key = load_ssh_private_key(content, None)
+    except Exception as error:
+        raise UserError(f"{settings.directory() / _SIGNING_KEY} cannot be read ({error}): remove it") from None
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise UserError(f"{settings.directory() / _SIGNING_KEY} is no Ed25519 key: remove it")
+    return key
+
+
+def _valid(key: PublicKey, signature: bytes, content: bytes) -> bool:
+    ed25519 = _ed25519()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(key.raw).verify(signature, content)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _ed25519() -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise UserError("signatures need the package cryptography: pip install cryptography") from None
+    return ed25519
+
+
+def _opened(envelope: bytes, kind: str) -> tuple[bytes, PublicKey, bytes]:
+    """Payload, key and signature. ValueError if it is no envelope for that."""
+    if len(envelope) > MAX_BYTES:
+        raise ValueError(f"{len(envelope)} bytes")
+    try:
+        content = json.loads(envelope)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    match content:
+        case {"payload": str(payload), "payloadType": str(found), "signatures": [{"keyid": str(key), "sig": str(sig)}]}:
+            if found != kind:
+                raise ValueError(f"it is for {found[:80]!r}, not {kind!r}")
+            return _bytes(payload), PublicKey.parse(key), _bytes(sig)
+    raise ValueError("it is no DSSE envelope with one signature")
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("it holds what is not base64") from None

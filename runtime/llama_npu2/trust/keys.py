@@ -1,0 +1,124 @@
+"""Ed25519 public keys as people paste them, and the list of those that a user trusts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+
+from llama_npu2.errors import UserError
+from llama_npu2.trust import settings
+
+TRUST = "LLAMA_NPU2_TRUST"
+"""Environment variable: what is trusted besides the list, as fingerprints, keys or `sha256:` and a manifest's digest,
+with commas between."""
+OWN = "signing_key.pub"
+"""The user's own public key, in the directory of settings."""
+
+_TYPE = "ssh-ed25519"
+_LIST = "trusted_keys"
+_REVOKED = "@revoked"
+_PREFIX = b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
+"""What stands before the 32 bytes of the key in OpenSSH's encoding (RFC 8709, section 4)."""
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """`raw`: 32 bytes. As text it is OpenSSH's `ssh-ed25519 AAAA...`."""
+
+    raw: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> PublicKey:
+        """From `ssh-ed25519 AAAA...`, the base64 alone, or either with a comment behind. ValueError if it is none."""
+        words = text.split()
+        encoded = words[1] if words[:1] == [_TYPE] and len(words) > 1 else words[0] if words else ""
+        try:
+            blob = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            blob = b""
+        if not blob.startswith(_PREFIX) or len(blob) != len(_PREFIX) + 32:
+            raise ValueError(f"{text[:80]!r} is no Ed25519 key ({_TYPE} and base64)")
+        return cls(blob[len(_PREFIX) :])
+
+    def __str__(self) -> str:
+        return f"{_TYPE} {base64.b64encode(_PREFIX + self.raw).decode()}"
+
+    @property
+    def fingerprint(self) -> str:
+        """As `ssh-keygen -l` shows it."""
+        digest = hashlib.sha256(_PREFIX + self.raw).digest()
+        return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+def trusted_keys() -> dict[PublicKey, str]:
+    """The user's own key, the listed ones and those of the environment, with their names. Raises UserError."""
+    own = settings.read(OWN)
+    found = {PublicKey.parse(own): "you"} if own else {}
+    listed, revoked = _listed()
+    found |= listed
+    for text in from_environment():
+        if text.startswith((_TYPE, "AAAA")):
+            found.setdefault(_parsed(text, TRUST), TRUST)
+    return {key: name for key, name in found.items() if key not in revoked}
+
+
+def from_environment() -> list[str]:
+    """What the environment trusts for this process."""
+    return [text.strip() for text in os.environ.get(TRUST, "").split(",") if text.strip()]
+
+
+def revoked_keys() -> dict[PublicKey, str]:
+    """Keys that were removed from the list, with their names. Raises UserError."""
+    return _listed()[1]
+
+
+def add_key(key: PublicKey, name: str) -> None:
+    """Trust what it signs from now on. `name`: for messages. Raises UserError."""
+    if not re.fullmatch(r"\S+( \S+)*", name) or not name.isprintable():
+        raise UserError(f"name={name!r}: a name is printable text on one line")
+    listed, revoked = _listed()
+    revoked.pop(key, None)
+    _write(listed | {key: name}, revoked)
+
+
+def remove_key(text: str) -> tuple[PublicKey, str]:
+    """Trust a key no more, not even if a directory that it signed is shown; by key, fingerprint or name.
+    Raises UserError."""
+    listed, revoked = _listed()
+    found = [(key, name) for key, name in trusted_keys().items() if text in (str(key), key.fingerprint, name)]
+    if len(found) != 1:
+        what = "no trusted key is" if not found else f"{len(found)} trusted keys are"
+        raise UserError(f"{what} called {text}: give the fingerprint of one of doit trust")
+    key, name = found[0]
+    listed.pop(key, None)
+    _write(listed, revoked | {key: name})
+    return key, name
+
+
+def _listed() -> tuple[dict[PublicKey, str], dict[PublicKey, str]]:
+    """Trusted and revoked keys of the list, with names."""
+    trusted: dict[PublicKey, str] = {}
+    revoked: dict[PublicKey, str] = {}
+    for line in settings.read(_LIST).splitlines():
+        if line.strip() and not line.startswith("#"):
+            text = line.removeprefix(_REVOKED)
+            key = _parsed(text, str(settings.directory() / _LIST))
+            (trusted if text == line else revoked)[key] = " ".join(text.split()[2:]) or key.fingerprint
+    return trusted, revoked
+
+
+def _parsed(text: str, where: str) -> PublicKey:
+    try:
+        return PublicKey.parse(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}: remove it") from None
+
+
+def _write(listed: dict[PublicKey, str], revoked: dict[PublicKey, str]) -> None:
+    lines = [f"{key} {name}" for key, name in listed.items()]
+    lines += [f"{_REVOKED} {key} {name}" for key, name in revoked.items()]
+    settings.write(_LIST, "".join(f"{line}\n" for line in lines))
