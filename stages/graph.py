@@ -141,7 +141,7 @@ class Build:
 
     def finish(self) -> None:
         """The directory is complete: remove what steps left that are no more, and let others have their turn."""
-        self.project.prune(self.steps.values())
+        self.project.prune(self.steps)
         self.project.digests.save()
         self.project.turn.give_up()
 
@@ -234,7 +234,7 @@ class Wiring:
         return self._step(
             "checkpoint",
             f"Check the checkpoint of model={self.options.model} and record its content.",
-            partial(record_checkpoint, source, self.build.project.digests.of, ignore),
+            partial(record_checkpoint, source, self.build.project.digests.sha256, ignore),
             (CONFIG, CHECKPOINT),
             source.files(),
             params=None if isinstance(source, ArtifactsOnly) else {"source": source.identity(), "ignore": ignore},

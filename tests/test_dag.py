@@ -49,6 +49,11 @@ def test_changed_header_recompiles_its_readers(built: Path) -> None:
     assert ran(doit(*COMPILE, cwd=built)) == {"object:cpu/gemm", "object:cpu/gemv"}
 
 
+def test_headers_of_generated_source_are_inputs_too(built: Path) -> None:
+    read = json.loads((built / BUILT / "build/receipts/elf-o_ffn.json").read_text())["inputs"]
+    assert {"kernel_src/cpu/kernel.h", "kernel_src/cpu/team.h", "build/objects/cpu/gemm/gemm.o"} <= read.keys()
+
+
 def test_changed_weights_repack_and_compile_nothing(built: Path) -> None:
     before = snapshot(built / BUILT)
     write_checkpoint(built / "model", seed=1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -27,13 +28,21 @@ class Code:
         self._known: dict[str, str] = {}
 
     def digest(self, module: str) -> str:
-        """Of a module's source and of all project modules it imports."""
+        """xxh3-128, hex, of a module's source and of all project modules it imports."""
         if module not in self._known:
-            state = xxhash.xxh3_128()
-            for path in sorted(self.files(module)):
-                state.update(f"{path.relative_to(ROOT).as_posix()} {self._digests.of(path)}\n".encode())
-            self._known[module] = state.hexdigest()
+            self._known[module] = xxhash.xxh3_128_hexdigest(self._listed(module, self._digests.of))
         return self._known[module]
+
+    def sha256(self, module: str) -> str:
+        """SHA-256 of the same."""
+        known = f"sha256 {module}"
+        if known not in self._known:
+            self._known[known] = hashlib.sha256(self._listed(module, self._digests.sha256)).hexdigest()
+        return self._known[known]
+
+    def _listed(self, module: str, digest: Callable[[Path], str | None]) -> bytes:
+        lines = (f"{path.relative_to(ROOT).as_posix()} {digest(path)}\n" for path in sorted(self.files(module)))
+        return "".join(lines).encode()
 
     def files(self, module: str) -> frozenset[Path]:
         """Source files of a module and, transitively, of what it imports from this project, wherever in it."""

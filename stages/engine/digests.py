@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -11,14 +12,14 @@ from typing import Any
 
 import xxhash
 
-from stages.engine.files import content_digest, write_atomic
+from stages.engine.files import content_digest, content_sha256, write_atomic
 
 # A file changed again within this time of being read could keep its stat signature.
 _STAT_GRANULARITY_NS = 50_000_000
 
 
 class Digests:
-    """xxh3-128 of files, and what else follows from their content alone, in one JSON file, which may be deleted."""
+    """Digests of files, and what else follows from their content alone, in one JSON file, which may be deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,11 +34,17 @@ class Digests:
             return {}
 
     def of(self, path: Path) -> str | None:
-        """Hex digest of a file's content, or of a directory's names and contents; None if there is no such path."""
+        """xxh3-128, hex, of a file's content, or of a directory's names and contents; None if there is no such path."""
         if path.is_dir():
-            members = [(p.relative_to(path).as_posix(), self.of(p)) for p in sorted(path.rglob("*")) if p.is_file()]
-            return xxhash.xxh3_128_hexdigest(json.dumps(members).encode())
+            return xxhash.xxh3_128_hexdigest(_listed(path, self.of))
         digest: str | None = self.remembered("", path, content_digest)
+        return digest
+
+    def sha256(self, path: Path) -> str | None:
+        """SHA-256 in the same way, for other machines: xxh3 is made to find changes, not to withstand forgery."""
+        if path.is_dir():
+            return hashlib.sha256(_listed(path, self.sha256)).hexdigest()
+        digest: str | None = self.remembered("sha256 ", path, content_sha256)
         return digest
 
     def remembered(self, what: str, path: Path, find: Callable[[Path], Any]) -> Any:
@@ -65,3 +72,9 @@ class Digests:
             with contextlib.suppress(OSError):
                 write_atomic(self.path, json.dumps(self._load() | self._known).encode())
             self._dirty = False
+
+
+def _listed(directory: Path, digest: Callable[[Path], str | None]) -> bytes:
+    """Names and digests of all files below a directory."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return json.dumps([(path.relative_to(directory).as_posix(), digest(path)) for path in files]).encode()

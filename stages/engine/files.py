@@ -28,11 +28,15 @@ def content_digest(path: Path) -> str:
     return state.hexdigest()
 
 
+def content_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, hex: for what is shared between machines."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def file_digests(path: Path) -> dict[str, str | int]:
     """Size, xxh3-128 (change detection) and sha256 (for what is shared) of a file."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": sha256}
+    return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": content_sha256(path)}
 
 
 def read_json(path: Path, remedy: str = "run doit compile or copy the directory again") -> dict[str, Any]:

@@ -72,9 +72,14 @@ def complaint(output: str) -> str:
 def compile_object(command: Sequence[str], source: Path, output: Path, failed: str) -> list[Path]:
     """`command` with source, output and a dependency file; returns the project's files that it read: headers that it
     found, and the source."""
+    return compiled([*command, "-c", str(source)], output, failed)
+
+
+def compiled(command: Sequence[str], output: Path, failed: str) -> list[Path]:
+    """Run a compiler, or one that links as well, for `output`; returns the project's files that its C++ read."""
     dependencies = output.with_suffix(".d")
     try:
-        run_compiler([*command, "-c", str(source), "-o", str(output), "-MMD", "-MF", str(dependencies)], failed)
+        run_compiler([*command, "-o", str(output), "-MMD", "-MF", str(dependencies)], failed)
         return read_dependencies(dependencies)
     finally:
         dependencies.unlink(missing_ok=True)

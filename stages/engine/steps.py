@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from doit.exceptions import TaskFailed
 
@@ -30,6 +30,17 @@ WORK = Path("build/work")
 MANIFEST = Path("manifest.json")
 
 
+class Shared(Protocol):
+    """Where steps find outputs that were made before, on whatever machine."""
+
+    def fetch(self, step: Step, work: Path) -> list[Path] | None:
+        """Write the outputs of `step` below the empty directory `work` and return the inputs that it would find on the
+        way; None, and nothing in `work`, if they cannot be had."""
+
+    def offer(self, step: Step) -> None:
+        """Give others what `step` just made here."""
+
+
 @dataclass
 class Project:
     """Where a build happens: the artifact directory of one model and target, and the digests shared by all."""
@@ -38,6 +49,7 @@ class Project:
     digests: Digests
     turn: Turn
     """Held from the first look at a step until the build is done: builds of one directory take turns."""
+    shared: Shared | None = None
 
     @functools.cached_property
     def code(self) -> Code:
@@ -51,13 +63,15 @@ class Project:
                 return path.relative_to(root).as_posix()
         return path.as_posix()
 
-    def prune(self, steps: Iterable[Step]) -> None:
+    def receipt_path(self, step: str) -> Path:
+        """Of a step, by its name."""
+        return self.directory / RECEIPTS / f"{file_name(step)}.json"
+
+    def prune(self, steps: Iterable[str]) -> None:
         """Remove what steps left that are no more: `steps` are all there are."""
-        current = {step.receipt_path: step for step in steps}
-        gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current.keys())
-        kept = (
-            {label for step in current.values() for label in (step.receipt() or {}).get("outputs", ())} if gone else ()
-        )
+        current = set(map(self.receipt_path, steps))
+        gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current)
+        kept = {label for path in current for label in (load_receipt(path) or {}).get("outputs", ())} if gone else ()
         for path in gone:
             # What cannot be removed is in nobody's way.
             with contextlib.suppress(OSError):
@@ -66,6 +80,34 @@ class Project:
                         (self.directory / label).unlink(missing_ok=True)
                         remove_empty((self.directory / label).parent, self.directory)
                 path.unlink(missing_ok=True)
+
+    def commit(self, step: str, work: Path, receipt: Mapping[str, Any]) -> None:
+        """Make what a step left below `work` its outputs: move each into place by a rename, remove those of its last
+        run that are not among them, and write `receipt`, to which their digests are added."""
+        path = self.receipt_path(step)
+        old = (load_receipt(path) or {"outputs": {}})["outputs"]
+        produced = sorted(p for p in work.rglob("*") if p.is_file())
+        made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
+        for output in produced:
+            fsync_path(output)
+        path.unlink(missing_ok=True)
+        root = self.directory
+        changed = [label for label, digest in made.items() if self.digests.of(root / label) != digest]
+        gone = [label for label in old if label not in made]
+        if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
+            # From here until the manifest is written again the directory says that it is incomplete.
+            (root / MANIFEST).unlink(missing_ok=True)
+        for label in changed:
+            (root / label).parent.mkdir(parents=True, exist_ok=True)
+            (work / label).replace(root / label)
+        for label in gone:
+            (root / label).unlink(missing_ok=True)
+        write_atomic(path, json.dumps({**receipt, "outputs": made}, indent=1, sort_keys=True).encode())
+
+
+def file_name(step: str) -> str:
+    """A step's name as that of a file."""
+    return re.sub("[:/]", "-", step)
 
 
 def load_receipt(path: Path) -> dict[str, Any] | None:
@@ -109,17 +151,23 @@ class Step:
     tool: Callable[[], str | None] | None = None
     after: tuple[str, ...] = ()
     """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
-
-    @property
-    def _file_name(self) -> str:
-        return re.sub("[:/]", "-", self.name)
+    elsewhere: Callable[[], Mapping[str, Any] | None] = dict
+    """What besides all this decides on the outputs on another machine: its CPU, its libraries, what a name stands for
+    today. None from it: that cannot be said, so they are not shared."""
+    private: bool = False
+    """Whether the outputs hold what is the checkpoint's own, and so go where the checkpoint may go."""
 
     @property
     def receipt_path(self) -> Path:
-        return self.project.directory / RECEIPTS / f"{self._file_name}.json"
+        return self.project.receipt_path(self.name)
 
     def receipt(self) -> dict[str, Any] | None:
         return load_receipt(self.receipt_path)
+
+    @property
+    def module(self) -> str:
+        """Where the action's code begins."""
+        return (self.action.func if isinstance(self.action, functools.partial) else self.action).__module__
 
     def _digest(self, path: Path) -> str | None:
         return self.project.digests.of(path)
@@ -127,15 +175,14 @@ class Step:
     def _key(self, receipt: dict[str, Any] | None) -> dict[str, Any]:
         """What must be equal, besides the inputs' content. A missing tool counts as the recorded one."""
         recorded = receipt["key"] if receipt else {}
-        action = self.action.func if isinstance(self.action, functools.partial) else self.action
         tool = self.tool() if self.tool else ""
         return {
-            "code": self.project.code.digest(action.__module__),
+            "code": self.project.code.digest(self.module),
             "params": recorded.get("params") if self.params is None else json.loads(json.dumps(self.params)),
             "tool": recorded.get("tool", "") if tool is None else tool,
         }
 
-    def _located(self, label: str) -> Path:
+    def located(self, label: str) -> Path:
         """The file that a receipt's label means here."""
         inside = self.project.directory / label
         declared = {self.project.label(p): p for p in self.inputs}
@@ -158,7 +205,7 @@ class Step:
             if removed := sorted(set(receipt.get("declared", ())) - declared):
                 return f"input {removed[0]} is gone"
             for label, digest in recorded.items():
-                if self._digest(self._located(label)) != digest:
+                if self._digest(self.located(label)) != digest:
                     return f"input {label} changed"
         for label, digest in receipt["outputs"].items():
             found = self._digest(self.project.directory / label)
@@ -183,47 +230,27 @@ class Step:
         return None
 
     def _build(self) -> None:
-        work = self.project.directory / WORK / self._file_name
+        work = self.project.directory / WORK / file_name(self.name)
         if self.is_current():
             return
-        old = self.receipt() or {"outputs": {}}
-        key = self._key(None)
+        key, shared = self._key(None), self.project.shared
         before = {p: self._digest(p) for p in self.inputs}
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         try:
-            for path in self.action(work) or ():
+            fetched = shared.fetch(self, work) if shared else None
+            for path in (self.action(work) or ()) if fetched is None else fetched:
                 before.setdefault(path, self._digest(path))
-            made = self._commit(work, old["outputs"])
+            receipt = {
+                "key": key,
+                "declared": sorted(self.project.label(p) for p in self.inputs),
+                "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
+            }
+            self.project.commit(self.name, work, receipt)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        receipt = {
-            "key": key,
-            "declared": sorted(self.project.label(p) for p in self.inputs),
-            "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
-            "outputs": made,
-        }
-        write_atomic(self.receipt_path, json.dumps(receipt, indent=1, sort_keys=True).encode())
-
-    def _commit(self, work: Path, old: Mapping[str, str]) -> dict[str, str]:
-        """Move the outputs into place, each by a rename; remove outputs of the last run that this one did not make."""
-        produced = sorted(p for p in work.rglob("*") if p.is_file())
-        made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
-        for path in produced:
-            fsync_path(path)
-        self.receipt_path.unlink(missing_ok=True)
-        root = self.project.directory
-        changed = [label for label, digest in made.items() if self._digest(root / label) != digest]
-        gone = [label for label in old if label not in made]
-        if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
-            # From here until the manifest is written again the directory says that it is incomplete.
-            (root / MANIFEST).unlink(missing_ok=True)
-        for label in changed:
-            (root / label).parent.mkdir(parents=True, exist_ok=True)
-            (work / label).replace(root / label)
-        for label in gone:
-            (root / label).unlink(missing_ok=True)
-        return made
+        if shared and fetched is None:
+            shared.offer(self)
 
     def clean(self) -> None:
         """Remove the outputs and the receipt."""

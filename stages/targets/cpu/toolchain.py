@@ -47,9 +47,11 @@ def need_host_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def host_compiler_fingerprint() -> str | None:
-    """Version line of the host compiler and the machine it compiles for; None without a compiler."""
+    """Version line of the host compiler, the options that it always gets and the machine it compiles for; None without
+    a compiler."""
     command = host_compiler()
     if command is None:
         return None
     run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return f"{(run.stdout or run.stderr).partition(chr(10))[0].strip()} for {platform.machine()}"
+    line = (run.stdout or run.stderr).partition(chr(10))[0].strip()
+    return " ".join([line, *command[1:], "for", platform.machine()])
