@@ -118,6 +118,16 @@ def task_estimate():
     return command("estimate", built=False)
 
 
+def task_trust():
+    """Show whose native code is run; key=KEY|DIR (name=...) allows a signer or one directory, remove=KEY forbids."""
+    return command("trust", built=False)
+
+
+def task_provenance():
+    """Show from what and how the artifacts were built, who vouches for them, what was measured; json=1."""
+    return command("provenance", built=False)
+
+
 def task_why():
     """Say for each step whether it is current, and if not, why."""
     return command("why", built=False)

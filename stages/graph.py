@@ -5,17 +5,31 @@ The wiring is the same for every target; what differs stands in its record and i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
-from stages.engine.files import Turn, read_json
+from stages.engine.files import Turn, read_json, write_atomic
 from stages.engine.objects import source_file
-from stages.engine.places import CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
+from stages.engine.places import (
+    CALIBRATION,
+    CHECKPOINT,
+    CONFIG,
+    MANIFEST,
+    MODULES,
+    OBJECTS,
+    PACKING,
+    PLAN,
+    PROVENANCE,
+    ROOT,
+    WEIGHTS,
+)
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
 from stages.model import calibration
@@ -34,6 +48,7 @@ from stages.model.sources import (
     resolve,
     safe_name,
 )
+from stages.provenance import statement
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 from stages.weights.packing import pack_weights
@@ -140,10 +155,39 @@ class Build:
         return {step.name: step for step in Wiring(self).steps()}
 
     def finish(self) -> None:
-        """The directory is complete: remove what steps left that are no more, and let others have their turn."""
+        """The directory is complete: remove what steps left that are no more, vouch for what was built here, and let
+        others have their turn. Raises UserError."""
         self.project.prune(self.steps)
+        self._vouch()
         self.project.digests.save()
         self.project.turn.give_up()
+
+    def _vouch(self) -> None:
+        """Say that the directory is this user's, and how it was built. What somebody else signed stays as it is."""
+        manifest, provenance = (self.directory / MANIFEST).read_bytes(), self.directory / PROVENANCE
+        if trust.is_marked(self.directory, manifest) and provenance.is_file():
+            return
+        if all(step.is_own() for step in self.steps.values()):
+            said = statement(self.project, self.steps.values(), self.recipe)
+            write_atomic(provenance, json.dumps(said, indent=1, sort_keys=True).encode() + b"\n")
+            trust.mark_own(self.directory, manifest)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The variables that decide what is built, as they were chosen."""
+        options, policy = self.options, self.policy
+        return {
+            "model": self.source.name,
+            "revision": options.revision,
+            "target": self.target.name,
+            "weights": policy.text,
+            "kv": policy.kv,
+            "calibrate": Path(options.calibrate).name,
+            "ignore": options.ignore,
+            "buckets": self.buckets,
+            "grouping": options.grouping or self.target.default_grouping,
+            "matmul": options.matmul,
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from filelock import FileLock
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
+from llama_npu2 import trust
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model import families
@@ -203,6 +205,16 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
 def built(project: Path, tmp_path: Path) -> Path:
     """A compiled project to edit."""
     return shutil.copytree(project, tmp_path / "checkout")
+
+
+def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the manifest of a copy, whose files may be links, as somebody who builds here could."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.unlink()
+    path.write_text(json.dumps(manifest))
+    trust.mark_own(directory, path.read_bytes())
 
 
 def ran(run: subprocess.CompletedProcess[str]) -> set[str]:

@@ -161,10 +161,11 @@ class device:
 
 class elf:
     def __init__(self, path: str) -> None:
-        self.path = Path(_typed(path, str))
-        content = self.path.read_bytes() if self.path.is_file() else b""
+        file = Path(_typed(path, str))
+        content = file.read_bytes() if file.is_file() else b""
         if content[:4] != b"\x7fELF":
             raise RuntimeError(f"{path}: not an ELF file")
+        self.library = open_library(File.at(file))
         self.facts = Facts.of(content)
         self.instances = {name.decode() for name in re.findall(rb"\0(\w+)_info\0", content)}
         self.image: int | None = None
@@ -335,7 +336,7 @@ class kernel:
         if instance not in self.elf.instances:
             raise RuntimeError(f"Unable to find group idx for given kernel: {name}")
         self.context = weakref.ref(context)
-        self.program = SimProgram(open_library(File.at(self.elf.path)), instance)
+        self.program = SimProgram(self.elf.library, instance)
         self.name = instance
         self.granules = 0 if WORLD.has("2.23") else IMAGES
         """The device images of its runs, in releases where not each run has its own."""

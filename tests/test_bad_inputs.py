@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
 from stages.graph import Build
-from tests.conftest import ROOT, doit, snapshot, write_checkpoint
+from tests.conftest import ROOT, change_manifest, doit, snapshot, write_checkpoint
 
 Damage = Callable[[Path], Any]
 
@@ -235,13 +235,7 @@ def test_bad_runtime_call(name: str, demo: Path) -> None:
 
 
 def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
-    def damage(directory: Path) -> None:
-        path = directory / "manifest.json"
-        manifest = json.loads(path.read_text())
-        change(manifest)
-        path.write_text(json.dumps(manifest))
-
-    return damage
+    return lambda directory: change_manifest(directory, change)
 
 
 def garbage(name: str) -> Damage:
@@ -263,7 +257,7 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
     "missing_blob": (remove("weights/layer_000.safetensors"), "layer_000.safetensors is missing"),
     "truncated_blob": (truncate("weights/layer_000.safetensors", 0.5), "bytes instead of"),
     "missing_program": (remove("elf/o_ffn.so"), "o_ffn.so is missing"),
-    "garbage_program": (garbage("elf/o_ffn.so"), "cannot be loaded"),
+    "garbage_program": (garbage("elf/o_ffn.so"), "o_ffn.so is not what was built"),
     "garbage_tokenizer": (garbage("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
     "plan_names_no_program": (edit_manifest(lambda m: m["programs"].pop("o_ffn")), "calls for o_ffn"),
     "plan_names_no_buffer": (edit_manifest(lambda m: m["buffers"].pop("swiglu")), "calls for swiglu"),

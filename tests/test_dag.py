@@ -60,9 +60,8 @@ def test_changed_weights_repack_and_compile_nothing(built: Path) -> None:
     assert ran(doit(*COMPILE, cwd=built)) == {"checkpoint", "tokenizer", "weights", "manifest"}
     after = snapshot(built / BUILT)
     changed = {name for name in after if not name.startswith("build/") and after[name] != before.get(name)}
-    assert changed == {name for name in after if name.startswith("weights/") and "tables" not in name} | {
-        "manifest.json"
-    }
+    packed = {name for name in after if name.startswith("weights/") and "tables" not in name}
+    assert changed == packed | {"manifest.json", "manifest.local", "provenance.json"}
 
 
 def test_changed_rotation_repacks_the_tables(built: Path) -> None:

@@ -25,7 +25,7 @@ from llama_npu2.options import Running, Sampling, chosen, to_arguments
 from llama_npu2.sampling import sampler
 from llama_npu2.storage import Directory
 from llama_npu2.text import TextStream, Tokenizer
-from tests.conftest import ROOT, build, doit, write_checkpoint
+from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 
@@ -266,10 +266,7 @@ def test_check_finds_a_flipped_bit(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["tpu", "libraries", "xrt.session", "../cpu", None, ["cpu"]])
 def test_only_a_device_of_the_runtime_is_opened(demo: Path, tmp_path: Path, device: Any) -> None:
     copy = shutil.copytree(demo, tmp_path / "copy", copy_function=os.link)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["target"]["device"] = device
-    (copy / "manifest.json").unlink()
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(copy, lambda manifest: manifest["target"].update(device=device))
     with pytest.raises(UserError, match=r"is for the device .*, which this runtime does not have"):
         load(copy)
 

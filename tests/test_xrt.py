@@ -35,12 +35,13 @@ from llama_npu2.manifest import Manifest, NpuProgram
 from llama_npu2.storage import File
 from stages.air import parse_mlir, to_mlir
 from stages.commands.estimate import host_traffic
+from stages.engine.files import file_digests
 from stages.kernels import add
 from stages.model.families import read_config
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
-from tests.conftest import ROOT, build
+from tests.conftest import ROOT, build, change_manifest
 from tests.pyxrt_standin import NEWEST, Facts, declared, install, release
 from tests.sim_support import objects
 
@@ -62,23 +63,25 @@ FACTS = {"instruction_bytes": 1 << 20, "milliseconds": 20.0}
 def as_npu2(simulated: Path, directory: Path, **facts: Any) -> Path:
     """What the stand-in takes for the artifacts of `npu2`. `facts`: of every program, beside a kernel's name each."""
     shutil.copytree(simulated, directory, copy_function=os.link, ignore=shutil.ignore_patterns("build"))
-    manifest = json.loads((directory / "manifest.json").read_text())
-    manifest["target"] |= {"name": "npu2", "device": "xrt"}
-    for name, program in manifest["programs"].items():
-        if not program["host"]:
-            about = Facts(**{"kernel": re.sub(r"\W", "_", name), **FACTS, **facts})
-            program |= {key: value for key, value in vars(about).items() if key != "resets"}
-            manifest["files"][program["file"]]["size"] = with_facts(directory / program["file"], about)
-    (directory / "manifest.json").unlink()
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["target"] |= {"name": "npu2", "device": "xrt"}
+        for name, program in manifest["programs"].items():
+            if not program["host"]:
+                about = Facts(**{"kernel": re.sub(r"\W", "_", name), **FACTS, **facts})
+                program |= {key: value for key, value in vars(about).items() if key != "resets"}
+                with_facts(directory / program["file"], about)
+                manifest["files"][program["file"]] = file_digests(directory / program["file"])
+
+    change_manifest(directory, change)
     return directory
 
 
-def with_facts(path: Path, facts: Facts) -> int:
-    """Put a trailer behind a shared object that may have other names; returns its new size."""
+def with_facts(path: Path, facts: Facts) -> None:
+    """Put a trailer behind a shared object that may have other names."""
     content = path.read_bytes() + facts.trailer()
     path.unlink()
-    return path.write_bytes(content)
+    path.write_bytes(content)
 
 
 @pytest.fixture(scope="session")
@@ -691,9 +694,9 @@ def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:
     directory = tmp_path / "npu2"
     shutil.copytree(npu2, directory, copy_function=os.link)
     library = directory / "elf/host.so"
-    size = library.stat().st_size
     library.unlink()
-    library.write_bytes(b"of another machine".ljust(size))
+    library.write_bytes(b"of another machine")
+    change_manifest(directory, lambda manifest: manifest["files"].update({"elf/host.so": file_digests(library)}))
     (native, numpy) = (_command(d, tmp_path, {}) for d in (npu2, directory))
     assert (numpy.returncode, numpy.stdout) == (0, native.stdout)
     said, times = numpy.stderr.splitlines()

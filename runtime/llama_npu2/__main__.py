@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 from llama_npu2.errors import UserError
 from llama_npu2.options import Running, Sampling, add_arguments, chosen
+from llama_npu2.trust.keys import TRUST
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,13 +24,14 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """Raises UserError."""
     parser = _Parser(prog="llama-npu2", description=__doc__)
     add = parser.add_argument
     add("artifacts", metavar="DIR", help="artifact directory, for example artifacts/demo/cpu")
     add("prompt", nargs="?", help="text to continue or answer; - reads standard input")
     add_arguments(parser, Sampling, Running)
+    add("--trust", default="", metavar="WHAT", help="run what this signed: a fingerprint, or sha256: of a manifest")
     add("--raw", action="store_true", help="no chat template")
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     mode = parser.add_mutually_exclusive_group().add_argument
@@ -40,6 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--profile", action="store_const", dest="run", const=profile, help="where the time of a prompt and a token goes"
     )
     mode("--check", action="store_const", dest="run", const=check, help="compare every file with what was built")
+    parser.epilog = "llama-npu2 trust --help: whose native code to run"
     parser.set_defaults(run=once)
     return parser.parse_args(arguments)
 
@@ -47,7 +51,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
     try:
-        options = parse(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        if given[:1] == ["trust"]:
+            return trust(given[1:])
+        options = parse(given)
+        if options.trust:
+            os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
         run: Callable[..., int] = options.run
         return run(options, chosen(Sampling, options), chosen(Running, options))
     except UserError as error:
@@ -59,6 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def trust(arguments: list[str]) -> int:
+    """`llama-npu2 trust`."""
+    from llama_npu2 import allow
+
+    parser = _Parser(prog="llama-npu2 trust", description=allow.__doc__)
+    allow.add_arguments(parser)
+    return allow.run(parser.parse_args(arguments))
 
 
 def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:

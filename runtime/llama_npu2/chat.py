@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.storage import Directory
+from llama_npu2.storage import Storage
 
 
 class ChatTemplate:
@@ -32,7 +32,7 @@ class ChatTemplate:
             raise UserError(f"the model's chat template is not valid jinja ({error}): use raw text instead") from None
 
     @classmethod
-    def open(cls, storage: Directory) -> ChatTemplate | None:
+    def open(cls, storage: Storage) -> ChatTemplate | None:
         """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
         config = _read_json(storage, "tokenizer/tokenizer_config.json")
         tokens = _read_json(storage, "tokenizer/special_tokens_map.json") | config
@@ -57,7 +57,7 @@ class ChatTemplate:
             raise UserError(f"the chat template cannot render these messages: {error}") from None
 
 
-def _read_json(storage: Directory, name: str) -> dict[str, Any]:
+def _read_json(storage: Storage, name: str) -> dict[str, Any]:
     try:
         file = storage.find(name)
         value = json.loads(file.read_bytes()) if file else {}

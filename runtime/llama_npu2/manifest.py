@@ -16,7 +16,9 @@ from typing import Any
 from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import DTYPES, nbytes
 from llama_npu2.errors import UserError
-from llama_npu2.storage import Directory, File
+from llama_npu2.storage import Directory, File, Listed, Storage
+from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
+from llama_npu2.trust.envelopes import MAX_BYTES
 
 FORMAT = 4
 """Raised whenever an older runtime could misread a newer manifest."""
@@ -61,7 +63,12 @@ class NpuProgram:
 class Manifest:
     """`manifest.json` of an opened artifact directory."""
 
-    storage: Directory
+    storage: Storage
+    """Of the files that it lists."""
+    content: bytes
+    """What all that follows was read from."""
+    beside: tuple[bytes, bytes]
+    """Of `manifest.local` and `manifest.sig`, empty where there is none."""
     model: Mapping[str, Any]
     target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
@@ -73,7 +80,10 @@ class Manifest:
     def open(cls, directory: str | Path) -> Manifest:
         """Read the manifest; check format, machine, dtypes, calls and the size of every file. Raises UserError."""
         storage = Directory(Path(directory))
-        manifest = cls(storage, **_read(storage))
+        content = _read(storage)
+        sections = _sections(storage.path / "manifest.json", content)
+        listed = Listed(storage, {name: str(entry.get("sha256")) for name, entry in sections["files"].items()})
+        manifest = cls(listed, content, (_start(storage, LOCAL), _start(storage, SIGNATURE)), **sections)
         manifest._check_machine()
         manifest._check_files()
         manifest._check_dtypes()
@@ -87,12 +97,22 @@ class Manifest:
 
     def file(self, name: str) -> File:
         """One of `files`."""
-        return self.storage.find(name) or File.at(self.directory / name)
+        return self.storage.find(name) or File(self.directory / name, self.directory / name, 0, 0, "")
+
+    def native_file(self, name: str) -> File:
+        """One of `files` that holds native code. Raises UserError if nobody whom the user trusts vouches for it."""
+        _ = self._trusted
+        return self.file(name)
+
+    @cached_property
+    def _trusted(self) -> None:
+        native = sorted({spec["file"] for spec in self.programs.values()})
+        check_trusted(self.directory, self.content, *self.beside, native)
 
     @property
     def host_library(self) -> File:
         """The shared object with the programs of the host."""
-        return self.file(min((spec["file"] for spec in self.programs.values() if spec["host"]), default=""))
+        return self.native_file(min((spec["file"] for spec in self.programs.values() if spec["host"]), default=""))
 
     @cached_property
     def npu_programs(self) -> dict[File, NpuProgram]:
@@ -176,15 +196,22 @@ class Manifest:
                 raise UserError(f"{self.directory / name} {state}: copy the directory again or run doit compile")
 
 
-def _read(storage: Directory) -> dict[str, Any]:
+def _read(storage: Storage) -> bytes:
     root, path = storage.path, storage.path / "manifest.json"
     file = storage.find(path.name)
     if file is None:
         what = "has no manifest.json, so it is not complete" if root.is_dir() else "is not a directory"
         raise UserError(f"{root} {what}: give an artifact directory made by doit compile")
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
+
+
+def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(manifest)
+    except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
     version = content.get("format") if isinstance(content, dict) else None
     if not isinstance(version, int):
@@ -195,3 +222,9 @@ def _read(storage: Directory) -> dict[str, Any]:
     if missing := [section for section in _SECTIONS if not isinstance(content.get(section), dict)]:
         raise UserError(f"{path} lacks the section {missing[0]}: run doit compile or copy the directory again")
     return {section: content[section] for section in _SECTIONS}
+
+
+def _start(storage: Storage, name: str) -> bytes:
+    """A small file's content; none if there is no such file. What is too large is cut, and so not what it must be."""
+    file = storage.find(name)
+    return next(file.chunks(MAX_BYTES + 1), b"") if file else b""

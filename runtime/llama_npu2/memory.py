@@ -53,7 +53,7 @@ class Memory:
 def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
     """Load the programs and bind the slots of every call of the manifest's plans."""
     programs = {
-        name: device.load_program(manifest.file(spec["file"]), spec["entry"], spec["host"])
+        name: device.load_program(manifest.native_file(spec["file"]), spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
     }
 

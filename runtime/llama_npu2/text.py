@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from llama_npu2.errors import UserError
-from llama_npu2.storage import Directory
+from llama_npu2.storage import Storage
 
 
 class Tokenizer:
@@ -18,7 +18,7 @@ class Tokenizer:
         self.inner = inner
 
     @classmethod
-    def open(cls, storage: Directory, vocab: int) -> Tokenizer:
+    def open(cls, storage: Storage, vocab: int) -> Tokenizer:
         """Load an artifact's; raises UserError if it is missing, damaged or makes ids that the model does not have."""
         name = "tokenizer/tokenizer.json"
         file = storage.find(name)

@@ -44,6 +44,9 @@ class Options(Sampling, Running):
     measured: str = ""
     peers: str = ""
     risky: bool = False
+    key: str = ""
+    name: str = ""
+    remove: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,7 @@ from stages.engine.files import file_digests, write_atomic
 from stages.graph import Build
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
+from stages.provenance import VERIFIED
 from stages.weights.formats import formats, w8a8
 
 TOKENS = 32
@@ -39,7 +40,6 @@ ROUNDED_ROWS = 64
 EXACT_WINDOWS = 2
 """Windows of the text that logits are compared on."""
 SIMULATED_TOKENS = 24
-VERIFIED = "verified.json"
 
 PROMPTS = (
     "The capital of France is",

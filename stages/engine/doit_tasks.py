@@ -13,6 +13,8 @@ from doit.reporter import ConsoleReporter
 from llama_npu2.errors import UserError
 from stages.engine.steps import Step
 
+Action = Callable[[], TaskFailed | bool | None]
+
 
 class OneLineReporter(ConsoleReporter):
     """Names what runs; says nothing of what is up to date; a failure is one line unless it is a defect."""
@@ -70,7 +72,10 @@ class UpToDate:
 
     def __call__(self) -> bool:
         self.step.project.turn.take()
-        return self.step.is_current()
+        try:
+            return self.step.is_current()
+        except UserError:
+            return False  # running it says why
 
     def __repr__(self) -> str:
         return self.step.why_stale() or "up to date"
@@ -92,20 +97,18 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
     }
 
 
-def command_task(
-    action: Callable[[], TaskFailed | bool | None], before: Sequence[Callable[[], None]], needs: Sequence[str]
-) -> dict[str, Any]:
+def command_task(action: Action, before: Sequence[Action], needs: Sequence[str]) -> dict[str, Any]:
     """A doit task of what people ask for: `action` behind `before` and the tasks it `needs`. A user's mistake is a
     failed task with its one line."""
     return {
-        "actions": [*before, partial(_reported, action)],
+        "actions": [partial(_reported, each) for each in (*before, action)],
         "task_dep": list(needs),
         "meta": {"quiet": True},
         "verbosity": 2,
     }
 
 
-def _reported(action: Callable[[], TaskFailed | bool | None]) -> TaskFailed | bool | None:
+def _reported(action: Action) -> TaskFailed | bool | None:
     try:
         return action()
     except UserError as error:

@@ -1,7 +1,7 @@
 """Objects shared by all models of an `artifacts` directory, named by everything that can change them.
 
 A wrong entry is impossible: the key covers compiler, flags, source and headers, and an object that is not what was
-stored is made again. A missing entry is only slow.
+stored, or that somebody else stored, is made again. A missing entry is only slow.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from stages.engine.files import content_digest, write_atomic
+from llama_npu2 import trust
+from stages.engine.files import content_digest, content_sha256, write_atomic
 from stages.engine.places import ROOT
+
+_PURPOSE = "object"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def cached_object(
         partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
         try:
             read = list(make(partial))
-            record = {"object": content_digest(partial), "read": [str(path.relative_to(ROOT)) for path in read]}
+            names = [str(path.relative_to(ROOT)) for path in read]
+            record = {"read": names, "mac": trust.own_mac(_said(entry, partial, names), _PURPOSE)}
             partial.replace(output)
         finally:
             partial.unlink(missing_ok=True)
@@ -59,9 +63,14 @@ def _key(made_by: object, sources: Iterable[Path]) -> str:
 
 
 def _intact(entry: Path, output: Path) -> list[Path] | None:
-    """What the stored object was made from, if it is as it was stored."""
+    """What the stored object was made from, if it is as this user stored it."""
     try:
         record = json.loads(entry.read_text())
-        return [ROOT / path for path in record["read"]] if content_digest(output) == record["object"] else None
-    except (OSError, ValueError, KeyError):
+        own = trust.is_own_mac(record["mac"].encode(), _said(entry, output, record["read"]), _PURPOSE)
+        return [ROOT / path for path in record["read"]] if own else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _said(entry: Path, output: Path, read: Sequence[str]) -> bytes:
+    return json.dumps([entry.name, content_sha256(output), read]).encode()

@@ -26,6 +26,10 @@ WEIGHTS = Path("build/weights.json")
 MODULES = Path("build/modules")
 OBJECTS = Path("build/objects")
 """In it `<kernel set>/<stem>/<object>`."""
+MANIFEST = Path("manifest.json")
+PROVENANCE = "provenance.json"
+NATIVE = (MODULES, OBJECTS, Path("elf"), MANIFEST)
+"""What native code is made of, it itself, and what says which of it runs."""
 
 
 def kernel_files(paths: Iterable[Path]) -> list[Path]:

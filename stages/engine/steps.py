@@ -19,15 +19,20 @@ from typing import Any, Protocol
 
 from doit.exceptions import TaskFailed
 
+from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from stages.engine.code import Code
 from stages.engine.digests import Digests
-from stages.engine.files import Turn, content_digest, fsync_path, write_atomic
-from stages.engine.places import ROOT
+from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
+from stages.engine.places import MANIFEST, PROVENANCE, ROOT
+from stages.engine.vouching import MAC, Vouching, is_native
 
+FOREIGN = "was not built by you, and nobody whom you trust signed it"
+"""Why native code of others is not current."""
+BESIDE = (trust.LOCAL, trust.SIGNATURE, PROVENANCE)
+"""What is said of the manifest."""
 RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
-MANIFEST = Path("manifest.json")
 
 
 class Shared(Protocol):
@@ -55,6 +60,17 @@ class Project:
     def code(self) -> Code:
         return Code(self.digests)
 
+    @functools.cached_property
+    def vouching(self) -> Vouching:
+        return Vouching(self.directory, self.digests)
+
+    def place(self, label: str) -> Path:
+        """Where an output goes. Raises UserError if a link that came along with the directory leads out of it."""
+        path = self.directory / label
+        if not path.parent.resolve().is_relative_to(self.directory.resolve()):
+            raise UserError(f"{path} lies behind a link out of {self.directory}: remove the link")
+        return path
+
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
         copied."""
@@ -77,32 +93,47 @@ class Project:
             with contextlib.suppress(OSError):
                 for label in (load_receipt(path) or {"outputs": ()})["outputs"]:
                     if label not in kept:
-                        (self.directory / label).unlink(missing_ok=True)
+                        self.place(label).unlink(missing_ok=True)
                         remove_empty((self.directory / label).parent, self.directory)
                 path.unlink(missing_ok=True)
 
     def commit(self, step: str, work: Path, receipt: Mapping[str, Any]) -> None:
         """Make what a step left below `work` its outputs: move each into place by a rename, remove those of its last
         run that are not among them, and write `receipt`, to which their digests are added."""
-        path = self.receipt_path(step)
+        path = self.place((RECEIPTS / f"{file_name(step)}.json").as_posix())
         old = (load_receipt(path) or {"outputs": {}})["outputs"]
         produced = sorted(p for p in work.rglob("*") if p.is_file())
         made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
         for output in produced:
             fsync_path(output)
+        root, gone = self.directory, [label for label in old if label not in made]
+        places = {label: self.place(label) for label in (*made, *gone)}
         path.unlink(missing_ok=True)
-        root = self.directory
-        changed = [label for label, digest in made.items() if self.digests.of(root / label) != digest]
-        gone = [label for label in old if label not in made]
+        changed = [label for label, digest in made.items() if not self._holds(label, digest, work / label)]
         if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
             # From here until the manifest is written again the directory says that it is incomplete.
             (root / MANIFEST).unlink(missing_ok=True)
         for label in changed:
-            (root / label).parent.mkdir(parents=True, exist_ok=True)
-            (work / label).replace(root / label)
+            places[label].parent.mkdir(parents=True, exist_ok=True)
+            (work / label).replace(places[label])
         for label in gone:
-            (root / label).unlink(missing_ok=True)
-        write_atomic(path, json.dumps({**receipt, "outputs": made}, indent=1, sort_keys=True).encode())
+            places[label].unlink(missing_ok=True)
+        told = {**receipt, "outputs": made}
+        told[MAC] = self.vouching.mac(path.stem, told)
+        write_atomic(path, json.dumps(told, indent=1, sort_keys=True).encode())
+
+    def adopt(self) -> None:
+        """Take what all steps left as if it had been built here. Raises UserError."""
+        for path in sorted((self.directory / RECEIPTS).glob("*.json")):
+            if receipt := load_receipt(path):
+                receipt[MAC] = self.vouching.mac(path.stem, receipt)
+                write_atomic(path, json.dumps(receipt, indent=1, sort_keys=True).encode())
+
+    def _holds(self, label: str, digest: str, made: Path) -> bool:
+        """Whether an output is there already. For native code a digest that can be forged does not do."""
+        if is_native(label):
+            return self.digests.sha256(self.directory / label) == content_sha256(made)
+        return self.digests.of(self.directory / label) == digest
 
 
 def file_name(step: str) -> str:
@@ -211,7 +242,12 @@ class Step:
             found = self._digest(self.project.directory / label)
             if found != digest:
                 return f"output {label} {'is missing' if found is None else 'was altered'}"
-        return None
+        return None if self.project.vouching.is_trusted(self.receipt_path.stem, receipt) else FOREIGN
+
+    def is_own(self) -> bool:
+        """Whether this user made its native outputs. Raises UserError."""
+        receipt = self.receipt()
+        return receipt is not None and self.project.vouching.is_own(self.receipt_path.stem, receipt)
 
     def is_current(self) -> bool:
         return self.why_stale() is None
@@ -230,9 +266,16 @@ class Step:
         return None
 
     def _build(self) -> None:
-        work = self.project.directory / WORK / file_name(self.name)
-        if self.is_current():
+        work = self.project.place((WORK / file_name(self.name)).as_posix())
+        stale = self.why_stale()
+        if stale is None:
             return
+        if stale == FOREIGN:
+            where = self.project.directory
+            raise UserError(
+                f"{self.name} in {where} {FOREIGN}: doit trust key={where} takes the directory as it is, "
+                "doit clean removes it"
+            )
         key, shared = self._key(None), self.project.shared
         before = {p: self._digest(p) for p in self.inputs}
         shutil.rmtree(work, ignore_errors=True)
@@ -254,6 +297,8 @@ class Step:
 
     def clean(self) -> None:
         """Remove the outputs and the receipt."""
-        for label in (self.receipt() or {"outputs": {}})["outputs"]:
-            (self.project.directory / label).unlink(missing_ok=True)
+        labels = (self.receipt() or {"outputs": {}})["outputs"]
+        for label in (*labels, *(BESIDE if MANIFEST.as_posix() in labels else ())):
+            with contextlib.suppress(UserError):
+                self.project.place(label).unlink(missing_ok=True)
         self.receipt_path.unlink(missing_ok=True)

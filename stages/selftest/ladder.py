@@ -211,7 +211,7 @@ class _Ladder:
         program = self.program(probe.name)
         given = packed(probe, program["slots"], probe.values())
         with raw.said(), raw.closing(self.open()) as device:
-            loaded = device.load_program(self.kit.probes.file(program["file"]), program["entry"], False)
+            loaded = device.load_program(self.kit.probes.native_file(program["file"]), program["entry"], False)
             results = dispatch(device, loaded, program["slots"], given)
         return f"{self.checked(probe.name, results)} ({probe.tile_function})"
 

@@ -1,30 +1,30 @@
-"""Loading the shared objects of an artifact directory."""
+"""Loading the native code of artifacts: the very bytes that were compared with the manifest, and nothing by name."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
 
 from llama_npu2.errors import UserError
 from llama_npu2.storage import File
 
-_loaded: dict[tuple[int, int], ctypes.CDLL] = {}
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_loaded: dict[str, ctypes.CDLL] = {}
+"""By SHA-256, hex."""
 
 
 def open_library(file: File) -> ctypes.CDLL:
-    """Load a shared object. Raises UserError.
-
-    The dynamic loader knows files by name, and would hand out the old code after a rebuild has replaced one. So it is
-    given the name of a descriptor, which stays open: no other file can take that name, or that inode.
-    """
+    """Load a shared object. Raises UserError."""
+    if file.sha256 in _loaded:
+        return _loaded[file.sha256]
     try:
-        descriptor = os.open(file.container, os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(descriptor)
-        key = (status.st_dev, status.st_ino)
-        if key in _loaded:
-            os.close(descriptor)
-        else:
-            _loaded[key] = _load(descriptor)
+        content = file.read_bytes()
+        key = hashlib.sha256(content).hexdigest()
+        if key not in _loaded:
+            _loaded[key] = _load(content)
             _loaded[key]._name = str(file.path)  # for messages
     except OSError as error:
         why = error.strerror or str(error).partition(": ")[2] or str(error)
@@ -32,9 +32,26 @@ def open_library(file: File) -> ctypes.CDLL:
     return _loaded[key]
 
 
-def _load(descriptor: int) -> ctypes.CDLL:
+def _load(content: bytes) -> ctypes.CDLL:
+    """The dynamic loader knows files by name, and would hand out old code for a name that it has met. So the
+    descriptor stays open: no other file can take its name."""
+    descriptor = anonymous_file(content)
     try:
-        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(descriptor_path(descriptor))
     except OSError:
         os.close(descriptor)
         raise
+
+
+def anonymous_file(content: bytes) -> int:
+    """Descriptor of a file in memory that nobody can change any more. Raises OSError."""
+    descriptor = os.memfd_create("llama-npu2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def descriptor_path(descriptor: int) -> str:
+    """A name of an open file, for this process."""
+    return f"/proc/self/fd/{descriptor}"

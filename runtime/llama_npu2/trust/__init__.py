@@ -8,9 +8,19 @@
 Own builds need nothing but the standard library; signatures need `cryptography` (extra `share`).
 """
 
-from llama_npu2.trust.artifacts import LOCAL, SIGNATURE, allowed, check_trusted, mark_own, signature
+from llama_npu2.trust.artifacts import (
+    LOCAL,
+    SIGNATURE,
+    allowed,
+    check_trusted,
+    covered,
+    is_marked,
+    mark_own,
+    signature,
+)
 from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
 from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys
+from llama_npu2.trust.settings import is_own_mac, own_mac
 
 __all__ = [
     "LOCAL",
@@ -21,7 +31,11 @@ __all__ = [
     "add_key",
     "allowed",
     "check_trusted",
+    "covered",
+    "is_marked",
+    "is_own_mac",
     "mark_own",
+    "own_mac",
     "remove_key",
     "sign",
     "signature",

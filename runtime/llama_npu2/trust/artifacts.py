@@ -14,8 +14,8 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import settings
-from llama_npu2.trust.envelopes import Untrusted, seal, unseal
-from llama_npu2.trust.keys import TRUST, from_environment
+from llama_npu2.trust.envelopes import MAX_BYTES, Untrusted, seal, unseal
+from llama_npu2.trust.keys import OWN_NAME, TRUST, from_environment
 
 MANIFEST = "manifest.json"
 LOCAL = "manifest.local"
@@ -32,6 +32,34 @@ def mark_own(directory: Path, manifest: bytes) -> None:
     settings.replace(directory / LOCAL, settings.own_mac(manifest, _PURPOSE).encode(), 0o644)
 
 
+def is_marked(directory: Path, manifest: bytes) -> bool:
+    """Whether this user's mark lies beside the manifest in `directory`. Raises UserError."""
+    return settings.is_own_mac(beside(directory, LOCAL), manifest, _PURPOSE)
+
+
+def covered(directory: Path) -> dict[str, str]:
+    """SHA-256, hex, of the files that the signature in `directory` covers, by name. Raises UserError if it has none
+    that the user trusts."""
+    manifest = beside(directory, MANIFEST)
+    said, _ = _signed(directory, manifest, beside(directory, SIGNATURE))
+    try:
+        files = {name: entry["sha256"] for name, entry in json.loads(manifest)["files"].items()}
+        made = said["predicate"]["runDetails"]["byproducts"]
+        files |= {entry["name"]: entry["digest"]["sha256"] for entry in made}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{directory / SIGNATURE} does not say what was built: get the directory again") from None
+    return {**files, MANIFEST: hashlib.sha256(manifest).hexdigest()}
+
+
+def beside(directory: Path, name: str) -> bytes:
+    """Content of a small file in `directory`, empty if there is none; what is too long is cut."""
+    path = directory / name
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
 def signature(manifest: bytes, statement: dict[str, Any]) -> bytes:
     """The content of `manifest.sig`. `statement`: in-toto's, whose subject is the manifest. Raises UserError."""
     _check_subject(statement, manifest)
@@ -44,16 +72,8 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
     if f"sha256:{hashlib.sha256(manifest).hexdigest()}" in from_environment():
         return TRUST
     if settings.is_own_mac(mark, manifest, _PURPOSE):
-        return "you"
-    if not envelope:
-        raise UserError(f"{directory} was not built by you, and it is not signed")
-    what = str(directory / SIGNATURE)
-    signed = unseal(envelope, _STATEMENT_TYPE, what)
-    try:
-        _check_subject(json.loads(signed.payload), manifest)
-    except (ValueError, RecursionError, UserError):
-        raise UserError(f"{what} is not about this manifest: get the directory again") from None
-    return f"{signed.name} ({signed.key.fingerprint})"
+        return OWN_NAME
+    return _signed(directory, manifest, envelope)[1]
 
 
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
@@ -68,6 +88,20 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
             ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
         more = f" and {len(native) - 1} more" if len(native) > 1 else ""
         raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
+
+
+def _signed(directory: Path, manifest: bytes, envelope: bytes) -> tuple[Any, str]:
+    """The statement about the manifest, and who signed it, in words. Raises UserError."""
+    if not envelope:
+        raise UserError(f"{directory} was not built by you, and it is not signed")
+    what = str(directory / SIGNATURE)
+    signed = unseal(envelope, _STATEMENT_TYPE, what)
+    try:
+        said = json.loads(signed.payload)
+        _check_subject(said, manifest)
+    except (ValueError, RecursionError, UserError):
+        raise UserError(f"{what} is not about this manifest: get the directory again") from None
+    return said, f"{signed.name} ({signed.key.fingerprint})"
 
 
 def _check_subject(statement: Any, manifest: bytes) -> None:

@@ -17,6 +17,7 @@ TRUST = "LLAMA_NPU2_TRUST"
 with commas between."""
 OWN = "signing_key.pub"
 """The user's own public key, in the directory of settings."""
+OWN_NAME = "you"
 
 _TYPE = "ssh-ed25519"
 _LIST = "trusted_keys"
@@ -57,7 +58,7 @@ class PublicKey:
 def trusted_keys() -> dict[PublicKey, str]:
     """The user's own key, the listed ones and those of the environment, with their names. Raises UserError."""
     own = settings.read(OWN)
-    found = {PublicKey.parse(own): "you"} if own else {}
+    found = {_parsed(own, OWN): OWN_NAME} if own else {}
     listed, revoked = _listed()
     found |= listed
     for text in from_environment():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def directory() -> Path:
 def own_mac(content: bytes, purpose: str) -> str:
     """HMAC-SHA256, hex, that only this user can make. `purpose`: what it says of the content; one made for another
     purpose is another. The secret is made when there is none. Raises UserError."""
-    secret = private(_SECRET, lambda: secrets.token_bytes(_SECRET_BYTES))
+    secret = private(_SECRET, lambda: os.urandom(_SECRET_BYTES))
     return hmac.digest(secret, framed(purpose, content), "sha256").hex()
 
 
@@ -107,6 +105,8 @@ def _create(path: Path, content: bytes) -> None:
 
 def _temporary(path: Path, content: bytes) -> Path:
     """A file beside `path` with that content, which only the user may read."""
+    import tempfile  # for this alone, which a run does not do
+
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "wb") as file:

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.host_numpy import NumpyDevice
-from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices.libraries import anonymous_file, descriptor_path, open_library
 from llama_npu2.devices.xrt.bindings import FAILURES, TOO_OLD, failures, import_pyxrt
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.limits import CONTEXTS, HEAP, RUNS_SHARE, check_duration, heap_bytes
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import NpuProgram
-from llama_npu2.storage import File
+from llama_npu2.storage import Altered, File
 
 LOCK = "llama-npu2.lock"
 
@@ -99,12 +99,20 @@ class Session:
         check_duration(path.stem, about.milliseconds)
         with failures(f"{path} cannot be loaded", "it must come from doit compile target=npu2"):
             if file not in self.files:
-                self.files[file] = self._context_for(path, self.pyxrt.elf(str(path)))
+                self.files[file] = self._context_for(path, self._elf(file))
             context = self.files[file]
             kernel = self.pyxrt.ext.kernel(self.contexts[context], f"{about.kernel}:{entry}")
         program = XrtProgram(path.stem, kernel, context, about.milliseconds, heap_bytes(about.instruction_bytes))
         self.programs.append(program)
         return program
+
+    def _elf(self, file: File) -> Any:
+        """XRT takes a name, and has read the file when it returns."""
+        descriptor = anonymous_file(file.read_bytes())
+        try:
+            return self.pyxrt.elf(descriptor_path(descriptor))
+        finally:
+            os.close(descriptor)
 
     def will_call(self, programs: Iterable[XrtProgram]) -> None:
         """Count prepared calls, before any of them runs."""
@@ -191,6 +199,8 @@ def host_device(library: File, threads: int, model: Mapping[str, Any]) -> CpuDev
     """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
     try:
         open_library(library)
+    except Altered:
+        raise
     except UserError as error:
         print(f"{error}; until then, host programs run on numpy, slower", file=sys.stderr, flush=True)
         return NumpyDevice(model)
