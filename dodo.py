@@ -128,6 +128,16 @@ def task_provenance():
     return command("provenance", built=False)
 
 
+def task_push():
+    """Offer the artifact directory to others at remote=...; include=weights with those of a private checkpoint."""
+    return command("push")
+
+
+def task_pull():
+    """Take an artifact directory from remote=..., where somebody whom you trust pushed it."""
+    return command("pull", built=False)
+
+
 def task_why():
     """Say for each step whether it is current, and if not, why."""
     return command("why", built=False)

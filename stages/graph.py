@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_npu2 import trust
+from llama_npu2.cpu_features import cpu_features
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, read_json, write_atomic
@@ -49,6 +51,7 @@ from stages.model.sources import (
     safe_name,
 )
 from stages.provenance import statement
+from stages.sharing.cache import Cache
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 from stages.weights.packing import pack_weights
@@ -74,7 +77,7 @@ class Build:
 
     @cached_property
     def source(self) -> Source:
-        return resolve(self.options.model, self.artifacts, self.options.revision)
+        return resolve(self.options.model, self.artifacts, self.options.revision, bool(self.options.remote))
 
     @cached_property
     def target(self) -> Target:
@@ -136,6 +139,11 @@ class Build:
         return self.artifacts / self.source.name / self.name
 
     @property
+    def artifact(self) -> str:
+        """What the directory is called on remotes."""
+        return f"{self.source.name}/{self.name}"
+
+    @property
     def directory_as_given(self) -> Path:
         """For messages: below the `artifacts` of the command line."""
         return Path(self.options.artifacts) / self.source.name / self.name
@@ -143,7 +151,16 @@ class Build:
     @cached_property
     def project(self) -> Project:
         turn = Turn(self.artifacts / ".locks" / f"{self.source.name}-{self.name}.lock")
-        return Project(self.directory, Digests(self.artifacts / ".digests.json"), turn)
+        shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
+        return Project(self.directory, Digests(self.artifacts / ".digests.json"), turn, shared)
+
+    def may_go(self, step: Step) -> bool:
+        """Whether others may have what a step makes."""
+        return not step.private or self._checkpoint_may_go
+
+    @cached_property
+    def _checkpoint_may_go(self) -> bool:
+        return bool(self.options.include) or self.source.is_public()
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
@@ -282,13 +299,13 @@ class Wiring:
             (CONFIG, CHECKPOINT),
             source.files(),
             params=None if isinstance(source, ArtifactsOnly) else {"source": source.identity(), "ignore": ignore},
+            elsewhere=lambda: {} if source.pinned else None,
         )
 
     def _tokenizer(self) -> Step:
         action = partial(copy_tokenizer, self.build.source)
-        return self._step(
-            "tokenizer", "Copy the tokenizer.", action, [Path("tokenizer")], [self.directory / CHECKPOINT]
-        )
+        inputs = [self.directory / CHECKPOINT]
+        return self._step("tokenizer", "Copy the tokenizer.", action, [Path("tokenizer")], inputs, private=True)
 
     def _plan(self) -> Step:
         policy = self.build.policy
@@ -301,12 +318,14 @@ class Wiring:
     def _calibration(self, text: Path) -> Iterator[Step]:
         """The text's embedding, a step per layer and one for the head, whose last outputs are their weights."""
         read = [self.directory / part for part in (CONFIG, CHECKPOINT, PACKING)]
+        computed: dict[str, Any] = {"private": True, "elsewhere": lambda: {"features": cpu_features(), **_arithmetic()}}
         yield self._step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
             partial(calibration.begin, self.build.source, self.directory, text),
             [CALIBRATION, calibration.activations_file(0)],
             [*read, self.directory / "tokenizer", text],
+            **computed,
         )
         layers = self.build.layers
         for layer in range(layers):
@@ -317,6 +336,7 @@ class Wiring:
                 partial(action, self.options.threads),
                 [calibration.activations_file(layer + 1), calibration.weights_file(layer)],
                 [*read, self.directory / calibration.activations_file(layer)],
+                **computed,
             )
         yield self._step(
             "calibration:head",
@@ -324,6 +344,7 @@ class Wiring:
             partial(calibration.calibrate_head, self.build.source, self.directory, self.options.threads),
             [calibration.HEAD_WEIGHTS],
             [*read, self.directory / calibration.activations_file(layers)],
+            **computed,
         )
 
     def _weights(self, calibrated: Sequence[Path]) -> Step:
@@ -333,6 +354,8 @@ class Wiring:
             partial(pack_weights, self.build.source, self.directory / PACKING, calibrated),
             [WEIGHTS],
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING, *calibrated],
+            private=True,
+            elsewhere=_arithmetic,
         )
 
     def _made_for(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
@@ -382,6 +405,7 @@ class Wiring:
             [path, *(descriptions if room.VARIANTS else ())],
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
+            elsewhere=target.built_on,
             after=self.BEFORE_TOOLS if target.foreign_tools else (),
         )
 
@@ -395,6 +419,7 @@ class Wiring:
             [library.file, *library.told],
             module.outputs[:2],
             tool=room.fingerprint,
+            elsewhere=library.target.built_on,
             after=tuple(f"object:{source}" for source in library.sources),
         )
 
@@ -411,17 +436,24 @@ class Wiring:
         }
         made = [path for library in libraries for path in (*library.described, library.file)]
         machine = {"name": self.target.name, "device": self.target.device, **self.target.machine()}
-        action, inputs = self._description()
+        action, inputs, more = self._description()
         return self._step(
             "manifest",
             "Describe the artifact directory.",
             action,
             [Path("manifest.json")],
             [self.directory / part for part in (*inputs, *made)],
-            arguments={"programs": entries, "target": machine},
+            arguments={"programs": entries, "target": machine, **more},
+            private=True,
         )
 
-    def _description(self) -> tuple[Any, list[Path]]:
-        """The action that describes the directory, and what it reads besides modules and programs."""
+    def _description(self) -> tuple[Any, list[Path], dict[str, Any]]:
+        """The action that describes the directory, what it reads besides modules and programs, and more arguments."""
         parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
-        return partial(write_manifest, self.directory, self.build.source.name, bool(self.build.calibration)), parts
+        more = {"model": self.build.source.name, "calibrated": bool(self.build.calibration)}
+        return partial(write_manifest, self.directory), parts, more
+
+
+def _arithmetic() -> dict[str, str]:
+    """What values of weights depend on besides this project's code."""
+    return {package: version(package) for package in ("ml_dtypes", "numpy")}

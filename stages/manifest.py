@@ -20,17 +20,17 @@ from stages.weights.formats import formats
 
 def write_manifest(
     directory: Path,
-    model: str,
-    calibrated: bool,
     work: Path,
     programs: Mapping[str, Mapping[str, Any]],
     target: Mapping[str, Any],
+    model: str,
+    calibrated: bool,
 ) -> None:
     """Step action: collect what is in the artifact `directory`.
 
-    `calibrated`: the weights were rounded for a text. `programs`: name -> file, entry point, on the host?, and the
-    files that say the rest: its slots, and what a device's build counted and estimated. `target`: name, device, and
-    what it asks of a machine.
+    `programs`: name -> file, entry point, on the host?, and the files that say the rest: its slots, and what a device's
+    build counted and estimated. `target`: name, device, and what it asks of a machine. `model`: its name. `calibrated`:
+    the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
     plan = read_json(directory / PLAN)

@@ -15,6 +15,8 @@ from llama_npu2.options import Running, Sampling, kind
 from stages.engine.names import suggestion
 from stages.kernels import KV_FORMATS
 
+INCLUDE = "weights"
+"""What of a checkpoint that is not public `push` and `cache=` give to others only if asked."""
 PEERS = ("llama.cpp", "transformers")
 MATMULS = ("bf16", "bfp16")
 """How the NPU projects a prompt's rows: exact products of bf16, or block floating point."""
@@ -47,11 +49,16 @@ class Options(Sampling, Running):
     key: str = ""
     name: str = ""
     remove: str = ""
+    remote: str = ""
+    cache: str = ""
+    include: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bucket_list()
         self.peer_list()
+        if self.include not in ("", INCLUDE):
+            raise UserError(f"include={self.include}: must be {INCLUDE}")
         if self.matmul not in MATMULS:
             raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
         if self.kv not in KV_FORMATS:

@@ -24,6 +24,10 @@ CALIBRATION = Path("build/calibration.json")
 WEIGHTS = Path("build/weights.json")
 """Which weight was packed where."""
 MODULES = Path("build/modules")
+INCOMING = Path("build/incoming")
+"""What is being received from a remote."""
+PULLED = Path("build/pulled.json")
+"""What was pulled last: when it was pushed, and by whom."""
 OBJECTS = Path("build/objects")
 """In it `<kernel set>/<stem>/<object>`."""
 MANIFEST = Path("manifest.json")

@@ -24,7 +24,7 @@ from llama_npu2.errors import UserError
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
-from stages.engine.places import MANIFEST, PROVENANCE, ROOT
+from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.vouching import MAC, Vouching, is_native
 
 FOREIGN = "was not built by you, and nobody whom you trust signed it"
@@ -79,12 +79,18 @@ class Project:
                 return path.relative_to(root).as_posix()
         return path.as_posix()
 
+    def located(self, label: str) -> Path:
+        """The file that a label means here."""
+        inside = self.directory / label
+        return inside if inside.exists() else ROOT / label
+
     def receipt_path(self, step: str) -> Path:
         """Of a step, by its name."""
         return self.directory / RECEIPTS / f"{file_name(step)}.json"
 
     def prune(self, steps: Iterable[str]) -> None:
-        """Remove what steps left that are no more: `steps` are all there are."""
+        """Remove what steps left that are no more, and what never arrived: `steps` are all there are."""
+        shutil.rmtree(self.directory / INCOMING, ignore_errors=True)
         current = set(map(self.receipt_path, steps))
         gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current)
         kept = {label for path in current for label in (load_receipt(path) or {}).get("outputs", ())} if gone else ()
@@ -145,13 +151,13 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
     """What a step left, or None if that is not what it should be."""
     try:
         receipt = json.loads(path.read_text())
-        sound = {"key", "inputs", "outputs"} <= receipt.keys() and all(map(_inside, receipt["outputs"]))
+        sound = {"key", "inputs", "outputs"} <= receipt.keys() and all(map(is_inside, receipt["outputs"]))
         return receipt if sound else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def _inside(label: str) -> bool:
+def is_inside(label: str) -> bool:
     """Whether a label stays in its directory. Receipts come with directories that others made."""
     return not Path(label).is_absolute() and ".." not in Path(label).parts
 
@@ -215,9 +221,8 @@ class Step:
 
     def located(self, label: str) -> Path:
         """The file that a receipt's label means here."""
-        inside = self.project.directory / label
         declared = {self.project.label(p): p for p in self.inputs}
-        return declared.get(label) or (inside if inside.exists() else ROOT / label)
+        return declared.get(label) or self.project.located(label)
 
     def why_stale(self) -> str | None:
         """The first reason to run, or None if the step is current."""
@@ -292,7 +297,9 @@ class Step:
             self.project.commit(self.name, work, receipt)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        if shared and fetched is None:
+        if fetched is not None:
+            print(f"{self.name}: fetched", flush=True)
+        elif shared:
             shared.offer(self)
 
     def clean(self) -> None:

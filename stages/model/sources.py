@@ -39,6 +39,13 @@ class Source(Protocol):
     def identity(self) -> Mapping[str, Any]:
         """What the user asked for; part of the build key."""
 
+    @property
+    def pinned(self) -> bool:
+        """Whether identity and files decide on the content: what a hub calls by a branch's name may change."""
+
+    def is_public(self) -> bool:
+        """Whether anybody may have its weights, as far as that is known. A hub is asked."""
+
     def files(self) -> list[Path]:
         """Local files whose content decides whether the checkpoint changed (none for remote and generated ones)."""
 
@@ -53,6 +60,10 @@ class Source(Protocol):
 class LocalSource:
     name: str
     directory: Path
+    pinned = True
+
+    def is_public(self) -> bool:
+        return self.directory == DEMO
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "directory"}
@@ -75,6 +86,10 @@ class LocalSource:
 class GgufSource:
     name: str
     file: Path
+    pinned = True
+
+    def is_public(self) -> bool:
+        return False
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "gguf"}
@@ -100,6 +115,19 @@ class HubSource:
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "hub", "repo": self.repo, "revision": self.revision}
+
+    @property
+    def pinned(self) -> bool:
+        return re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
+
+    def is_public(self) -> bool:
+        from huggingface_hub import HfApi
+
+        try:
+            info = HfApi().model_info(self.repo, revision=self.revision, timeout=10, token=False)
+        except Exception:  # whatever keeps it from being seen without a token
+            return False
+        return not info.private and not info.gated
 
     def files(self) -> list[Path]:
         return []
@@ -149,6 +177,10 @@ class RandomSource:
     name: str
     raw_config: Mapping[str, Any]
     directory: Path
+    pinned = True
+
+    def is_public(self) -> bool:
+        return True
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "random", "config": dict(self.raw_config), "recipe": RECIPE}
@@ -181,6 +213,10 @@ class ArtifactsOnly:
     """A name under `artifacts/` whose source is not on this machine: usable as it is, not rebuildable."""
 
     name: str
+    pinned = False
+
+    def is_public(self) -> bool:
+        return False
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "artifacts"}
@@ -198,8 +234,9 @@ class ArtifactsOnly:
         )
 
 
-def resolve(model: str, artifacts: Path, revision: str = "main") -> Source:
-    """The source that `model=` names. Raises UserError when it names nothing."""
+def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool = False) -> Source:
+    """The source that `model=` names. `elsewhere`: a name may be that of artifacts that are not here yet. Raises
+    UserError when it names nothing."""
     if model == "demo":
         return LocalSource("demo", DEMO)
     if model.startswith("random:"):
@@ -209,7 +246,7 @@ def resolve(model: str, artifacts: Path, revision: str = "main") -> Source:
         return LocalSource(safe_name(path.resolve().name), path)
     if path.suffix == ".gguf" and path.is_file():
         return GgufSource(safe_name(path.stem), path)
-    if (artifacts / model).is_dir() and "/" not in model:
+    if ((artifacts / model).is_dir() or elsewhere) and safe_name(model) == model:
         return ArtifactsOnly(model)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
         return HubSource(model, revision)

@@ -67,5 +67,5 @@ class _ProbeWiring(Wiring):
         support = sorted(set(library.sources) - set(npu2.sources([probe.program])))
         return partial(write_module, library.name), [], {"support": support, "priced": self.target.modules.COSTS}
 
-    def _description(self) -> tuple[Any, list[Path]]:
-        return partial(write_manifest, self.directory), []
+    def _description(self) -> tuple[Any, list[Path], dict[str, Any]]:
+        return partial(write_manifest, self.directory), [], {}

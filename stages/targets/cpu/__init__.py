@@ -5,6 +5,7 @@ Each device part is a program of its own, which fuses its launches where the hos
 
 from stages.model.grouping import Chain, Group, Grouping
 from stages.targets import Target
+from stages.targets.cpu.toolchain import host_system
 
 _START, _END = ("embed_tokens",), ("final_norm", "lm_head_gemv")
 _PROMPT = ("rms_gemms_rope", "flash_attn_panels", "o_ffn")
@@ -24,5 +25,6 @@ TARGET = Target(
         )
     },
     default_grouping="separate",
+    built_on=host_system,
     suits=lambda model: True,
 )

@@ -20,6 +20,17 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall", 
 INCLUDE = f"-I{KERNELS / 'cpu'}"
 
 
+_SEARCHED = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX")
+"""Variables that lead a compiler to other headers and libraries."""
+
+
+def host_system() -> dict[str, str]:
+    """What of this machine the compiler's output may depend on, besides the compiler."""
+    searched = {name: os.environ[name] for name in _SEARCHED if name in os.environ}
+    libc = " ".join(platform.libc_ver())
+    return {"system": sys.platform, "machine": platform.machine(), "libc": libc, **searched}
+
+
 @functools.cache
 def host_compiler() -> tuple[str, ...] | None:
     """Command of the host C++ compiler: `CXX`, then the system's, then the `ziglang` wheel; None if there is none."""

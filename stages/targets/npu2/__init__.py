@@ -17,6 +17,7 @@ TARGET = Target(
     groupings=GROUPINGS,
     default_grouping="fused",
     foreign_tools=True,
+    built_on=lambda: {"generation": KERNEL_SET},
     suits=usable_here,
     rank=1,
 )

@@ -1,0 +1,21 @@
+"""`doit pull remote=...`: an artifact directory that somebody whom the user trusts pushed."""
+
+from __future__ import annotations
+
+from stages.commands.push import exchanged, megabytes
+from stages.graph import Build
+
+
+def run(build: Build) -> None:
+    exchange = exchanged(build)
+    with build.project.turn:
+        offer, received = exchange.pull(build.steps)
+        build.project.digests.save()
+    total = sum(blob.size for blob in set(offer.files.values()))
+    print(
+        f"{build.directory_as_given} is as {offer.signer} pushed it at {offer.pushed}: {megabytes(received)} received "
+        f"of {megabytes(total)}",
+        flush=True,
+    )
+    if offer.withheld:
+        print(f"without {', '.join(offer.withheld)}: doit compile makes them from your checkpoint", flush=True)

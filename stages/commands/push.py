@@ -1,0 +1,35 @@
+"""`doit push remote=...`: the artifact directory for others, and what its steps made for their builds."""
+
+from __future__ import annotations
+
+from llama_npu2.errors import UserError
+from stages.commands.verify import VERIFIED
+from stages.graph import Build
+from stages.sharing.remotes import open_remote
+from stages.sharing.store import Store
+from stages.sharing.travel import Exchange
+
+
+def run(build: Build) -> None:
+    exchange = exchanged(build)
+    offer, sent = exchange.push(build.steps.values(), build.may_go)
+    total = sum(blob.size for blob in set(offer.files.values()))
+    print(f"{build.artifact} is on {build.options.remote}: {megabytes(sent)} sent of {megabytes(total)}", flush=True)
+    if offer.withheld:
+        print(
+            f"without {', '.join(offer.withheld)}, as the checkpoint is not known to be public: who pulls makes them "
+            "from a checkpoint of their own; include=weights sends them, too",
+            flush=True,
+        )
+
+
+def exchanged(build: Build) -> Exchange:
+    """The exchange with `remote=`. Raises UserError."""
+    if not build.options.remote:
+        raise UserError("no remote: say which, as in remote=file:///mnt/shared, s3://BUCKET/PATH or hf://ORG/NAME")
+    store = Store(open_remote(build.options.remote), build.project.digests)
+    return Exchange(store, build.project, build.artifact, (VERIFIED,))
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

@@ -1,0 +1,211 @@
+"""What a step made, and everything that it was made of, in terms that hold on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.errors import UserError
+from llama_npu2.trust import LOCAL
+from stages.engine.steps import RECEIPTS, WORK, Project, Step, is_inside
+
+FORMAT = 1
+"""Of records and of what is derived from them."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MODULE = re.compile(r"\w+(\.\w+)*")
+_RESERVED = (RECEIPTS.as_posix(), WORK.as_posix(), LOCAL)
+_LARGEST = 1 << 50
+"""Bytes of a file. More is a mistake."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's content."""
+
+    sha256: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """On a remote."""
+        return f"objects/sha256/{self.sha256[:2]}/{self.sha256[2:]}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A step's run. `key`: what decided on it besides files: the code of its stage, parameters, tool, and what else of
+    a machine does. `declared`, `found`: inputs by label with their SHA-256, those that the step names and those that it
+    came upon (empty where a file was not to be had). `outputs`: by path in the artifact directory."""
+
+    step: str
+    key: Mapping[str, Any]
+    declared: Mapping[str, str]
+    found: Mapping[str, str]
+    outputs: Mapping[str, Blob]
+
+    @property
+    def address(self) -> str | None:
+        """Under which a remote has it, as `address` of a step."""
+        return _address(self.step, self.key, self.declared)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, value: Any) -> Record:
+        """Raises UserError for what no record of ours can be."""
+        match value:
+            case {"step": str(step), "key": dict(key), "declared": dict(declared), "found": dict(found)}:
+                match key:
+                    case {"module": str(module), "code": str(), "params": _, "tool": _, "elsewhere": _}:
+                        sound = step.isprintable() and _MODULE.fullmatch(module)
+                        if sound and all(map(_is_input, declared.items())) and all(map(_is_input, found.items())):
+                            return cls(step, key, declared, found, blobs_of_json(value.get("outputs")))
+        raise UserError("a record is not what it must be: push it again")
+
+
+def _is_input(item: tuple[Any, Any]) -> bool:
+    """Whether this is a label, which may name a file of the project, and a digest or that there is none."""
+    label, sha256 = item
+    return is_inside(label) and isinstance(sha256, str) and (not sha256 or bool(_SHA256.fullmatch(sha256)))
+
+
+def blobs_of_json(value: Any) -> dict[str, Blob]:
+    """Files by their paths in an artifact directory. Raises UserError if a path could leave it, lie where state is
+    kept, or mean the same file as another one where case or Unicode forms make no difference."""
+    blobs = {}
+    for label, blob in value.items() if isinstance(value, dict) else ():
+        match blob:
+            case {"sha256": str(sha256), "size": int(size)} if _SHA256.fullmatch(sha256) and 0 <= size <= _LARGEST:
+                blobs[label] = Blob(sha256, size)
+    if not isinstance(value, dict) or len(blobs) != len(value):
+        raise UserError("a list of files is not what it must be: push it again")
+    check_labels(blobs)
+    return blobs
+
+
+def check_labels(labels: Iterable[str]) -> None:
+    """UserError if one is no plain relative path, or two are alike."""
+    seen: dict[str, str] = {}
+    for label in labels:
+        parts = label.split("/")
+        plain = label.isprintable() and not re.search(r'[\\:*?"<>|]', label) and unicodedata.is_normalized("NFC", label)
+        if not plain or any(part in ("", ".", "..") or part.strip() != part for part in parts):
+            raise UserError(f"{label!r} is no path for a file of an artifact directory")
+        if label.startswith(_RESERVED):
+            raise UserError(f"{label!r} is where the build keeps its state")
+        other = seen.setdefault(unicodedata.normalize("NFKC", label).casefold(), label)
+        if other != label:
+            raise UserError(f"{label!r} and {other!r} are one file on some machines")
+
+
+def address(step: Step) -> str | None:
+    """SHA-256, hex, of all that can change what a step makes, but for inputs that only its action comes upon. None
+    where that is not known: a tool is not here, or the checkpoint."""
+    if step.params is None:
+        return None
+    key, project = _key(step, None), step.project
+    return _address(step.name, key, {_label(project, p): project.digests.sha256(p) or "" for p in step.inputs})
+
+
+def _address(step: str, key: Mapping[str, Any], declared: Mapping[str, str]) -> str | None:
+    if key["tool"] is None or key["elsewhere"] is None or "" in declared.values():
+        return None
+    described = {"format": FORMAT, "step": step, "key": key, "declared": declared}
+    return hashlib.sha256(canonical(described)).hexdigest()
+
+
+def record_of(step: Step) -> Record | None:
+    """Of the run that a step's receipt tells of; None if that is not current."""
+    receipt, project = step.receipt(), step.project
+    if receipt is None or not step.is_current():
+        return None
+    digests = project.digests
+    labels = {label: step.located(label) for label in receipt["inputs"]}
+    shas = {label: digests.sha256(path) or "" for label, path in labels.items()}
+    outputs = {label: blob_of(project, project.directory / label) for label in receipt["outputs"]}
+    declared = {project.label(path) for path in step.inputs} if step.params is not None else set(receipt["declared"])
+    return Record(
+        step.name,
+        _key(step, receipt),
+        {_label(project, labels[label]): shas[label] for label in declared & shas.keys()},
+        {label: sha for label, sha in shas.items() if label not in declared},
+        outputs,
+    )
+
+
+def blob_of(project: Project, path: Path) -> Blob:
+    """Of a file, which is read unless it is known as it is."""
+    sha256 = project.digests.sha256(path)
+    if sha256 is None:
+        raise UserError(f"{path} is gone: run the command again")
+    return Blob(sha256, path.stat().st_size)
+
+
+def is_here(project: Project, label: str, wanted: Blob) -> bool:
+    """Whether a file of the artifact directory has this content."""
+    path = project.directory / label
+    return path.is_file() and path.stat().st_size == wanted.size and project.digests.sha256(path) == wanted.sha256
+
+
+def fits_here(step: Step, record: Record) -> bool:
+    """Whether all that a run came upon is here as it was there, besides what the address says."""
+    digests = step.project.digests
+    return all(sha and digests.sha256(step.located(label)) == sha for label, sha in record.found.items())
+
+
+def _key(step: Step, receipt: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`receipt`: of a run that is current, and so tells what is not known here: parameters and tool."""
+    recorded = receipt["key"] if receipt else {}
+    params = recorded.get("params") if step.params is None else json.loads(json.dumps(step.params))
+    tool = step.tool() if step.tool else ""
+    elsewhere = step.elsewhere()
+    return {
+        "module": step.module,
+        "code": step.project.code.sha256(step.module),
+        "params": params,
+        "tool": recorded.get("tool") if tool is None else tool,
+        "elsewhere": None if elsewhere is None else dict(elsewhere),
+    }
+
+
+def _label(project: Project, path: Path) -> str:
+    """How machines call an input. Where a checkpoint or a text lies is a machine's own matter."""
+    label = project.label(path)
+    return path.name if Path(label).is_absolute() else label
+
+
+def local_receipt(project: Project, record: Record, step: Step | None) -> dict[str, Any]:
+    """What a receipt here has to say of a run elsewhere, but for its outputs. Whatever is not here as it was there is
+    noted so that the step is stale. `step`: the same step here, if there is one."""
+    digests = project.digests
+    here = {_label(project, path): path for path in step.inputs} if step else {}
+    paths = {label: here.get(label) or project.located(label) for label in (*record.declared, *record.found)}
+    shas = {**record.declared, **record.found}
+    inputs = {
+        project.label(path): (digests.of(path) or "") if digests.sha256(path) == shas[label] else ""
+        for label, path in paths.items()
+    }
+    module = record.key["module"]
+    same = project.code.sha256(module) == record.key["code"]
+    return {
+        "key": {
+            "code": project.code.digest(module) if same else "",
+            "params": record.key["params"],
+            "tool": record.key["tool"],
+        },
+        "declared": sorted(project.label(paths[label]) for label in record.declared),
+        "inputs": inputs,
+    }
+
+
+def canonical(value: Any) -> bytes:
+    """JSON in one form: equal values are equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,0 +1,288 @@
+"""Remotes: bytes by name, on what fsspec reaches (`file://`, `s3://`, `http(s)://` to read, `memory://`) and on the
+Hugging Face hub (`hf://`)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from llama_npu2.errors import UserError
+from stages.engine.files import first_line, fsync_path
+
+BLOCK = 8 << 20
+"""Bytes that are moved at a time. Whole huge pages: what is written in such pieces is mapped as them."""
+
+_CONNECTIONS = 8
+_ATTEMPTS = 4
+_FIRST_PAUSE = 0.5
+"""Seconds; doubled from one attempt to the next."""
+_ABANDONED = 24 * 3600
+"""Seconds until an upload that was not finished is removed."""
+
+_PATHS = 500
+"""Files that the hub is asked about at once."""
+_REPOSITORY = re.compile(
+    r"(?:(?P<kind>datasets|models)/)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?"
+)
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class RemoteError(UserError):
+    """A remote that cannot be used now, or not in this way."""
+
+
+class Remote:
+    """A file system on which a file is written at once or not at all, as object stores do it."""
+
+    writable = True
+
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        self.url, self._files, self._root = url, files, root.rstrip("/")
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """A small file, None if it is not there. RemoteError if it cannot be read or has more bytes than `limit`."""
+        with self._explained(), contextlib.suppress(FileNotFoundError):
+            data: bytes = self._files.cat_file(self._path(name), start=0, end=limit + 1)
+            if len(data) > limit:
+                raise RemoteError(f"remote {self.url}: {name} has more than {limit} bytes")
+            return data
+        return None
+
+    def blocks(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """A file's bytes from `start` to `end`, which go on where a connection was lost. RemoteError."""
+        attempt = 0
+        while start < end:
+            try:
+                with self._explained():
+                    for block in self._run(name, start, end):
+                        start, attempt = start + len(block), 0
+                        yield block
+                if start < end:
+                    raise RemoteError(f"remote {self.url}: {name} ends {end - start} bytes too early")
+            except RemoteError:
+                attempt += 1
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
+
+    def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        with self._files.open(self._path(name), "rb", block_size=BLOCK, cache_type="none") as file:
+            try:
+                file.seek(start)
+            except ValueError:
+                # A server that knows no ranges: read over what is here.
+                for position in range(0, start, BLOCK):
+                    file.read(min(BLOCK, start - position))
+            while start < end and (block := file.read(min(BLOCK - start % BLOCK, end - start))):
+                start += len(block)
+                yield block
+
+    def missing(self, sizes: Mapping[str, int]) -> set[str]:
+        """Those of these files that are not there in their size. RemoteError."""
+
+        def absent(name: str) -> bool:
+            with self._explained(), contextlib.suppress(FileNotFoundError):
+                return bool(self._files.info(self._path(name))["size"] != sizes[name])
+            return True
+
+        return {name for name, gone in zip(sizes, self.parallel(absent, sizes), strict=True) if gone}
+
+    def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
+        """Write files, all that are not small in parallel. `moved` gets the bytes of each. RemoteError."""
+
+        def write(name: str) -> None:
+            with self._explained():
+                self._write(self._path(name), files[name])
+            moved(_size(files[name]))
+
+        self.parallel(write, files)
+
+    def _write(self, path: str, content: Path | bytes) -> None:
+        if isinstance(content, Path):
+            self._files.put_file(str(content), path)
+        else:
+            self._files.pipe_file(path, content)
+
+    def remove(self, name: str) -> None:
+        """RemoteError."""
+        with self._explained(), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    def names(self, prefix: str) -> list[str]:
+        """Files below a prefix, where a remote can list them. RemoteError."""
+        with self._explained(), contextlib.suppress(FileNotFoundError):
+            found = self._files.find(self._path(prefix))
+            return sorted(str(path).removeprefix(self._root).lstrip("/") for path in found)
+        return []
+
+    def parallel(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+        """`work` for each item, as many at once as a remote likes."""
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            return list(pool.map(work, items))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Whatever a library raises as one line; that a file is not there stays what it is."""
+        try:
+            yield
+        except (UserError, FileNotFoundError):
+            raise
+        except Exception as error:
+            raise RemoteError(f"remote {self.url}: {first_line(error)}") from None
+
+
+class Folder(Remote):
+    """A directory, also one that several machines mount."""
+
+    def _write(self, path: str, content: Path | bytes) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._unfinished / uuid4().hex
+        try:
+            with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as source:
+                with unfinished.open("xb", buffering=0) as file:
+                    while block := source.read(BLOCK):
+                        file.write(block)
+                    os.fsync(file.fileno())
+            unfinished.replace(target)
+            fsync_path(target.parent)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    @cached_property
+    def _unfinished(self) -> Path:
+        """Where files are until they are whole, without those of processes that did not live to see it."""
+        directory = Path(self._root) / "unfinished"
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+        return directory
+
+
+class Site(Remote):
+    """What a web server shows."""
+
+    writable = False
+
+    def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
+        raise RemoteError(f"remote {self.url} can only be read: push to what the web server shows")
+
+
+class Hub(Remote):
+    """A repository of the Hugging Face hub, where files are written as commits. It is made, private, where there is
+    none."""
+
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        super().__init__(url, files, root)
+        match = _REPOSITORY.fullmatch(self._root)
+        if not match:
+            raise RemoteError(f"remote {url}: give hf://ORG/NAME or hf://datasets/ORG/NAME")
+        self._prefix = match["path"] or ""
+        self._place = {
+            "repo_id": match["repo"],
+            "repo_type": "dataset" if match["kind"] == "datasets" else "model",
+            "revision": match["revision"],
+        }
+
+    @cached_property
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self._files.endpoint)
+
+    def missing(self, sizes: Mapping[str, int]) -> set[str]:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        found: dict[str, int] = {}
+        with self._explained(), contextlib.suppress(RepositoryNotFoundError):
+            names = list(sizes)
+            for first in range(0, len(names), _PATHS):
+                paths = [self._in_repository(name) for name in names[first : first + _PATHS]]
+                found |= {info.path: info.size for info in self._api.get_paths_info(paths=paths, **self._place)}
+        return {name for name, size in sizes.items() if found.get(self._in_repository(name)) != size}
+
+    def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        if not files:
+            return
+        with self._explained():
+            repository = {key: self._place[key] for key in ("repo_id", "repo_type")}
+            self._api.create_repo(**repository, private=True, exist_ok=True)
+            self._api.create_commit(
+                **self._place,
+                operations=[
+                    CommitOperationAdd(self._in_repository(name), path_or_fileobj=content)
+                    for name, content in files.items()
+                ],
+                commit_message=f"llama-npu2: {len(files)} files",
+            )
+            self._files.invalidate_cache()
+        moved(sum(map(_size, files.values())))
+
+    def remove(self, name: str) -> None:
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with self._explained(), contextlib.suppress(EntryNotFoundError):
+            self._api.delete_file(self._in_repository(name), **self._place)
+
+    def _in_repository(self, name: str) -> str:
+        return f"{self._prefix}/{name}".lstrip("/")
+
+
+def _size(content: Path | bytes) -> int:
+    return content.stat().st_size if isinstance(content, Path) else len(content)
+
+
+_KINDS: dict[str, type[Remote]] = {"file": Folder, "local": Folder, "http": Site, "https": Site, "hf": Hub}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}, "use_listings_cache": False}
+}
+_KNOWN = "give a directory, file://, s3://, https:// or hf://ORG/NAME"
+_PACKAGES = "pip install -e '.[share]'"
+
+
+def check_url(url: str) -> str:
+    """The protocol of a remote's URL, once it is known and what it takes is installed. Raises UserError."""
+    try:
+        from fsspec.core import get_filesystem_class
+        from fsspec.utils import get_protocol
+
+        protocol: str = get_protocol(url)
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        raise UserError(f"remote {url}: {first_line(error)}: {_PACKAGES}") from None
+    except ValueError as error:
+        raise UserError(f"remote {url}: {first_line(error)}: {_KNOWN}") from None
+    return protocol
+
+
+def open_remote(url: str) -> Remote:
+    """The remote that a URL or a path names. What fsspec is configured with (`FSSPEC_S3_ENDPOINT_URL`, `AWS_PROFILE`,
+    `HF_TOKEN` ...) holds. Raises UserError."""
+    protocol = check_url(url)
+    from fsspec.config import conf
+    from fsspec.core import url_to_fs
+
+    try:
+        files, root = url_to_fs(url, **(_OPTIONS.get(protocol, {}) | conf.get(protocol, {})))
+    except Exception as error:
+        raise RemoteError(f"remote {url}: {first_line(error)}: {_KNOWN}") from None
+    return _KINDS.get(protocol, Remote)(url, files, root)

@@ -1,0 +1,147 @@
+"""A remote that nobody has to believe: files are what their names say, entries what their signers say."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from llama_npu2.errors import UserError
+from llama_npu2.trust import sign, trusted_keys, verify
+from llama_npu2.trust.envelopes import MAX_BYTES, own_key
+from llama_npu2.trust.keys import from_environment
+from stages.engine.digests import Digests
+from stages.sharing.records import Blob, canonical
+from stages.sharing.remotes import BLOCK, Remote
+
+_FINGERPRINT = "SHA256:"
+
+
+class Damaged(UserError):
+    """What a remote has under a name is not what that says."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What somebody whom the user trusts says. `signer`: what the user calls them."""
+
+    content: dict[str, Any]
+    signer: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """`digests`: what is known of local files."""
+
+    remote: Remote
+    digests: Digests
+
+    def entries(self, name: str, purpose: str) -> list[Entry]:
+        """What trusted signers say under a name; others are not asked for. An entry that is damaged counts as absent,
+        with a line that says so. Raises RemoteError."""
+
+        def read(signer: str) -> bytes | None:
+            return self.remote.read(f"{name}/{signer}.json", MAX_BYTES)
+
+        found = self.remote.parallel(read, _trusted())
+        return [entry for data in found if data is not None for entry in self._opened(name, data, purpose)]
+
+    def own(self, name: str, purpose: str) -> dict[str, Any] | None:
+        """What this user says there. Raises RemoteError."""
+        data = self.remote.read(_own(name), MAX_BYTES)
+        return next((entry.content for entry in self._opened(name, data, purpose)), None) if data else None
+
+    def _opened(self, name: str, envelope: bytes, purpose: str) -> Iterator[Entry]:
+        what = f"{name} of {self.remote.url}"
+        try:
+            signed = verify(envelope, purpose, what)
+            content = json.loads(signed.payload)
+        except (UserError, ValueError, RecursionError) as error:
+            warn(f"not used: {error}")
+        else:
+            if isinstance(content, dict):
+                yield Entry(content, signed.name)
+
+    def write(self, entries: Mapping[str, dict[str, Any]], purpose: str) -> None:
+        """Say something under each of these names, signed by this user. Raises UserError."""
+        self.remote.put({_own(name): sign(canonical(content), purpose) for name, content in entries.items()})
+
+    def send(self, files: Mapping[Blob, Path]) -> int:
+        """Write the contents that are not there; returns their bytes. Raises UserError."""
+        absent = self.remote.missing({blob.name: blob.size for blob in files})
+        new = {blob: path for blob, path in files.items() if blob.name in absent}
+        total = sum(blob.size for blob in new)
+        with _progress("sending", total) as bar:
+            self.remote.put({blob.name: path for blob, path in new.items()}, bar.update)
+        for blob, path in new.items():
+            if self.digests.sha256(path) != blob.sha256:
+                self.remote.remove(blob.name)
+                raise UserError(f"{path} changed while it was sent: run the command again")
+        return total
+
+    def receive(self, blobs: Iterable[Blob], directory: Path) -> dict[Blob, Path]:
+        """Files in `directory` with these contents, each compared with its digest. What was received of one before,
+        there, is not received again. One caller at a time. Raises UserError."""
+        wanted = list(dict.fromkeys(blobs))
+        directory.mkdir(parents=True, exist_ok=True)
+        with _progress("receiving", sum(blob.size for blob in wanted)) as bar:
+            paths = self.remote.parallel(lambda blob: self._receive(blob, directory / blob.sha256, bar.update), wanted)
+        return dict(zip(wanted, paths, strict=True))
+
+    def _receive(self, blob: Blob, path: Path, moved: Callable[[int], object]) -> Path:
+        digest, start = _started(path)
+        if start >= blob.size and digest.hexdigest() != blob.sha256:
+            path.unlink(missing_ok=True)
+            digest, start = hashlib.sha256(), 0
+        moved(start)
+        with path.open("ab", buffering=0) as file:
+            for block in self.remote.blocks(blob.name, start, blob.size):
+                file.write(block)
+                digest.update(block)
+                moved(len(block))
+        if digest.hexdigest() != blob.sha256:
+            path.unlink()
+            raise Damaged(f"remote {self.remote.url}: {blob.name} is damaged: remove it there, and push it again")
+        return path
+
+
+def _started(path: Path) -> tuple[Any, int]:
+    """Digest and length of what there is of a file."""
+    digest, length = hashlib.sha256(), 0
+    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            length += len(block)
+    return digest, length
+
+
+def _trusted() -> list[str]:
+    """Names of the files of those whom the user trusts."""
+    fingerprints = {key.fingerprint for key in trusted_keys()}
+    return sorted({_hex(text) for text in (*fingerprints, *from_environment()) if text.startswith(_FINGERPRINT)})
+
+
+def _own(name: str) -> str:
+    return f"{name}/{_hex(own_key().fingerprint)}.json"
+
+
+def _hex(fingerprint: str) -> str:
+    """A fingerprint as a file's name, on file systems, too, where case makes no difference."""
+    return base64.b64decode(fingerprint.removeprefix(_FINGERPRINT) + "=").hex()
+
+
+def _progress(what: str, total: int) -> tqdm:
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None if total else True)
+
+
+def warn(line: str) -> None:
+    """On stderr, beside a progress bar if there is one."""
+    tqdm.write(line, file=sys.stderr)
