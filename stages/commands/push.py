@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from llama_npu2.errors import UserError
-from stages.commands.verify import VERIFIED
+from llama_npu2.trust import SIGNATURE
+from stages.engine.files import write_atomic
+from stages.engine.places import PROVENANCE
 from stages.graph import Build
+from stages.provenance import VERIFIED, signed
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
 from stages.sharing.travel import Exchange
@@ -12,7 +15,11 @@ from stages.sharing.travel import Exchange
 
 def run(build: Build) -> None:
     exchange = exchanged(build)
-    offer, sent = exchange.push(build.steps.values(), build.may_go)
+    with build.project.turn:
+        if build.may_go(build.steps["manifest"]):
+            write_atomic(build.directory / SIGNATURE, signed(build.directory))
+        offer, sent = exchange.push(build.steps.values(), build.may_go)
+        build.project.digests.save()
     total = sum(blob.size for blob in set(offer.files.values()))
     print(f"{build.artifact} is on {build.options.remote}: {megabytes(sent)} sent of {megabytes(total)}", flush=True)
     if offer.withheld:
@@ -28,7 +35,7 @@ def exchanged(build: Build) -> Exchange:
     if not build.options.remote:
         raise UserError("no remote: say which, as in remote=file:///mnt/shared, s3://BUCKET/PATH or hf://ORG/NAME")
     store = Store(open_remote(build.options.remote), build.project.digests)
-    return Exchange(store, build.project, build.artifact, (VERIFIED,))
+    return Exchange(store, build.project, build.artifact, (SIGNATURE, PROVENANCE, VERIFIED))
 
 
 def megabytes(count: int) -> str:

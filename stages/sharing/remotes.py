@@ -60,7 +60,8 @@ class Remote:
         return None
 
     def blocks(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """A file's bytes from `start` to `end`, which go on where a connection was lost. RemoteError."""
+        """A file's bytes from `start` to `end`, which go on where a connection was lost. RemoteError, also if there is
+        no such file."""
         attempt = 0
         while start < end:
             try:
@@ -70,6 +71,8 @@ class Remote:
                         yield block
                 if start < end:
                     raise RemoteError(f"remote {self.url}: {name} ends {end - start} bytes too early")
+            except FileNotFoundError:
+                raise RemoteError(f"remote {self.url}: {name} is not there: push it again") from None
             except RemoteError:
                 attempt += 1
                 if attempt == _ATTEMPTS:
@@ -102,8 +105,11 @@ class Remote:
         """Write files, all that are not small in parallel. `moved` gets the bytes of each. RemoteError."""
 
         def write(name: str) -> None:
-            with self._explained():
-                self._write(self._path(name), files[name])
+            try:
+                with self._explained():
+                    self._write(self._path(name), files[name])
+            except FileNotFoundError as error:
+                raise RemoteError(f"remote {self.url}: cannot write {name}: {error.filename} is gone") from None
             moved(_size(files[name]))
 
         self.parallel(write, files)

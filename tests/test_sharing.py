@@ -1,0 +1,353 @@
+"""What machines make for one another: what is taken, what is not, and what a remote can do to a build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_npu2 import trust
+from llama_npu2.errors import UserError
+from llama_npu2.trust.envelopes import own_key
+from stages.engine.digests import Digests
+from stages.engine.files import Turn
+from stages.engine.steps import Project, Step
+from stages.sharing import remotes
+from stages.sharing.cache import Cache
+from stages.sharing.records import Blob, check_labels
+from stages.sharing.remotes import Remote, RemoteError, open_remote
+from stages.sharing.store import Damaged, Store
+from stages.sharing.travel import Exchange
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    yield "memory://shared"
+    MemoryFileSystem.store.clear()
+
+
+class Machine:
+    """A checkout with two steps: `copy` makes `copied` of a source, `join` makes `joined` of that and of a header that
+    it comes upon."""
+
+    def __init__(self, directory: Path, url: str = "", **more: Any) -> None:
+        self.directory, self.ran, self.url = directory, list[str](), url
+        self.params, self.more = {"level": 1}, more
+        directory.mkdir(exist_ok=True)
+        self.source, self.header = directory / "source", directory / "artifact/header"
+        self.header.parent.mkdir(exist_ok=True)
+        self.source.write_text("source")
+        self.header.write_text("header")
+
+    def project(self) -> Project:
+        shared = Cache(self.url, lambda step: not step.private) if self.url else None
+        turn = Turn(self.directory / "lock")
+        return Project(self.directory / "artifact", Digests(self.directory / ".digests"), turn, shared)
+
+    def steps(self) -> dict[str, Step]:
+        project = self.project()
+        copied, joined = project.directory / "copied", project.directory / "joined"
+        copy = Step(project, "copy", "", self._copy, (copied,), (self.source,), self.params, **self.more)
+        join = Step(project, "join", "", self._join, (joined,), (copied,))
+        return {"copy": copy, "join": join}
+
+    def build(self) -> list[str]:
+        """Names of the steps whose action ran."""
+        self.ran.clear()
+        for step in self.steps().values():
+            failed = step.run()
+            assert failed is None, failed
+        assert all(step.is_current() for step in self.steps().values())
+        assert (self.directory / "artifact/joined").read_text() == self.joined
+        return self.ran
+
+    @property
+    def joined(self) -> str:
+        return self.source.read_text() + self.header.read_text()
+
+    def _copy(self, work: Path) -> None:
+        self.ran.append("copy")
+        (work / "copied").write_text(self.source.read_text())
+
+    def _join(self, work: Path) -> list[Path]:
+        self.ran.append("join")
+        (work / "joined").write_text(self.joined)
+        return [self.header]
+
+    def exchange(self, url: str) -> Exchange:
+        project = self.project()
+        return Exchange(Store(open_remote(url), project.digests), project, "model/cpu", ("said",))
+
+    def push(self, url: str) -> int:
+        return self.exchange(url).push(self.steps().values(), lambda step: not step.private)[1]
+
+    def pull(self, url: str) -> int:
+        return self.exchange(url).pull(self.steps())[1]
+
+
+def as_user(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.setenv("LLAMA_NPU2_CONFIG", str(directory))
+
+
+def test_a_step_that_ran_elsewhere_does_not_run(url: str, tmp_path: Path) -> None:
+    assert Machine(tmp_path / "a", url).build() == ["copy", "join"]
+    other = Machine(tmp_path / "b", url)
+    assert other.build() == []
+    assert other.build() == []
+
+
+CHANGES: dict[str, Callable[[Machine], Any]] = {
+    "input": lambda machine: machine.source.write_text("another source"),
+    "parameter": lambda machine: machine.params.update(level=2),
+    "tool": lambda machine: machine.more.update(tool=lambda: "compiler 2"),
+    "machine": lambda machine: machine.more.update(elsewhere=lambda: {"cpu": "another"}),
+    "unknown circumstances": lambda machine: machine.more.update(elsewhere=lambda: None),
+    "missing tool": lambda machine: machine.more.update(tool=lambda: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_can_change_an_output_is_in_its_address(
+    change: Callable[[Machine], Any], url: str, tmp_path: Path
+) -> None:
+    Machine(tmp_path / "a", url).build()
+    other = Machine(tmp_path / "b", url)
+    change(other)
+    assert "copy" in other.build()
+
+
+def test_changed_code_is_another_address(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(tmp_path / "a", url).build()
+    monkeypatch.setattr("stages.engine.code.Code.sha256", lambda self, module: "0" * 64)
+    assert Machine(tmp_path / "b", url).build() == ["copy", "join"]
+
+
+def test_what_a_step_comes_upon_decides_too(url: str, tmp_path: Path) -> None:
+    """As a compiler cache does: under one address lie runs that read different headers."""
+    Machine(tmp_path / "a", url).build()
+    other = Machine(tmp_path / "b", url)
+    other.header.write_text("another header")
+    assert other.build() == ["join"]
+    for name, header in (("c", "header"), ("d", "another header")):
+        third = Machine(tmp_path / name, url)
+        third.header.write_text(header)
+        assert third.build() == []
+
+
+def test_only_what_trusted_signers_made_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_user(monkeypatch, tmp_path / "alice")
+    Machine(tmp_path / "a", url).build()
+    alice = own_key()
+    as_user(monkeypatch, tmp_path / "bob")
+    assert Machine(tmp_path / "b", url).build() == ["copy", "join"]
+    as_user(monkeypatch, tmp_path / "carol")
+    trust.add_key(alice, "alice")
+    assert Machine(tmp_path / "c", url).build() == []
+
+
+def test_private_outputs_stay(url: str, tmp_path: Path) -> None:
+    Machine(tmp_path / "a", url, private=True).build()
+    assert Machine(tmp_path / "b", url).build() == ["copy"]
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    return {
+        "flipped": bytes([content[0] ^ 1]) + content[1:],
+        "truncated": content[: len(content) // 2],
+        "longer": content + b"x",
+    }
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "longer", "gone"])
+@pytest.mark.parametrize("what", ["objects", "steps"])
+def test_a_damaged_remote_costs_a_build_and_no_more(
+    what: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remotes, "_FIRST_PAUSE", 0)
+    url = f"file://{tmp_path}/remote"
+    Machine(tmp_path / "a", url).build()
+    for path in [path for path in (tmp_path / "remote" / what).rglob("*") if path.is_file()]:
+        if kind == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(damaged(path.read_bytes())[kind])
+    other = Machine(tmp_path / "b", url)
+    made = other.build()
+    # A file that is too long has the content that was asked for in front.
+    assert made == ([] if (what, kind) == ("objects", "longer") else ["copy", "join"])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and all("not used" in line for line in said.splitlines())
+    assert bool(said) == (made != [] and (what, kind) != ("steps", "gone"))
+    assert not (tmp_path / "b/artifact/build/work/copy").exists()
+
+
+def test_a_remote_that_fails_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "remote").write_text("a file where a directory should be")
+    assert Machine(tmp_path / "a", f"file://{tmp_path}/remote").build() == ["copy", "join"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "cache= is not used from here on" in lines[0]
+
+
+def test_pushed_directories_are_pulled_and_current(url: str, tmp_path: Path) -> None:
+    one = Machine(tmp_path / "a")
+    one.build()
+    (one.directory / "artifact/said").write_text("verified")
+    content = len("source" + "sourceheader" + "verified")
+    assert (one.push(url), one.push(url)) == (content, 0)
+    other = Machine(tmp_path / "b")
+    assert (other.pull(url), other.pull(url)) == (content, 0)
+    assert (other.directory / "artifact/said").read_text() == "verified"
+    assert all(step.is_current() for step in other.steps().values())
+    assert other.build() == []
+
+
+def test_what_is_pulled_is_stale_where_sources_differ(url: str, tmp_path: Path) -> None:
+    one = Machine(tmp_path / "a")
+    one.build()
+    one.push(url)
+    other = Machine(tmp_path / "b")
+    other.header.write_text("another header")
+    other.pull(url)
+    assert other.build() == ["join"]
+
+
+def test_an_older_offer_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Machine(tmp_path / "a"), Machine(tmp_path / "b")
+    one.build()
+    one.push(url)
+    store = open_remote(url)._files.store
+    old = {path: file.getvalue() for path, file in store.items() if "artifacts" in path}
+    monkeypatch.setattr("stages.sharing.travel._TIME", "9%Y")
+    one.push(url)
+    other.pull(url)
+    for path, content in old.items():
+        open_remote(url)._files.pipe_file(path, content)
+    with pytest.raises(UserError, match=r"was pushed at .* what is here at"):
+        other.pull(url)
+
+
+def test_a_remote_without_an_offer_says_what_it_has(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Machine(tmp_path / "b")
+    with pytest.raises(UserError, match="has no model/cpu; it has no artifacts"):
+        other.pull(url)
+    as_user(monkeypatch, tmp_path / "alice")
+    one = Machine(tmp_path / "a")
+    one.build()
+    one.push(url)
+    as_user(monkeypatch, tmp_path / "bob")
+    with pytest.raises(trust.Untrusted, match="whom you do not trust: to trust it, doit trust key="):
+        other.pull(url)
+
+
+HOSTILE = [
+    *("", "../up", "/absolute", "a/../b", "a//b", "a/./b", "a\\b", "c:d", "line\nbreak", "a /b", "e\u0301"),
+    *("build/receipts/x", "manifest.local"),
+]
+
+
+@pytest.mark.parametrize("label", HOSTILE)
+def test_hostile_paths_are_refused(label: str) -> None:
+    with pytest.raises(UserError):
+        check_labels([label])
+
+
+@pytest.mark.parametrize("labels", [("a/B", "a/b"), ("\ufb01", "fi")])
+def test_paths_that_some_machines_take_for_one_are_refused(labels: tuple[str, str]) -> None:
+    with pytest.raises(UserError, match="are one file"):
+        check_labels(labels)
+
+
+class Flaky(Remote):
+    """Drops a connection after so many bytes of a file, as often as it is told to."""
+
+    drops = 0
+    moved = 0
+
+    def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        for block in super()._run(name, start, end):
+            if self.drops and len(block) > 5:
+                self.drops -= 1
+                self.moved += 5
+                yield block[:5]
+                raise ConnectionError("reset by peer")
+            self.moved += len(block)
+            yield block
+
+
+@pytest.fixture
+def flaky(url: str, monkeypatch: pytest.MonkeyPatch) -> Flaky:
+    monkeypatch.setattr(remotes, "_FIRST_PAUSE", 0)
+    remote = open_remote(url)
+    return Flaky(url, remote._files, remote._root)
+
+
+def sent(store: Store, path: Path, content: bytes) -> Blob:
+    path.write_bytes(content)
+    blob = Blob(str(store.digests.sha256(path)), len(content))
+    store.send({blob: path})
+    return blob
+
+
+def test_transfers_go_on_where_they_were_dropped(flaky: Flaky, tmp_path: Path) -> None:
+    store = Store(flaky, Digests(tmp_path / ".digests"))
+    blob = sent(store, tmp_path / "file", bytes(range(100)))
+    flaky.drops = 10
+    (received,) = store.receive([blob], tmp_path / "incoming").values()
+    assert received.read_bytes() == bytes(range(100)) and flaky.moved == 100
+
+
+def test_the_next_command_goes_on_where_one_was_stopped(
+    flaky: Flaky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(flaky, Digests(tmp_path / ".digests"))
+    blob = sent(store, tmp_path / "file", bytes(range(100)))
+    monkeypatch.setattr(remotes, "_ATTEMPTS", 1)
+    flaky.drops = 1
+    with pytest.raises(RemoteError, match="reset by peer"):
+        store.receive([blob], tmp_path / "incoming")
+    store.receive([blob], tmp_path / "incoming")
+    assert flaky.moved == 100
+
+
+def test_a_damaged_rest_is_received_anew(flaky: Flaky, tmp_path: Path) -> None:
+    store = Store(flaky, Digests(tmp_path / ".digests"))
+    blob = sent(store, tmp_path / "file", bytes(range(100)))
+    (tmp_path / "incoming").mkdir()
+    (tmp_path / "incoming" / blob.sha256).write_bytes(b"not it")
+    with pytest.raises(Damaged):
+        store.receive([blob], tmp_path / "incoming")
+    (received,) = store.receive([blob], tmp_path / "incoming").values()
+    assert received.read_bytes() == bytes(range(100))
+
+
+def test_a_file_that_changes_while_it_is_sent_is_not_left_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(open_remote(url), Digests(tmp_path / ".digests"))
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    blob = Blob(str(store.digests.sha256(path)), 6)
+    path.write_bytes(b"behind")
+    with pytest.raises(UserError, match="changed while it was sent"):
+        store.send({blob: path})
+    assert store.remote.missing({blob.name: 6}) == {blob.name}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nothing://x", "give a directory, file://"),
+        ("hf://only", "give hf://ORG/NAME"),
+        ("gs://bucket", "pip install"),
+    ],
+)
+def test_a_url_that_names_no_remote(given: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_remote(given)
