@@ -18,7 +18,8 @@ class Arrivals:
     a process that was stopped had received under the same `name` is not received again. Raises UserError."""
 
     def __init__(self, store: Store, project: Project, files: Mapping[str, Blob], name: str) -> None:
-        self._directory, self._incoming = project.directory, project.directory / INCOMING / name
+        self._directory = project.directory
+        self._incoming = project.place((INCOMING / name / "file").as_posix()).parent
         self._absent = {label: blob for label, blob in files.items() if not is_here(project, label, blob)}
         self._uses = Counter(self._absent.values())
         self._received = store.receive(self._uses, self._incoming)

@@ -100,7 +100,7 @@ class Exchange:
         and the bytes that were received. Raises UserError; then the directory has no manifest, or is whole."""
         offer, project = self._newest(), self.project
         arrivals = Arrivals(self.store, project, offer.files, _PULL)
-        work = project.directory / WORK / _PULL
+        work = project.place((WORK / _PULL).as_posix())
         for label in {*self.beside} - offer.beside.keys():
             (project.directory / label).unlink(missing_ok=True)
         for run in offer.runs:
