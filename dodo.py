@@ -103,6 +103,11 @@ def task_doctor():
     return command("doctor", built=False)
 
 
+def task_fit():
+    """Say what a model will need before anything is downloaded, by format, and what fits here; check=1 measures it."""
+    return command("fit", built=False)
+
+
 def task_probe():
     """Build the programs of `doit selftest`."""
     yield from group("probe")

@@ -50,8 +50,8 @@ class Hub:
             ]
             self.send(request, 200, json.dumps(entries).encode(), {}, body)
         elif path.startswith(f"/api/models/{REPO}"):
-            names = [p.name for p in self.files.iterdir()]
-            info = {"_id": "1", "id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            files = [{"rfilename": p.name, "size": p.stat().st_size} for p in self.files.iterdir()]
+            info = {"_id": "1", "id": REPO, "sha": COMMIT, "siblings": files}
             self.send(request, 200, json.dumps(info).encode(), {}, body)
         elif path.startswith(f"/{REPO}/resolve/"):
             self.send_file(request, self.files / path.rpartition("/")[2], body)
@@ -93,7 +93,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 def test_download_build_and_stay_current(hub: Hub, built: Path, tmp_path: Path) -> None:
     env = hub.environment | {"HF_HOME": str(tmp_path / "cache")}
+    fit = doit("fit", f"model={REPO}", "weights=bf16", "json=1", cwd=built, env=env)
+    assert hub.fetched == ["config.json"], "nothing else is needed to say what the download will be"
     assert "weights" in ran(doit("compile", f"model={REPO}", cwd=built, env=env))
+    brought = sum((hub.files / name).stat().st_size for name in hub.fetched if name != "config.json")
+    assert [row["download"] for row in json.loads(fit.stdout)["formats"]] == [brought]
     assert (built / "artifacts/org--small/cpu/manifest.json").is_file()
     assert "pytorch_model.bin" not in hub.fetched
     assert sorted(hub.fetched) == sorted(set(hub.fetched)), "each file is fetched once"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llama_npu2.dtypes import nbytes
+from stages.weights.formats import formats
+
 
 @dataclass
 class Buffer:
@@ -19,3 +22,17 @@ class Buffer:
     @property
     def packed(self) -> bool:
         return self.kind in ("weight", "table")
+
+    @property
+    def dtype(self) -> str:
+        """Of its elements in memory."""
+        return formats()[self.format].dtype
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """In elements, as it lies in memory."""
+        return formats()[self.format].packed_shape(tuple(self.shape), self.layout) if self.packed else self.shape
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.stored_shape)

@@ -20,6 +20,7 @@ from ml_dtypes import bfloat16
 
 from stages.model import families
 from stages.model.config import Config
+from stages.weights.blobs import Tensor, write_safetensors
 
 RECIPE = 2
 """Another number where the same shapes give other weights."""
@@ -33,15 +34,21 @@ _LARGER = (5.0, 20.0)
 _DEGREES = 5
 """Of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
 
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 """Values that are made at a time."""
+
+AHEAD = 4
+"""Tensors that are made, or in the making, beside the one that is written."""
+
+
+def random_tensors(config: Config) -> list[Tensor]:
+    """What is written: name, dtype and shape."""
+    return [(name, "bf16", shape) for name, shape in families.tensors(config).items()]
 
 
 def write_random_weights(config: Config, path: Path) -> None:
     """Seeded weights. Rows have a mean square of `1 / fan_in` on average, vectors of 1, so that activations keep their
     scale through the layers."""
-    from stages.weights.blobs import write_safetensors
-
     family, shapes = families.of(config), families.tensors(config)
 
     def tensor(item: tuple[int, tuple[str, tuple[int, ...]]]) -> np.ndarray:
@@ -54,7 +61,7 @@ def write_random_weights(config: Config, path: Path) -> None:
 
     with ThreadPoolExecutor() as pool:
         window = _windowed(pool, tensor, list(enumerate(shapes.items())))
-        write_safetensors(path, ((n, "bf16", s) for n, s in shapes.items()), window)
+        write_safetensors(path, random_tensors(config), window)
 
 
 def _channels(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -71,20 +78,20 @@ def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) 
     of_columns = _channels(generator, columns) / np.float32(np.sqrt(columns * added))
     of_rows = np.sqrt((_DEGREES - 2) / generator.chisquare(_DEGREES, (rows, 1))).astype(np.float32)
     out = np.empty(shape, bfloat16)
-    step = max(1, _CHUNK // columns)
+    step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
         some = slice(first, first + step)
         out[some] = generator.standard_normal(out[some].shape, np.float32) * of_rows[some] * of_columns
     return out
 
 
-def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list, ahead: int = 4) -> Iterator[np.ndarray]:
-    """Results in order, at most `ahead` computed in advance, so that memory stays bounded."""
-    pending = [pool.submit(work, item) for item in items[:ahead]]
+def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list) -> Iterator[np.ndarray]:
+    """Results in order, at most `AHEAD` computed in advance, so that memory stays bounded."""
+    pending = [pool.submit(work, item) for item in items[:AHEAD]]
     for i in range(len(items)):
         yield pending.pop(0).result()
-        if i + ahead < len(items):
-            pending.append(pool.submit(work, items[i + ahead]))
+        if i + AHEAD < len(items):
+            pending.append(pool.submit(work, items[i + AHEAD]))
 
 
 def write_byte_tokenizer(config: Config, directory: Path) -> None:

@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +21,23 @@ from stages.engine.files import Turn, atomic_directory, first_line, read_json, w
 from stages.engine.places import CHECKPOINT, CONFIG, ROOT
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container
+from stages.model.config import Config
 from stages.model.families import Family, family_of, parse_config
 from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
 from stages.model.presets import PRESETS
-from stages.model.random_weights import RECIPE, write_byte_tokenizer, write_random_weights
+from stages.model.random_weights import RECIPE, random_tensors, write_byte_tokenizer, write_random_weights
+from stages.weights.blobs import safetensors_bytes
 
 DEMO = ROOT / "models/demo"
 _HUB_PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file of a checkpoint. `here`: on this machine already."""
+
+    nbytes: int
+    here: bool
 
 
 class Source(Protocol):
@@ -55,6 +66,13 @@ class Source(Protocol):
     def fetch(self) -> Path:
         """Make the checkpoint present on this machine and return its path. Raises UserError."""
 
+    def inventory(self) -> Mapping[str, Listed]:
+        """The files that `fetch` leaves here, without fetching them. Raises UserError."""
+
+
+def _listed(files: Iterable[Path]) -> dict[str, Listed]:
+    return {path.name: Listed(path.stat().st_size, here=True) for path in files}
+
 
 @dataclass(frozen=True)
 class LocalSource:
@@ -81,6 +99,9 @@ class LocalSource:
             raise UserError(f"{self.directory} has no config.json: model= needs a directory in Hugging Face format")
         return self.directory
 
+    def inventory(self) -> Mapping[str, Listed]:
+        return _listed(self.files())
+
 
 @dataclass(frozen=True)
 class GgufSource:
@@ -102,6 +123,9 @@ class GgufSource:
 
     def fetch(self) -> Path:
         return self.file
+
+    def inventory(self) -> Mapping[str, Listed]:
+        return _listed(self.files())
 
 
 @dataclass(frozen=True)
@@ -140,15 +164,35 @@ class HubSource:
         """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
         return self._download(_HUB_PATTERNS)
 
+    def inventory(self) -> Mapping[str, Listed]:
+        from huggingface_hub import HfApi, try_to_load_from_cache
+        from huggingface_hub.utils import filter_repo_objects
+
+        with self._explained():
+            info = HfApi().model_info(self.repo, revision=self.revision, files_metadata=True)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        return {
+            name: Listed(sizes[name], isinstance(try_to_load_from_cache(self.repo, name, revision=info.sha), str))
+            for name in filter_repo_objects(sizes, allow_patterns=list(_HUB_PATTERNS))
+        }
+
     def _download(self, patterns: Sequence[str]) -> Path:
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars
 
         if not sys.stderr.isatty():
             disable_progress_bars()
+        with self._explained():
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns)))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What the hub's client raises, as UserError."""
+        from huggingface_hub import errors
+
         where = f"model {self.repo} (revision {self.revision})"
         try:
-            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns)))
+            yield
         except errors.GatedRepoError:
             raise UserError(
                 f"{where} is gated: accept its licence at https://huggingface.co/{self.repo}, then run "
@@ -191,11 +235,36 @@ class RandomSource:
     def config_files(self) -> list[Path]:
         return []
 
+    @property
+    def config(self) -> Config:
+        """Raises UserError."""
+        return parse_config(self.raw_config, f"model=random:{self.name}")
+
+    def inventory(self) -> Mapping[str, Listed]:
+        if self._made:
+            return _listed(path for path in self.directory.iterdir() if path.is_file())
+        with tempfile.TemporaryDirectory() as beside:
+            write_byte_tokenizer(self.config, Path(beside))
+            sizes = {path.name: path.stat().st_size for path in Path(beside).iterdir()}
+        sizes[SINGLE] = safetensors_bytes(random_tensors(self.config))
+        return {name: Listed(size, here=False) for name, size in sizes.items()}
+
+    @property
+    def _wanted(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _stamp(self) -> Path:
+        """Says what the weights were made from."""
+        return self.directory / "generated-from"
+
+    @property
+    def _made(self) -> bool:
+        return self._stamp.is_file() and self._stamp.read_text() == self._wanted
+
     def fetch(self) -> Path:
-        config = parse_config(self.raw_config, f"model=random:{self.name}")
-        wanted = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
-        stamp = self.directory / "generated-from"
-        if stamp.is_file() and stamp.read_text() == wanted:
+        config = self.config
+        if self._made:
             return self.directory
         with (
             Turn(self.directory.parents[1] / f".locks/{self.name}.lock"),
@@ -204,7 +273,7 @@ class RandomSource:
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
             write_random_weights(config, temporary / SINGLE)
             write_byte_tokenizer(config, temporary)
-            (temporary / stamp.name).write_text(wanted)
+            (temporary / self._stamp.name).write_text(self._wanted)
         return self.directory
 
 
@@ -232,6 +301,9 @@ class ArtifactsOnly:
             f"model={self.name}: artifacts/{self.name} needs a rebuild but its checkpoint is not on this machine: "
             "name the checkpoint it was built from"
         )
+
+    def inventory(self) -> Mapping[str, Listed]:
+        return {}
 
 
 def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool = False) -> Source:

@@ -20,13 +20,23 @@ HUGE_PAGE = 2 << 20
 runtime maps them as such."""
 
 
+Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, dtype, shape."""
+
+
+def safetensors_bytes(tensors: Iterable[Tensor], alignment: int = 1) -> int:
+    """Of the file that `write_safetensors` makes."""
+    header, layout = _layout(list(tensors), alignment)
+    return 8 + len(header) + max((end for _, end, _ in layout.values()), default=0)
+
+
 def write_safetensors(
     path: Path,
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
     contents: Iterator[np.ndarray],
     alignment: int = 1,
 ) -> dict[str, int]:
-    """Write `contents` (in the order of `tensors`: name, dtype, shape); return each tensor's byte offset in the file.
+    """Write `contents` (in the order of `tensors`); return each tensor's byte offset in the file.
 
     With an `alignment` (bytes) the gaps are declared as U8 tensors named `.pad<N>`: the format allows no holes.
     """
@@ -51,9 +61,7 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
         data = data[count:]
 
 
-def _layout(
-    tensors: list[tuple[str, str, tuple[int, ...]]], alignment: int
-) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
+def _layout(tensors: list[Tensor], alignment: int) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     layout = {}
     position = 0

@@ -17,9 +17,12 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.importers import PLAIN
 from stages.model.sources import Source
-from stages.weights.blobs import PAGE, write_safetensors
+from stages.weights.blobs import PAGE, Tensor, write_safetensors
 from stages.weights.calibrated import calibrated_weights, read_calibrated
 from stages.weights.formats import formats
+
+WRITERS = 2
+"""Files that are written at a time."""
 
 
 def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work: Path) -> None:
@@ -35,16 +38,14 @@ def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work:
 def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calibrated: Mapping[str, Path]) -> None:
     """Write `buffers`, weights and tables, below `out`, and the index of where each is. `calibrated`: the files that
     hold weights instead of the checkpoint."""
-    files: dict[str, list[str]] = {}
-    for name, buffer in buffers.items():
-        files.setdefault(f"weights/{buffer.blob}.safetensors", []).append(name)
+    files = blobs(buffers)
     (out / "weights").mkdir(parents=True)
     with (
-        ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(WRITERS) as pool,
         tqdm(total=len(files), desc="packing weights", unit="file", disable=None) as bar,
     ):
 
-        def write(item: tuple[str, list[str]]) -> dict:
+        def write(item: tuple[str, list[Tensor]]) -> dict:
             entry = _write_blob(checkpoint, buffers, calibrated, out, *item)
             bar.update()
             return entry
@@ -57,16 +58,23 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calib
     write_json(out / WEIGHTS, index)
 
 
+def blobs(buffers: Mapping[str, Buffer]) -> dict[str, list[Tensor]]:
+    """The files that weights and tables are packed into, and what is in each, in order."""
+    files: dict[str, list[Tensor]] = {}
+    for name, buffer in buffers.items():
+        files.setdefault(f"weights/{buffer.blob}.safetensors", []).append((name, buffer.dtype, buffer.stored_shape))
+    return files
+
+
 def _write_blob(
     checkpoint: Checkpoint,
     buffers: Mapping[str, Buffer],
     calibrated: Mapping[str, Path],
     out: Path,
     file: str,
-    names: list[str],
+    tensors: list[Tensor],
 ) -> dict:
-    tensors = [(name, formats()[buffers[name].format].dtype, _packed_shape(buffers[name])) for name in names]
-    contents = _contents(checkpoint, buffers, calibrated, names)
+    contents = _contents(checkpoint, buffers, calibrated, [name for name, *_ in tensors])
     offsets = write_safetensors(out / file, tensors, contents, alignment=PAGE)
     return {
         "file": file,
@@ -76,10 +84,6 @@ def _write_blob(
         },
         "digests": file_digests(out / file),
     }
-
-
-def _packed_shape(buffer: Buffer) -> tuple[int, ...]:
-    return formats()[buffer.format].packed_shape(tuple(buffer.shape), buffer.layout)
 
 
 def _contents(

@@ -1,0 +1,152 @@
+"""`doit fit`: what a model will need before anything is downloaded or built, by format, and what fits this machine.
+
+`check=1` builds and runs each row below `artifacts/` instead, one after the other, and shows what it really took.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_npu2.errors import UserError
+from llama_npu2.table import Column, Table
+from stages.commands.fit_check import Took, measure
+from stages.graph import Build
+from stages.model import families
+from stages.model.checkpoint import container
+from stages.model.config import Config
+from stages.model.importers.directory import CONFIG_FILES
+from stages.model.policy import Policy, matrix_formats, parse_policy
+from stages.model.sources import ArtifactsOnly, HubSource, RandomSource, Source
+from stages.needs import Needs
+
+CONTEXT = 2048
+"""Positions of a short run."""
+
+CHECKED = 512
+"""Positions of the run that `check=1` measures."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is left here. Bytes."""
+
+    disk: int
+    memory: int
+    locked: int | None
+    """None: no limit."""
+
+    @classmethod
+    def here(cls, artifacts: Path) -> Machine:
+        existing = next(path for path in (artifacts, *artifacts.parents) if path.is_dir())
+        available = next(
+            int(line.split()[1]) << 10
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable")
+        )
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        return cls(shutil.disk_usage(existing).free, available, None if limit == resource.RLIM_INFINITY else limit)
+
+    def lacks(self, needs: Needs, context: int) -> list[str]:
+        """What there is too little of to build, and to run with so many positions."""
+        short = {
+            "disk": needs.disk > self.disk,
+            "memory to build": needs.build > self.memory,
+            "memory to run": needs.resident(context) > self.memory,
+            "locked memory": self.locked is not None and needs.pinned > self.locked,
+        }
+        return [what for what, lacking in short.items() if lacking]
+
+
+def run(build: Build) -> None:
+    """Raises UserError."""
+    rows = [needs for policy in policies(build) if (needs := needs_of(build, policy))]
+    if build.options.check:
+        print_check(build, rows)
+    else:
+        print_needs(rows, Machine.here(build.artifacts), build.options.json)
+
+
+def policies(build: Build) -> list[Policy]:
+    """What `weights=` says, or each format that the target has kernels for."""
+    if build.options.weights:
+        return [build.policy]
+    formats = (name for name in matrix_formats() if build.target.runs(name))
+    return [parse_policy(name, build.options.kv) for name in formats]
+
+
+def needs_of(build: Build, policy: Policy) -> Needs:
+    source = build.source
+    return Needs(source, config_of(source), build.target, policy, build.buckets, source.inventory())
+
+
+def config_of(source: Source) -> Config:
+    """Of a model whose weights may not be here. Raises UserError."""
+    if isinstance(source, ArtifactsOnly):
+        raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
+    if isinstance(source, RandomSource):
+        return source.config
+    if isinstance(source, HubSource):
+        files = {path.name: path for path in source.config_files()}
+        if CONFIG_FILES[0] not in files:
+            raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
+        return families.read_config(files[CONFIG_FILES[0]])
+    held = container(source.fetch())
+    return families.parse_config(held.fields, held.where)
+
+
+def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
+    described = [_described(needs, machine) for needs in rows]
+    if as_json:
+        print(json.dumps({"machine": vars(machine), "formats": described}))
+        return
+    contexts = sorted(described[0]["resident"])
+    titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "pinned"]
+    table = Table([Column("weights", 12), *(Column(title, 9, right=True) for title in titles), Column("fits")])
+    print(table.header())
+    for row in described:
+        amounts = [row["download"], row["disk"], row["build"], *row["resident"].values(), row["pinned"]]
+        fits = "yes" if not row["lacks"] else f"no: {', '.join(row['lacks'])}"
+        print(table.row(row["weights"], *map(amount, amounts), fits))
+    locked = "unlimited" if machine.locked is None else amount(machine.locked)
+    print(f"\nhere: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
+
+
+def _described(needs: Needs, machine: Machine) -> dict:
+    longest = needs.config.max_seq
+    contexts = sorted({min(CONTEXT, longest), longest})
+    return {
+        "weights": needs.policy.text,
+        "download": needs.download,
+        "disk": needs.disk,
+        "build": needs.build,
+        "resident": {context: needs.resident(context) for context in contexts},
+        "pinned": needs.pinned,
+        "lacks": machine.lacks(needs, contexts[0]),
+    }
+
+
+def amount(nbytes: float) -> str:
+    """Three digits and a unit."""
+    unit, name = next(((u, n) for u, n in ((1 << 30, "GiB"), (1 << 20, "MiB")) if nbytes >= u), (1 << 10, "KiB"))
+    digits = max(0, 3 - len(f"{nbytes / unit:.0f}"))
+    return f"{nbytes / unit:.{digits}f} {name}" if nbytes else "-"
+
+
+def print_check(build: Build, rows: Sequence[Needs]) -> None:
+    numbers = (Column(title, 9, right=True) for title in ("needs", "took", "%"))
+    table = Table([Column("weights", 12), Column("", 8), *numbers])
+    print(table.header(), flush=True)
+    for needs in rows:
+        for what, needed, took in compared(needs, measure(build, needs, CHECKED)):
+            print(table.row(needs.policy.text, what, amount(needed), amount(took), f"{100 * (needed / took - 1):+.1f}"))
+
+
+def compared(needs: Needs, took: Took) -> Iterator[tuple[str, int, int]]:
+    yield "disk", needs.disk, took.disk
+    yield "build", needs.build, took.build
+    yield "run", needs.resident(took.context), took.resident

@@ -1,0 +1,217 @@
+"""What building and running a model takes, before anything of it is there: from its configuration, its plan, and the
+bytes that formats say. What no description knows (compilers, Python, code) is measured: here, or once, as said below.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from llama_npu2.devices.xrt.limits import HEAP
+from stages.engine.places import python_environment
+from stages.model import families
+from stages.model.buffers import Buffer
+from stages.model.config import Config, rope_table
+from stages.model.grouping import programs
+from stages.model.importers.directory import TOKENIZER_FILES
+from stages.model.plan import Plan, make_plan
+from stages.model.policy import Policy
+from stages.model.random_weights import AHEAD, CHUNK
+from stages.model.sources import HubSource, Listed, RandomSource, Source
+from stages.targets import Target
+from stages.weights.blobs import PAGE, safetensors_bytes
+from stages.weights.formats import PACKED_AT_ONCE, formats
+from stages.weights.packing import WRITERS, blobs
+
+CODE = 2.4e6
+"""Bytes of programs, objects (in the artifacts and in the cache), receipts and manifest on target cpu with bf16
+weights: `doit du` of the demo model, g++ 12."""
+
+CODE_OF_FORMAT = 0.47e6
+"""The same for each format of groups besides: its products, in each program."""
+
+COMPILER = 283 << 20
+"""Memory of g++ 12 on the largest of the host's kernels."""
+
+KEPT = 72 << 20
+"""Of the memory that packing took, what the process keeps at most while compilers run beside it; of little, half: glibc
+2.36."""
+
+TOKENIZER_BASE, TOKENIZER_TOKEN, TOKENIZER_BYTE = 2.5e6, 155, 6.7
+"""Memory of a tokenizer, of each token in its vocabulary, and of each byte of its file: tokenizers 0.23, vocabularies
+of 2 and 128 thousand, with merges and without."""
+
+SAMPLE = 1 << 16
+"""Values that are packed to see what that takes."""
+
+_ROWS = 64
+"""Of which rows of layouts are whole numbers."""
+
+RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
+"""Of a run that has a chat template."""
+
+PRINT_MEMORY = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+"""KiB that this process held at most."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one model in one policy on one target. Bytes."""
+
+    source: Source
+    config: Config
+    target: Target
+    policy: Policy
+    buckets: Sequence[int]
+    files: Mapping[str, Listed]
+    """Of the checkpoint."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        grouping = self.target.grouping(self.target.default_grouping)
+        return make_plan(self.config, grouping, self.target.kernel_set, self.buckets, self.policy)
+
+    # Disk
+
+    @property
+    def download(self) -> int:
+        """From the hub; what is in its cache is not fetched again."""
+        return self._absent if isinstance(self.source, HubSource) else 0
+
+    @property
+    def _absent(self) -> int:
+        return sum(file.nbytes for file in self.files.values() if not file.here)
+
+    @property
+    def disk(self) -> int:
+        """Of checkpoint, artifacts and cached objects, as far as they are not here."""
+        return self._absent + self.artifacts
+
+    @property
+    def artifacts(self) -> int:
+        packed = sum(safetensors_bytes(tensors, PAGE) for tensors in blobs(self._packed).values())
+        grouped = len(set(self.policy.formats) - {"bf16"})
+        return packed + self._tokenizer + int(CODE + grouped * CODE_OF_FORMAT)
+
+    @property
+    def _packed(self) -> dict[str, Buffer]:
+        return {name: buffer for name, buffer in self.plan.buffers.items() if buffer.packed}
+
+    @property
+    def _tokenizer(self) -> int:
+        return sum(file.nbytes for name, file in self.files.items() if name in TOKENIZER_FILES)
+
+    # Memory of a build
+
+    @property
+    def build(self) -> int:
+        """Anonymous memory at most: that of files can be given back at any time."""
+        packing = self._packing
+        return own_memory() + max(COMPILER + min(packing // 2, KEPT), packing, self._generating)
+
+    @property
+    def _packing(self) -> int:
+        """As many files at a time, and of each a tensor: as it is read, packed, and what is in the making."""
+        largest = sorted(
+            max(self._packing_of(self.plan.buffers[name]) for name, *_ in tensors)
+            for tensors in blobs(self._packed).values()
+        )
+        return sum(largest[-WRITERS:])
+
+    def _packing_of(self, buffer: Buffer) -> int:
+        values = int(np.prod(buffer.shape))
+        if buffer.kind == "table":
+            return int(buffer.shape[0] * _table_memory(self.config)) + buffer.nbytes
+        at_once = PACKED_AT_ONCE if formats()[buffer.format].layout(buffer.layout).rows else values
+        working = _packing_memory(buffer.format, buffer.layout, buffer.shape[-1]) if len(buffer.shape) == 2 else 0
+        return 2 * values + buffer.nbytes + int(min(values, at_once) * working)
+
+    @property
+    def _generating(self) -> int:
+        """Random weights: those that are made ahead of the one that is written, and a chunk of each in f32."""
+        if not isinstance(self.source, RandomSource) or not self._absent:
+            return 0
+        sizes = [int(np.prod(shape)) for shape in families.tensors(self.config).values()]
+        windows = (sizes[first : first + AHEAD + 1] for first in range(len(sizes)))
+        return max(sum(2 * size + 8 * min(size, CHUNK) for size in window) for window in windows)
+
+    # Memory of a run
+
+    def resident(self, context: int) -> int:
+        """With so many positions in the KV cache, of which the NPU has all from the start."""
+        used = self.config.max_seq if self.pinned else context
+        return (
+            runtime_memory()
+            + self._tokenizer_memory
+            + sum(
+                buffer.nbytes * used // self.config.max_seq if buffer.kind == "cache" else buffer.nbytes
+                for buffer in self.plan.buffers.values()
+            )
+        )
+
+    @property
+    def _tokenizer_memory(self) -> int:
+        return int(TOKENIZER_BASE + self.config.vocab * TOKENIZER_TOKEN + self._tokenizer * TOKENIZER_BYTE)
+
+    @property
+    def pinned(self) -> int:
+        """Locked memory: what device programs read and write, and the driver's heap. 0 where the host runs all."""
+        if self.target.device != "xrt":
+            return 0
+        grouping = self.target.grouping(self.target.default_grouping)
+        family = families.of(self.config).model_type
+        host = {program.name for program in programs(family, grouping, self.buckets, self.policy) if program.host}
+        calls = [call for phase in self.plan.phases.values() for call in phase if call.program not in host]
+        bound = {reference.partition("@")[0] for call in calls for reference in call.buffers}
+        return HEAP + sum(self.plan.buffers[name].nbytes for name in bound)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Memory that it takes at most, of what Python and numpy allocate."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@functools.cache
+def _packing_memory(form: str, layout: str, columns: int) -> float:
+    """Bytes per value of a matrix that are in the making while it is packed."""
+    rows = _ROWS * max(1, SAMPLE // (_ROWS * columns))
+    sample = np.ones((rows, columns), bfloat16)
+    return peak_bytes(lambda: formats()[form].pack(sample, layout)) / sample.size
+
+
+@functools.cache
+def _table_memory(config: Config) -> float:
+    """Bytes per position of the table of rotations while it is made."""
+    return peak_bytes(lambda: rope_table(config, SAMPLE)) / SAMPLE
+
+
+def own_memory() -> int:
+    """Anonymous, of this process, which is what builds."""
+    return process_memory()["RssAnon"]
+
+
+@functools.cache
+def runtime_memory() -> int:
+    """Of a Python that imported what a run imports, files of code included."""
+    run = [sys.executable, "-c", f"{RUN_IMPORTS}\n{PRINT_MEMORY}"]
+    return int(subprocess.run(run, env=python_environment(), capture_output=True, check=True, text=True).stdout) << 10
+
+
+def process_memory(pid: int | str = "self") -> dict[str, int]:
+    """Bytes by their names in `/proc/<pid>/status`. OSError where there is no such process."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {line[0][:-1]: int(line[1]) << 10 for line in lines if line[-1:] == ["kB"]}

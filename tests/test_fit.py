@@ -1,0 +1,126 @@
+"""`doit fit`: what it says against what builds leave and take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama_npu2 import UserError
+from llama_npu2.manifest import Manifest
+from stages.commands.fit import Machine, amount, config_of, needs_of, policies
+from stages.commands.fit_check import peak_memory
+from stages.commands.options import parse_options
+from stages.graph import Build
+from stages.model.plan import make_plan
+from stages.needs import Needs
+from tests.conftest import doit
+
+
+def needs(artifacts: Path, **variables: str) -> Needs:
+    build = Build(parse_options({"artifacts": str(artifacts), "target": "cpu"} | variables))
+    return needs_of(build, policies(build)[0])
+
+
+def test_disk_is_what_the_build_left(demo: Path, artifacts: Path) -> None:
+    found = needs(artifacts, weights="bf16")
+    objects = sum(path.stat().st_size for path in (artifacts / ".cache/objects").iterdir())
+    built = sum(path.stat().st_size for path in demo.rglob("*") if path.is_file())
+    # Other tests fill the cache: what of it is the demo's is also in its directory.
+    own = sum(path.stat().st_size for path in (demo / "build/objects").rglob("*.o"))
+    assert own <= objects
+    assert found.disk == pytest.approx(built + own, rel=0.05)
+    assert found.download == found.pinned == 0
+
+
+def test_weights_are_counted_to_the_byte(demo: Path, artifacts: Path) -> None:
+    found = needs(artifacts, weights="bf16")
+    packed = sum(path.stat().st_size for path in (demo / "weights").iterdir())
+    other = needs(artifacts, weights="int8")
+    assert sum(b.nbytes for b in found.plan.buffers.values() if b.packed) <= packed
+    manifest = Manifest.open(demo)
+    assert {name: b.nbytes for name, b in found.plan.buffers.items()} == {
+        n: manifest.nbytes(n) for n in manifest.buffers
+    }
+    assert other.artifacts < found.artifacts
+
+
+def test_a_cache_counts_as_far_as_it_is_filled(artifacts: Path) -> None:
+    found = needs(artifacts, model="random:llama-3.2-1b")
+    cache = 2 * 2 * found.config.layers * found.config.kv_heads * found.config.head_dim
+    assert found.resident(1000) - found.resident(0) == 1000 * cache
+    assert needs(artifacts, model="random:llama-3.2-1b", kv="int8").resident(1000) < found.resident(1000)
+
+
+def test_random_weights_are_disk_and_no_download(artifacts: Path) -> None:
+    found = needs(artifacts, model="random:llama-3.2-1b")
+    assert found.download == 0
+    assert found.disk - found.artifacts == pytest.approx(2 * 1.2358e9, rel=0.01)
+    assert found.build > 3 * 2 * 128256 * 2048, "the vocabulary as it is read, packed, and in the making"
+
+
+def test_the_npu_pins_what_its_programs_use(artifacts: Path) -> None:
+    found = needs(artifacts, model="random:llama-3.2-1b", target="npu2", weights="int8")
+    buffers = make_plan(
+        found.config, found.target.grouping("fused"), found.target.kernel_set, found.buckets, found.policy
+    ).buffers
+    layers = sum(b.nbytes for name, b in buffers.items() if b.blob.startswith("layer_"))
+    embedding = buffers["model.embed_tokens.weight"].nbytes
+    assert layers < found.pinned < sum(b.nbytes for b in buffers.values()) + (64 << 20)
+    assert found.resident(1) - found.pinned < embedding + (200 << 20)
+
+
+def test_what_is_short_is_named(artifacts: Path) -> None:
+    found = needs(artifacts, model="random:llama-3.2-1b", target="npu2")
+    plenty = Machine(disk=1 << 50, memory=1 << 50, locked=None)
+    assert plenty.lacks(found, 1) == []
+    short = {"disk": {"disk": found.disk - 1}, "locked memory": {"locked": found.pinned - 1}}
+    for what, limit in short.items():
+        assert replace(plenty, **limit).lacks(found, 1) == [what]
+    assert replace(plenty, memory=1 << 20).lacks(found, 1) == ["memory to build", "memory to run"]
+
+
+def test_artifacts_without_a_checkpoint_need_nothing(demo: Path, artifacts: Path, tmp_path: Path) -> None:
+    (tmp_path / "copied").mkdir()
+    build = Build(parse_options({"artifacts": str(tmp_path), "model": "copied", "target": "cpu"}))
+    with pytest.raises(UserError, match="its checkpoint is not here"):
+        config_of(build.source)
+
+
+def test_table_and_json(tmp_path: Path) -> None:
+    run = doit("fit", f"artifacts={tmp_path / 'none'}")
+    assert run.returncode == 0, run.stderr
+    header, *rows, _, here = run.stdout.splitlines()
+    assert header.split()[:4] == ["weights", "download", "disk", "build"]
+    assert {"bf16", "int8", "int4", "w8a8"} <= {row.split()[0] for row in rows}
+    assert "free" in here
+    assert not (tmp_path / "none").exists()
+    (row,) = json.loads(doit("fit", "weights=int4", "json=1").stdout)["formats"]
+    assert row["weights"] == "int4" and row["disk"] > 0 and row["lacks"] == []
+
+
+def test_amounts_have_three_digits() -> None:
+    assert [amount(n << 20) for n in (0, 1, 1023, 1 << 10)] == ["-", "1.00 MiB", "1023 MiB", "1.00 GiB"]
+
+
+def test_memory_of_all_processes_counts(tmp_path: Path) -> None:
+    """100 MB here and as many in a child."""
+    hold = "b = b'x' * 100_000_000; import time; time.sleep(0.3)"
+    script = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {hold!r}]); {hold}; p.wait()"
+    assert 200e6 < peak_memory([sys.executable, "-c", script]) < 260e6
+    with pytest.raises(UserError, match="the build failed: oh"):
+        peak_memory([sys.executable, "-c", "import sys; sys.exit('oh')"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("model", ["demo", "random:smollm2-135m"])
+def test_measured(model: str, weights: str, tmp_path: Path) -> None:
+    run = doit("fit", f"model={model}", f"weights={weights}", "check=1", f"artifacts={tmp_path}")
+    assert run.returncode == 0, run.stderr
+    errors = {line.split()[1]: float(line.split()[-1]) for line in run.stdout.splitlines()[1:]}
+    assert abs(errors["disk"]) < 5
+    assert abs(errors["build"]) < 10 and abs(errors["run"]) < 10
