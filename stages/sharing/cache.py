@@ -19,8 +19,6 @@ from stages.sharing.records import Record, address, fits_here, record_of
 from stages.sharing.remotes import check_url, open_remote
 from stages.sharing.store import Damaged, Store, warn
 
-STEP = "step"
-"""What entries about steps are signed as."""
 _RUNS = 16
 """Of one signer under one address: what they came upon differs."""
 
@@ -71,7 +69,7 @@ class Cache:
         if where is None:
             return None
         store = self._store(step.project)
-        entries = store.entries(step_entry(where), STEP)
+        entries = store.entries(step_entry(where))
         runs = [record for entry in entries for record in runs_of(entry.content, where)]
         record = next((record for record in runs if fits_here(step, record)), None)
         if record is None:
@@ -87,7 +85,7 @@ class Cache:
         record, store = record_of(step), self._store(step.project)
         if record and record.address:
             store.send({blob: step.project.directory / label for label, blob in record.outputs.items()})
-            store.write(step_entries(store, [record]), STEP)
+            store.write(step_entries(store, [record]))
 
 
 def step_entry(where: str) -> str:
@@ -103,7 +101,7 @@ def step_entries(store: Store, records: list[Record]) -> dict[str, dict[str, Any
         where = record.address
         if where is None:
             return None
-        known = runs_of(store.own(step_entry(where), STEP) or {}, where)
+        known = runs_of(store.own(step_entry(where)) or {}, where)
         if record in known:
             return None
         runs = [record, *(other for other in known if other.found != record.found)]

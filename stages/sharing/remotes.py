@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +110,7 @@ class Remote:
                 with self._explained():
                     self._write(self._path(name), files[name])
             except FileNotFoundError as error:
-                raise RemoteError(f"remote {self.url}: cannot write {name}: {error.filename} is gone") from None
+                raise RemoteError(f"remote {self.url}: cannot write {name}: {first_line(error)}") from None
             moved(_size(files[name]))
 
         self.parallel(write, files)
@@ -210,8 +211,18 @@ class Hub(Remote):
     @cached_property
     def _api(self) -> Any:
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
 
-        return HfApi(endpoint=self._files.endpoint)
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        return HfApi(endpoint=self._files.endpoint, token=self._files.token)
+
+    @cached_property
+    def _api_of_repository(self) -> Any:
+        """Of one that is there."""
+        repository = {key: self._place[key] for key in ("repo_id", "repo_type")}
+        self._api.create_repo(**repository, private=True, exist_ok=True)
+        return self._api
 
     def missing(self, sizes: Mapping[str, int]) -> set[str]:
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -230,9 +241,7 @@ class Hub(Remote):
         if not files:
             return
         with self._explained():
-            repository = {key: self._place[key] for key in ("repo_id", "repo_type")}
-            self._api.create_repo(**repository, private=True, exist_ok=True)
-            self._api.create_commit(
+            self._api_of_repository.create_commit(
                 **self._place,
                 operations=[
                     CommitOperationAdd(self._in_repository(name), path_or_fileobj=content)

@@ -39,12 +39,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Store:
-    """`digests`: what is known of local files."""
+    """`digests`: what is known of local files. The first folder of an entry's name is the purpose that it is signed
+    for."""
 
     remote: Remote
     digests: Digests
 
-    def entries(self, name: str, purpose: str) -> list[Entry]:
+    def entries(self, name: str) -> list[Entry]:
         """What trusted signers say under a name; others are not asked for. An entry that is damaged counts as absent,
         with a line that says so. Raises RemoteError."""
 
@@ -52,17 +53,17 @@ class Store:
             return self.remote.read(f"{name}/{signer}.json", MAX_BYTES)
 
         found = self.remote.parallel(read, _trusted())
-        return [entry for data in found if data is not None for entry in self._opened(name, data, purpose)]
+        return [entry for data in found if data is not None for entry in self._opened(name, data)]
 
-    def own(self, name: str, purpose: str) -> dict[str, Any] | None:
+    def own(self, name: str) -> dict[str, Any] | None:
         """What this user says there. Raises RemoteError."""
         data = self.remote.read(_own(name), MAX_BYTES)
-        return next((entry.content for entry in self._opened(name, data, purpose)), None) if data else None
+        return next((entry.content for entry in self._opened(name, data)), None) if data else None
 
-    def _opened(self, name: str, envelope: bytes, purpose: str) -> Iterator[Entry]:
+    def _opened(self, name: str, envelope: bytes) -> Iterator[Entry]:
         what = f"{name} of {self.remote.url}"
         try:
-            signed = verify(envelope, purpose, what)
+            signed = verify(envelope, purpose(name), what)
             content = json.loads(signed.payload)
         except (UserError, ValueError, RecursionError) as error:
             warn(f"not used: {error}")
@@ -70,9 +71,9 @@ class Store:
             if isinstance(content, dict):
                 yield Entry(content, signed.name)
 
-    def write(self, entries: Mapping[str, dict[str, Any]], purpose: str) -> None:
+    def write(self, entries: Mapping[str, dict[str, Any]]) -> None:
         """Say something under each of these names, signed by this user. Raises UserError."""
-        self.remote.put({_own(name): sign(canonical(content), purpose) for name, content in entries.items()})
+        self.remote.put({_own(name): sign(canonical(said), purpose(name)) for name, said in entries.items()})
 
     def send(self, files: Mapping[Blob, Path]) -> int:
         """Write the contents that are not there; returns their bytes. Raises UserError."""
@@ -121,6 +122,11 @@ def _started(path: Path) -> tuple[Any, int]:
             digest.update(block)
             length += len(block)
     return digest, length
+
+
+def purpose(name: str) -> str:
+    """What an entry is signed for: it is no other kind of entry."""
+    return name.partition("/")[0]
 
 
 def _trusted() -> list[str]:

@@ -15,12 +15,10 @@ from stages.engine.files import read_json, write_json
 from stages.engine.places import PULLED
 from stages.engine.steps import WORK, Project, Step
 from stages.sharing.arrivals import Arrivals
-from stages.sharing.cache import STEP, step_entries
+from stages.sharing.cache import step_entries
 from stages.sharing.records import Blob, Record, blob_of, blobs_of_json, check_labels, local_receipt, record_of
-from stages.sharing.store import Store
+from stages.sharing.store import Store, purpose
 
-_ARTIFACT = "artifact"
-"""What entries about artifact directories are signed as."""
 _FOLDER = "artifacts/"
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _PULL = "pull"
@@ -91,8 +89,7 @@ class Exchange:
         said = {label: blob_of(self.project, self.project.directory / label) for label in beside}
         offer = Offer(self.name, time.strftime(_TIME, time.gmtime()), records, withheld, said)
         sent = self.store.send({blob: self.project.directory / label for label, blob in offer.files.items()})
-        self.store.write(step_entries(self.store, records), STEP)
-        self.store.write({self._entry: offer.to_json()}, _ARTIFACT)
+        self.store.write({**step_entries(self.store, records), self._entry: offer.to_json()})
         return offer, sent
 
     def pull(self, steps: Mapping[str, Step]) -> tuple[Offer, int]:
@@ -118,7 +115,7 @@ class Exchange:
     def _newest(self) -> Offer:
         """The offer to take. Raises UserError if there is none, or only one older than what was pulled before: who can
         write to a remote could else bring back what was replaced."""
-        entries = self.store.entries(self._entry, _ARTIFACT)
+        entries = self.store.entries(self._entry)
         said = [Offer.of_json(entry.content, entry.signer, self.name) for entry in entries]
         newest = max(said, key=lambda offer: offer.pushed, default=None)
         if newest is None:
@@ -138,7 +135,7 @@ class Exchange:
         for other in remote.names(self._entry):
             if data := remote.read(other, MAX_BYTES):
                 # Says whose it is, and how to trust them.
-                verify(data, _ARTIFACT, self.name)
+                verify(data, purpose(self._entry), self.name)
         known = sorted({path.removeprefix(_FOLDER).rpartition("/")[0] for path in remote.names(_FOLDER.rstrip("/"))})
         return f"has no {self.name}; it has {', '.join(known) or 'no artifacts'}: check model=, target= and weights="
 
