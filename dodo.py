@@ -108,6 +108,16 @@ def task_fit():
     return command("fit", built=False)
 
 
+def task_du():
+    """Say what takes space: per model, target and kind, what is there twice, caches and checkpoints; json=1."""
+    return command("du", built=False)
+
+
+def task_gc():
+    """Show what no complete artifact directory needs; keep=14d (or 5G, or 20) removes what that does not keep."""
+    return command("gc", built=False)
+
+
 def task_probe():
     """Build the programs of `doit selftest`."""
     yield from group("probe")

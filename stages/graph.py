@@ -20,6 +20,7 @@ from stages.engine.digests import Digests
 from stages.engine.files import Turn, read_json, write_atomic
 from stages.engine.objects import source_file
 from stages.engine.places import (
+    CACHE,
     CALIBRATION,
     CHECKPOINT,
     CONFIG,
@@ -31,6 +32,7 @@ from stages.engine.places import (
     PROVENANCE,
     ROOT,
     WEIGHTS,
+    lock_file,
 )
 from stages.engine.steps import Project, Step
 from stages.manifest import write_manifest
@@ -150,7 +152,7 @@ class Build:
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(self.artifacts / ".locks" / f"{self.source.name}-{self.name}.lock")
+        turn = Turn(lock_file(self.artifacts, self.source.name, self.name))
         shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
         return Project(self.directory, Digests(self.artifacts / ".digests.json"), turn, shared)
 
@@ -395,7 +397,7 @@ class Wiring:
         return action, [self.directory / CONFIG], room.arguments(library.programs, options)
 
     def _objects(self, target: Target, source: str, descriptions: Sequence[Path]) -> Step:
-        room, cache = target.objects, self.build.artifacts / ".cache/objects"
+        room, cache = target.objects, self.build.artifacts / CACHE
         path = source_file(source)
         return self._step(
             f"object:{source}",

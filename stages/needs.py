@@ -5,6 +5,7 @@ bytes that formats say. What no description knows (compilers, Python, code) is m
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 import tracemalloc
@@ -51,10 +52,7 @@ TOKENIZER_BASE, TOKENIZER_TOKEN, TOKENIZER_BYTE = 2.5e6, 155, 6.7
 of 2 and 128 thousand, with merges and without."""
 
 SAMPLE = 1 << 16
-"""Values that are packed to see what that takes."""
-
-_ROWS = 64
-"""Of which rows of layouts are whole numbers."""
+"""Positions of a table that is made to see what that takes."""
 
 RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
 """Of a run that has a chat template."""
@@ -132,7 +130,7 @@ class Needs:
         if buffer.kind == "table":
             return int(buffer.shape[0] * _table_memory(self.config)) + buffer.nbytes
         at_once = PACKED_AT_ONCE if formats()[buffer.format].layout(buffer.layout).rows else values
-        working = _packing_memory(buffer.format, buffer.layout, buffer.shape[-1]) if len(buffer.shape) == 2 else 0
+        working = _packing_memory(buffer.format, buffer.layout) if len(buffer.shape) == 2 else 0
         return 2 * values + buffer.nbytes + int(min(values, at_once) * working)
 
     @property
@@ -186,11 +184,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @functools.cache
-def _packing_memory(form: str, layout: str, columns: int) -> float:
-    """Bytes per value of a matrix that are in the making while it is packed."""
-    rows = _ROWS * max(1, SAMPLE // (_ROWS * columns))
-    sample = np.ones((rows, columns), bfloat16)
-    return peak_bytes(lambda: formats()[form].pack(sample, layout)) / sample.size
+def _packing_memory(form: str, layout: str) -> float:
+    """Bytes per value that are in the making while a matrix is packed, besides itself and what it becomes. Tried on one
+    that is packed at once: formats go through a large one in parts."""
+    side = math.isqrt(PACKED_AT_ONCE)
+    packed = Buffer("weight", form, (side, side), layout)
+    sample = np.ones(packed.shape, bfloat16)
+    return (peak_bytes(lambda: formats()[form].pack(sample, layout)) - packed.nbytes) / sample.size
 
 
 @functools.cache

@@ -11,7 +11,8 @@ import pytest
 
 from llama_npu2 import UserError
 from llama_npu2.manifest import Manifest
-from stages.commands.fit import Machine, amount, config_of, needs_of, policies
+from llama_npu2.table import amount
+from stages.commands.fit import Machine, config_of, needs_of, policies
 from stages.commands.fit_check import peak_memory
 from stages.commands.options import parse_options
 from stages.graph import Build

@@ -19,6 +19,13 @@ class Column:
         return content.rjust(width) if self.right else content.ljust(width)
 
 
+def amount(nbytes: float) -> str:
+    """Of bytes, with three digits and a unit."""
+    unit, name = next(((u, n) for u, n in ((1 << 30, "GiB"), (1 << 20, "MiB")) if nbytes >= u), (1 << 10, "KiB"))
+    digits = max(0, 3 - len(f"{nbytes / unit:.0f}"))
+    return f"{nbytes / unit:.{digits}f} {name}" if nbytes else "-"
+
+
 class Table:
     """Lines of text, without their line ends. `markdown`: with bars, else with two blanks between columns."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.errors import UserError
-from llama_npu2.table import Column, Table
+from llama_npu2.table import Column, Table, amount
 from stages.commands.fit_check import Took, measure
 from stages.graph import Build
 from stages.model import families
@@ -128,13 +128,6 @@ def _described(needs: Needs, machine: Machine) -> dict:
         "pinned": needs.pinned,
         "lacks": machine.lacks(needs, contexts[0]),
     }
-
-
-def amount(nbytes: float) -> str:
-    """Three digits and a unit."""
-    unit, name = next(((u, n) for u, n in ((1 << 30, "GiB"), (1 << 20, "MiB")) if nbytes >= u), (1 << 10, "KiB"))
-    digits = max(0, 3 - len(f"{nbytes / unit:.0f}"))
-    return f"{nbytes / unit:.{digits}f} {name}" if nbytes else "-"
 
 
 def print_check(build: Build, rows: Sequence[Needs]) -> None:

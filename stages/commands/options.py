@@ -46,6 +46,7 @@ class Options(Sampling, Running):
     measured: str = ""
     peers: str = ""
     risky: bool = False
+    keep: str = ""
     key: str = ""
     name: str = ""
     remove: str = ""

@@ -118,6 +118,15 @@ class Turn:
         except OSError:
             pass  # what cannot be written needs no lock; a step that has to write will say so
 
+    def try_take(self) -> bool:
+        """Whether this process has it now, without waiting."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except (filelock.Timeout, OSError):
+            return False
+        return True
+
     def give_up(self) -> None:
         self._lock.release(force=True)
 

@@ -6,6 +6,7 @@ stored, or that somebody else stored, is made again. A missing entry is only slo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -41,7 +42,10 @@ def cached_object(
     entry = cache / f"{name}-{_key(made_by, sources)}.json"
     output = entry.with_suffix(".o")
     read = _intact(entry, output)
-    if read is None:
+    if read is not None:
+        with contextlib.suppress(OSError):
+            os.utime(entry)  # how recently it was of use
+    else:
         cache.mkdir(parents=True, exist_ok=True)
         partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
         try:

@@ -6,6 +6,7 @@ Beside every generated module lies a description (JSON); its `objects` says whic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -47,13 +48,20 @@ def write_objects(
     source: str, objects: dict[str, list[str]], compile_one: Callable[[str, Sequence[str]], CachedObject], work: Path
 ) -> list[Path]:
     """Each of `objects` (name -> flags) by `compile_one(name, flags)`. Returns the project's files that were read."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = dict(zip(objects, pool.map(compile_one, objects, objects.values()), strict=True))
     directory = work / OBJECTS / source
     directory.mkdir(parents=True)
-    for name, compiled in made.items():
-        shutil.copyfile(compiled.path, directory / name)
-    return sorted({path for compiled in made.values() for path in compiled.read})
+
+    def make(name: str, flags: Sequence[str]) -> Sequence[Path]:
+        while True:
+            compiled = compile_one(name, flags)
+            # Whoever tidies the cache may remove what was just found in it.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(compiled.path, directory / name)
+                return compiled.read
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        read = list(pool.map(make, objects, objects.values()))
+    return sorted({path for paths in read for path in paths})
 
 
 def run_compiler(command: Sequence[str], failed: str) -> None:

@@ -28,12 +28,21 @@ INCOMING = Path("build/incoming")
 """What is being received from a remote."""
 PULLED = Path("build/pulled.json")
 """What was pulled last: when it was pushed, and by whom."""
+GENERATED = "generated-from"
+"""In a checkpoint that can be made again."""
+CACHE = Path(".cache/objects")
+"""Objects of all models, below `artifacts/`."""
 OBJECTS = Path("build/objects")
 """In it `<kernel set>/<stem>/<object>`."""
 MANIFEST = Path("manifest.json")
 PROVENANCE = "provenance.json"
 NATIVE = (MODULES, OBJECTS, Path("elf"), MANIFEST)
 """What native code is made of, it itself, and what says which of it runs."""
+
+
+def lock_file(artifacts: Path, *names: str) -> Path:
+    """What a process holds that changes something below `artifacts`: a model and a directory of it, or one of both."""
+    return artifacts / ".locks" / f"{'-'.join(filter(None, names))}.lock"
 
 
 def kernel_files(paths: Iterable[Path]) -> list[Path]:

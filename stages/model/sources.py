@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
 from stages.engine.files import Turn, atomic_directory, first_line, read_json, write_json
-from stages.engine.places import CHECKPOINT, CONFIG, ROOT
+from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import Config
@@ -256,7 +256,7 @@ class RandomSource:
     @property
     def _stamp(self) -> Path:
         """Says what the weights were made from."""
-        return self.directory / "generated-from"
+        return self.directory / GENERATED
 
     @property
     def _made(self) -> bool:
@@ -267,7 +267,7 @@ class RandomSource:
         if self._made:
             return self.directory
         with (
-            Turn(self.directory.parents[1] / f".locks/{self.name}.lock"),
+            Turn(lock_file(self.directory.parents[1], self.name)),
             atomic_directory(self.directory) as temporary,
         ):
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))

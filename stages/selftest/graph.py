@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.engine.files import Turn
+from stages.engine.places import lock_file
 from stages.engine.steps import Project, Step
 from stages.graph import Build, Library, Wiring
 from stages.selftest.build import write_manifest, write_module
@@ -45,7 +46,7 @@ class Probes(Build):
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(self.artifacts / ".locks" / f"{NAME}-{self.target.name}.lock")
+        turn = Turn(lock_file(self.artifacts, NAME, self.target.name))
         return Project(self.directory, self.model.project.digests, turn)
 
     @cached_property

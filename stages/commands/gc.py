@@ -1,0 +1,97 @@
+"""`doit gc`: what nobody needs any more. Without `keep=` it only shows what `keep=14d` would remove.
+
+`keep=` is an age (`12h`, `14d`, `2w`), a size (`500M`, `5G`: of the newest), or a number (the newest of each kind).
+`full=1` counts the leftovers of calibration in, which a build would compute again; `check=1` removes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from doit.exceptions import TaskFailed
+
+from llama_npu2.errors import UserError
+from llama_npu2.table import Column, Table, amount
+from stages.engine.housekeeping import Unneeded, remove, unneeded
+from stages.graph import Build
+
+DEFAULT = "14d"
+"""As git's garbage collection keeps what nothing refers to."""
+
+_AGES = {"h": 3600, "d": 86400, "w": 604800}
+_SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What stays of all that is not needed: `unit` h, d, w: as young as that; K, M, G, T: the newest that are not more
+    than that together; none: so many, the newest of each kind."""
+
+    number: int
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> Keep:
+        """Raises UserError."""
+        match = re.fullmatch(r"([0-9]{1,9})([hdwKMGT]?)", text)
+        if not match:
+            raise UserError(f"keep={text}: must be an age (12h, 14d, 2w), a size (500M, 5G) or a number")
+        return cls(int(match[1]), match[2])
+
+    def removed(self, items: Iterable[Unneeded], now: float) -> Iterator[Unneeded]:
+        """Those that do not stay, the newest first."""
+        together, seen = 0, Counter[str]()
+        for item in sorted(items, key=lambda item: -item.used):
+            together, seen[item.kind] = together + item.nbytes, seen[item.kind] + 1
+            if self.unit in _AGES:
+                stays = now - item.used < self.number * _AGES[self.unit]
+            elif self.unit:
+                stays = together <= self.number * _SIZES[self.unit]
+            else:
+                stays = seen[item.kind] <= self.number
+            if not stays:
+                yield item
+
+
+def run(build: Build) -> TaskFailed | None:
+    """Raises UserError."""
+    options, keep = build.options, Keep.parse(build.options.keep or DEFAULT)
+    dry, now = options.check or not options.keep, time.time()
+    chosen = list(keep.removed(unneeded(build.artifacts, options.full), now))
+    done, failed = [], []
+    for item in chosen:
+        try:
+            outcome = "would go" if dry else "removed" if remove(item, options.full) else "in use"
+        except OSError as error:
+            outcome = f"cannot be removed: {error.strerror}"
+            failed.append(item)
+        done.append((item, outcome))
+    if options.json:
+        print(json.dumps([_described(build, item, outcome) for item, outcome in done]))
+    else:
+        _print(build, done, now)
+        if dry and chosen:
+            print(f"nothing was removed: doit gc keep={options.keep or DEFAULT} does it")
+    return TaskFailed(f"{len(failed)} of them cannot be removed") if failed else None
+
+
+def _described(build: Build, item: Unneeded, outcome: str) -> dict:
+    paths = [path.relative_to(build.artifacts).as_posix() for path in item.paths]
+    return {"kind": item.kind, "paths": paths, "bytes": item.nbytes, "used": item.used, "outcome": outcome}
+
+
+def _print(build: Build, done: Iterable[tuple[Unneeded, str]], now: float) -> None:
+    columns = [Column("", 8), Column("size", 8, right=True), Column("last used", 10, right=True), Column("what", 14)]
+    table, total = Table([*columns, Column("where")]), Counter[str]()
+    for item, outcome in done:
+        total[outcome] += item.nbytes
+        where, more = item.paths[0].relative_to(build.artifacts).as_posix(), len(item.paths) - 1
+        age = f"{(now - item.used) / 86400:.1f} days"
+        print(table.row(outcome, amount(item.nbytes), age, item.kind, f"{where} and {more} more" if more else where))
+    sums = (f"{outcome}: {amount(nbytes)}" for outcome, nbytes in total.items())
+    print("; ".join(sums) or "there is nothing to remove")
