@@ -8,14 +8,16 @@ namespace {
 
 constexpr int64_t fixed_inputs = 512;  // of a block
 constexpr int fixed_bits = 13;         // below the largest number's own
+constexpr int64_t most_fixed = 255 << (fixed_bits - 7);
 
 typedef int16_t i16v __attribute__((vector_size(lanes * 2)));
 
-// A row of x: numbers i16, whole blocks, with zeros behind the row's own; sums of numbers, which are whole and exact, f32
-// [groups]; units f32 [blocks].
+// A row of x: numbers i16, whole blocks, with zeros behind the row's own; sums of numbers, i32 [groups], and what those
+// stand for, which is exact, f32 [groups]; units f32 [blocks].
 struct FixedRow {
     int16_t *numbers;
-    float *sums, *units;
+    int32_t *sums;
+    float *totals, *units;
 };
 
 // The memory of a row, a multiple of 64 bytes: `inputs` of a group.
@@ -26,13 +28,14 @@ struct FixedSize {
     int64_t blocks() const { return (cols + fixed_inputs - 1) / fixed_inputs; }
     int64_t bytes() const {
         const int64_t padded = blocks() * fixed_inputs;
-        return 2 * padded + (4 * (groups() + blocks()) + 63) / 64 * 64;
+        return 2 * padded + (4 * (2 * groups() + blocks()) + 63) / 64 * 64;
     }
 
     FixedRow at(uint8_t *memory) const {
         int16_t *numbers = reinterpret_cast<int16_t *>(memory);
-        float *sums = reinterpret_cast<float *>(numbers + blocks() * fixed_inputs);
-        return {numbers, sums, sums + groups()};
+        int32_t *sums = reinterpret_cast<int32_t *>(numbers + blocks() * fixed_inputs);
+        float *totals = reinterpret_cast<float *>(sums + groups());
+        return {numbers, sums, totals, totals + groups()};
     }
 };
 
@@ -85,7 +88,8 @@ INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     for (int64_t group = 0; group < size.groups(); group++) {
         int32_t sum = 0;
         for (int64_t i = 0; i < size.inputs; i++) sum += row.numbers[group * size.inputs + i];
-        row.sums[group] = static_cast<float>(sum);
+        row.sums[group] = sum;
+        row.totals[group] = static_cast<float>(sum) * row.units[group * size.inputs / fixed_inputs];
     }
 }
 

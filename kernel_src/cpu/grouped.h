@@ -17,8 +17,9 @@
 //          numbers: eight lines, a quad each
 //   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s (q - 128) - m; numbers as int8
 //   int8_f32_16  groups of 16: scale f32 [16] per group: w = s (q - 128); numbers as int8, four lines
-// x is fixed point (fixed_point.h), so that a group's sum of products is a whole number, exact in any order. It is scaled
-// in f32, and so are sums of groups, in their order: matrices and vectors do the same.
+// x is fixed point (fixed_point.h), so that a group's sum of products is a whole number, exact in any order. Where it stays
+// one with its scale (int4), it is scaled exactly, by the numbers or the sum; elsewhere in f32. Groups are summed in f32, in
+// their order: matrices and vectors do the same.
 namespace ISA {
 namespace {
 
@@ -57,11 +58,11 @@ struct GroupedPanel {
 };
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
-// are stored `zero` above their value.
+// are stored `zero` above their value, whose magnitude is `most` at most.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
-    static constexpr int zero = 0;
+    static constexpr int zero = 0, most = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
@@ -71,7 +72,7 @@ struct Nibbles {
 
 struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
-    static constexpr int zero = 32;
+    static constexpr int zero = 32, most = 32;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + (4 + i / 4) * line_bytes + at);
@@ -84,18 +85,18 @@ struct SixBits {
 template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
-    static constexpr int zero = 128;
+    static constexpr int zero = 128, most = 128;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         return load<quadv>(numbers + i * line_bytes + at);
     }
 };
 
-INLINE f32v load_u8(const uint8_t *p) {
+INLINE i32v load_u8(const uint8_t *p) {
 #if ISA_LANES == 16
-    return (f32v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #else
-    f32v v;
+    i32v v;
     for (int64_t i = 0; i < lanes; i++) v[i] = p[i];
     return v;
 #endif
@@ -124,7 +125,8 @@ struct Levels {
     static constexpr int64_t factors = values, scale_bytes = values * panel_rows;
     static constexpr bool has_minimum = values == 2;
 
-    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load_u8(own + i * panel_rows + first); }
+    INLINE i32v whole_at(const uint8_t *own, int64_t i, int64_t first) { return load_u8(own + i * panel_rows + first); }
+    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return whole_to_float(whole_at(own, i, first)); }
 };
 
 template <int64_t values>
@@ -162,10 +164,15 @@ INLINE f32v scale_of(const uint8_t *panel, int64_t group, int64_t i, int64_t fir
     return Format::at(GroupedPanel<Format>::scales(panel, group), i, first);
 }
 
-// What a group's sums begin with, so that its numbers count from their zero.
+// Whether a group's sum is a whole number of 32 bits with its scale, too.
 template <class Format>
-INLINE i32v first_sum(float sum_of_x) {
-    return Format::zero == 0 ? i32v{} : -Format::zero * static_cast<int32_t>(sum_of_x) - i32v{};
+constexpr bool scaled_whole = Format::factors != 0 && most_fixed * Format::most * 255 * Format::inputs <= INT32_MAX;
+
+// The total of groups with the next one, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
+template <class Format>
+INLINE f32v add_group(f32v total, i32v sum, const uint8_t *own, int64_t first) {
+    if constexpr (scaled_whole<Format>) return total + whole_to_float(sum * Format::whole_at(own, 0, first));
+    else return multiply_add(Format::at(own, 0, first), whole_to_float(sum), total);
 }
 
 // sums f32 [lanes] += a block's total, in its unit.

@@ -27,12 +27,12 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
 // sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. What lies `ahead` bytes from its
 // numbers begins to be read.
 template <class Format, int P>
-INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, float sum_of_x, i32v *sums) {
+INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
     __m512i low[P], high[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-        low[p] = (__m512i)first_sum<Format>(sum_of_x);
+        low[p] = (__m512i)(-Format::zero * sum_of_x - i32v{});
         high[p] = _mm512_setzero_si512();
     }
 #pragma GCC unroll 8
@@ -58,10 +58,10 @@ constexpr int most_grouped_streams = 1;
 INLINE void split_bytes(int16_t *, int64_t) {}
 
 template <class Format, int P>
-INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, float sum_of_x, i32v *sums) {
+INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     static_assert(P == 1, "one panel at a time");
 #pragma GCC unroll 4
-    for (int64_t v = 0; v < sum_vectors; v++) sums[v] = first_sum<Format>(sum_of_x);
+    for (int64_t v = 0; v < sum_vectors; v++) sums[v] = -Format::zero * sum_of_x - i32v{};
     for (int i = 0; i < Format::inputs / quad; i++) {
         const i32v first = splat_pair(x + i * quad), second = splat_pair(x + i * quad + 2);
 #pragma GCC unroll 4
@@ -74,12 +74,15 @@ INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *
 
 #endif
 
-// Value i of the scales of vector v of the sums of several panels.
+// Where vector v of the sums of several panels is: its panel's scales of a group, and its first output there.
 template <class Format>
-INLINE f32v panel_scale(const uint8_t *first, int64_t size, int64_t group, int64_t i, int64_t v) {
-    const uint8_t *panel = first + v / sum_vectors * size;
-    return scale_of<Format>(panel, group, i, v % sum_vectors * lanes);
-}
+struct PanelScales {
+    const uint8_t *own;
+    int64_t output;
+
+    INLINE_MEMBER PanelScales(const uint8_t *first, int64_t size, int64_t group, int64_t v)
+        : own(GroupedPanel<Format>::scales(first + v / sum_vectors * size, group)), output(v % sum_vectors * lanes) {}
+};
 
 // Starts reading what lies before the numbers of a block of P panels, if the group is the first of one: its scales, and of
 // the panel's first block the header.
@@ -120,20 +123,24 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
             group_sums<Format, P>(numbers, size, Panel::numbers(fetched, g + offset) - numbers,
                                   x.numbers + g * Format::inputs, x.sums[g], sum);
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < vectors; v++)
-                total[v] = multiply_add(panel_scale<Format>(first, size, g, 0, v), whole_to_float(sum[v]), total[v]);
+            for (int64_t v = 0; v < vectors; v++) {
+                const PanelScales<Format> scales(first, size, g, v);
+                total[v] = add_group<Format>(total[v], sum[v], scales.own, scales.output);
+            }
         }
 #pragma GCC unroll 8
         for (int64_t v = 0; v < vectors; v++) add_block(sums + v * lanes, total[v], unit);
         if (!Format::has_minimum) continue;
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < vectors; v++) total[v] = f32v{};
+        for (int64_t v = 0; v < vectors; v++) total[v] = load<f32v>(minima + v * lanes);
         for (int64_t g = from; g < until; g++)
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < vectors; v++)
-                total[v] = multiply_add(panel_scale<Format>(first, size, g, 1, v), splat(x.sums[g]), total[v]);
+            for (int64_t v = 0; v < vectors; v++) {
+                const PanelScales<Format> scales(first, size, g, v);
+                total[v] = multiply_add(Format::at(scales.own, 1, scales.output), splat(x.totals[g]), total[v]);
+            }
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < vectors; v++) add_block(minima + v * lanes, total[v], unit);
+        for (int64_t v = 0; v < vectors; v++) store(minima + v * lanes, total[v]);
     }
     for (int64_t p = 0; p < P; p++)
         finish_sums<Format>(first + p * size, sums + p * panel_rows, minima + p * panel_rows);
