@@ -260,9 +260,11 @@ class Wiring:
         yield self._checkpoint()
         yield self._tokenizer()
         yield self._plan()
-        calibrated = list(self._calibration(self.build.calibration)) if self.build.calibration else []
-        yield from calibrated
-        yield self._weights([step.outputs[-1] for step in calibrated[1:]])
+        calibrated: list[Path] = []
+        if self.build.calibration:
+            yield from self._calibration(self.build.calibration)
+            calibrated = calibration.weights_files(self.build.layers)
+        yield self._weights([self.directory / file for file in calibrated])
         libraries = self._libraries()
         for target in dict.fromkeys(library.target for library in libraries):
             yield from self._made_for(target, [library for library in libraries if library.target is target])
@@ -318,36 +320,44 @@ class Wiring:
         return self._step("plan", doc, action, [PLAN, PACKING], [self.directory / CONFIG], params=params)
 
     def _calibration(self, text: Path) -> Iterator[Step]:
-        """The text's embedding, a step per layer and one for the head, whose last outputs are their weights."""
+        """The text through the checkpoint, a step per layer; the head; the layers that are rounded, a step each."""
         read = [self.directory / part for part in (CONFIG, CHECKPOINT, PACKING)]
-        computed: dict[str, Any] = {"private": True, "elsewhere": lambda: {"features": cpu_features(), **_arithmetic()}}
-        yield self._step(
+        text_and_tokenizer = [self.directory / "tokenizer", text]
+        source, layers, threads = self.build.source, self.build.layers, self.options.threads
+        before = [self.directory / calibration.source_file(layer) for layer in range(layers + 1)]
+        step = partial(
+            self._step, private=True, elsewhere=lambda: {"features": cpu_features(), **_arithmetic()}
+        )
+        yield step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
-            partial(calibration.begin, self.build.source, self.directory, text),
-            [CALIBRATION, calibration.activations_file(0)],
-            [*read, self.directory / "tokenizer", text],
-            **computed,
+            partial(calibration.begin, source, self.directory, text),
+            [CALIBRATION, calibration.source_file(0)],
+            [*read, *text_and_tokenizer],
         )
-        layers = self.build.layers
         for layer in range(layers):
-            action = partial(calibration.calibrate_layer, self.build.source, self.directory, layer)
-            yield self._step(
-                f"calibration:layer_{layer:03d}",
-                f"Round the weights of layer {layer + 1} for the inputs that they meet.",
-                partial(action, self.options.threads),
-                [calibration.activations_file(layer + 1), calibration.weights_file(layer)],
-                [*read, self.directory / calibration.activations_file(layer)],
-                **computed,
+            yield step(
+                f"calibration:source_{layer:03d}",
+                f"Run the text through the checkpoint's layer {layer + 1}.",
+                partial(calibration.run_source, source, self.directory, layer, threads),
+                [calibration.source_file(layer + 1)],
+                [*read, before[layer]],
             )
-        yield self._step(
+        yield step(
             "calibration:head",
             "Round the matrix that makes the logits.",
-            partial(calibration.calibrate_head, self.build.source, self.directory, self.options.threads),
-            [calibration.HEAD_WEIGHTS],
-            [*read, self.directory / calibration.activations_file(layers)],
-            **computed,
+            partial(calibration.calibrate_head, source, self.directory, text, threads),
+            [calibration.activations_file(0), calibration.HEAD_WEIGHTS],
+            [*read, *text_and_tokenizer, before[layers]],
         )
+        for layer in range(layers):
+            yield step(
+                f"calibration:layer_{layer:03d}",
+                f"Round the weights of layer {layer + 1} for the inputs that they meet.",
+                partial(calibration.calibrate_layer, source, self.directory, layer, threads),
+                [calibration.activations_file(layer + 1), calibration.weights_file(layer)],
+                [*read, before[layer], self.directory / calibration.activations_file(layer)],
+            )
 
     def _weights(self, calibrated: Sequence[Path]) -> Step:
         return self._step(

@@ -190,7 +190,7 @@ def _ours(build: Build, source: Checkpoint, policies: Iterable[Policy]) -> Itera
     """As the CPU's kernels read them."""
     target, calibrated = targets()["cpu"], dict[str, Path]()
     if build.calibration:
-        files = [calibration.HEAD_WEIGHTS, *map(calibration.weights_file, range(source.config.layers))]
+        files = calibration.weights_files(source.config.layers)
         calibrated = calibrated_weights([build.directory / file for file in files])
     grouping = target.grouping(target.default_grouping)
     for policy in policies:

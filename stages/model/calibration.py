@@ -1,9 +1,12 @@
 """Calibration: a text runs through the model layer by layer, and matrices are rounded for the inputs that they meet.
 
-A layer is a step: it reads the activations that the layer before left, of a model whose weights are rounded already,
-and leaves its rounded weights and its own activations. So a layer and its activations are all that is in memory, and
-what is done stays done. Windows of the text run at the same time, each on one thread with products of one thread, so
-that the number of threads changes no bit.
+At first the text runs through the checkpoint's own layers, and the head is rounded for what comes out. Then it runs
+through both, the checkpoint's layers and the rounded ones, beginning at the rounded embedding, and each matrix makes
+good what its input lacks by then (`feedback.Correction.made_good`).
+
+A layer is a step: it reads the activations that the layer before left, and leaves its rounded weights and its own
+activations. So a layer and its activations are all that is in memory, and what is done stays done. Windows of the text
+run at the same time, each on one thread with products of one thread, so that the number of threads changes no bit.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from stages.model.buffers import Buffer
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.grouping import Placed
-from stages.model.parts import part
+from stages.model.parts import Launch, part
 from stages.model.reference import run_launch
 from stages.model.sources import Source
 from stages.weights import feedback
-from stages.weights.formats import formats
+from stages.weights.formats import Format, formats
 
 TEXT = Path(__file__).with_name("calibration.txt")
 """Questions, facts and short stories, written for this project. Lines of the text that quality is measured on are not
@@ -47,6 +50,9 @@ among them."""
 
 WINDOW, WINDOWS = 512, 32
 """Tokens that are read from an empty context, and how many such windows at most."""
+
+Slots = Mapping[str, str]
+"""Buffers by the argument that they are bound to."""
 
 _LAYER = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
 
@@ -64,21 +70,27 @@ def weights_file(layer: int) -> Path:
     return CALIBRATED / f"layer_{layer:03d}.safetensors"
 
 
+def weights_files(layers: int) -> list[Path]:
+    """Of all that is rounded."""
+    return [HEAD_WEIGHTS, *map(weights_file, range(layers))]
+
+
 def activations_file(layer: int) -> Path:
     """What goes into a layer."""
     return CALIBRATED / f"into_layer_{layer:03d}.npy"
 
 
+def source_file(layer: int) -> Path:
+    """What goes into a layer of the checkpoint."""
+    return CALIBRATED / f"source_into_layer_{layer:03d}.npy"
+
+
 def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
-    """Step action: embed the windows of a text; say which text it was. An embedding that is the head too is rounded as
-    it would be without calibration: what the head is fitted to comes out last."""
-    checkpoint, buffers = _opened(source, directory)
+    """Step action: embed the windows of a text by the checkpoint's values; say which text it was."""
+    checkpoint, _ = _opened(source, directory)
     windows = _windows(directory, text, checkpoint.config)
-    name = families.of(checkpoint.config).embedding
-    stored = formats()[buffers[name].format]
-    used, where = np.unique(windows, return_inverse=True)
-    rows = stored.dequantise(stored.quantise(checkpoint.tensor(name)[used]), checkpoint.config.emb)
-    _save(work / activations_file(0), rows.astype(bfloat16)[where.reshape(windows.shape)])
+    embedding = checkpoint.tensor(families.of(checkpoint.config).embedding)
+    _save(work / source_file(0), embedding[windows].astype(bfloat16))
     about = {"text": text.name, "sha256": file_digests(text)["sha256"], "tokens": windows.size}
     write_json(work / CALIBRATION, about)
 
@@ -97,34 +109,61 @@ def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
     return np.array(ids[: count * length]).reshape(count, length)
 
 
+def run_source(source: Source, directory: Path, layer: int, threads: int, work: Path) -> None:
+    """Step action: run a layer of the checkpoint. `threads`: 0 for all CPUs."""
+    checkpoint, buffers = _opened(source, directory)
+    with _executor(threads) as executor:
+        run = _Layer(checkpoint, buffers, layer, executor, _load(directory / source_file(layer)))
+        for launch, slots in run.launches():
+            run.step(launch, slots)
+    _save(work / source_file(layer + 1), run.activations())
+
+
 def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, work: Path) -> None:
     """Step action: round the weights of a layer; leave its activations. `threads`: 0 for all CPUs."""
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
-        run = _Layer(checkpoint, buffers, layer, executor, _load(directory / activations_file(layer)))
-        for name in tqdm(_LAYER, desc=f"calibrating layer {layer + 1} of {checkpoint.config.layers}", disable=None):
-            run.part(name)
+        wanted = _Layer(checkpoint, buffers, layer, executor, _load(directory / source_file(layer)))
+        entering = _load(directory / activations_file(layer))
+        run = _RoundedLayer(checkpoint, buffers, layer, executor, entering, wanted)
+        about = f"calibrating layer {layer + 1} of {checkpoint.config.layers}"
+        for launch, slots in tqdm(list(run.launches()), desc=about, disable=None):
+            run.provide(launch, slots)
+            wanted.step(launch, slots)
+            run.step(launch, slots)
     _save(work / activations_file(layer + 1), run.activations())
     save_file(run.stored, work / weights_file(layer))
 
 
-def calibrate_head(source: Source, directory: Path, threads: int, work: Path) -> None:
-    """Step action: round the matrix that makes the logits, where its format can be calibrated."""
+def calibrate_head(source: Source, directory: Path, text: Path, threads: int, work: Path) -> None:
+    """Step action: round the matrix that makes the logits, where its format can be calibrated; embed the text by the
+    rounded embedding, which may be that matrix."""
     checkpoint, buffers = _opened(source, directory)
-    config = checkpoint.config
-    name, stored = families.of(config).head(config), {}
-    form = formats()[buffers[name].format]
-    if form.grid and checkpoint.stored_format(name) != form.name:
-        norm, norm_weight = kernels()["rms_norm"].reference, checkpoint.tensor("model.norm.weight")
+    config, family = checkpoint.config, families.of(checkpoint.config)
+    head, embedding = family.head(config), family.embedding
+    stored: dict[str, np.ndarray] = {}
+    form = formats()[buffers[head].format]
+    if form.grid and checkpoint.stored_format(head) != form.name:
         with _executor(threads) as executor:
-            windows = [norm(x, norm_weight, config.eps) for x in _load(directory / activations_file(config.layers))]
-            products = _products(windows, executor)
-            diagonal = np.einsum("ii->i", products)
-            diagonal += np.float32(config.tied * _LOOKUPS) * diagonal.mean()
-            correction = feedback.Correction(products, form.values)
-            stored[name] = feedback.quantise(form, checkpoint.tensor(name), correction, executor.map)
-    (work / CALIBRATED).mkdir(parents=True)
+            stored[head] = _rounded_head(checkpoint, form, _load(directory / source_file(config.layers)), executor)
+    windows, form = _windows(directory, text, config), formats()[buffers[embedding].format]
+    used, where = np.unique(windows, return_inverse=True)
+    rows = stored[embedding][used] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[used])
+    embedded = form.dequantise(rows, config.emb).astype(bfloat16)
+    _save(work / activations_file(0), embedded[where.reshape(windows.shape)])
     save_file(stored, work / HEAD_WEIGHTS)
+
+
+def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, executor: Executor) -> np.ndarray:
+    """In the elements of `form`; `leaving`: the activations behind the last layer."""
+    config = checkpoint.config
+    norm, norm_weight = kernels()["rms_norm"].reference, checkpoint.tensor("model.norm.weight")
+    products = _products([norm(x, norm_weight, config.eps) for x in leaving], executor)
+    diagonal = np.einsum("ii->i", products)
+    diagonal += np.float32(config.tied * _LOOKUPS) * diagonal.mean()
+    correction = feedback.Correction(products, form.values)
+    head = checkpoint.tensor(families.of(config).head(config))
+    return feedback.quantise(form, head, correction, executor.map)
 
 
 def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buffer]]:
@@ -141,53 +180,93 @@ def _executor(threads: int) -> Iterator[Executor]:
 
 @dataclass
 class _Layer:
-    """`activations` bf16 `[windows, length, emb]` on their way through a layer."""
+    """A layer of the checkpoint, and `entering` bf16 `[windows, length, emb]` on their way through it."""
 
     checkpoint: Checkpoint
     buffers: Mapping[str, Buffer]
     index: int
     executor: Executor
     entering: np.ndarray
-    stored: dict[str, np.ndarray] = field(default_factory=dict)
-    """Weights, rounded."""
 
     def __post_init__(self) -> None:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
         self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length}
         self._shared: dict[str, np.ndarray] = {"rope_table": rope_table(config, length)}
-        self._corrected = ""
         cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, bfloat16)
-        self._windows: list[ChainMap[str, np.ndarray]] = [
+        self.windows: list[ChainMap[str, np.ndarray]] = [
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
             for window in self.entering
         ]
 
     def activations(self) -> np.ndarray:
         """What leaves the layer."""
-        return np.stack([window[f"x.{(self.index + 1) % 2}"] for window in self._windows])
+        return np.stack([window[f"x.{(self.index + 1) % 2}"] for window in self.windows])
 
-    def part(self, name: str) -> None:
-        placed = Placed(part(self.checkpoint.config.family, name), self.index, True)
-        for launch in placed.part.launches:
-            slots = {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}
-            for arg in launch.kernel.args:
-                if slots[arg.name] in self.buffers and slots[arg.name] not in self._shared:
-                    self._provide(slots[arg.name], slots.get("x", ""))
-            run = partial(run_launch, launch, slots, self._sizes)
-            list(self.executor.map(run, self._windows))
+    def launches(self) -> Iterator[tuple[Launch, Slots]]:
+        """With the buffers that are bound to their arguments."""
+        for name in _LAYER:
+            placed = Placed(part(self.checkpoint.config.family, name), self.index, True)
+            for launch in placed.part.launches:
+                yield launch, {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}
 
-    def _provide(self, name: str, x: str) -> None:
-        """A weight, rounded to its format. Those that multiply the same input follow one another."""
+    def step(self, launch: Launch, slots: Slots) -> None:
+        self.provide(launch, slots)
+        run = partial(run_launch, launch, slots, self._sizes)
+        list(self.executor.map(run, self.windows))
+
+    def provide(self, launch: Launch, slots: Slots) -> None:
+        """Its weights."""
+        for arg in launch.kernel.args:
+            name = slots[arg.name]
+            if name in self.buffers and name not in self._shared:
+                self._shared[name] = self._weight(name, slots)
+
+    def _weight(self, name: str, slots: Slots) -> np.ndarray:
+        return self.checkpoint.tensor(name)
+
+
+@dataclass
+class _RoundedLayer(_Layer):
+    """The same with rounded weights, beside `wanted`, which is as far as this one when weights are provided."""
+
+    wanted: _Layer
+    stored: dict[str, np.ndarray] = field(default_factory=dict)
+    """Weights, rounded."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._corrected = ""
+
+    def _weight(self, name: str, slots: Slots) -> np.ndarray:
+        """Those that multiply the same input follow one another."""
         form = formats()[self.buffers[name].format]
         tensor = self.checkpoint.tensor(name)
         if form.grid is None or self.checkpoint.stored_format(name) == form.name:
-            self._shared[name] = form.dequantise(form.quantise(tensor), tensor.shape[-1])
-            return
-        if self._corrected != x:
-            self._correction = feedback.Correction(_products((w[x] for w in self._windows), self.executor), form.values)
-            self._corrected = x
-        self.stored[name] = feedback.quantise(form, tensor, self._correction, self.executor.map)
-        self._shared[name] = form.dequantise(self.stored[name], tensor.shape[-1])
+            return form.dequantise(form.quantise(tensor), tensor.shape[-1])
+        if self._corrected != slots["x"]:
+            products = _products((window[slots["x"]] for window in self.windows), self.executor)
+            self._correction = feedback.Correction(products, form.values)
+            self._corrected = slots["x"]
+        values = tensor + self._correction.made_good(self._missing(tensor, slots))
+        self.stored[name] = feedback.quantise(form, values, self._correction, self.executor.map)
+        return form.dequantise(self.stored[name], tensor.shape[-1])
+
+    def _missing(self, weight: np.ndarray, slots: Slots) -> np.ndarray:
+        """X^T of what the products of inputs X lack, f32 `[inputs, outputs]`: their inputs' share, and that of what is
+        added to them."""
+        missing = np.zeros(weight.shape[::-1], np.float32)
+
+        def lack(first: int) -> None:
+            some = slice(first, first + _COLUMNS)
+            for ours, wanted in zip(self.windows, self.wanted.windows, strict=True):
+                x = ours[slots["x"]].astype(np.float32)
+                lost = (wanted[slots["x"]] - x) @ weight[some].T.astype(np.float32)
+                if "residual" in slots:
+                    lost += (wanted[slots["residual"]].astype(np.float32) - ours[slots["residual"]])[:, some]
+                missing[:, some] += x.T @ lost
+
+        list(self.executor.map(lack, range(0, len(weight), _COLUMNS)))
+        return missing
 
 
 def _products(windows: Iterable[np.ndarray], executor: Executor) -> np.ndarray:

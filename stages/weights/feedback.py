@@ -21,6 +21,12 @@ from stages.weights.scales import Grid, inverse
 DAMPING = 0.01
 """Of the mean of the diagonal, added to it: inputs that hardly ever differ from zero must not be steered by noise."""
 
+MADE_GOOD = 0.5
+"""Of what products lack: with all of it, weights fit the calibration text, and lose on others (BENCHMARKS.md)."""
+
+RIDGE = 0.1
+"""Of the mean of the diagonal, added to it for that."""
+
 _DESCENTS = 2
 
 _ROWS = 512
@@ -45,8 +51,9 @@ class Correction:
 
     def __init__(self, products: np.ndarray, group: int) -> None:
         """`products`: X^T X, f32 `[n, n]`, overwritten: of wide matrices it is what takes the most memory."""
-        diagonal = np.einsum("ii->i", products)
-        products /= max(float(diagonal.mean()), _TINY)
+        diagonal, self._inputs = np.einsum("ii->i", products), len(products)
+        self._mean = max(float(diagonal.mean()), _TINY)
+        products /= self._mean
         diagonal += np.float32(DAMPING)
         padding = -len(products) % group
         if padding:
@@ -58,6 +65,20 @@ class Correction:
         self.products = products
         self.carried = _factor(products)
         self.carried /= np.diag(self.carried).copy()
+
+    def made_good(self, missing: np.ndarray) -> np.ndarray:
+        """The change of weights, f32 `[rows, inputs]`, that gives products of X a share of what they lack. `missing`:
+        X^T of that, f32 `[inputs, rows]`. Ridge regression (Hoerl and Kennard 1970); rounding what it gives is GPTAQ
+        (Li et al. 2025)."""
+        wanted = np.zeros((len(self.order), missing.shape[1]), np.float32)
+        wanted[: len(missing)] = missing
+        wanted = wanted[self.order] * np.float32(MADE_GOOD / self._mean)
+        diagonal = np.einsum("ii->i", self.products)
+        kept = diagonal.copy()
+        diagonal += np.float32(RIDGE)
+        wanted[self.order] = np.linalg.solve(self.products, wanted)
+        diagonal[...] = kept
+        return wanted[: self._inputs].T
 
 
 def _arrange(products: np.ndarray, order: np.ndarray) -> None:
