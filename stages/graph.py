@@ -325,9 +325,7 @@ class Wiring:
         text_and_tokenizer = [self.directory / "tokenizer", text]
         source, layers, threads = self.build.source, self.build.layers, self.options.threads
         before = [self.directory / calibration.source_file(layer) for layer in range(layers + 1)]
-        step = partial(
-            self._step, private=True, elsewhere=lambda: {"features": cpu_features(), **_arithmetic()}
-        )
+        step = partial(self._step, private=True, elsewhere=lambda: {"features": cpu_features(), **_arithmetic()})
         yield step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
