@@ -1,6 +1,13 @@
-// A panel of LANES outputs of a matrix in groups (grouped.h) times a vector, chunk by chunk. x [STEPS * GROUPS * GROUP],
-// of which COLS are given, acc f32 [LANES], out bf16 [LANES].
+// PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
+// x [STEPS * GROUPS * GROUP], of which COLS are given, acc f32 [PANELS][LANES], out bf16 [LANES]: the sums of the one
+// panel, or SwiGLU's activation of those of two, gate and up.
 #include "grouped.h"
+
+#ifndef PANELS
+#define PANELS 1
+#else
+#include "silu.h"
+#endif
 
 namespace {
 
@@ -78,17 +85,41 @@ void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
 
 // Also the inputs behind COLS, which numbers of 0 are multiplied with.
 extern "C" void AIE_FN(grouped_gemv_zero)(bfloat16 *x, float *acc) {
-    aie::store_v(acc, aie::zeros<float, LANES>());
+    for (unsigned panel = 0; panel < PANELS; ++panel) aie::store_v(acc + panel * LANES, aie::zeros<float, LANES>());
     const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
     for (unsigned k = COLS; k < STEPS * GROUPS * GROUP; ++k) x[k] = zero;
 }
 
 extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 step, float *acc) {
     use_nearest_even();
-    add_chunk(chunk, x + step * (GROUPS * GROUP), acc);
+    const unsigned at = PANELS == 1 ? step : step % STEPS, panel = PANELS == 1 ? 0 : step / STEPS;
+    add_chunk(chunk, x + at * (GROUPS * GROUP), acc + panel * LANES);
 }
+
+namespace {
+
+void round_sums(const float *acc, bfloat16 *out) {
+    aie::store_v(out, aie::accum<accfloat, LANES>(aie::load_v<LANES>(acc)).template to_vector<bfloat16>());
+}
+
+}  // namespace
+
+#if PANELS == 1
 
 extern "C" void AIE_FN(grouped_gemv_out)(const float *acc, bfloat16 *out) {
     use_nearest_even();
-    aie::store_v(out, aie::accum<accfloat, LANES>(aie::load_v<LANES>(acc)).template to_vector<bfloat16>());
+    round_sums(acc, out);
 }
+
+#else
+
+// rounded: bf16 [PANELS][LANES].
+extern "C" void AIE_FN(grouped_gemv_silu)(const float *acc, bfloat16 *rounded, bfloat16 *out) {
+    static_assert(PANELS == 2, "gate and up");
+    use_nearest_even();
+    round_sums(acc, rounded);
+    round_sums(acc + LANES, rounded + LANES);
+    silu_times<LANES>(rounded, rounded + LANES, out);
+}
+
+#endif

@@ -84,10 +84,10 @@ private:
     }
 };
 
-// out bf16 [out_cols/8][cols/8][8 inputs][8 outputs].
+// out bf16 [out_cols/8][cols/8][8 inputs][8 outputs], of every `step`th panel of `weight` from panel `start` on.
 template <class Format>
 static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out, int64_t out_cols, int64_t cols,
-                          Worker &worker) {
+                          int64_t start, int64_t step, Worker &worker) {
     const int64_t panels = out_cols / format.lanes;
     alignas(64) float values[group_inputs * most_lanes];
     alignas(64) bf16 rounded[most_lanes];
@@ -95,7 +95,7 @@ static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
             const int64_t panel = at / format.groups, first = at % format.groups * group_inputs;
-            format.widen(weight + panel * format.panel_bytes, at % format.groups, values);
+            format.widen(weight + (start + panel * step) * format.panel_bytes, at % format.groups, values);
             const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
             for (int64_t k = 0; k < inputs; k++) {
                 for (int64_t l = 0; l < format.lanes; l += lanes)

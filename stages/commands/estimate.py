@@ -72,7 +72,7 @@ class Estimate:
         bfp16: bool = False,
         policy: Policy = BF16,
     ) -> None:
-        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping]
+        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
         self.buckets, self.machine, self.bfp16, self.policy = buckets, machine, bfp16, policy
 
     @cached_property

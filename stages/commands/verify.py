@@ -21,7 +21,6 @@ import numpy as np
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import Llama, load
-from llama_npu2.manifest import Manifest
 from llama_npu2.table import Column, Table
 from stages.commands import quality, transformers_model
 from stages.engine.files import file_digests, write_atomic
@@ -202,7 +201,7 @@ class Compared:
     def values(self, name: str) -> np.ndarray:
         """f32, of the tensor's shape."""
         values = self._weights.values(name)
-        self._found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights.manifest))
+        self._found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
         return values
 
     @property
@@ -211,12 +210,12 @@ class Compared:
         return max(self._found, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
 
 
-def _rounding(name: str, values: np.ndarray, source: np.ndarray, manifest: Manifest) -> Rounding:
-    form = formats()[manifest.buffers[name]["format"]]
+def _rounding(name: str, values: np.ndarray, source: np.ndarray, weights: ArtifactWeights) -> Rounding:
+    form = formats()[weights.format(name)]
     some = source[:: max(1, len(source) // ROUNDED_ROWS)] if source.ndim > 1 else source
     stored = form.dequantise(form.quantise(some), some.shape[-1])
     error, rounded = _error([values], [source]), _error([stored], [some])
-    return Rounding(name, form.name, error, rounded, bounded="calibration" not in manifest.model)
+    return Rounding(name, form.name, error, rounded, bounded="calibration" not in weights.manifest.model)
 
 
 def _verdict(passed: bool) -> str:

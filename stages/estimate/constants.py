@@ -70,6 +70,14 @@ class Machine:
         "of a vector operation in a loop that is not software-pipelined (`stages.kernels.Cost` says what one is): add, "
         f"rms_norm, rope, silu_and_mul of {_REGISTRY}, time less its 80 us over operations of their sources",
     )
+    scheduled_cycles: float = _rate(
+        1.4,
+        1.0,
+        2.5,
+        "cycle",
+        "of one in a product with weights in groups: 140 bundles for 512 weights of 4 bits (mlir-air, fused_decode), "
+        "whose source has 100 of them",
+    )
     call_cycles: float = _rate(
         45, 30, 100, "cycle", f"of a tile function's call and its locks: {_REGISTRY}, rope, rows of 64 against 128"
     )

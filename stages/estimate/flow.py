@@ -24,6 +24,7 @@ from stages.estimate.work import (
     DDR,
     ELEMENTWISE,
     NOTHING,
+    SCHEDULED,
     STEP,
     STREAM,
     Amount,
@@ -47,7 +48,8 @@ def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: int) 
 def call_work(cost: Cost) -> Work:
     """Of one call of a tile function."""
     products = multiply(cost.macs, cost.mode) if cost.macs else NOTHING
-    return Serial(products, Amount(ELEMENTWISE, cost.vectors), Amount(CALL, 1))
+    vectors = Amount(ELEMENTWISE, cost.vectors), Amount(SCHEDULED, cost.scheduled)
+    return Serial(products, *vectors, Amount(CALL, 1))
 
 
 class _Launch:

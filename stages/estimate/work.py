@@ -15,8 +15,8 @@ from stages.estimate.constants import Machine
 # What amounts are of. The first word is the limit that people are told.
 MULTIPLY = "multiply"
 """Multiply-accumulates of a core's matrix unit; a mode follows."""
-ELEMENTWISE, CALL, CYCLES = "elementwise", "call", "cycles"
-"""Of a core: vector operations, calls of tile functions, cycles."""
+ELEMENTWISE, SCHEDULED, CALL, CYCLES = "elementwise", "elementwise scheduled", "call", "cycles"
+"""Of a core: vector operations, those that overlap, calls of tile functions, cycles."""
 STREAM, DDR = "stream", "DDR"
 """Bytes."""
 CONFIGURATION, STEP, SUBMISSION = "configuration", "step", "submission"
@@ -26,6 +26,7 @@ HOST, HOST_COPY, HOST_READ, HOST_CALL = "host", "host copy", "host read", "host 
 
 _SECONDS: Mapping[str, Callable[[float, Machine], float]] = {
     ELEMENTWISE: lambda n, machine: n * machine.vector_cycles / machine.hertz,
+    SCHEDULED: lambda n, machine: n * machine.scheduled_cycles / machine.hertz,
     CALL: lambda n, machine: n * machine.call_cycles / machine.hertz,
     CYCLES: lambda n, machine: n / machine.hertz,
     STREAM: lambda n, machine: n / machine.stream_gbps / 1e9,

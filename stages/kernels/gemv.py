@@ -41,6 +41,12 @@ def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray) -> np.ndarra
     return silu_and_mul.reference(reference(gate, x), reference(up, x))
 
 
+def reference_swiglu(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The same of a gate's and an up's rows that lie one behind the other: `weight` `[2 * out_cols, cols]`."""
+    gate, up = np.split(weight, 2)
+    return reference_silu(gate, up, x)
+
+
 TILE_BYTES = 16384
 ROWS_PER_LAUNCH = 16384
 """Most output rows of one launch; longer outputs (a vocabulary) are cut into partitions."""
@@ -197,6 +203,8 @@ KERNELS = (
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
+    # Of weights in formats that the array takes as they are stored.
+    signature("gemv_swiglu", (Arg("weight", matrix=True), "x"), _PARAMS, reference_swiglu, source="gemv", host=False),
     signature(
         "gemv_f32",
         (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}, matrix=True), "x"),

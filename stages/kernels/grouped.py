@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages.air import limits
 from stages.kernels import (
     HOST_SET,
     Arg,
@@ -29,7 +30,7 @@ from stages.weights.formats import Format, formats, w8a8
 from stages.weights.lanes import PADDED_ROWS, Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
-_OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if k.host and any(a.matrix for a in k.args)]
+_OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(a.matrix for a in k.args)]
 _ARRAY_SET = "aie2p"
 _LANES = "padded_lanes"
 """The layout of a vocabulary on the array."""
@@ -74,8 +75,10 @@ def _of_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     return reference
 
 
-def _in_panels(kernel: Kernel) -> bool:
-    return any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
+def _streamed(kernel: Kernel) -> bool:
+    """Whether it multiplies with weights in an order of their own, on the host or on the array."""
+    in_panels = any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
+    return in_panels if kernel.host else kernel.name in _LAYOUTS
 
 
 def _stored_args(kernel: Kernel, stored: Format, layouts: Mapping[str, str]) -> tuple[Arg, ...]:
@@ -87,53 +90,59 @@ def _stored_args(kernel: Kernel, stored: Format, layouts: Mapping[str, str]) -> 
 def _cut_scalars(stored: Format, rows: str, step: int = 1) -> dict[str, Callable[[Sizes], int]]:
     """What the host has to know of a weight of `rows` rows that lies as the array takes it."""
 
-    def of(sizes: Sizes) -> Cut:
-        assert stored.cut is not None
-        found: Cut = stored.cut(padded(sizes[rows], step), sizes["cols"])
-        return found
+    return {
+        "lanes": lambda sizes: _cut(stored, padded(sizes[rows], step), sizes).lanes,
+        "chunks": lambda sizes: _cut(stored, padded(sizes[rows], step), sizes).chunks,
+    }
 
-    return {"lanes": lambda sizes: of(sizes).lanes, "chunks": lambda sizes: of(sizes).chunks}
+
+def _cut(stored: Format, rows: int, sizes: Sizes, together: int = 1) -> Cut:
+    assert stored.cut is not None
+    found: Cut = stored.cut(rows, sizes["cols"], together)
+    return found
 
 
 def _on_array(kernel: Kernel, stored: Format) -> dict[str, Any]:
     """What a kernel says of the array, for `signature`; nothing if it does not run there."""
-    if stored.cut is None or kernel.name not in _DTYPES:
+    if stored.cut is None or kernel.name not in _LAYOUTS:
         return {}
-    cut, dtype = stored.cut, _DTYPES[kernel.name]
+    cut, dtype, pairs = stored.cut, kernel.arg("out").format, _LAYOUTS[kernel.name] == "paired_lanes"
 
     def cut_launch(sizes: Sizes) -> grouped_gemv.Tiling:
-        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype)
+        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs)
 
     return {"tile_source": "grouped_gemv", "tiling": cut_launch, "program": grouped_gemv.build}
 
 
-_DTYPES = {"gemv": "bf16", "gemv_f32": "f32"}
-"""Of what the array makes of weights in groups; its products of prompts read them in bf16."""
+_LAYOUTS = {"gemv": "lanes", "gemv_swiglu": "paired_lanes", "gemv_f32": "padded_lanes"}
+"""Products that the array makes of weights in groups, and how these lie; those of prompts read them in bf16."""
 
 
 def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[..., Any]]) -> Iterator[Kernel]:
-    for kernel in filter(_in_panels, _OF_BF16):
+    for kernel in filter(_streamed, _OF_BF16):
         device = _on_array(kernel, stored)
-        lanes = _LANES if kernel.name == "gemv_f32" else "lanes"
+        lanes = {_ARRAY_SET: _LAYOUTS[kernel.name]} if device else {}
         writes = tuple(arg for arg in kernel.args if arg.written)
-        if device and lanes == _LANES:
-            writes = tuple(replace(arg, layouts={_ARRAY_SET: lanes}) for arg in writes)
-        yield signature(
-            format_kernel(kernel.name, stored.name),
-            _stored_args(kernel, stored, {HOST_SET: "panels", **({_ARRAY_SET: lanes} if device else {})}),
-            " ".join(p.name for p in kernel.params),
-            reference(kernel, stored),
-            writes=writes,
-            source=stored.name,
-            **device,
-        )
+        if lanes == {_ARRAY_SET: _LANES}:
+            writes = tuple(replace(arg, layouts=lanes) for arg in writes)
+        if kernel.host or device:
+            yield signature(
+                format_kernel(kernel.name, stored.name),
+                _stored_args(kernel, stored, ({HOST_SET: "panels"} if kernel.host else {}) | lanes),
+                " ".join(p.name for p in kernel.params),
+                reference(kernel, stored),
+                writes=writes,
+                source=stored.name,
+                host=kernel.host,
+                **device,
+            )
 
 
 def _of_lanes(stored: Format) -> Iterator[Kernel]:
     """What the host does with weights that lie as the array takes them."""
     source = f"{stored.name}_lanes"
     for kernel in _OF_BF16:
-        if not _in_panels(kernel):
+        if kernel.host and not _streamed(kernel):
             rows = "vocab" if any(param.name == "vocab" for param in kernel.params) else "out_cols"
             yield signature(
                 format_kernel(kernel.name, stored.name),
@@ -144,15 +153,50 @@ def _of_lanes(stored: Format) -> Iterator[Kernel]:
                 source=source,
                 derived=_cut_scalars(stored, rows, PADDED_ROWS),
             )
-    yield signature(
-        format_kernel("unpack", stored.name),
-        (Arg("weight", stored.name, layouts={HOST_SET: "lanes"}),),
-        "out_cols cols",
-        lambda weight, cols: stored.dequantise(weight, cols).astype(bfloat16),
-        writes=(Arg("out", written=True, layouts={HOST_SET: "blocks"}),),
-        source=source,
-        derived=_cut_scalars(stored, "out_cols"),
-    )
+    for name, layout, params, derived in (
+        ("unpack", "lanes", "first rows", _part_of_rows(stored)),
+        ("unpack_paired", "paired_lanes", "which", _one_of_two(stored)),
+    ):
+        yield signature(
+            format_kernel(name, stored.name),
+            (Arg("weight", stored.name, layouts={HOST_SET: layout}),),
+            f"out_cols cols {params}",
+            _unpacked(stored),
+            writes=(Arg("out", written=True, layouts={HOST_SET: "blocks"}),),
+            source=source,
+            derived=derived,
+        )
+
+
+def _unpacked(stored: Format) -> Callable[..., np.ndarray]:
+    """The reference of what unpacks rows of weights: `out_cols` from `first` on, or those of one of two matrices."""
+
+    def reference(weight: np.ndarray, out_cols: int, cols: int, first: int = 0, which: int = 0) -> np.ndarray:
+        rows = weight[first + which * out_cols :][:out_cols]
+        return stored.dequantise(rows, cols).astype(bfloat16)
+
+    return reference
+
+
+def _part_of_rows(stored: Format) -> dict[str, Callable[[Sizes], int]]:
+    """`out_cols` rows from `first` on, of `rows`: they begin and end with a panel, and follow one another."""
+
+    def start(sizes: Sizes) -> int:
+        lanes = _cut(stored, sizes["rows"], sizes).lanes
+        limits.require_multiple(f"a matrix of {sizes['rows']} rows", "the first of a part", sizes["first"], lanes)
+        return int(sizes["first"]) // lanes
+
+    return _cut_scalars(stored, "rows") | {"start": start, "step": lambda sizes: 1}
+
+
+def _one_of_two(stored: Format) -> dict[str, Callable[[Sizes], int]]:
+    """Every second panel."""
+    return {
+        "lanes": lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2).lanes,
+        "chunks": lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2).chunks,
+        "start": lambda sizes: sizes["which"],
+        "step": lambda sizes: 2,
+    }
 
 
 def _kernels() -> Iterator[Kernel]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Cost
+from stages.kernels import BF16, F32, Cost, silu_and_mul
 from stages.kernels.gemv import hand_out
 from stages.weights.constants import LANES
 from stages.weights.lanes import Cut, padded
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Tiling:
     """Every core of `columns` x `herd_rows` takes a panel in each of `steps` steps, chunk by chunk. A column's panels
     lie together, in the order in which its cores take them; those of a step come to L2 while those before are read.
+    `pairs`: a panel of a gate's and one of an up's, which a core makes one of SwiGLU's activation of.
     """
 
     cut: Cut
@@ -29,6 +30,17 @@ class Tiling:
     dtype: str
     columns: int
     herd_rows: int
+    pairs: bool = False
+
+    @property
+    def panels(self) -> int:
+        """That a core takes in a step."""
+        return 2 if self.pairs else 1
+
+    @property
+    def core_bytes(self) -> int:
+        """Of those."""
+        return self.panels * self.cut.panel_bytes
 
     @property
     def steps(self) -> int:
@@ -44,27 +56,31 @@ class Tiling:
 
     @property
     def variant(self) -> Variant:
-        return air.Variant.of("grouped_gemv", COLS=self.cols, STEPS=self.cut.chunks, **_macros(self.cut))
+        panels = {"PANELS": self.panels} if self.pairs else {}
+        return air.Variant.of("grouped_gemv", COLS=self.cols, STEPS=self.cut.chunks, **_macros(self.cut), **panels)
 
     @property
     def macs(self) -> int:
-        return self.cut.panels * self.cut.lanes * self.cols
+        return self.panels * self.cut.panels * self.cut.lanes * self.cols
 
     @property
     def costs(self) -> Mapping[str, Cost]:
         made, turn = self.cut.grouped.numbers.bits, LANES // self.cut.lanes
         of_numbers, of_group, of_chunk = _VECTORS[made]
         group = int(self.cut.lanes * (of_numbers + turn)) + of_group + turn
+        out = 3 + self.cut.lanes // 16
         return {
-            "grouped_gemv_zero": Cost(vectors=self.cut.lanes // 16),
-            "grouped_gemv_step": Cost(vectors=self.cut.chunk_groups * group + of_chunk),
-            "grouped_gemv_out": Cost(vectors=3 + self.cut.lanes // 16),
+            "grouped_gemv_zero": Cost(vectors=self.panels * self.cut.lanes // 16),
+            "grouped_gemv_step": Cost(scheduled=self.cut.chunk_groups * group + of_chunk),
+            "grouped_gemv_out": Cost(vectors=out),
+            "grouped_gemv_silu": Cost(vectors=2 * out + silu_and_mul.VECTORS),
         }
 
     def __str__(self) -> str:
+        panels = "pairs of panels" if self.pairs else "panels"
         return (
-            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups: herd {self.columns}x{self.herd_rows}, panels of "
-            f"{self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, "
+            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups: herd {self.columns}x{self.herd_rows}, "
+            f"{panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, "
             f"steps {'+'.join(map(str, self.launches))}"
         )
 
@@ -80,19 +96,19 @@ def _macros(found: Cut) -> dict[str, int]:
     return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}
 
 
-def tile(cut: Callable[[int, int], Cut], out_cols: int, cols: int, dtype: str = "bf16") -> Tiling:
+def tile(cut: Callable[..., Cut], out_cols: int, cols: int, dtype: str = "bf16", pairs: bool = False) -> Tiling:
     """So many cores that loading another takes longer than what it saves. `cut`: of the weight's format. Logits, which
     are f32, have as many rows as fill the array."""
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
-    found = cut(out_cols if dtype == "bf16" else padded(out_cols), cols)
+    found = cut(out_cols if dtype == "bf16" else padded(out_cols), cols, 2 if pairs else 1)
     herds = [
         (columns, rows)
         for columns in range(limits.COLUMNS, 0, -1)
         for rows in range(limits.ROWS, 0, -1)
         if found.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(found, out_cols, cols, dtype, *herd) for herd in herds]
+    tilings = [Tiling(found, out_cols, cols, dtype, *herd, pairs) for herd in herds]
     tilings = [p for p in tilings if all(_runs(p.columns * p.herd_rows, steps) for steps in p.launches)]
     limits.first(what, "a herd that the compiler can place", range(len(tilings)))
     tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
@@ -106,32 +122,38 @@ def _runs(cores: int, steps: int) -> bool:
     return limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
 
 
-LOAD_OPERATIONS = 4320
-"""Vector operations in the time in which a core is loaded: 6 us of 2.5 cycles each, at 1.8 GHz
+LOAD_OPERATIONS = 7700
+"""Vector operations in the time in which a core is loaded: 6 us of 1.4 cycles each, at 1.8 GHz
 (`stages.estimate.constants`)."""
 
-_BYTES = 10
-"""That a column's stream brings in the time of one: 4 in a cycle."""
+_BYTES = 7
+"""That a column's stream brings in the time of one: 9.5 GB/s."""
+
+_ARRAY_BYTES = 47
+"""That DDR brings in the time of one: 60 GB/s."""
 
 
 def _operations(p: Tiling) -> float:
     """What a launch takes, in vector operations: loading its cores, one after the other, and in each step what is
-    longer, the products of a panel or its column's stream."""
-    products = p.cut.chunks * p.costs["grouped_gemv_step"].vectors
-    stream = p.herd_rows * p.cut.panel_bytes / _BYTES
-    return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * max(products, stream)
+    longest, the products of its panels, its column's stream or all columns'."""
+    products = p.panels * p.cut.chunks * p.costs["grouped_gemv_step"].scheduled
+    stream = p.herd_rows * p.core_bytes
+    longest = max(products, stream / _BYTES, p.columns * stream / _ARRAY_BYTES)
+    return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * longest
 
 
 def _l2(p: Tiling) -> int:
     """Bytes of the panels and outputs of a column, as often as the compiler copies what a loop of such steps fills."""
     element = F32 if p.dtype == "f32" else BF16
-    return max(map(limits.copies, p.launches)) * p.herd_rows * (p.cut.panel_bytes + p.cut.lanes * element)
+    return max(map(limits.copies, p.launches)) * p.herd_rows * (p.core_bytes + p.cut.lanes * element)
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `weight`: i8 `[panels][panel bytes]` (layout `lanes`), `x`: bf16 `[cols]`, `out`: a row per lane."""
+    """Arguments `weight`: i8 `[panels][panel bytes]` (layout `lanes`; `paired_lanes` has twice as many), `x`: bf16
+    `[cols]`, `out`: a row per lane."""
     p = tiling
-    shapes = {"weight": air.memref_type((p.cut.panels, p.cut.panel_bytes), "i8"), "x": air.memref_type((p.cols,))}
+    weight = air.memref_type((p.panels * p.cut.panels, p.cut.panel_bytes), "i8")
+    shapes = {"weight": weight, "x": air.memref_type((p.cols,))}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.cut.panels * p.cut.lanes,), p.dtype)})
     start = 0
     for steps in p.launches:
@@ -142,27 +164,37 @@ def build(tiling: Tiling) -> AirModule:
 
 
 def _step(b: Builder, p: Tiling, step: Number) -> None:
-    """A panel on every core."""
-    panel, lanes = p.cut.panel_bytes, p.cut.lanes
-    run, rows = p.herd_rows * panel, p.herd_rows * lanes
+    """What every core takes at a time."""
+    share, lanes = p.core_bytes, p.cut.lanes
+    run, rows = p.herd_rows * share, p.herd_rows * lanes
     with b.alloc(air.L2, ((p.columns, run), "i8"), ((p.columns, rows), p.dtype)) as (weight, out):
         b.dma(weight, b.args["weight"].at((0, p.columns, p.steps * run), (step * run, run, 1)))
         with (
             b.herd(p.columns, p.herd_rows) as (tx, ty),
-            b.alloc(air.L1, (p.cut.inputs,), ((lanes,), "f32")) as (x, acc),
+            b.alloc(air.L1, (p.cut.inputs,), ((p.panels * lanes,), "f32")) as (x, acc),
         ):
             whole = x if p.cut.inputs == p.cols else x.at((0, p.cols, 1))
             b.dma(whole, b.args["x"].at((0, p.cols, 1)))
             b.call(p.variant, "grouped_gemv_zero", x, acc)
-            _accumulate(b, p, x, weight.at((tx, 1, run), (ty, 1, panel), (0, panel, 1)), acc)
+            _accumulate(b, p, x, weight.at((tx, 1, run), (ty, 1, share), (0, share, 1)), acc)
             mine = out.at((tx, 1, rows), (ty, 1, lanes), (0, lanes, 1))
-            hand_out(b, p.variant, "grouped_gemv_out", p.dtype, acc, mine, lanes)
+            if p.pairs:
+                _hand_out_pair(b, p, acc, mine)
+            else:
+                hand_out(b, p.variant, "grouped_gemv_out", p.dtype, acc, mine, lanes)
         b.dma(b.args["out"].at((0, p.columns, p.steps * rows), (step * rows, rows, 1)), out)
 
 
-def _accumulate(b: Builder, p: Tiling, x: MemRef, panel: MemRef, acc: MemRef) -> None:
-    """The products of a panel, over its chunks."""
-    *place, (_, _, one) = zip(panel.offsets, panel.sizes, panel.strides, strict=True)
-    with b.loop(p.cut.chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
-        b.dma(chunk, panel.at(*place, (j * p.cut.chunk_bytes, p.cut.chunk_bytes, one)))
+def _accumulate(b: Builder, p: Tiling, x: MemRef, panels: MemRef, acc: MemRef) -> None:
+    """The products of a core's panels, over their chunks."""
+    *place, (_, _, one) = zip(panels.offsets, panels.sizes, panels.strides, strict=True)
+    with b.loop(p.panels * p.cut.chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
+        b.dma(chunk, panels.at(*place, (j * p.cut.chunk_bytes, p.cut.chunk_bytes, one)))
         b.call(p.variant, "grouped_gemv_step", chunk, x, j, acc)
+
+
+def _hand_out_pair(b: Builder, p: Tiling, acc: MemRef, to: MemRef) -> None:
+    lanes = p.cut.lanes
+    with b.alloc(air.L1, (p.panels * lanes,), (lanes,)) as (rounded, out):
+        b.call(p.variant, "grouped_gemv_silu", acc, rounded, out)
+        b.dma(to, out)

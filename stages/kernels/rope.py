@@ -107,6 +107,70 @@ def build(tiling: Tiling) -> AirModule:
     return b.finish()
 
 
+def reference_qkv(
+    x: np.ndarray, table: np.ndarray, pos: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row -> Q rotated, bf16 `[heads * head_dim]`,
+    and its row of an interleaved cache, K rotated, bf16 `[kv_heads, 2, head_dim]`."""
+    rotated = heads * head_dim, (heads + kv_heads) * head_dim
+    q, k, v = np.split(x, rotated, axis=-1)
+    q, k = (reference(part, table, pos, head_dim) for part in (q, k))
+    return q[0], np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
+
+
+@dataclass(frozen=True)
+class TokenTiling:
+    """One core: of a token's Q, K and V."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def macs(self) -> int:
+        return 0
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """As `Tiling`'s, the table's row split twice; V is copied."""
+        pairs = self.head_dim // 2
+        vectors = pairs // lanes(pairs, limits.VECTOR // 2)
+        return {"rope_qkv": Cost(vectors=vectors * ((self.heads + self.kv_heads + 2) * 14 + 4 * self.kv_heads))}
+
+    def __str__(self) -> str:
+        return f"rope_qkv {self.heads}+{self.kv_heads}x{self.head_dim}: one core"
+
+
+def tile_token(heads: int, kv_heads: int, head_dim: int) -> TokenTiling:
+    """UserError if heads are no whole vectors or the row does not fit L1."""
+    what = f"rope_qkv {heads}+{kv_heads}x{head_dim}"
+    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
+    row = BF16 * (heads + 2 * kv_heads) * head_dim
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(limits.fits_l1(2 * row, F32 * head_dim)))
+    return TokenTiling(heads, kv_heads, head_dim)
+
+
+def build_token(tiling: TokenTiling) -> AirModule:
+    """Arguments `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`; `table`: f32 `[head_dim]`, the row of this position;
+    `q`: bf16 `[heads * head_dim]`; `kv`: bf16 `[2 * kv_heads * head_dim]`, the position's row of the cache."""
+    p = tiling
+    q, kv = p.heads * p.head_dim, 2 * p.kv_heads * p.head_dim
+    shapes = {"x": ((q + kv,), "bf16"), "table": ((p.head_dim,), "f32"), "q": ((q,), "bf16"), "kv": ((kv,), "bf16")}
+    b = air.Builder("rope_qkv", {name: air.memref_type(*shape) for name, shape in shapes.items()})
+    variant = air.Variant.of("rope_qkv", HEADS=p.heads, HEAD_DIM=p.head_dim, KV_HEADS=p.kv_heads)
+    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, *shapes.values()) as buffers:
+        whole = [
+            (b.args[name].at((0, size, 1)), buffer)
+            for (name, ((size,), _)), buffer in zip(shapes.items(), buffers, strict=True)
+        ]
+        for there, here in whole[:2]:
+            b.dma(here, there)
+        b.call(variant, "rope_qkv", *buffers)
+        for there, here in whole[2:]:
+            b.dma(there, here)
+    return b.finish()
+
+
 _READS = ("x", Arg("table", "f32"))
 
 KERNELS = (
@@ -128,5 +192,16 @@ KERNELS = (
         host=False,
         tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"], True, s["pos"]),
         program=build,
+    ),
+    # Of a token, whose row of the cache is an argument of its own.
+    signature(
+        "rope_qkv",
+        _READS,
+        "pos heads kv_heads head_dim",
+        reference_qkv,
+        writes=("q", "kv"),
+        host=False,
+        tiling=lambda s: tile_token(s["heads"], s["kv_heads"], s["head_dim"]),
+        program=build_token,
     ),
 )

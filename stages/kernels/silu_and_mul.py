@@ -14,12 +14,15 @@ def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
 
 
+VECTORS = 174
+"""Vector operations for each vector of values."""
+
 KERNELS = (
     signature(
         "silu_and_mul",
         ("gate", "up"),
         "rows cols",
         reference,
-        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=174),
+        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=VECTORS),
     ),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from llama_npu2.dtypes import DTYPES
 from llama_npu2.manifest import Manifest
 from stages.engine.places import CONFIG
 from stages.model import families
+from stages.model.buffers import tensors_of
 from stages.weights.formats import formats
 
 
@@ -20,10 +23,17 @@ class ArtifactWeights:
         """Raises UserError where the directory is not complete."""
         self.manifest = Manifest.open(directory)
         self.shapes = families.tensors(families.read_config(directory / CONFIG))
+        buffers = self.manifest.buffers
+        self._places = {part: name for name in buffers for part in tensors_of(name) if part in self.shapes}
+
+    def format(self, name: str) -> str:
+        """That a tensor is stored in."""
+        found: str = self._spec(name)["format"]
+        return found
 
     def values(self, name: str) -> np.ndarray:
         """f32, of the tensor's shape."""
-        buffer = self.manifest.buffers[name]
+        buffer, shape = self._spec(name), self.shapes[name]
         packed = np.memmap(
             self.manifest.directory / buffer["file"],
             DTYPES[buffer["dtype"]],
@@ -31,15 +41,23 @@ class ArtifactWeights:
             buffer["offset"],
             tuple(buffer["shape"]),
         )
-        return formats()[buffer["format"]].unpack(packed, buffer["layout"], self.shapes[name])
+        together = tensors_of(self._places[name])
+        rows = [self.shapes[part][0] for part in together]
+        whole = formats()[buffer["format"]].unpack(packed, buffer["layout"], (sum(rows), *shape[1:]))
+        first = sum(rows[: together.index(name)])
+        return whole[first : first + shape[0]]
+
+    def _spec(self, name: str) -> Mapping[str, Any]:
+        """Of the buffer that a tensor lies in."""
+        return self.manifest.buffers[self._places[name]]
 
     @property
     def formats(self) -> set[str]:
-        return {self.manifest.buffers[name]["format"] for name in self.shapes}
+        return {self.format(name) for name in self.shapes}
 
     @property
     def bits(self) -> float:
         """Of a weight of a product, on average: bytes in memory x 8 / weights, the vocabulary's included."""
-        matrices = [spec for name, spec in self.manifest.buffers.items() if len(self.shapes.get(name, ())) == 2]
-        size = sum(self.manifest.nbytes(name) for name, shape in self.shapes.items() if len(shape) == 2)
-        return 8 * size / sum(spec["values"] for spec in matrices)
+        matrices = {place for name, place in self._places.items() if len(self.shapes[name]) == 2}
+        size = sum(map(self.manifest.nbytes, matrices))
+        return 8 * size / sum(self.manifest.buffers[name]["values"] for name in matrices)

@@ -36,3 +36,12 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.stored_shape)
+
+
+JOIN = "+"
+"""Between the names of tensors whose rows a buffer holds one behind the other, and so in its name."""
+
+
+def tensors_of(buffer: str) -> list[str]:
+    """Names of the tensors that a buffer of weights holds."""
+    return buffer.split(JOIN)

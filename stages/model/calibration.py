@@ -34,7 +34,7 @@ from stages.engine.files import file_digests, first_line, read_json, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.kernels import kernels
 from stages.model import families
-from stages.model.buffers import Buffer
+from stages.model.buffers import Buffer, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.grouping import Placed
@@ -167,8 +167,10 @@ def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, exe
 
 
 def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buffer]]:
+    """And by tensor the buffer that it goes to, joined with others or not."""
     wanted = read_json(directory / PACKING)
-    return Checkpoint.open(source.fetch()), {name: Buffer(**fields) for name, fields in wanted.items()}
+    buffers = {part: Buffer(**fields) for name, fields in wanted.items() for part in tensors_of(name)}
+    return Checkpoint.open(source.fetch()), buffers
 
 
 @contextmanager

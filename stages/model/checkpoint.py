@@ -12,6 +12,7 @@ import numpy as np
 
 from llama_npu2.errors import UserError
 from stages.model import families
+from stages.model.buffers import tensors_of
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers import PLAIN, Container, Held
@@ -56,19 +57,28 @@ class Checkpoint:
 
     def stored_format(self, name: str) -> str:
         """What the checkpoint holds a tensor as: "bf16", "f16", "f32", or the format of ours that holds its quantised
-        values exactly; "f32" too for quantised values that none of those holds."""
-        return self.held[name].format
+        values exactly; "f32" too for quantised values that none of those holds, and for joined tensors that differ."""
+        found = {self.held[part].format for part in tensors_of(name)}
+        return found.pop() if len(found) == 1 else "f32"
 
     def stored(self, name: str) -> np.ndarray:
-        """A tensor in the elements of its `stored_format`, as `Format.quantise` makes them. Raises UserError."""
-        return self.held[name].read()
+        """A tensor in the elements of its `stored_format`, as `Format.quantise` makes them; the rows of joined ones
+        (`stages.model.buffers`) one behind the other. Raises UserError."""
+        return _stacked([self.held[part].read() for part in tensors_of(name)])
 
     def tensor(self, name: str) -> np.ndarray:
-        """The values of a tensor: bf16, f16 or f32 as the file holds them; of a quantised one f32, computed in f32 from
-        the stored numbers and scales. Raises UserError."""
+        """The values of a tensor, or of joined ones: bf16, f16 or f32 as the file holds them; of a quantised one f32,
+        computed in f32 from the stored numbers and scales. Raises UserError."""
+        return _stacked([self._values(part) for part in tensors_of(name)])
+
+    def _values(self, name: str) -> np.ndarray:
         held = self.held[name]
         stored = held.read()
         return stored if held.format in PLAIN else _dequantised(formats()[held.format], stored, held.shape[-1])
+
+
+def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _held(path: Path, within: Container, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stages.model.parts import Part, Slot, layer_part, part, unpacked
+from stages.model.families import families
+from stages.model.parts import Part, Slot, joins, layer_part, part, unpacked
 from stages.model.policy import BF16, Policy
 
 
 @dataclass(frozen=True)
 class Chain:
     """Names of parts: before the layers, of every layer, behind them. `unpacks`: products of the layers take bf16,
-    which the host makes of weights in other formats before a layer's first part."""
+    which the host makes of weights in other formats before a layer's first part; says whether they are joined."""
 
     start: tuple[str, ...]
     layer: tuple[str, ...]
     end: tuple[str, ...]
-    unpacks: bool = False
+    unpacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouping:
+    """`joined`: what takes its place where weights are stored so that one product can multiply with several."""
+
     prompt: Chain
     token: Chain
     groups: tuple[Group, ...]
+    joined: Grouping | None = None
+
+    def of(self, family: str, policy: Policy) -> Grouping:
+        """The one for a policy."""
+        return self.joined if self.joined and joins(family, policy) else self
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A part at its place in a phase; `layer` counts on behind the last one, `inside`: one of the layers' parts."""
+    """A part at its place in a phase; `layer` counts on behind the last one, `inside`: one of the layers' parts;
+    `next_norm`: the weight of the norm behind its layer."""
 
     part: Part
     layer: int
     inside: bool
+    next_norm: str = ""
 
     def reference(self, slot: Slot, head: str) -> str:
         """The buffer bound to a slot, with its view: `name`, `name@pos` or `name@last`."""
-        return slot.buffer.format(layer=self.layer, turn=self.layer % 2, next=(self.layer + 1) % 2, head=head)
+        turns = {"turn": self.layer % 2, "next": (self.layer + 1) % 2}
+        return slot.buffer.format(layer=self.layer, head=head, next_norm=self.next_norm, **turns)
 
     def buffer(self, slot: Slot, head: str = "") -> str:
         return self.reference(slot, head).partition("@")[0]
@@ -75,8 +86,9 @@ class Program:
 
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
     """A phase of a model of so many layers, part by part."""
+    norms = [families()[family].next_norm(layer, layers) for layer in range(layers)]
     start = [Placed(part(family, name, policy), 0, False) for name in chain.start]
-    body = [Placed(made, i, True) for i in range(layers) for made in _layer(family, chain, i, policy)]
+    body = [Placed(made, i, True, norms[i]) for i in range(layers) for made in _layer(family, chain, i, policy)]
     return [*start, *body, *(Placed(part(family, name, policy), layers, False) for name in chain.end)]
 
 
@@ -84,7 +96,7 @@ def _layer(family: str, chain: Chain, layer: int, policy: Policy) -> Iterator[Pa
     if not chain.unpacks:
         yield from (layer_part(family, name, layer, policy) for name in chain.layer)
         return
-    pairs = [unpacked(family, name, policy) for name in chain.layer]
+    pairs = [unpacked(family, name, policy, chain.unpacks) for name in chain.layer]
     yield from (before for before, _ in pairs if before)
     yield from (made for _, made in pairs)
 
@@ -111,6 +123,7 @@ def programs(family: str, grouping: Grouping, buckets: Sequence[int] = (), polic
 
     TypeError where a group cannot be one program: it would need other slots at another place.
     """
+    grouping = grouping.of(family, policy)
     joined: dict[str, Program] = {}
     # One behind those that it names, which is like all others.
     layers = max(_LAYERS, policy.layers + 1)

@@ -77,10 +77,11 @@ class _Planner:
     def __init__(
         self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int], policy: Policy
     ) -> None:
-        self.config, self.grouping, self.kernel_set, self.policy = config, grouping, kernel_set, policy
+        self.config, self.kernel_set, self.policy = config, kernel_set, policy
         self.buckets = sorted(buckets)
         family = families.of(config)
         self.family, self.head = family.model_type, family.head(config)
+        self.grouping = grouping.of(self.family, policy)
         self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets, policy)}
         longest = self.buckets[-1] if buckets else 0
         self.dimensions: Mapping[str, float] = config.dimensions() | {

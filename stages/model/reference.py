@@ -20,8 +20,8 @@ Values = dict[str, np.ndarray]
 Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
-_HALVES = {"rope_kv": 0, "gemm_kv": 1}
-"""Kernels that write one half of an interleaved cache, and which."""
+_HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "rope_qkv": slice(0, 2)}
+"""Kernels that write into rows of an interleaved cache, their last result, and which halves."""
 
 
 def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
@@ -37,7 +37,7 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     written = [slots[arg.name] for arg in kernel.args if arg.written]
-    cache = next((values[slots[arg.name]] for arg in kernel.args if arg.name == "kv"), None)
+    cache = next((values[slots[a.name]] for a in kernel.args if a.name == "kv" and kernel.name not in _HALVES), None)
     if cache is not None:
         until = known["pos"] + known.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
@@ -45,12 +45,14 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     if "table" in known:
         known["x"] = np.atleast_2d(known["x"])
     out = kernel.reference(**{name: _shaped(name, known) for name in inspect.signature(kernel.reference).parameters})
-    (slot,) = written
-    if kernel.name in _HALVES:
-        rows = values[slot][known["pos"] :][: len(out)]
-        rows[:, :, _HALVES[kernel.name]] = out.reshape(len(rows), *rows.shape[1::2])
-    else:
-        values[slot] = out
+    results = out if isinstance(out, tuple) else (out,)
+    for slot, result in zip(written, results, strict=True):
+        if kernel.name in _HALVES and slot == written[-1]:
+            rows = values[slot][known["pos"] :][: known.get("rows", 1)]
+            halves = rows[:, :, _HALVES[kernel.name]]
+            halves[...] = result.reshape(halves.shape)
+        else:
+            values[slot] = result
 
 
 def _half(cache: np.ndarray, which: int, until: int) -> np.ndarray:

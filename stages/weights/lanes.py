@@ -77,15 +77,16 @@ def padded(rows: int, step: int = PADDED_ROWS) -> int:
     return -(-rows // step) * step
 
 
-def cut(grouped: Grouped, rows: int, groups: int) -> Cut:
+def cut(grouped: Grouped, rows: int, groups: int, together: int = 1) -> Cut:
     """Of a matrix. Wide panels where two rows of cores can have one each, few chunks, an even number of them.
+    `together`: panels that a core takes at a time, each of another matrix.
 
     UserError if rows are no whole panels or one is too long."""
     what = f"a matrix of {rows} rows of {groups} groups"
     limits.require_multiple(what, "rows", rows, LANES // 2)
     found = list(_cuts(grouped, rows, groups))
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
-    return next((each for each in found if each.panel_bytes <= PANEL_BYTES), found[-1])
+    return next((each for each in found if together * each.panel_bytes <= PANEL_BYTES), found[-1])
 
 
 def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
@@ -104,21 +105,32 @@ def fits(each: Cut) -> bool:
 
 
 def for_array(grouped: Grouped, form: Format) -> Format:
-    """A format with its layouts for the array: `lanes`, and `padded_lanes` with as many rows of zeros that every core
-    has whole panels."""
+    """A format with its layouts for the array: `lanes`; `padded_lanes` with as many rows of zeros that every core has
+    whole panels; `paired_lanes`, in which a panel of the second half of the rows follows each of the first."""
 
     def layout(step: int) -> Layout:
         return Layout(
             partial(_shape, grouped, step), partial(to_lanes, grouped, step), partial(from_lanes, grouped, step)
         )
 
-    arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS)}
-    return replace(form, layouts=arranged, cut=lambda rows, cols: cut(grouped, rows, -(-cols // GROUP)))
+    paired = Layout(partial(_paired_shape, grouped), partial(to_pairs, grouped), partial(from_pairs, grouped))
+    arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS), "paired_lanes": paired}
+    return replace(form, layouts=arranged, cut=lambda rows, cols, *more: cut(grouped, rows, -(-cols // GROUP), *more))
 
 
-def _cut_of(grouped: Grouped, step: int, shape: Shape) -> Cut:
+def _cut_of(grouped: Grouped, step: int, shape: Shape, together: int = 1) -> Cut:
     rows, stored_bytes = shape
-    return cut(grouped, padded(rows, step), (stored_bytes - grouped.header) // (grouped.scales + GROUP))
+    return cut(grouped, padded(rows, step), (stored_bytes - grouped.header) // (grouped.scales + GROUP), together)
+
+
+def _half(shape: Shape) -> Shape:
+    rows, stored_bytes = shape
+    return rows // 2, stored_bytes
+
+
+def _paired_shape(grouped: Grouped, shape: Shape) -> Shape:
+    found = _cut_of(grouped, 1, _half(shape), 2)
+    return 2 * found.panels, found.panel_bytes
 
 
 def _shape(grouped: Grouped, step: int, shape: Shape) -> Shape:
@@ -128,7 +140,29 @@ def _shape(grouped: Grouped, step: int, shape: Shape) -> Shape:
 
 def to_lanes(grouped: Grouped, step: int, stored: np.ndarray) -> np.ndarray:
     """Rows as stored, i8 `[rows, bytes]`, padded with zeros to a multiple of `step` -> i8 `[panels, panel_bytes]`."""
-    found = _cut_of(grouped, step, stored.shape)
+    return _panels(_cut_of(grouped, step, stored.shape), stored)
+
+
+def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Rows as stored, i8 of that shape, of what `to_lanes` made."""
+    return _rows(_cut_of(grouped, step, shape), packed)[: shape[0]]
+
+
+def to_pairs(grouped: Grouped, stored: np.ndarray) -> np.ndarray:
+    """Rows as stored of two matrices of one shape, one behind the other, i8 `[rows, bytes]` -> i8 `[panels,
+    panel_bytes]`, taking turns."""
+    found = _cut_of(grouped, 1, _half(stored.shape), 2)
+    halves = [_panels(found, half) for half in np.split(stored, 2)]
+    return np.stack(halves, axis=1).reshape(-1, found.panel_bytes)
+
+
+def from_pairs(grouped: Grouped, packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Rows as stored, i8 of that shape, of what `to_pairs` made."""
+    found = _cut_of(grouped, 1, _half(shape), 2)
+    return np.concatenate([_rows(found, packed[which::2]) for which in (0, 1)])
+
+
+def _panels(found: Cut, stored: np.ndarray) -> np.ndarray:
     out = np.zeros((found.panels, found.panel_bytes), np.uint8)
     for panel in range(found.panels):
         rows = stored[panel * found.lanes :][: found.lanes]
@@ -139,11 +173,9 @@ def to_lanes(grouped: Grouped, step: int, stored: np.ndarray) -> np.ndarray:
     return out.view(np.int8)
 
 
-def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) -> np.ndarray:
-    """Rows as stored, i8 of that shape, of what `to_lanes` made."""
-    found = _cut_of(grouped, step, shape)
-    rows = [_unpacked(found, _parts(found, panel)) for panel in packed.view(np.uint8)]
-    return np.concatenate(rows)[: shape[0]]
+def _rows(found: Cut, packed: np.ndarray) -> np.ndarray:
+    """Back again, with the rows that fill the last panel."""
+    return np.concatenate([_unpacked(found, _parts(found, panel)) for panel in packed.view(np.uint8)])
 
 
 def _parts(found: Cut, panel: np.ndarray) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from stages.engine.files import file_digests, read_json, write_json
 from stages.engine.places import WEIGHTS
-from stages.model.buffers import Buffer
+from stages.model.buffers import Buffer, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.importers import PLAIN
@@ -94,8 +94,9 @@ def _contents(
         stored = formats()[buffer.format]
         if buffer.kind == "table":
             yield stored.pack(rope_table(checkpoint.config, buffer.shape[0]), buffer.layout)
-        elif name in calibrated:
-            yield stored.arrange(read_calibrated(calibrated[name], name), buffer.layout)
+        elif calibrated.keys() >= {*tensors_of(name)}:
+            rows = [read_calibrated(calibrated[part], part) for part in tensors_of(name)]
+            yield stored.arrange(np.concatenate(rows), buffer.layout)
         elif checkpoint.stored_format(name) == buffer.format:
             yield stored.arrange(checkpoint.stored(name), buffer.layout)
         else:
@@ -105,9 +106,10 @@ def _contents(
 def conversions(checkpoint: Checkpoint, buffers: Mapping[str, Buffer]) -> list[str]:
     """A line for each pair of formats, what a checkpoint holds and what it is stored in, where values are rounded."""
     pairs = Counter(
-        (checkpoint.stored_format(name), buffer.format)
+        (checkpoint.stored_format(part), buffer.format)
         for name, buffer in buffers.items()
         if buffer.kind == "weight" and len(buffer.shape) == 2
+        for part in tensors_of(name)
     )
     return [
         f"{count} matrices that the checkpoint holds as {held} are rounded to {stored}"

@@ -19,6 +19,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 EMBED = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
 
 
 def _layer(tensor: str) -> str:
@@ -46,7 +47,7 @@ def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     named: dict[str, tuple[str, ...]] = {EMBED: VOCABULARY}
     for layer in range(config.layers):
         named |= {name.format(layer=layer): shape for name, shape in WEIGHTS.values()}
-    named["model.norm.weight"] = ("emb",)
+    named[FINAL_NORM] = ("emb",)
     if not config.tied:
         named[head(config)] = VOCABULARY
     known = config.dimensions()
@@ -102,4 +103,5 @@ FAMILY = Family(
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight"),
     residual=("*.o_proj.weight", "*.down_proj.weight"),
     matrices={slot: tensor for slot, (tensor, shape) in WEIGHTS.items() if len(shape) == 2},
+    norms=(WEIGHTS["norm_w"][0], FINAL_NORM),
 )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.kernels import Kernel, format_kernel, kernels
 from stages.model.policy import BF16, Policy
+from stages.weights.formats import formats
 
 RUNTIME_SCALARS = ("seq", "pos")
 
@@ -29,7 +29,8 @@ class Slot:
 
     `buffer` names what is bound to it, `{layer}` being the part's layer, `{turn}` and `{next}` the parity of this layer
     and the next (two activations take turns, so that no launch reads and writes one), `{head}` the tensor of the LM
-    head. `keeps`: the buffer outlives a call (a cache).
+    head, `{next_norm}` the weight of the norm behind the layer. `keeps`: the buffer outlives a call (a cache). `joins`:
+    slots of weights, of which it is several, one behind the other.
     """
 
     name: str
@@ -38,6 +39,25 @@ class Slot:
     format: str = "bf16"
     buffer: str = ""
     keeps: bool = False
+    joins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Weights that one product multiplies with. `parts`: slot -> its first row, or with `paired`, where panels of two
+    take turns, which of the two it is."""
+
+    slot: Slot
+    parts: Mapping[str, Dim]
+    paired: bool = False
+
+    def unpack(self, part: Slot) -> tuple[str, dict[str, Dim]]:
+        """The kernel that makes bf16 of one of them, and its scalars."""
+        rows, cols = part.shape
+        sizes: dict[str, Dim] = {"out_cols": rows, "cols": cols}
+        if self.paired:
+            return "unpack_paired", {**sizes, "which": self.parts[part.name]}
+        return "unpack", {**sizes, "first": self.parts[part.name], "rows": self.slot.shape[0]}
 
 
 @dataclass(frozen=True)
@@ -105,15 +125,18 @@ class PartBuilder:
         return Part(name, tuple(self.slots), tuple(self.launches))
 
 
-@functools.cache
-def _tables() -> dict[str, dict[str, Callable[[], Part]]]:
-    """Parts by family."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    return {name: importlib.import_module(f"{__name__}.{name}").PARTS for name in names}
+def _family(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
-_UNPACK = "unpack_"
-"""In front of a part's name: what makes bf16 of its weights of other formats."""
+def joined_weights(family: str) -> tuple[Joined, ...]:
+    """Weights that parts of a family may have as one slot."""
+    found: tuple[Joined, ...] = getattr(_family(family), "JOINED", ())
+    return found
+
+
+UNPACK, UNPACK_JOINED = "unpack_", "unpack_joined_"
+"""In front of a part's name: what makes bf16 of its weights of other formats, each by itself or joined."""
 
 UNPACKED = "unpacked."
 """In front of the buffers that it makes."""
@@ -123,12 +146,13 @@ UNPACKED = "unpacked."
 def part(family: str, name: str, policy: Policy = BF16) -> Part:
     """A part of a family (by its `model_type`), its weights and caches in the formats of a policy, or where the name
     goes on with pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
-    base, *pairs = name.removeprefix(_UNPACK).split("__")
-    made = _tables()[family][base]()
+    base, *pairs = name.removeprefix(UNPACK_JOINED).removeprefix(UNPACK).split("__")
+    made = _family(family).PARTS[base]()
     others = dict(zip(pairs[::2], pairs[1::2], strict=True))
     chosen = replace(policy, exceptions={**policy.exceptions, **others})
-    if name.startswith(_UNPACK):
-        return _unpacking(name, _stored_slots(made, chosen))
+    if name.startswith(UNPACK):
+        joined = joined_weights(family) if name.startswith(UNPACK_JOINED) else ()
+        return _unpacking(name, _stored_slots(made, chosen), joined)
     return made if chosen == BF16 else replace(_stored(made, chosen), name=name)
 
 
@@ -139,31 +163,46 @@ def layer_part(family: str, name: str, layer: int, policy: Policy = BF16) -> Par
     return part(family, name + "".join(pairs), policy)
 
 
-def unpacked(family: str, name: str, policy: Policy) -> tuple[Part | None, Part]:
+def unpacked(family: str, name: str, policy: Policy, how: str) -> tuple[Part | None, Part]:
     """A part whose products take bf16 whatever its weights are stored in, and in front of it the one that unpacks them,
-    None where there is nothing to unpack. What is unpacked lies in buffers that all layers share."""
-    wanted, plain = part(family, _UNPACK + name, policy), part(family, name)
-    made = {launch.args["weight"]: wanted.slot(launch.args["out"]).buffer for launch in wanted.launches}
+    None where there is nothing to unpack. What is unpacked lies in buffers that all layers share. `how`: `UNPACK` or
+    `UNPACK_JOINED`."""
+    wanted, plain = part(family, how + name, policy), part(family, name)
+    outputs = (wanted.slot(launch.args["out"]) for launch in wanted.launches)
+    made = {slot.buffer.removeprefix(UNPACKED): slot.buffer for slot in outputs}
     slots = tuple(replace(s, role="input", buffer=made[s.name]) if s.name in made else s for s in plain.slots)
     return (wanted if made else None), replace(plain, slots=slots)
 
 
-def _unpacking(name: str, stored: Iterable[Slot]) -> Part:
+def _unpacking(name: str, stored: Iterable[Slot], joined: Iterable[Joined]) -> Part:
     b = PartBuilder()
+    wholes = {part: each for each in joined for part in each.parts}
     for slot in stored:
         if slot.role == "weight" and slot.format != "bf16":
-            b.slot(slot.name, slot.shape, "weight", format=slot.format, buffer=slot.buffer)
+            whole = wholes.get(slot.name, Joined(slot, {slot.name: 0}))
+            if whole.slot.name not in (known.name for known in b.slots):
+                b.slots.append(replace(whole.slot, format=slot.format))
             out = b.slot(f"{slot.name}_bf16", slot.shape, "output", buffer=UNPACKED + slot.name)
-            rows, cols = slot.shape
-            b.launch(format_kernel("unpack", slot.format), {"weight": slot.name, "out": out}, out_cols=rows, cols=cols)
+            kernel, scalars = whole.unpack(slot)
+            b.launch(format_kernel(kernel, slot.format), {"weight": whole.slot.name, "out": out}, **scalars)
     return b.build(name)
+
+
+def joins(family: str, policy: Policy) -> bool:
+    """Whether all that can be joined is stored alike, in a format that the array takes as it is stored."""
+    found = [{policy.of(part, each.slot.shape, "bf16") for part in each.parts} for each in joined_weights(family)]
+    alike = all(len(names) == 1 and formats()[next(iter(names))].cut for names in found)
+    return bool(found) and not policy.layers and alike
 
 
 def _format(slot: Slot, policy: Policy) -> str:
     """That a policy gives a slot of a part of bf16 weights and caches."""
     if slot.keeps:
         return policy.cache
-    return policy.of(slot.name, slot.shape, slot.format) if slot.role == "weight" else slot.format
+    if slot.role != "weight":
+        return slot.format
+    (name,) = {policy.of(part, slot.shape, slot.format) for part in slot.joins or (slot.name,)}
+    return name
 
 
 def _stored_slots(part: Part, policy: Policy) -> tuple[Slot, ...]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stages.model.families.llama import EMBED, VOCABULARY, WEIGHTS
-from stages.model.parts import Dim, Part, PartBuilder, Shape
+from stages.model.buffers import JOIN
+from stages.model.families.llama import EMBED, FINAL_NORM, VOCABULARY, WEIGHTS
+from stages.model.parts import Dim, Joined, Part, PartBuilder, Shape, Slot
 from stages.model.policy import EMBEDDING
 
 
@@ -40,9 +41,21 @@ def _weight(b: PartBuilder, name: str) -> str:
     return b.slot(name, shape, "weight", buffer=tensor)
 
 
-def _interleaved(b: PartBuilder, role: str) -> str:
+def _joined(name: str, rows: str, parts: dict[str, Dim], paired: bool = False) -> Joined:
+    tensors = JOIN.join(WEIGHTS[part][0] for part in parts)
+    return Joined(Slot(name, (rows, "emb"), "weight", buffer=tensors, joins=tuple(parts)), parts, paired)
+
+
+JOINED = (
+    _joined("w_qkv", "qkv_dim", {"wq": 0, "wk": "q_dim", "wv": "qk_dim"}),
+    _joined("w_gate_up", "ffn_pair_dim", {"w_gate": 0, "w_up": 1}, paired=True),
+)
+_QKV, _GATE_UP = (each.slot for each in JOINED)
+
+
+def _interleaved(b: PartBuilder, role: str, view: str = "") -> str:
     """The cache of the NPU: a row per position, K and V of a head together, so that attention needs one stream."""
-    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", keeps=True)
+    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer=f"kv_cache.{{layer}}{view}", keeps=True)
 
 
 def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
@@ -110,6 +123,68 @@ def _o_ffn(name: str, rows: _Rows) -> Part:
     return b.build(name)
 
 
+_NORMED = "normed"
+"""The buffer of what a token's layer begins with: made at the end of the one before."""
+
+
+def _first_norm() -> Part:
+    """The norm that the first layer of a token begins with: 3 slots, 1 launch."""
+    b = PartBuilder()
+    x = b.slot("x_in", ("emb",), "input", buffer="x.{turn}")
+    weight = _weight(b, "norm_w")
+    b.launch("rms_norm", {"x": x, "weight": weight, "out": _normed(b)}, rows=1, cols="emb", eps="eps")
+    return b.build("first_norm")
+
+
+def _normed(b: PartBuilder) -> str:
+    return b.slot("normed", ("emb",), "output", buffer=_NORMED)
+
+
+def _qkv_gemv_rope() -> Part:
+    """Of a token's normed row: Q, K and V as one product, rotation, the cache's new row: 6 slots, 2 launches."""
+    b = PartBuilder()
+    x = b.slot("normed", ("emb",), "input", buffer=_NORMED)
+    b.slots.append(_QKV)
+    qkv = b.slot("qkv", ("qkv_dim",), "scratch")
+    table = b.slot("lut", ("max_seq", "head_dim"), "table", format="f32", buffer="rope_table")
+    q = b.slot("q_roped", ("q_dim",), "output")
+    kv = _interleaved(b, "output", "@pos")
+    b.launch("gemv", {"x": x, "weight": _QKV.name, "out": qkv}, cols="emb", out_cols="qkv_dim")
+    b.launch("rope_qkv", {"x": qkv, "table": table, "q": q, "kv": kv}, pos="pos", **_HEADS)
+    return b.build("qkv_gemv_rope")
+
+
+def _o_gemv_ffn_norm() -> Part:
+    """Behind a token's attention: output projection, residual and RMS norm, gate and up as one product with SwiGLU in
+    it, down, residual and the next layer's norm: 14 slots, 5 launches."""
+    b = PartBuilder()
+    attn_out = b.slot("attn_out", ("q_dim",), "input")
+    wo = _weight(b, "wo")
+    proj = b.slot("proj", ("emb",), "scratch")
+    x = b.slot("x_residual", ("emb",), "input", buffer="x.{turn}")
+    norm_w = _weight(b, "ffn_norm_w")
+    res1 = b.slot("res1", ("emb",), "scratch")
+    normed2 = b.slot("normed2", ("emb",), "scratch")
+    b.slots.append(_GATE_UP)
+    swiglu = b.slot("swiglu", ("ffn",), "scratch")
+    w_down = _weight(b, "w_down")
+    down = b.slot("down", ("emb",), "scratch")
+    next_w = b.slot("next_norm_w", ("emb",), "weight", buffer="{next_norm}")
+    output = b.slot("output", ("emb",), "output", buffer="x.{next}")
+    normed = _normed(b)
+    _TOKEN.project(b, attn_out, wo, proj, "q_dim", "emb")
+    _add_norm(b, x, proj, norm_w, res1, normed2)
+    b.launch("gemv_swiglu", {"x": normed2, "weight": _GATE_UP.name, "out": swiglu}, cols="emb", out_cols="ffn")
+    _TOKEN.project(b, swiglu, w_down, down, "ffn", "emb")
+    _add_norm(b, res1, down, next_w, output, normed)
+    return b.build("o_gemv_ffn_norm")
+
+
+def _add_norm(b: PartBuilder, x: str, delta: str, weight: str, total: str, out: str) -> None:
+    args = {"a": x, "b": delta, "weight": weight, "total": total, "out": out}
+    b.launch("add_rms_norm", args, cols="emb", eps="eps")
+
+
 _HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
 
 
@@ -158,6 +233,16 @@ def _decode_attn_kv() -> Part:
     return b.build("decode_attn_kv")
 
 
+def _attend_kv() -> Part:
+    """Attend over an interleaved cache that has the newest K and V: 3 slots, 1 launch."""
+    b = PartBuilder()
+    q = b.slot("q", ("q_dim",), "input", buffer="q_roped")
+    kv = _interleaved(b, "input")
+    out = b.slot("attn_out", ("q_dim",), "output")
+    b.launch("decode_attention_kv", {"q": q, "kv": kv, "out": out}, pos="pos", **_HEADS)
+    return b.build("attend_kv")
+
+
 def _embed(name: str, kernel: str) -> Part:
     b = PartBuilder()
     args = {
@@ -174,18 +259,18 @@ def _final_norm() -> Part:
     b = PartBuilder()
     args = {
         "x": b.slot("x", ("emb",), "input", buffer="x.{turn}@last"),
-        "weight": b.slot("final_norm_w", ("emb",), "weight", buffer="model.norm.weight"),
+        "weight": b.slot("final_norm_w", ("emb",), "weight", buffer=FINAL_NORM),
         "out": b.slot("normed", ("emb",), "output", buffer="final_normed"),
     }
     b.launch("rms_norm", args, rows=1, cols="emb", eps="eps")
     return b.build("final_norm")
 
 
-def _lm_head(name: str, kernel: str) -> Part:
+def _lm_head(name: str, kernel: str, x: str = "final_normed") -> Part:
     """Vocabulary projection of one normed row. Logits stay f32: rounding them to bf16 makes ties."""
     b = PartBuilder()
     args = {
-        "x": b.slot("x", ("emb",), "input", buffer="final_normed"),
+        "x": b.slot("x", ("emb",), "input", buffer=x),
         "weight": b.slot("w_vocab", VOCABULARY, "weight", buffer="{head}"),
         "out": b.slot("logits", ("vocab",), "output", format="f32"),
     }
@@ -203,10 +288,15 @@ PARTS: dict[str, Callable[[], Part]] = {
     "flash_attn_panels": lambda: _attend_panels("flash_attn_panels", _PROMPT, "flash_attention_panels", seq="seq"),
     "decode_attn_panels": lambda: _attend_panels("decode_attn_panels", _TOKEN, "decode_attention_panels"),
     "decode_attn_kv": _decode_attn_kv,
+    "first_norm": _first_norm,
+    "qkv_gemv_rope": _qkv_gemv_rope,
+    "attend_kv": _attend_kv,
+    "o_gemv_ffn_norm": _o_gemv_ffn_norm,
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),
     "o_gemv_ffn": lambda: _o_ffn("o_gemv_ffn", _TOKEN),
     "final_norm": _final_norm,
     "lm_head_gemv": lambda: _lm_head("lm_head_gemv", "gemv_f32"),
+    "lm_head_normed": lambda: _lm_head("lm_head_normed", "gemv_f32", _NORMED),
     # Where the vocabulary matrix lies in rows, the host's.
     "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
 }

@@ -1,16 +1,18 @@
 """How the NPU's programs are composed of parts."""
 
 from stages.model.grouping import Chain, Group, Grouping
+from stages.model.parts import UNPACK, UNPACK_JOINED
 
 _START = ("embed_token_rows",)
 _PROMPT = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
 _TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
 _LOGITS = ("final_norm", "lm_head_gemv")
+_LAST_ROW = ("final_norm", "lm_head_rows")
 
 GROUPINGS = {
     # The six programs of mlir-air's example for Llama-3.2-1B (see `stages.model.families.llama`).
     "separate": Grouping(
-        Chain(_START, _PROMPT, _LOGITS, unpacks=True),
+        Chain(_START, _PROMPT, _LOGITS, UNPACK),
         _TOKEN,
         (
             Group("rms_gemms_rope", ("rms_gemms_rope_kv",), prompt=True),
@@ -22,13 +24,24 @@ GROUPINGS = {
     # A prompt takes one call per layer, all of one program, and the host makes its logits; a token takes layers + 1
     # calls, because the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
     "fused": Grouping(
-        Chain(_START, _PROMPT, ("final_norm", "lm_head_rows"), unpacks=True),
+        Chain(_START, _PROMPT, _LAST_ROW, UNPACK),
         _TOKEN,
         (
             Group("prefill_layer", _PROMPT, prompt=True),
             Group("rms_gemv_rope", ("rms_gemv_rope",)),
             Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
             Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
+        ),
+        # Fewer and larger products, each layer's norm at the end of the one before, K and V straight into the cache.
+        Grouping(
+            Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
+            Chain((*_START, "first_norm"), ("qkv_gemv_rope", "attend_kv", "o_gemv_ffn_norm"), ("lm_head_normed",)),
+            (
+                Group("prefill_layer", _PROMPT, prompt=True),
+                Group("decode_first", ("first_norm", "qkv_gemv_rope")),
+                Group("decode_layer", ("o_gemv_ffn_norm", "qkv_gemv_rope")),
+                Group("decode_last", ("o_gemv_ffn_norm", "lm_head_normed")),
+            ),
         ),
     ),
 }

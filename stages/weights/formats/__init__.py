@@ -61,7 +61,8 @@ class Format:
     `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
     `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
     the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
-    for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them.
+    for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them; `cut(rows, cols, together)` where a core
+    takes panels of so many at a time.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Format:
     row_elements: int = 0
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
     grid: Callable[..., Grid] | None = None
-    cut: Callable[[int, int], Any] | None = None
+    cut: Callable[..., Any] | None = None
 
     def layout(self, name: str) -> Layout:
         return PLAIN if name == "plain" else self.layouts[name]
