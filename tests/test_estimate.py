@@ -36,7 +36,7 @@ from stages.estimate.work import (
     multiply,
     spend,
 )
-from stages.kernels import Cost, flash_attention, gemm, gemv, grouped_gemv, kernels, rms_norm, rope
+from stages.kernels import Cost, add_rms_norm, flash_attention, gemm, gemv, grouped_gemv, kernels, rms_norm, rope
 from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
@@ -278,7 +278,28 @@ def _gemv(function: str, rows: int, chunk: int, blocked: bool) -> tuple[Any, str
 def _grouped_gemv(weights: str, rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
     tiling = kernels()[f"{weights}_gemv"].tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
     arguments = [buffer(tiling.cut.chunk_bytes), buffer(2 * tiling.cut.inputs), 1, buffer(4 * tiling.cut.lanes)]
-    return tiling.variant, "grouped_gemv_step", arguments, tiling.costs["grouped_gemv_step"].vectors
+    return tiling.variant, "grouped_gemv_step", arguments, tiling.costs["grouped_gemv_step"].scheduled
+
+
+def _swiglu(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
+    tiling = kernels()["int4_gemv_swiglu"].tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
+    lanes = tiling.cut.lanes
+    arguments = [buffer(8 * lanes), buffer(4 * lanes), buffer(2 * lanes)]
+    return tiling.variant, "grouped_gemv_silu", arguments, tiling.costs["grouped_gemv_silu"].vectors
+
+
+def _add_norm(cols: int) -> tuple[Any, str, list[Any], int]:
+    tiling, variant = add_rms_norm.tile(cols, 1e-5), air.Variant.of("add_rms_norm", COLS=cols)
+    arguments = [buffer(6 * cols), buffer(2 * cols), buffer(2 * cols), 1e-5]
+    return variant, "add_rms_norm", arguments, tiling.costs["add_rms_norm"].vectors
+
+
+def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
+    tiling = rope.tile_token(heads, kv_heads, head_dim)
+    variant = air.Variant.of("rope_qkv", HEADS=heads, HEAD_DIM=head_dim, KV_HEADS=kv_heads)
+    q, kv = 2 * heads * head_dim, 4 * kv_heads * head_dim
+    arguments = [buffer(q + kv), buffer(4 * head_dim), buffer(q), buffer(kv)]
+    return variant, "rope_qkv", arguments, tiling.costs["rope_qkv"].vectors
 
 
 def _gemm(function: str, m: int, n: int, k: int) -> tuple[Any, str, list[Any], int]:
@@ -315,6 +336,10 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
         lambda: _norm(3, 576),
         lambda: _rope(1, 32, 64),
         lambda: _rope(2, 8, 128),
+        lambda: _rope_qkv(32, 8, 64),
+        lambda: _rope_qkv(9, 3, 64),
+        lambda: _add_norm(2048),
+        lambda: _add_norm(576),
         lambda: _gemv("gemv_step", 8, 1024, True),
         lambda: _gemv("gemv_step", 16, 512, False),
         lambda: _gemv("gemv_step", 2, 512, False),
@@ -325,6 +350,8 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
         lambda: _grouped_gemv("int6", 2048, 14336),
         lambda: _grouped_gemv("int8", 2048, 2048),
         lambda: _grouped_gemv("int8", 48, 576),
+        lambda: _swiglu(8192, 2048),
+        lambda: _swiglu(48, 576),
         lambda: _gemm("gemm_zero", 64, 128, 32),
         lambda: _gemm("gemm_step", 64, 128, 32),
         lambda: _gemm("gemm_out", 64, 128, 32),
@@ -350,12 +377,12 @@ def test_costs_are_what_the_tile_functions_do(
 def test_cores_are_loaded_while_they_pay() -> None:
     """The tiling's price of a core is the estimate's."""
     seconds = MACHINE.configuration_core_us * 1e-6
-    assert round(seconds * MACHINE.hertz / MACHINE.vector_cycles) == grouped_gemv.LOAD_OPERATIONS
+    assert round(seconds * MACHINE.hertz / MACHINE.scheduled_cycles) == grouped_gemv.LOAD_OPERATIONS
     cores = []
     for rows in (64, 512, 2048, 16384):
         tiling = kernels()["int4_gemv"].tiling({"out_cols": rows, "cols": 2048})  # type: ignore[misc]
         cores.append(tiling.columns * tiling.herd_rows)
-    assert cores == sorted(cores) and cores[0] <= 2 and cores[-1] == 32
+    assert cores == sorted(cores) and cores[0] <= 2 and cores[-1] == 16, "with 16, DDR is what takes the time"
 
 
 # reports

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
@@ -43,6 +45,24 @@ def test_what_is_packed_comes_back(form: Format, rows: int, cols: int) -> None:
         assert packed.shape == form.packed_shape((rows, cols), layout)
         assert (form.layout(layout).unpack(packed, rounded.shape) == rounded).all()
     assert len(packed) * form.cut(padded(rows), cols).lanes == PADDED_ROWS  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(64, 256), (48, 576), (32, 4096)])
+def test_panels_of_two_matrices_take_turns(form: Format, rows: int, cols: int) -> None:
+    rounded = np.concatenate([stored(form, rows, cols, seed) for seed in (1, 2)])
+    packed = form.arrange(rounded, "paired_lanes")
+    assert packed.shape == form.packed_shape((2 * rows, cols), "paired_lanes")
+    assert (form.layout("paired_lanes").unpack(packed, rounded.shape) == rounded).all()
+    cut = form.cut(rows, cols, 2)  # type: ignore[misc]
+    assert 4 * cut.panel_bytes <= limits.L2_BYTES and len(packed) == 2 * cut.panels
+    assert (packed[1] == packed_alone(form, rounded[rows:], cut.lanes)[0]).all()
+
+
+def packed_alone(form: Format, rounded: np.ndarray, lanes: int) -> np.ndarray:
+    """The panels of rows that are all that there is, where they are as wide as in a pair."""
+    assert form.cut(len(rounded), rounded.shape[1] // 32 * 32).lanes >= lanes  # type: ignore[misc]
+    return form.arrange(np.concatenate([rounded, rounded]), "paired_lanes")[::2]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -100,12 +120,34 @@ def scalars(name: str, **sizes: int) -> list[int]:
 @pytest.mark.parametrize("rows, cols", [(64, 256), (48, 576), (32, 720), (192, 736)])
 def test_the_host_unpacks_blocks(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
     rounded, out = stored(form, rows, cols), output((rows // 8, cols // 8, 8, 8))
-    sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols)
+    sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=0, rows=rows)
     kernels(f"{form.name}_unpack", guarded(form.arrange(rounded, "lanes")), out, *sizes)
-    got, want = formats()["bf16"].layout("blocks").unpack(out, (rows, cols)), form.dequantise(rounded, cols)
+    assert_unpacked(form, out, rounded, cols)
+
+
+def assert_unpacked(form: Format, out: np.ndarray, rounded: np.ndarray, cols: int) -> None:
+    got = formats()["bf16"].layout("blocks").unpack(out, (len(rounded), cols))
+    want = form.dequantise(rounded, cols)
     # Compilers may round the difference of scale and minimum once or twice.
     assert_close(got, want, np.abs(want) * U + 2.0**-20)
     assert (got != want.astype(BF16)).mean() < 2.0**-8
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Format) -> None:
+    joined, cols = stored(form, 192, 576), 576
+    for first, rows in ((0, 96), (96, 64), (160, 32)):
+        out = output((rows // 8, cols // 8, 8, 8))
+        sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=first, rows=192)
+        kernels(f"{form.name}_unpack", guarded(form.arrange(joined, "lanes")), out, *sizes)
+        assert_unpacked(form, out, joined[first : first + rows], cols)
+    for which in (0, 1):
+        out = output((12, cols // 8, 8, 8))
+        sizes = scalars(f"{form.name}_unpack_paired", out_cols=96, cols=cols, which=which)
+        kernels(f"{form.name}_unpack_paired", guarded(form.arrange(joined, "paired_lanes")), out, *sizes)
+        assert_unpacked(form, out, joined[96 * which :][:96], cols)
+    with pytest.raises(UserError, match="first of a part = 8 is not a multiple of"):
+        scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -132,7 +174,7 @@ def test_the_host_reads_halves_of_every_size(kernels: Kernels) -> None:
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
     rounded = int8.GROUPED.scaled(halves.reshape(1024, 31, 1), np.full((1024, 31, 32), 3, np.int8))
     out = output((128, 124, 8, 8))
-    sizes = scalars("int8_unpack", out_cols=1024, cols=992)
+    sizes = scalars("int8_unpack", out_cols=1024, cols=992, first=0, rows=1024)
     kernels("int8_unpack", guarded(int8.FORMAT.arrange(rounded, "lanes")), out, *sizes)
     got = formats()["bf16"].layout("blocks").unpack(out, (1024, 992))
     np.testing.assert_array_equal(got, int8.FORMAT.dequantise(rounded, 992).astype(BF16))
@@ -161,6 +203,33 @@ def test_products_of_the_array(form: Format, rows: int, cols: int) -> None:
     rounded, x = stored(form, rows, cols), np.random.default_rng(cols).standard_normal(cols).astype(bfloat16)
     want = form.dequantise(rounded, cols).astype(np.float64) @ x.astype(np.float64)
     assert_close(product(form, rounded, x), want, ULP / 2 * np.abs(want) + error(form, rounded, x))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(48, 576), (256, 256), (32, 4096)])
+def test_swiglu_of_the_array(form: Format, rows: int, cols: int) -> None:
+    """To the bit what the products and the activation make one after another: a core rounds in between as they do."""
+    halves = [stored(form, rows, cols, seed) for seed in (3, 4)]
+    x = np.random.default_rng(cols).standard_normal(cols).astype(bfloat16)
+    kernel = all_kernels()[f"{form.name}_gemv_swiglu"]
+    tiling = kernel.tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
+    packed = form.arrange(np.concatenate(halves), "paired_lanes")
+    got = execute(kernel.program(tiling), packed, x, empty(rows))  # type: ignore[misc]
+    gate, up = (swiglu_part(form, half, x, tiling.cut.lanes) for half in halves)
+    silu = all_kernels()["silu_and_mul"]
+    tiled = silu.tiling({"rows": 1, "cols": rows})  # type: ignore[misc]
+    want = execute(silu.program(tiled), gate, up, empty(rows))  # type: ignore[misc]
+    np.testing.assert_array_equal(got, want)
+
+
+def swiglu_part(form: Format, rounded: np.ndarray, x: np.ndarray, lanes: int) -> np.ndarray:
+    """A product in panels of so many lanes, as sums depend on them."""
+    cut = form.cut
+    narrow = replace(form, cut=lambda rows, cols, together=1: cut(rows, cols, 2))  # type: ignore[misc]
+    tiling = grouped_gemv.tile(narrow.cut, len(rounded), len(x))  # type: ignore[arg-type]
+    assert tiling.cut.lanes == lanes
+    packed = form.arrange(np.concatenate([rounded, rounded]), "paired_lanes")[::2]
+    return execute(grouped_gemv.build(tiling), packed, x, empty(len(rounded)))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

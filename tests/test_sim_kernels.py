@@ -14,7 +14,18 @@ import pytest
 from ml_dtypes import bfloat16
 
 from stages.air import AirModule
-from stages.kernels import add, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope, silu_and_mul
+from stages.kernels import (
+    add,
+    add_rms_norm,
+    elementwise,
+    flash_attention,
+    gemm,
+    gemv,
+    kernels,
+    rms_norm,
+    rope,
+    silu_and_mul,
+)
 from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.sim_support import run
 
@@ -54,6 +65,12 @@ def assert_close(got: np.ndarray, want: np.ndarray, bound: np.ndarray | float) -
 
 def magnitude(x: np.ndarray) -> np.ndarray:
     return np.abs(x.astype(np.float64))
+
+
+def execute_two(made: AirModule, *arrays: np.ndarray) -> list[np.ndarray]:
+    """The last two slots after a run."""
+    slots, _ = run(made.module, arrays)
+    return slots[-2:]
 
 
 SHAPES = [(128, 256), (1, 2048), (128, 576), (1, 960), (24, 48)]
@@ -102,6 +119,31 @@ def test_rms_norm(rows: int, cols: int, scale: float) -> None:
     want = rms_norm.reference(x, weight, 1e-5)
     # Two roundings in a row: a unit of the first becomes at most two of the second.
     assert_close(got, want, 2 * ULP * magnitude(want))
+
+
+@pytest.mark.parametrize("cols", [2048, 576, 48])
+def test_add_rms_norm(cols: int) -> None:
+    a, b, weight = (random(cols, seed=seed) for seed in (7, 8, 9))
+    total, normed = execute_two(
+        add_rms_norm.build(add_rms_norm.tile(cols, 1e-5)), a, b, weight, empty(cols), empty(cols)
+    )
+    want_total, want = add_rms_norm.reference(a, b, weight, 1e-5)
+    assert (total == want_total).all()
+    assert_close(normed, want, 2 * ULP * magnitude(want))
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 64), (9, 3, 64), (6, 1, 32), (3, 3, 128)])
+def test_rope_qkv(heads: int, kv_heads: int, head_dim: int) -> None:
+    x, table = random((heads + 2 * kv_heads) * head_dim, seed=10), np.zeros((1, head_dim), np.float32)
+    angles = np.random.default_rng(11).uniform(-4, 4, head_dim // 2)
+    table[0] = np.concatenate([np.cos(angles), np.sin(angles)])
+    q, kv = empty(heads * head_dim), empty(2 * kv_heads * head_dim)
+    q, kv = execute_two(rope.build_token(rope.tile_token(heads, kv_heads, head_dim)), x, table[0], q, kv)
+    want_q, want_kv = rope.reference_qkv(x[None], table, 0, heads, kv_heads, head_dim)
+    assert_close(q, want_q, ULP * magnitude(want_q) + 2.0**-15)
+    got_kv = kv.reshape(want_kv.shape)
+    assert_close(got_kv, want_kv, ULP * magnitude(want_kv) + 2.0**-15)
+    assert (got_kv[:, 1] == x[-kv_heads * head_dim :].reshape(kv_heads, head_dim)).all(), "V is copied"
 
 
 @pytest.mark.parametrize(

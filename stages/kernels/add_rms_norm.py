@@ -35,8 +35,7 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        width = lanes(self.cols, limits.VECTOR // 2)
-        return {"add_rms_norm": Cost(vectors=self.cols // width * 17 + 16)}
+        return {"add_rms_norm": Cost(vectors=self.cols // lanes(self.cols) * 17 + 16)}
 
     def __str__(self) -> str:
         return f"add_rms_norm {self.cols}: one core"

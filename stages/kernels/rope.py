@@ -134,7 +134,7 @@ class TokenTiling:
     def costs(self) -> Mapping[str, Cost]:
         """As `Tiling`'s, the table's row split twice; V is copied."""
         pairs = self.head_dim // 2
-        vectors = pairs // lanes(pairs, limits.VECTOR // 2)
+        vectors = pairs // lanes(pairs)
         return {"rope_qkv": Cost(vectors=vectors * ((self.heads + self.kv_heads + 2) * 14 + 4 * self.kv_heads))}
 
     def __str__(self) -> str:
