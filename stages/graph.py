@@ -168,6 +168,14 @@ class Build:
     def buckets(self) -> tuple[int, ...]:
         return self.options.bucket_list() if self.target.static else ()
 
+    @property
+    def context(self) -> int:
+        """Positions that KV caches have room for at most; 0: as many as the model knows. Raises UserError."""
+        if self.options.context and not self.target.static:
+            where = f"context={self.options.context}: target {self.target.name}"
+            raise UserError(f"{where} takes memory for positions as they are used: leave it out")
+        return self.options.context or self.target.context
+
     @cached_property
     def steps(self) -> dict[str, Step]:
         """Every step by name."""
@@ -204,6 +212,7 @@ class Build:
             "calibrate": Path(options.calibrate).name,
             "ignore": options.ignore,
             "buckets": self.buckets,
+            "context": self.context,
             "grouping": options.grouping or self.target.default_grouping,
             "matmul": options.matmul,
         }
@@ -314,6 +323,7 @@ class Wiring:
     def _plan(self) -> Step:
         policy = self.build.policy
         chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": policy.text, "kv": policy.kv}
+        chosen["context"] = self.build.context
         action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
         params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
         doc = "Derive the buffers and the order of calls."

@@ -40,7 +40,9 @@ def write_manifest(
     about: dict[str, Any] = {"name": model, "weights": plan["weights"], "kv": plan["kv"]}
     if calibrated:
         about["calibration"] = read_json(directory / CALIBRATION)
-    described["model"] = {**about, **asdict(config), "eos": end_tokens(directory, config)}
+    about |= asdict(config) | {"max_seq": plan["context"], "longest": config.max_seq}
+    about["eos"] = end_tokens(directory, config)
+    described["model"] = about
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.model import families
+from stages.model.buffers import tensors_of
 from stages.model.families import parse_config
 from stages.model.grouping import Chain, Group, Grouping, Program, programs
-from stages.model.plan import make_plan
+from stages.model.plan import make_plan, with_context
+from stages.model.policy import parse_policy
 from stages.targets import targets
 from stages.targets.npu2 import modules
 from stages.targets.npu2.groupings import GROUPINGS
@@ -109,6 +113,54 @@ def test_untied_heads_leave_the_embedding_its_layout() -> None:
     plan = make_plan(config(tie_word_embeddings=False), GROUPINGS["fused"], "aie2p", [64])
     assert plan.buffers["model.embed_tokens.weight"].layout == "plain"
     assert plan.buffers["lm_head.weight"].layout == "padded"
+
+
+def test_products_are_joined_where_weights_are_stored_alike() -> None:
+    fused = GROUPINGS["fused"]
+    for weights, alike in (
+        ("int4", True),
+        ("int8,vocab=int4", True),
+        ("bf16", False),
+        ("int4,wv=int6", False),
+        ("w8a8", False),
+    ):
+        found = fused.of("llama", parse_policy(weights))
+        assert (found is fused.joined) == alike, weights
+    assert GROUPINGS["separate"].of("llama", parse_policy("int4")) is GROUPINGS["separate"]
+    launches = {
+        program.name: sum(len(part.launches) for part in program.parts)
+        for program in programs("llama", fused, (128,), parse_policy("int4"))
+        if not program.host
+    }
+    assert launches == {"prefill_layer.128": 15, "decode_first": 3, "decode_layer": 7, "decode_last": 6}
+
+
+def test_a_joined_weight_is_stored_once() -> None:
+    """One buffer for Q, K and V, which tokens multiply with and prompts unpack; every tensor of the model is in one."""
+    plan = make_plan(config(num_hidden_layers=2), GROUPINGS["fused"], "aie2p", [64], parse_policy("int4"))
+    held = [tensor for name in plan.buffers for tensor in tensors_of(name)]
+    for layer in range(2):
+        stem = f"model.layers.{layer}"
+        names = [f"{stem}.self_attn.{which}_proj.weight" for which in "qkv"]
+        assert plan.buffers["+".join(names)].layout == "lanes"
+        pair = "+".join(f"{stem}.mlp.{which}_proj.weight" for which in ("gate", "up"))
+        assert plan.buffers[pair].layout == "paired_lanes"
+    assert sorted(held) == sorted(dict.fromkeys(held))
+    assert set(held) >= set(families.tensors(config(num_hidden_layers=2)))
+    last = next(call for call in plan.phases["decode"] if call.program == "decode_last")
+    assert "model.norm.weight" in last.buffers
+
+
+def test_caches_have_room_for_the_context() -> None:
+    for context, positions in ((0, 128), (96, 96), (4096, 128)):
+        plan = make_plan(with_context(config(), context), GROUPINGS["fused"], "aie2p", [64])
+        assert plan.buffers["kv_cache.0"].shape[0] == positions
+    with pytest.raises(UserError, match="context=64: target cpu takes memory for positions as they are used"):
+        Build(parse_options({"target": "cpu", "context": "64"})).context  # noqa: B018
+    with pytest.raises(UserError, match="context=-1: must be a number of tokens"):
+        parse_options({"context": "-1"})
+    build = Build(parse_options({"target": "npu2-sim"}))
+    assert build.context == 4096
 
 
 def test_modules_of_the_npu_follow_the_version_of_xdsl(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -164,10 +164,16 @@ class Llama:
             raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
         if self.position + len(ids) > self.context_length:
             raise UserError(
-                f"{self.position + len(ids)} tokens exceed the model's context of {self.context_length}: "
-                "shorten the prompt"
+                f"{self.position + len(ids)} tokens exceed the context of {self.context_length}: {self._shorter}"
             )
         return ids
+
+    @property
+    def _shorter(self) -> str:
+        """What to do about too many tokens."""
+        longest = self.manifest.model.get("longest", self.context_length)
+        more = f", or compile with context= up to {longest}" if longest > self.context_length else ""
+        return f"shorten the prompt{more}"
 
     def _run(self, phase: str, ids: list[int]) -> None:
         self._tokens[: len(ids)] = ids
@@ -213,9 +219,7 @@ class Llama:
         options = Sampling(**sampling)
         ids = self.encode(prompt, raw)
         if len(ids) >= self.context_length:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, the model's context is {self.context_length}: shorten the prompt"
-            )
+            raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self._shorter}")
         shared = _common_prefix(self._history, ids[:-1]) if keep_context else 0
         if self.buckets and len(ids) - shared > MAX_STEPPED_TOKENS:
             shared = 0

@@ -32,6 +32,7 @@ class Options(Sampling, Running):
     artifacts: str = "artifacts"
     ignore: str = ""
     buckets: str = "128,512,2048"
+    context: int = 0
     grouping: str = ""
     matmul: str = "bf16"
     weights: str = ""
@@ -60,6 +61,8 @@ class Options(Sampling, Running):
         self.peer_list()
         if self.include not in ("", INCLUDE):
             raise UserError(f"include={self.include}: must be {INCLUDE}")
+        if self.context < 0:
+            raise UserError(f"context={self.context}: must be a number of tokens, or 0 for what the target takes")
         if self.matmul not in MATMULS:
             raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
         if self.kv not in KV_FORMATS:

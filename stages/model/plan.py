@@ -50,12 +50,26 @@ class Plan:
 
 
 def write_plan(
-    directory: Path, grouping: Grouping, kernel_set: str, work: Path, buckets: Sequence[int], weights: str, kv: str
+    directory: Path,
+    grouping: Grouping,
+    kernel_set: str,
+    work: Path,
+    buckets: Sequence[int],
+    weights: str,
+    kv: str,
+    context: int,
 ) -> None:
-    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`, `kv`: a policy's."""
-    plan = make_plan(read_config(directory / CONFIG), grouping, kernel_set, buckets, parse_policy(weights, kv))
-    write_json(work / PLAN, asdict(plan) | {"weights": weights, "kv": kv})
+    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`, `kv`: a policy's.
+    `context`: as in `with_context`."""
+    config = with_context(read_config(directory / CONFIG), context)
+    plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(weights, kv))
+    write_json(work / PLAN, asdict(plan) | {"weights": weights, "kv": kv, "context": config.max_seq})
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
+
+
+def with_context(config: Config, context: int) -> Config:
+    """With KV caches of at most so many positions; 0: as many as the model knows."""
+    return replace(config, max_seq=min(config.max_seq, context)) if context else config
 
 
 def make_plan(

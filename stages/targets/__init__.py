@@ -77,7 +77,8 @@ class Target:
     """`device`: module of `llama_npu2.devices` that runs it. `kernel_set`: folder of `kernel_src` with the kernels of
     its device programs, in whose layouts weights are packed. `static`: programs have fixed numbers of rows, so a prompt
     runs in a bucket. `foreign_tools`: it is built with more than this machine's C++ compiler. `machine`: what a machine
-    must have to run the artifacts, for the manifest. `built_on`: what of a machine, besides its tools, objects and
+    must have to run the artifacts, for the manifest. `context`: positions that its KV caches have room for unless
+    something else is said; 0: as many as the model knows. `built_on`: what of a machine, besides its tools, objects and
     programs may depend on. `suits(model)`: whether this machine should run it unasked, given
     the directory of a model's artifacts; the target of the highest `rank` that does is the default."""
 
@@ -88,6 +89,7 @@ class Target:
     groupings: Mapping[str, Grouping]
     default_grouping: str
     foreign_tools: bool = False
+    context: int = 0
     machine: Callable[[], Mapping[str, Any]] = dict
     built_on: Callable[[], Mapping[str, Any]] = dict
     suits: Callable[[Path], bool] = lambda model: False

@@ -5,7 +5,7 @@ for a token. Shapes are fixed, so a prompt's programs come in buckets.
 """
 
 from stages.targets import Target
-from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
 from stages.targets.npu2.toolchain import usable_here
 
@@ -17,6 +17,7 @@ TARGET = Target(
     groupings=GROUPINGS,
     default_grouping="fused",
     foreign_tools=True,
+    context=CONTEXT,
     built_on=lambda: {"generation": KERNEL_SET},
     suits=usable_here,
     rank=1,

@@ -3,6 +3,9 @@
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.parts import UNPACK, UNPACK_JOINED
 
+CONTEXT = 4096
+"""Positions that KV caches have room for: the NPU's memory is locked, all of it, whether it is used or not."""
+
 _START = ("embed_token_rows",)
 _PROMPT = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
 _TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
