@@ -20,6 +20,7 @@ from stages.model import families
 from stages.model.checkpoint import container
 from stages.model.config import Config
 from stages.model.importers.directory import CONFIG_FILES
+from stages.model.plan import with_context
 from stages.model.policy import Policy, matrix_formats, parse_policy
 from stages.model.sources import ArtifactsOnly, HubSource, RandomSource, Source
 from stages.needs import Needs
@@ -81,7 +82,8 @@ def policies(build: Build) -> list[Policy]:
 
 def needs_of(build: Build, policy: Policy) -> Needs:
     source = build.source
-    return Needs(source, config_of(source), build.target, policy, build.buckets, source.inventory())
+    config = with_context(config_of(source), build.context)
+    return Needs(source, config, build.target, policy, build.buckets, source.inventory())
 
 
 def config_of(source: Source) -> Config:
