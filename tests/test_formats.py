@@ -27,7 +27,7 @@ def test_unpack_is_the_inverse(name: str, layout: str, shape: tuple[int, int]) -
     form = formats()[name]
     values = np.random.default_rng(1).integers(-100, 100, shape)
     stored = form.quantise(values.astype(np.float32) if name != "i32" else values.astype(np.int32))
-    packed = form.layout(layout).pack(stored)
+    packed = form.arrange(stored, layout)
     assert packed.shape == form.packed_shape(shape, layout)
     np.testing.assert_array_equal(form.unpack(packed, layout, shape), form.dequantise(stored, shape[1]))
 

@@ -34,7 +34,7 @@ def kernels(request, library, isa):
 def weight(rng, name, rows, cols):
     """Panels, and the values that they hold."""
     stored = formats()[name].quantise(rng.standard_normal((rows, cols), np.float32))
-    return guarded(formats()[name].layout("panels").pack(stored)), formats()[name].dequantise(stored, cols)
+    return guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
 
 
 def activations(rng, *shape):
@@ -97,7 +97,7 @@ def test_integer_products_are_the_reference(kernels, rows, cols):
     """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
     rng = np.random.default_rng(rows * cols)
     stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
-    panels = guarded(formats()["w8a8"].layout("panels").pack(stored))
+    panels = guarded(formats()["w8a8"].arrange(stored, "panels"))
     for count in (1, 7, 300 if rows * cols < 1000 else 13):
         x, residual = activations(rng, count, cols), activations(rng, count, rows)
         x[0, rng.integers(cols)] = 1000  # an outlier
@@ -146,7 +146,7 @@ def test_every_number(kernels, form, numbers):
     minima = scales * np.random.default_rng(0).integers(-100, 100, scales.shape)
     stored = grouped.scaled(np.concatenate([scales, minima][: grouped.scale_values], axis=-1), numbers)
     cols = numbers[0].size
-    wide, panels = form.FORMAT.dequantise(stored, cols), guarded(form.FORMAT.layout("panels").pack(stored))
+    wide, panels = form.FORMAT.dequantise(stored, cols), guarded(form.FORMAT.arrange(stored, "panels"))
     product, rows = output((cols, 16)), output((16, cols))
     kernels(f"{name}_gemm", guarded(np.eye(cols, dtype=BF16)), panels, product, cols, cols, 16)
     np.testing.assert_array_equal(product.astype(np.float32).T, wide)

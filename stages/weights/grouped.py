@@ -158,7 +158,7 @@ class Grouped:
         self, name: str, quantise: Callable[[np.ndarray], np.ndarray], dequantise: Callable[[np.ndarray], np.ndarray]
     ) -> Format:
         """`quantise`: whole groups f32 `[rows, groups, group]` -> stored; `dequantise`: back."""
-        panels = Layout(self.panels_shape, self.to_panels, self.from_panels, rows=PANEL_ROWS)
+        panels = Layout.of_rows(PANEL_ROWS, self.panels_shape, self.to_panels, self.from_panels)
         return Format(
             name,
             "i8",

@@ -15,7 +15,7 @@ import numpy as np
 
 from stages.air import limits
 from stages.weights.constants import GROUP, LANES, LIFT
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.formats import Format, Layout, Shape, Stretch
 from stages.weights.grouped import Grouped
 
 PANEL_BYTES = limits.L2_BYTES // 4 - 2048
@@ -110,10 +110,14 @@ def for_array(grouped: Grouped, form: Format) -> Format:
 
     def layout(step: int) -> Layout:
         return Layout(
-            partial(_shape, grouped, step), partial(to_lanes, grouped, step), partial(from_lanes, grouped, step)
+            partial(_shape, grouped, step),
+            unpack=partial(from_lanes, grouped, step),
+            stretches=partial(to_lanes, grouped, step),
         )
 
-    paired = Layout(partial(_paired_shape, grouped), partial(to_pairs, grouped), partial(from_pairs, grouped))
+    paired = Layout(
+        partial(_paired_shape, grouped), unpack=partial(from_pairs, grouped), stretches=partial(to_pairs, grouped)
+    )
     arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS), "paired_lanes": paired}
     return replace(form, layouts=arranged, cut=lambda rows, cols, *more: cut(grouped, rows, -(-cols // GROUP), *more))
 
@@ -138,9 +142,10 @@ def _shape(grouped: Grouped, step: int, shape: Shape) -> Shape:
     return found.panels, found.panel_bytes
 
 
-def to_lanes(grouped: Grouped, step: int, stored: np.ndarray) -> np.ndarray:
+def to_lanes(grouped: Grouped, step: int, shape: Shape) -> list[Stretch]:
     """Rows as stored, i8 `[rows, bytes]`, padded with zeros to a multiple of `step` -> i8 `[panels, panel_bytes]`."""
-    return _panels(_cut_of(grouped, step, stored.shape), stored)
+    found = _cut_of(grouped, step, shape)
+    return [Stretch(range(shape[0]), found.lanes, partial(_panels, found))]
 
 
 def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) -> np.ndarray:
@@ -148,12 +153,12 @@ def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) ->
     return _rows(_cut_of(grouped, step, shape), packed)[: shape[0]]
 
 
-def to_pairs(grouped: Grouped, stored: np.ndarray) -> np.ndarray:
+def to_pairs(grouped: Grouped, shape: Shape) -> list[Stretch]:
     """Rows as stored of two matrices of one shape, one behind the other, i8 `[rows, bytes]` -> i8 `[panels,
     panel_bytes]`, taking turns."""
-    found = _cut_of(grouped, 1, _half(stored.shape), 2)
-    halves = [_panels(found, half) for half in np.split(stored, 2)]
-    return np.stack(halves, axis=1).reshape(-1, found.panel_bytes)
+    found, (half, _) = _cut_of(grouped, 1, _half(shape), 2), _half(shape)
+    pack = partial(_panels, found)
+    return [Stretch(range(first, first + half), found.lanes, pack, to, 2) for to, first in enumerate((0, half))]
 
 
 def from_pairs(grouped: Grouped, packed: np.ndarray, shape: Shape) -> np.ndarray:
@@ -163,8 +168,9 @@ def from_pairs(grouped: Grouped, packed: np.ndarray, shape: Shape) -> np.ndarray
 
 
 def _panels(found: Cut, stored: np.ndarray) -> np.ndarray:
-    out = np.zeros((found.panels, found.panel_bytes), np.uint8)
-    for panel in range(found.panels):
+    """As many as there are rows for."""
+    out = np.zeros((-(-len(stored) // found.lanes), found.panel_bytes), np.uint8)
+    for panel in range(len(out)):
         rows = stored[panel * found.lanes :][: found.lanes]
         if len(rows) < found.lanes:
             rows = np.concatenate([rows, np.zeros((found.lanes - len(rows), stored.shape[1]), np.int8)])

@@ -35,17 +35,34 @@ def _first(packed: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Rows of a stored matrix, each `unit` of which `pack` makes one of what is packed of, whatever the others are:
+    that at `to`, then every `step`th."""
+
+    rows: range
+    unit: int
+    pack: Callable[[np.ndarray], np.ndarray]
+    to: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Layout:
     """An order of a stored tensor's elements. `shape`: of the stored tensor -> after packing; `pack`: the same for the
-    tensor; `unpack(packed, shape)`: the stored tensor of that shape again. `serves`: layouts whose readers can read
-    this one as well, because it only adds elements behind theirs. `rows`: so many rows of a matrix become one of what
-    is packed, whatever the others are; 0 where that is not so."""
+    tensor, or `stretches`, of the shape of a stored matrix, where some rows can be packed after others, zeros being
+    what none is packed to; `unpack(packed, shape)`: the stored tensor of that shape again. `serves`: layouts whose
+    readers can read this one as well, because it only adds elements behind theirs."""
 
     shape: Callable[[Shape], Shape] = tuple
     pack: Callable[[np.ndarray], np.ndarray] = _unchanged
     unpack: Callable[[np.ndarray, Shape], np.ndarray] = _first
     serves: tuple[str, ...] = ()
-    rows: int = 0
+    stretches: Callable[[Shape], list[Stretch]] | None = None
+
+    @classmethod
+    def of_rows(cls, rows: int, shape: Callable[[Shape], Shape], pack: Any, unpack: Any) -> Layout:
+        """One in which so many rows become one."""
+        return cls(shape, unpack=unpack, stretches=lambda stored: [Stretch(range(stored[0]), rows, pack)])
 
 
 PLAIN = Layout()
@@ -90,24 +107,27 @@ class Format:
 
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
         """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
-        return self._arranged(tensor, self.quantise, layout, self.packed_shape(tensor.shape, layout))
+        return self._arranged(tensor, self.quantise, layout, self.stored_shape(tensor.shape))
 
     def arrange(self, stored: np.ndarray, layout: str) -> np.ndarray:
         """The same of what is stored already."""
-        return self._arranged(stored, lambda rows: rows, layout, self.layout(layout).shape(stored.shape))
+        return self._arranged(stored, _unchanged, layout, stored.shape)
 
     def _arranged(
         self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout: str, shape: Shape
     ) -> np.ndarray:
-        """Where a layout allows it, some rows after others, so that what is in the making takes little memory."""
+        """Of the stored shape; where a layout allows it, some rows after others, so that what is in the making takes
+        little memory."""
         chosen = self.layout(layout)
-        if not chosen.rows:
+        if chosen.stretches is None:
             return chosen.pack(store(tensor))
-        packed = np.empty(shape, DTYPES[self.dtype])
-        step = chosen.rows * max(1, PACKED_AT_ONCE // (chosen.rows * tensor.shape[1]))
-        for first in range(0, len(tensor), step):
-            some = chosen.pack(store(tensor[first : first + step]))
-            packed[first // chosen.rows :][: len(some)] = some
+        packed = np.zeros(chosen.shape(shape), DTYPES[self.dtype])
+        for each in chosen.stretches(shape):
+            step = each.unit * max(1, PACKED_AT_ONCE // (each.unit * tensor.shape[1]))
+            for first in each.rows[::step]:
+                some = each.pack(store(tensor[first : min(first + step, each.rows.stop)]))
+                begin = each.to + (first - each.rows.start) // each.unit * each.step
+                packed[begin : begin + len(some) * each.step : each.step] = some
         return packed
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:

@@ -78,5 +78,5 @@ FORMAT = Format(
     values=QUAD,
     elements=QUAD,
     row_elements=_SCALE,
-    layouts={"panels": Layout(panels_shape, to_panels, from_panels, rows=PANEL_ROWS)},
+    layouts={"panels": Layout.of_rows(PANEL_ROWS, panels_shape, to_panels, from_panels)},
 )
