@@ -22,6 +22,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
 from llama_npu2 import trust
+from llama_npu2.trust import PublicKey, envelopes, settings
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model import families
@@ -205,6 +206,20 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
 def built(project: Path, tmp_path: Path) -> Path:
     """A compiled project to edit."""
     return shutil.copytree(project, tmp_path / "checkout")
+
+
+Become = Callable[[str], PublicKey]
+
+
+@pytest.fixture
+def become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
+    """Makes this process that of a user of some name, who may be new; returns their key."""
+
+    def to_be(name: str) -> PublicKey:
+        monkeypatch.setenv(settings.DIRECTORY, str(tmp_path / name))
+        return envelopes.own_key()
+
+    return to_be
 
 
 def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -22,20 +22,9 @@ from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from llama_npu2.trust import envelopes, settings
 from llama_npu2.trust.keys import PublicKey
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Become
 
 MANIFEST = b'{"format": 4}'
-
-
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], PublicKey]:
-    """Become the user of that name, who may be new; returns their key."""
-
-    def become(name: str) -> PublicKey:
-        monkeypatch.setenv(settings.DIRECTORY, str(tmp_path / name))
-        return envelopes.own_key()
-
-    return become
 
 
 def signed(edit: Callable[[dict[str, Any]], object], purpose: str = "entry") -> bytes:
@@ -45,21 +34,21 @@ def signed(edit: Callable[[dict[str, Any]], object], purpose: str = "entry") -> 
     return json.dumps(envelope).encode()
 
 
-def test_envelope_of_a_trusted_key(user: Callable[[str], PublicKey]) -> None:
-    key = user("anna")
+def test_envelope_of_a_trusted_key(become: Become) -> None:
+    key = become("anna")
     envelope = trust.sign(b"payload", "entry")
     assert trust.verify(envelope, "entry") == trust.Signed(b"payload", key, "you")
-    user("ben")
+    become("ben")
     with pytest.raises(trust.Untrusted, match=f"signed by {re.escape(key.fingerprint)}, whom you do not trust"):
         trust.verify(envelope, "entry")
     trust.add_key(key, "Anna")
     assert trust.verify(envelope, "entry").name == "Anna"
 
 
-def test_a_removed_key_is_not_trusted_until_it_is_added_again(user: Callable[[str], PublicKey]) -> None:
-    key = user("anna")
+def test_a_removed_key_is_not_trusted_until_it_is_added_again(become: Become) -> None:
+    key = become("anna")
     envelope = trust.sign(b"payload", "entry")
-    user("ben")
+    become("ben")
     trust.add_key(key, "Anna")
     assert trust.remove_key("Anna") == (key, "Anna")
     with pytest.raises(trust.Untrusted, match="the key 'Anna' that you removed"):
@@ -68,18 +57,18 @@ def test_a_removed_key_is_not_trusted_until_it_is_added_again(user: Callable[[st
     assert trust.verify(envelope, "entry")
 
 
-def test_own_key_can_be_removed(user: Callable[[str], PublicKey]) -> None:
-    key = user("anna")
+def test_own_key_can_be_removed(become: Become) -> None:
+    key = become("anna")
     trust.remove_key(key.fingerprint)
     with pytest.raises(trust.Untrusted):
         trust.verify(trust.sign(b"payload", "entry"), "entry")
 
 
 @pytest.mark.parametrize("how", ["key", "fingerprint"])
-def test_environment(user: Callable[[str], PublicKey], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    key = user("anna")
+def test_environment(become: Become, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    key = become("anna")
     envelope = trust.sign(b"payload", "entry")
-    user("ben")
+    become("ben")
     monkeypatch.setenv("LLAMA_NPU2_TRUST", f"SHA256:x, {key if how == 'key' else key.fingerprint}")
     assert trust.verify(envelope, "entry").payload == b"payload"
     trust.add_key(key, "Anna")
@@ -111,39 +100,39 @@ ALTERED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", ALTERED)
-def test_altered_envelopes(user: Callable[[str], PublicKey], what: str) -> None:
-    user("anna")
+def test_altered_envelopes(become: Become, what: str) -> None:
+    become("anna")
     edit, complaint = ALTERED[what]
     with pytest.raises(UserError, match=complaint) as caught:
         trust.verify(signed(edit), "entry")
     assert not isinstance(caught.value, trust.Untrusted)
 
 
-def test_a_trusted_key_that_did_not_sign(user: Callable[[str], PublicKey]) -> None:
-    anna = user("anna")
-    user("ben")
+def test_a_trusted_key_that_did_not_sign(become: Become) -> None:
+    anna = become("anna")
+    become("ben")
     trust.add_key(anna, "Anna")
     with pytest.raises(UserError, match="was altered"):
         trust.verify(signed(lambda envelope: envelope["signatures"][0].update(keyid=str(anna))), "entry")
 
 
 @pytest.mark.parametrize("envelope", [b"", b"\xff", b"[]", b"[" * 100_000, b'"' + b" " * (16 << 20) + b'"'])
-def test_what_is_no_envelope(user: Callable[[str], PublicKey], envelope: bytes) -> None:
-    user("anna")
+def test_what_is_no_envelope(become: Become, envelope: bytes) -> None:
+    become("anna")
     with pytest.raises(UserError, match="not signed as it must be"):
         trust.verify(envelope, "entry")
 
 
-def test_what_is_signed_tells_purpose_and_payload_apart(user: Callable[[str], PublicKey]) -> None:
+def test_what_is_signed_tells_purpose_and_payload_apart(become: Become) -> None:
     """A signature of (ab, c) is none of (a, bc)."""
-    user("anna")
+    become("anna")
     assert settings.framed("ab", b"c") != settings.framed("a", b"bc")
     assert settings.framed("a", b"1 b") != settings.framed("a 3 1", b"b")
     assert not settings.is_own_mac(settings.own_mac(b"x", "manifest").encode(), b"x", "receipt")
 
 
-def test_keys_are_those_of_openssh(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    key = user("anna")
+def test_keys_are_those_of_openssh(become: Become, tmp_path: Path) -> None:
+    key = become("anna")
     for text in (f"{key} a comment", str(key).split()[1]):
         assert PublicKey.parse(text) == key
     if program := shutil.which("ssh-keygen"):
@@ -151,12 +140,12 @@ def test_keys_are_those_of_openssh(user: Callable[[str], PublicKey], tmp_path: P
         assert key.fingerprint in run.stdout.split()
 
 
-def test_keys_of_other_types(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
+def test_keys_of_other_types(become: Become, tmp_path: Path) -> None:
     private = ec.generate_private_key(ec.SECP256R1())
     text = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     with pytest.raises(ValueError, match="no Ed25519 key"):
         PublicKey.parse(text)
-    user("anna")
+    become("anna")
     held = tmp_path / "anna/signing_key"
     held.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     with pytest.raises(UserError, match="is no Ed25519 key"):
@@ -166,23 +155,23 @@ def test_keys_of_other_types(user: Callable[[str], PublicKey], tmp_path: Path) -
         trust.sign(b"", "entry")
 
 
-def test_a_private_key_that_was_replaced(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
+def test_a_private_key_that_was_replaced(become: Become, tmp_path: Path) -> None:
     """Whoever replaces `signing_key` signs with what they put there."""
-    user("anna")
+    become("anna")
     new = ed25519.Ed25519PrivateKey.generate()
     (tmp_path / "anna/signing_key").write_bytes(new.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     assert trust.verify(trust.sign(b"payload", "entry"), "entry").payload == b"payload"
 
 
-def test_secrets_that_others_can_read(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    user("anna")
+def test_secrets_that_others_can_read(become: Become, tmp_path: Path) -> None:
+    become("anna")
     (tmp_path / "anna/signing_key").chmod(0o644)
     with pytest.raises(UserError, match="can be read by others: chmod 600"):
         trust.sign(b"", "entry")
 
 
-def test_a_damaged_list_of_keys(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    key = user("anna")
+def test_a_damaged_list_of_keys(become: Become, tmp_path: Path) -> None:
+    key = become("anna")
     (tmp_path / "anna/trusted_keys").write_text(f"# mine\n\n{key} An na\nssh-rsa AAAA\n")
     with pytest.raises(UserError, match=r"trusted_keys: .* is no Ed25519 key"):
         trust.trusted_keys()
@@ -192,14 +181,14 @@ def test_a_damaged_list_of_keys(user: Callable[[str], PublicKey], tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "\x1b[31mred", "right\u202eleft", " padded"])
-def test_names_that_cannot_be_shown(user: Callable[[str], PublicKey], name: str) -> None:
+def test_names_that_cannot_be_shown(become: Become, name: str) -> None:
     with pytest.raises(UserError, match="printable text on one line") as caught:
-        trust.add_key(user("anna"), name)
+        trust.add_key(become("anna"), name)
     assert str(caught.value).isprintable()
 
 
-def test_unknown_names_are_not_removed(user: Callable[[str], PublicKey]) -> None:
-    user("anna")
+def test_unknown_names_are_not_removed(become: Become) -> None:
+    become("anna")
     with pytest.raises(UserError, match="no trusted key is called Ben"):
         trust.remove_key("Ben")
 
@@ -224,22 +213,22 @@ def statement(manifest: bytes) -> dict[str, Any]:
     return {"_type": "https://in-toto.io/Statement/v1", "subject": [{"name": "manifest.json", "digest": digest}]}
 
 
-def test_own_manifests_need_no_key(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    user("anna")
+def test_own_manifests_need_no_key(become: Become, tmp_path: Path) -> None:
+    become("anna")
     trust.mark_own(tmp_path, MANIFEST)
     mark = (tmp_path / trust.LOCAL).read_bytes()
     assert trust.allowed(tmp_path, MANIFEST, mark, b"") == "you"
     with pytest.raises(UserError, match="not built by you, and it is not signed"):
         trust.allowed(tmp_path, MANIFEST + b" ", mark, b"")
-    user("ben")
+    become("ben")
     with pytest.raises(UserError, match="not built by you"):
         trust.allowed(tmp_path, MANIFEST, mark, b"")
 
 
-def test_signed_manifests(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    key = user("anna")
+def test_signed_manifests(become: Become, tmp_path: Path) -> None:
+    key = become("anna")
     envelope = trust.signature(MANIFEST, statement(MANIFEST))
-    user("ben")
+    become("ben")
     with pytest.raises(UserError) as caught:
         trust.check_trusted(tmp_path, MANIFEST, b"", envelope, ["elf/host.so", "elf/one.so"])
     for part in (key.fingerprint, "(elf/host.so and 1 more)", f"llama-npu2 trust '{key}'", f"trust {tmp_path} allows"):
@@ -250,17 +239,15 @@ def test_signed_manifests(user: Callable[[str], PublicKey], tmp_path: Path) -> N
         trust.check_trusted(tmp_path, MANIFEST + b" ", b"", envelope, ["elf/host.so"])
 
 
-def test_a_signature_for_the_cache_is_none_of_a_manifest(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    user("anna")
+def test_a_signature_for_the_cache_is_none_of_a_manifest(become: Become, tmp_path: Path) -> None:
+    become("anna")
     payload = json.dumps(statement(MANIFEST)).encode()
     with pytest.raises(UserError, match="it is for 'application/vnd"):
         trust.allowed(tmp_path, MANIFEST, b"", trust.sign(payload, "entry"))
 
 
-def test_a_manifest_named_by_its_digest(
-    user: Callable[[str], PublicKey], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user("anna")
+def test_a_manifest_named_by_its_digest(become: Become, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    become("anna")
     digest = statement(MANIFEST)["subject"][0]["digest"]["sha256"]
     monkeypatch.setenv("LLAMA_NPU2_TRUST", f"sha256:{digest}")
     assert trust.allowed(tmp_path, MANIFEST, b"", b"")
@@ -268,16 +255,16 @@ def test_a_manifest_named_by_its_digest(
         trust.allowed(tmp_path, MANIFEST + b" ", b"", b"")
 
 
-def test_a_mark_does_not_follow_links(user: Callable[[str], PublicKey], tmp_path: Path) -> None:
-    user("anna")
+def test_a_mark_does_not_follow_links(become: Become, tmp_path: Path) -> None:
+    become("anna")
     (tmp_path / "precious").write_text("mine")
     (tmp_path / trust.LOCAL).symlink_to("precious")
     trust.mark_own(tmp_path, MANIFEST)
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_without_the_package(user: Callable[[str], PublicKey], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    user("anna")
+def test_without_the_package(become: Become, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    become("anna")
     envelope = trust.sign(b"", "entry")
     trust.mark_own(tmp_path, MANIFEST)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
