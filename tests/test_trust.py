@@ -69,12 +69,19 @@ def test_environment(become: Become, monkeypatch: pytest.MonkeyPatch, how: str) 
     key = become("anna")
     envelope = trust.sign(b"payload", "entry")
     become("ben")
-    monkeypatch.setenv("LLAMA_NPU2_TRUST", f"SHA256:x, {key if how == 'key' else key.fingerprint}")
+    monkeypatch.setenv("LLAMA_NPU2_TRUST", f"sha256:{'0' * 64}, {key if how == 'key' else key.fingerprint}")
     assert trust.verify(envelope, "entry").payload == b"payload"
     trust.add_key(key, "Anna")
     trust.remove_key("Anna")
     with pytest.raises(trust.Untrusted):
         trust.verify(envelope, "entry")
+
+
+def test_an_environment_that_says_nothing(become: Become, monkeypatch: pytest.MonkeyPatch) -> None:
+    become("anna")
+    monkeypatch.setenv("LLAMA_NPU2_TRUST", "SHA256:x")
+    with pytest.raises(UserError, match="LLAMA_NPU2_TRUST: SHA256:x is no fingerprint, key, or sha256: of a manifest"):
+        trust.trusted_keys()
 
 
 def flipped(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stages.engine.places import INCOMING
@@ -29,7 +29,7 @@ class Arrivals:
         """That were received."""
         return sum(blob.size for blob in self._uses)
 
-    def place(self, labels: Mapping[str, object], work: Path) -> None:
+    def place(self, labels: Iterable[str], work: Path) -> None:
         """Put these of the files below `work`; those that the artifact directory has by a link."""
         for label in labels:
             place, blob = work / label, self._absent.get(label)

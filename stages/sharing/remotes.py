@@ -54,11 +54,16 @@ class Remote:
     def read(self, name: str, limit: int) -> bytes | None:
         """A small file, None if it is not there. RemoteError if it cannot be read or has more bytes than `limit`."""
         with self._explained(), contextlib.suppress(FileNotFoundError):
-            data: bytes = self._files.cat_file(self._path(name), start=0, end=limit + 1)
+            data = self._beginning(name, limit + 1)
             if len(data) > limit:
                 raise RemoteError(f"remote {self.url}: {name} has more than {limit} bytes")
             return data
         return None
+
+    def _beginning(self, name: str, length: int) -> bytes:
+        """Of a file, `length` bytes or all."""
+        data: bytes = self._files.cat_file(self._path(name), start=0, end=length)
+        return data
 
     def blocks(self, name: str, start: int, end: int) -> Iterator[bytes]:
         """A file's bytes from `start` to `end`, which go on where a connection was lost. RemoteError, also if there is
@@ -190,6 +195,10 @@ class Site(Remote):
 
     def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
         raise RemoteError(f"remote {self.url} can only be read: push to what the web server shows")
+
+    def _beginning(self, name: str, length: int) -> bytes:
+        """In blocks: what a server sends may have no end, whatever it was asked for."""
+        return b"".join(self._run(name, 0, length))
 
 
 class Hub(Remote):

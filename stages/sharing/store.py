@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,8 +116,13 @@ class Store:
 
 
 def _started(path: Path) -> tuple[Any, int]:
-    """Digest and length of what there is of a file."""
+    """Digest and length of what there is of a file. What is no file of its own is removed: a link may have come along
+    with the directory, to be written through."""
     digest, length = hashlib.sha256(), 0
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            path.unlink()
     with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
             digest.update(block)

@@ -11,12 +11,21 @@ from typing import Any
 from llama_npu2.errors import UserError
 from llama_npu2.trust import verify
 from llama_npu2.trust.envelopes import MAX_BYTES
-from stages.engine.files import read_json, write_json
+from stages.engine.files import read_json, write_atomic
 from stages.engine.places import PULLED
 from stages.engine.steps import WORK, Project, Step
 from stages.sharing.arrivals import Arrivals
 from stages.sharing.cache import step_entries
-from stages.sharing.records import Blob, Record, blob_of, blobs_of_json, check_labels, local_receipt, record_of
+from stages.sharing.records import (
+    Blob,
+    Record,
+    blob_of,
+    blobs_of_json,
+    canonical,
+    check_labels,
+    local_receipt,
+    record_of,
+)
 from stages.sharing.store import Store, purpose
 
 _FOLDER = "artifacts/"
@@ -57,7 +66,9 @@ class Offer:
         """Raises UserError for what is not about `name`, or no offer of ours can be."""
         match value:
             case {"artifact": str(about), "pushed": str(pushed), "runs": list(runs), "withheld": list(withheld)}:
-                if about == name and all(isinstance(step, str) for step in withheld):
+                # Both are shown.
+                plain = pushed.isprintable() and all(isinstance(step, str) and step.isprintable() for step in withheld)
+                if about == name and plain:
                     records = [Record.of_json(run) for run in runs]
                     offer = cls(name, pushed, records, withheld, blobs_of_json(value.get("beside")), signer)
                     check_labels(offer.files)
@@ -106,8 +117,8 @@ class Exchange:
             arrivals.place(run.outputs, work)
             project.commit(run.step, work, local_receipt(project, run, steps.get(run.step)))
         shutil.rmtree(work, ignore_errors=True)
-        arrivals.place(offer.beside, project.directory)
-        write_json(project.directory / PULLED, {"pushed": offer.pushed, "signer": offer.signer})
+        arrivals.place(offer.beside.keys() & {*self.beside}, project.directory)
+        write_atomic(project.place(PULLED.as_posix()), canonical({"pushed": offer.pushed, "signer": offer.signer}))
         arrivals.done()
         project.prune([*(run.step for run in offer.runs), *offer.withheld])
         return offer, arrivals.nbytes

@@ -22,6 +22,8 @@ OWN_NAME = "you"
 _TYPE = "ssh-ed25519"
 _LIST = "trusted_keys"
 _REVOKED = "@revoked"
+_DIGEST = re.compile(r"SHA256:[A-Za-z0-9+/]{43}|sha256:[0-9a-f]{64}")
+"""A key's fingerprint, or a manifest's digest."""
 _PREFIX = b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
 """What stands before the 32 bytes of the key in OpenSSH's encoding (RFC 8709, section 4)."""
 
@@ -62,14 +64,21 @@ def trusted_keys() -> dict[PublicKey, str]:
     listed, revoked = _listed()
     found |= listed
     for text in from_environment():
-        if text.startswith((_TYPE, "AAAA")):
-            found.setdefault(_parsed(text, TRUST), TRUST)
+        if not _DIGEST.fullmatch(text):
+            found.setdefault(PublicKey.parse(text), TRUST)
     return {key: name for key, name in found.items() if key not in revoked}
 
 
 def from_environment() -> list[str]:
-    """What the environment trusts for this process."""
-    return [text.strip() for text in os.environ.get(TRUST, "").split(",") if text.strip()]
+    """What the environment trusts for this process: fingerprints, keys, digests of manifests. Raises UserError."""
+    given = [text.strip() for text in os.environ.get(TRUST, "").split(",") if text.strip()]
+    for text in given:
+        if not _DIGEST.fullmatch(text):
+            try:
+                PublicKey.parse(text)
+            except ValueError:
+                raise UserError(f"{TRUST}: {text} is no fingerprint, key, or sha256: of a manifest") from None
+    return given
 
 
 def revoked_keys() -> dict[PublicKey, str]:

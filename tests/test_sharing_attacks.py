@@ -1,0 +1,278 @@
+"""What a remote, somebody on the way to it, or a directory that somebody prepared can do to who pulls: be refused with
+the reason. Nothing is written outside of the artifact directory, and nothing is current that was altered."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_npu2 import trust
+from llama_npu2.errors import UserError
+from stages.engine.places import INCOMING, PULLED
+from stages.engine.steps import RECEIPTS, WORK
+from stages.sharing.remotes import RemoteError, open_remote
+from tests.conftest import Become
+from tests.test_sharing import Machine, url
+
+__all__ = ["url"]
+
+Change = Callable[[dict[str, Any]], object]
+DIGEST = "0" * 64
+
+
+@pytest.fixture
+def pushed(url: str, tmp_path: Path, become: Become) -> Machine:
+    """anna's, who pushed; ben, who trusts her, is at work."""
+    key = become("anna")
+    one = Machine(tmp_path / "a")
+    one.build()
+    (one.directory / "artifact/said").write_text("verified")
+    one.push(url)
+    become("ben")
+    trust.add_key(key, "Anna")
+    return one
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """Everything on a remote, by name."""
+    remote = open_remote(url)
+    return {name: remote.read(name, 1 << 20) or b"" for name in remote.names("")}
+
+
+def offer_name(url: str) -> str:
+    return next(name for name in stored(url) if name.startswith("artifacts/"))
+
+
+def resign(url: str, become: Become, change: Change, purpose: str = "artifact") -> None:
+    """anna says something else: whom one trusts may have been robbed, or be mistaken."""
+    name = offer_name(url)
+    become("anna")
+    said = json.loads(trust.verify(stored(url)[name], "artifact").payload)
+    change(said)
+    open_remote(url).put({name: trust.sign(json.dumps(said).encode(), purpose)})
+    become("ben")
+
+
+def outside(directory: Path) -> dict[Path, bytes]:
+    """All that lies beside the artifact directory of a machine, but for users' settings."""
+    files = (path for path in directory.parent.rglob("*") if path.is_file() and directory not in path.parents)
+    return {path: path.read_bytes() for path in files if path.parent.name not in ("anna", "ben")}
+
+
+def refused(machine: Machine, url: str, complaint: str) -> None:
+    """A pull ends in one line, writes nothing outside, and leaves nothing of it in place."""
+    before = outside(machine.directory)
+    with pytest.raises(UserError) as caught:
+        machine.pull(url)
+    assert complaint in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert outside(machine.directory) == before
+    assert not (machine.directory / "artifact/joined").exists()
+
+
+def output(label: str, **blob: Any) -> Change:
+    """A step has one more output, or another one."""
+    entry = {"sha256": DIGEST, "size": 1} | blob
+    return lambda said: said["runs"][0]["outputs"].update({label: entry})
+
+
+SAID: dict[str, tuple[Change, str]] = {
+    "path above": (output("../x"), "is no path"),
+    "path above, later": (output("elf/../../x"), "is no path"),
+    "absolute path": (output("/tmp/x"), "is no path"),
+    "path of Windows": (output("elf\\..\\..\\x"), "is no path"),
+    "device of Windows": (output("C:x"), "is no path"),
+    "zero byte": (output("a\0b"), "is no path"),
+    "terminal": (output("\x1b]0;owned\x07"), "is no path"),
+    "other direction": (output("gnp.\u202eexe"), "is no path"),
+    "Unicode that is not composed": (output("e\u0301"), "is no path"),
+    "names that differ in case": (output("COPIED"), "are one file on some machines"),
+    "names that differ in form": (output("cop\u0131ed".replace("\u0131", "\uff49")), "are one file on some machines"),
+    "mark of an own build": (output("manifest.local"), "where the build keeps its state"),
+    "receipt": (output(f"{RECEIPTS}/copy.json"), "where the build keeps its state"),
+    "work in progress": (output(f"{WORK}/x"), "where the build keeps its state"),
+    "same file of two steps": (output("joined"), "is not what it must be"),
+    "digest that is a path": (output("x", sha256="../" * 21 + "x"), "is not what it must be"),
+    "digest of another kind": (output("x", sha256="A" * 64), "is not what it must be"),
+    "size below zero": (output("x", size=-1), "is not what it must be"),
+    "size of no disk": (output("x", size=1 << 60), "is not what it must be"),
+    "size that is text": (output("x", size="1"), "is not what it must be"),
+    "outputs that are a list": (lambda said: said["runs"][0].update(outputs=[]), "is not what it must be"),
+    "input outside": (lambda said: said["runs"][0]["declared"].update({"../x": DIGEST}), "is not what it must be"),
+    "module that is a path": (lambda said: said["runs"][0]["key"].update(module="../os"), "is not what it must be"),
+    "name of a step": (lambda said: said["runs"][0].update(step="\x1b[2J"), "is not what it must be"),
+    "time that is a script": (lambda said: said.update(pushed="9\n\x1b[2Jdone"), "is not what it must be"),
+    "withheld step": (lambda said: said["withheld"].append("\x1b[2J"), "is not what it must be"),
+    "artifact of another name": (lambda said: said.update(artifact="other/cpu"), "is not what it must be"),
+    "nothing": (dict.clear, "is not what it must be"),
+    "size that does not fit": (lambda said: said["runs"][0]["outputs"]["copied"].update(size=5), "is damaged"),
+    "content that is not there": (output("x", sha256=DIGEST), "is not there"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_trusted_signer_says(
+    name: str, url: str, pushed: Machine, tmp_path: Path, become: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.sharing.remotes._FIRST_PAUSE", 0)
+    change, complaint = SAID[name]
+    resign(url, become, change)
+    refused(Machine(tmp_path / "b"), url, complaint)
+
+
+def test_what_was_said_for_another_purpose(url: str, pushed: Machine, tmp_path: Path, become: Become) -> None:
+    resign(url, become, lambda said: None, "step")
+    refused(Machine(tmp_path / "b"), url, "it is for 'application/vnd.llama-npu2.step'")
+
+
+def test_an_offer_under_another_name(url: str, pushed: Machine, tmp_path: Path) -> None:
+    """A right offer of anna's, moved."""
+    name = offer_name(url)
+    open_remote(url).put({name.replace("model/cpu", "model/other"): stored(url)[name]})
+    machine = Machine(tmp_path / "b")
+    exchange = machine.exchange(url)
+    with pytest.raises(UserError, match="of model/other is not what it must be"):
+        type(exchange)(exchange.store, exchange.project, "model/other", ()).pull(machine.steps())
+
+
+def test_an_unknown_signer_in_the_place_of_a_trusted_one(
+    url: str, pushed: Machine, tmp_path: Path, become: Become
+) -> None:
+    """Files are named by their signers; what counts is who signed."""
+    name = offer_name(url)
+    said = json.loads(stored(url)[name])["payload"]
+    become("carl")
+    envelope = json.loads(trust.sign(b"", "artifact")) | {"payload": said}
+    open_remote(url).put({name: json.dumps(envelope).encode()})
+    become("ben")
+    refused(Machine(tmp_path / "b"), url, "was altered")
+
+
+def test_a_signer_who_was_removed(url: str, pushed: Machine, tmp_path: Path) -> None:
+    trust.remove_key("Anna")
+    refused(Machine(tmp_path / "b"), url, "the key 'Anna' that you removed")
+
+
+CONTENTS: dict[str, Callable[[bytes], bytes]] = {
+    "bit": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "shorter": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "exchanged": lambda content: content[::-1],
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_contents_that_are_not_what_their_names_say(
+    name: str, url: str, pushed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.sharing.remotes._FIRST_PAUSE", 0)
+    changed = {n: CONTENTS[name](content) for n, content in stored(url).items() if n.startswith("objects/")}
+    open_remote(url).put(changed)
+    refused(Machine(tmp_path / "b"), url, "too early" if name in ("shorter", "empty") else "is damaged")
+
+
+LINKS: dict[str, Callable[[Path, Path], object]] = {
+    "symbolic": lambda path, target: path.symlink_to(target),
+    "hard": lambda path, target: path.hardlink_to(target),
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("place", ["received", "state", "beside", "output"])
+def test_links_that_lie_ready(kind: str, place: str, url: str, pushed: Machine, tmp_path: Path) -> None:
+    """In a directory that came from elsewhere, where a pull writes: they are replaced, not written through."""
+    machine, precious = Machine(tmp_path / "b"), tmp_path / "precious"
+    precious.write_text("mine")
+    (blob,) = (path for path in stored(url) if stored(url)[path] == b"source")
+    received = (INCOMING / "pull" / blob.removeprefix("objects/sha256/").replace("/", "")).as_posix()
+    where = {"received": received, "state": PULLED.as_posix(), "beside": "said", "output": "copied"}[place]
+    path = machine.directory / "artifact" / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if place == "state":
+        precious.write_text("{}")
+    LINKS[kind](path, precious)
+    before = precious.read_text()
+    machine.pull(url)
+    assert precious.read_text() == before
+    assert machine.build() == []
+
+
+@pytest.mark.parametrize("name", ["build", "build/incoming", "build/work", "build/receipts"])
+def test_directories_that_lead_elsewhere(name: str, url: str, pushed: Machine, tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "b")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/precious").write_text("mine")
+    path = machine.directory / "artifact" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(tmp_path / "elsewhere")
+    refused(machine, url, "lies behind a link out of")
+
+
+def test_a_pipe_that_lies_ready(url: str, pushed: Machine, tmp_path: Path) -> None:
+    """Where it would be waited for ever."""
+    machine = Machine(tmp_path / "b")
+    (blob,) = (path for path in stored(url) if stored(url)[path] == b"source")
+    path = machine.directory / "artifact" / INCOMING / "pull" / blob.removeprefix("objects/sha256/").replace("/", "")
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    machine.pull(url)
+    assert machine.build() == []
+
+
+BOMB = zlib.compress(bytes(96 << 20), wbits=31)
+
+
+class _Bomb(BaseHTTPRequestHandler):
+    """A page that is small while it is sent."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who reads it has had enough
+            self.wfile.write(BOMB)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def bomb() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Bomb)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_page_that_unpacks_to_more_than_it_may(bomb: str) -> None:
+    remote = open_remote(bomb)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteError, match="has more than 1048576 bytes"):
+            remote.read("artifacts/x", 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("payload", [b"[" * 100_000, b"\xff", b"null", b'{"a": 1', b'{"a": NaN}', b"9" * 100_000])
+def test_payloads_that_are_no_offer(payload: bytes, url: str, pushed: Machine, tmp_path: Path, become: Become) -> None:
+    become("anna")
+    open_remote(url).put({offer_name(url): trust.sign(payload, "artifact")})
+    become("ben")
+    refused(Machine(tmp_path / "b"), url, "")
