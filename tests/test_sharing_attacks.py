@@ -53,11 +53,11 @@ def offer_name(url: str) -> str:
     return next(name for name in stored(url) if name.startswith("artifacts/"))
 
 
-def resign(url: str, become: Become, change: Change, purpose: str = "artifact") -> None:
+def resign(url: str, become: Become, change: Change, purpose: str = "artifacts") -> None:
     """anna says something else: whom one trusts may have been robbed, or be mistaken."""
     name = offer_name(url)
     become("anna")
-    said = json.loads(trust.verify(stored(url)[name], "artifact").payload)
+    said = json.loads(trust.verify(stored(url)[name], "artifacts").payload)
     change(said)
     open_remote(url).put({name: trust.sign(json.dumps(said).encode(), purpose)})
     become("ben")
@@ -131,8 +131,8 @@ def test_what_a_trusted_signer_says(
 
 
 def test_what_was_said_for_another_purpose(url: str, pushed: Machine, tmp_path: Path, become: Become) -> None:
-    resign(url, become, lambda said: None, "step")
-    refused(Machine(tmp_path / "b"), url, "it is for 'application/vnd.llama-npu2.step'")
+    resign(url, become, lambda said: None, "steps")
+    refused(Machine(tmp_path / "b"), url, "it is for 'application/vnd.llama-npu2.steps'")
 
 
 def test_an_offer_under_another_name(url: str, pushed: Machine, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_an_unknown_signer_in_the_place_of_a_trusted_one(
     name = offer_name(url)
     said = json.loads(stored(url)[name])["payload"]
     become("carl")
-    envelope = json.loads(trust.sign(b"", "artifact")) | {"payload": said}
+    envelope = json.loads(trust.sign(b"", "artifacts")) | {"payload": said}
     open_remote(url).put({name: json.dumps(envelope).encode()})
     become("ben")
     refused(Machine(tmp_path / "b"), url, "was altered")
@@ -273,6 +273,6 @@ def test_a_page_that_unpacks_to_more_than_it_may(bomb: str) -> None:
 @pytest.mark.parametrize("payload", [b"[" * 100_000, b"\xff", b"null", b'{"a": 1', b'{"a": NaN}', b"9" * 100_000])
 def test_payloads_that_are_no_offer(payload: bytes, url: str, pushed: Machine, tmp_path: Path, become: Become) -> None:
     become("anna")
-    open_remote(url).put({offer_name(url): trust.sign(payload, "artifact")})
+    open_remote(url).put({offer_name(url): trust.sign(payload, "artifacts")})
     become("ben")
     refused(Machine(tmp_path / "b"), url, "")

@@ -211,7 +211,7 @@ def _read(storage: Storage) -> bytes:
 def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
     try:
         content = json.loads(manifest)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
     version = content.get("format") if isinstance(content, dict) else None
     if not isinstance(version, int):
