@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_npu2 import load, trust
+from llama_npu2.__main__ import main
 from llama_npu2.check import check_files
 from llama_npu2.devices import libraries
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.storage import File
 from llama_npu2.trust import settings
+from stages.commands import provenance as provenance_command
+from stages.commands import trust as trust_command
 from stages.commands.options import parse_options
 from stages.engine.object_cache import cached_object
 from stages.graph import Build
@@ -378,3 +385,92 @@ def test_objects_that_somebody_put_into_the_cache(tmp_path: Path, become: Become
 def test_a_file_without_digest_is_refused(arrived: Path) -> None:
     with pytest.raises(UserError, match="is not what was built"):
         File(arrived / HOST, arrived / HOST, 0, 4, "").read_bytes()
+
+
+# What users say about it
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit status and output, whichever, of the slim command line."""
+    status = main(list(map(str, arguments)))
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_allowing_a_directory(arrived: Path, become: Become, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the refusal says, and just as it is."""
+    (arrived / trust.SIGNATURE).unlink()
+    status, text = said(capsys, arrived, "hi")
+    assert status == 1 and f"llama-npu2 trust {arrived} allows just this directory" in text
+    status, text = said(capsys, "trust", arrived)
+    assert (status, text) == (0, f"trusted as it is: {arrived}, with 7 files of native code\n")
+    assert said(capsys, arrived, "1, 2, 3,", "--raw", "--max-tokens=2")[1].startswith(" 4")
+    become("carl")
+    assert said(capsys, arrived, "hi")[0] == 1
+
+
+def test_allowing_a_signer(arrived: Path, become: Become, capsys: pytest.CaptureFixture[str]) -> None:
+    become("carl")
+    refusal = said(capsys, arrived, "hi")[1]
+    key = re.search(r"llama-npu2 trust '(ssh-ed25519 \S+)' allows all that it signs", refusal)
+    assert key
+    assert said(capsys, "trust", key[1], "--name", "Anna")[0] == 0
+    assert re.search(r"trusted: SHA256:\S+ Anna\n", said(capsys, "trust")[1])
+    assert said(capsys, arrived, "1, 2, 3,", "--raw", "--max-tokens=2")[1].startswith(" 4")
+    assert "no longer trusted: Anna" in said(capsys, "trust", "--remove", "Anna")[1]
+    assert "that you removed" in said(capsys, arrived, "hi")[1]
+
+
+def test_allowing_for_one_run(
+    arrived: Path, become: Become, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become("carl")
+    monkeypatch.setenv("LLAMA_NPU2_TRUST", "")
+    digest = hashlib.sha256((arrived / "manifest.json").read_bytes()).hexdigest()
+    run = (arrived, "1, 2, 3,", "--raw", "--max-tokens=2")
+    assert said(capsys, *run, f"--trust=sha256:{digest}")[1].startswith(" 4")
+    monkeypatch.setenv("LLAMA_NPU2_TRUST", "")
+    assert said(capsys, *run, f"--trust=sha256:{'0' * 64}")[0] == 1
+
+
+@pytest.mark.parametrize("what", ["nonsense", "ssh-rsa AAAAB3NzaC1yc2EAAAA", ""])
+def test_what_cannot_be_trusted(what: str, become: Become, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    become("ben")
+    status, text = said(capsys, "trust", what) if what else said(capsys, "trust", tmp_path)
+    assert status == 1 and text.startswith("error: ") and text.count("\n") == 1
+
+
+def test_a_build_goes_on_from_a_directory_that_was_allowed(arrived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (arrived / trust.SIGNATURE).unlink()
+    build = build_of(arrived)
+    assert build.steps["elf:host"].why_stale()
+    options = replace_fields(build.options, key=str(build.directory))
+    trust_command.run(Build(options))
+    assert "trusted as it is" in capsys.readouterr().out
+    assert {step.name: why for step in Build(options).steps.values() if (why := step.why_stale())} == {}
+
+
+def test_provenance_is_what_the_signer_said(arrived: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace("provenance.json", lambda content: content.replace(b'"demo"', b'"else"'))(arrived)
+    build = build_of(arrived)
+    provenance_command.run(build)
+    shown = capsys.readouterr().out
+    assert re.search(r"^vouched for by +Anna \(SHA256:", shown, re.M) and re.search(r"^model +demo$", shown, re.M)
+    assert re.search(r"^from +checkpoint/model.safetensors [0-9a-f]{16}$", shown, re.M)
+    provenance_command.run(Build(replace_fields(build.options, json=True)))
+    statement = json.loads(capsys.readouterr().out)
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    manifest = (build.directory / "manifest.json").read_bytes()
+    assert statement["subject"][0]["digest"]["sha256"] == hashlib.sha256(manifest).hexdigest()
+    byproducts = {entry["name"] for entry in statement["predicate"]["runDetails"]["byproducts"]}
+    assert {"elf/host.so", "build/modules/host.cc", "build/objects/cpu/gemm/gemm.o"} <= byproducts
+
+
+def test_a_measurement_is_signed_if_it_is_of_this_manifest(arrived: Path, become: Become) -> None:
+    become("ben")
+    digest = hashlib.sha256((arrived / "manifest.json").read_bytes()).hexdigest()
+    for manifest, names in ((digest, ["verified.json"]), ("0" * 64, [])):
+        (arrived / "verified.json").write_text(json.dumps({"manifest": manifest, "passed": True}))
+        payload = json.loads(base64.b64decode(json.loads(signed(arrived))["payload"]))
+        made = payload["predicate"]["runDetails"]["byproducts"]
+        assert [entry["name"] for entry in made if "annotations" in entry] == names

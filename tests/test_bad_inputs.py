@@ -202,6 +202,8 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "no_repeats": (("bench", "repeats=0"), "repeats=0: must be at least 1"),
     "no_such_model": (("compile", "model=/no/such/directory"), "/no/such/directory"),
     "unknown_random": (("compile", "model=random:llama-9"), "random:llama-9"),
+    "key_of_nobody": (("trust", "key=nonsense"), "is no Ed25519 key"),
+    "remove_nobody": (("trust", "remove=nobody"), "no trusted key is called nobody"),
     "model_name_of_nothing": (("compile", "model=llama"), "model=llama"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +11,8 @@ from llama_npu2 import trust
 from llama_npu2.errors import UserError, printable
 from llama_npu2.manifest import Manifest
 from llama_npu2.table import Column, fitted
-from stages.engine.files import content_sha256, read_json
-from stages.engine.places import KERNELS, MANIFEST, PROVENANCE
+from stages.engine.files import read_json
+from stages.engine.places import KERNELS, PROVENANCE
 from stages.graph import Build
 from stages.provenance import verified
 
@@ -21,17 +22,27 @@ SHOWN = 16
 
 def run(build: Build) -> None:
     """Raises UserError."""
-    directory = build.directory
-    manifest, said = Manifest.open(directory), read_json(directory / PROVENANCE, "run doit compile")
+    manifest = Manifest.open(build.directory)
+    said = _statement(manifest)
     if build.options.json:
         print(json.dumps(said, indent=1), flush=True)
         return
     rows = [("directory", str(build.directory_as_given)), ("vouched for by", _voucher(manifest))]
     rows += _rows(said["predicate"]["buildDefinition"], said["predicate"]["runDetails"])
-    rows += [("measured", text) for text in _proof(verified(directory))]
-    if said["subject"][0]["digest"]["sha256"] != content_sha256(directory / MANIFEST):
-        raise UserError(f"{directory / PROVENANCE} is of another manifest: run doit compile")
+    rows += [("measured", text) for text in _proof(verified(build.directory))]
     print(fitted([Column(""), Column("")], [(name, printable(text)) for name, text in rows]).lstrip(), flush=True)
+
+
+def _statement(manifest: Manifest) -> dict[str, Any]:
+    """What a trusted signer said, else what lies beside the manifest."""
+    try:
+        return trust.signed_statement(manifest.directory, manifest.content, manifest.beside[1])[0]
+    except UserError:
+        path = manifest.directory / PROVENANCE
+        said = read_json(path, "run doit compile")
+        if said["subject"][0]["digest"]["sha256"] != hashlib.sha256(manifest.content).hexdigest():
+            raise UserError(f"{path} is of another manifest: run doit compile") from None
+        return said
 
 
 def _rows(definition: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from llama_npu2.trust.artifacts import (
     is_marked,
     mark_own,
     signature,
+    signed_statement,
 )
 from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
 from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys
@@ -39,6 +40,7 @@ __all__ = [
     "remove_key",
     "sign",
     "signature",
+    "signed_statement",
     "trusted_keys",
     "verify",
 ]

@@ -41,7 +41,7 @@ def covered(directory: Path) -> dict[str, str]:
     """SHA-256, hex, of the files that the signature in `directory` covers, by name. Raises UserError if it has none
     that the user trusts."""
     manifest = beside(directory, MANIFEST)
-    said, _ = _signed(directory, manifest, beside(directory, SIGNATURE))
+    said, _ = signed_statement(directory, manifest, beside(directory, SIGNATURE))
     try:
         files = {name: entry["sha256"] for name, entry in json.loads(manifest)["files"].items()}
         made = said["predicate"]["runDetails"]["byproducts"]
@@ -73,7 +73,7 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
         return TRUST
     if settings.is_own_mac(mark, manifest, _PURPOSE):
         return OWN_NAME
-    return _signed(directory, manifest, envelope)[1]
+    return signed_statement(directory, manifest, envelope)[1]
 
 
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
@@ -90,8 +90,9 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
         raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
 
 
-def _signed(directory: Path, manifest: bytes, envelope: bytes) -> tuple[Any, str]:
-    """The statement about the manifest, and who signed it, in words. Raises UserError."""
+def signed_statement(directory: Path, manifest: bytes, envelope: bytes) -> tuple[dict[str, Any], str]:
+    """The in-toto statement about a manifest, and who signed it, in words; the arguments are those of `allowed`. Raises
+    UserError, or Untrusted."""
     if not envelope:
         raise UserError(f"{directory} was not built by you, and it is not signed")
     what = str(directory / SIGNATURE)
