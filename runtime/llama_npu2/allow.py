@@ -57,7 +57,7 @@ def allow_key(text: str, name: str = "") -> str:
         raise UserError(f"{error}, and no directory: give one of these") from None
     name = name or " ".join(text.split()[2:]) or key.fingerprint
     trust.add_key(key, name)
-    return f"trusted from now on: {key.fingerprint} {name}"
+    return f"trusted from now on: {name}" + (f" ({key.fingerprint})" if name != key.fingerprint else "")
 
 
 def allow_directory(directory: Path) -> str:
