@@ -177,6 +177,19 @@ def test_secrets_that_others_can_read(become: Become, tmp_path: Path) -> None:
         trust.sign(b"", "entry")
 
 
+def test_settings_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(settings.DIRECTORY, str(tmp_path / "file/settings"))
+    with pytest.raises(UserError, match=r"settings/secret: Not a directory: set LLAMA_NPU2_CONFIG to"):
+        settings.own_mac(b"", "manifest")
+    monkeypatch.delenv(settings.DIRECTORY)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(settings.os.path, "expanduser", lambda path: path)
+    with pytest.raises(UserError, match="no home directory: set LLAMA_NPU2_CONFIG"):
+        settings.own_mac(b"", "manifest")
+
+
 def test_a_damaged_list_of_keys(become: Become, tmp_path: Path) -> None:
     key = become("anna")
     (tmp_path / "anna/trusted_keys").write_text(f"# mine\n\n{key} An na\nssh-rsa AAAA\n")
@@ -240,6 +253,8 @@ def test_signed_manifests(become: Become, tmp_path: Path) -> None:
         trust.check_trusted(tmp_path, MANIFEST, b"", envelope, ["elf/host.so", "elf/one.so"])
     for part in (key.fingerprint, "(elf/host.so and 1 more)", f"llama-npu2 trust '{key}'", f"trust {tmp_path} allows"):
         assert part in str(caught.value)
+    with pytest.raises(UserError, match=f"--trust=sha256:{hashlib.sha256(MANIFEST).hexdigest()} allows just this$"):
+        trust.check_trusted(tmp_path / "one.pyz", MANIFEST, b"", envelope, ["elf/host.so"])
     trust.add_key(key, "Anna")
     trust.check_trusted(tmp_path, MANIFEST, b"", envelope, ["elf/host.so"])
     with pytest.raises(UserError, match="is not about this manifest"):

@@ -84,6 +84,8 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
     except UserError as error:
         why, _, _ = str(error).partition(": to trust it, ")
         ways = [f"llama-npu2 trust {directory} allows just this directory"]
+        if not directory.is_dir():  # a file that holds all
+            ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]
         if isinstance(error, Untrusted):
             ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
         more = f" and {len(native) - 1} more" if len(native) > 1 else ""

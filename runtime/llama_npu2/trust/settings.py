@@ -19,12 +19,15 @@ _SECRET_BYTES = 32
 
 
 def directory() -> Path:
-    """Where the files lie. It may not exist yet."""
+    """Where the files lie. It may not exist yet. Raises UserError."""
     if given := os.environ.get(DIRECTORY):
         return Path(given)
     config = os.environ.get("XDG_CONFIG_HOME", "")
     # A relative one is to be ignored: XDG Base Directory Specification.
-    return (Path(config) if config.startswith("/") else Path.home() / ".config") / "llama-npu2"
+    try:
+        return (Path(config) if config.startswith("/") else Path.home() / ".config") / "llama-npu2"
+    except RuntimeError:
+        raise UserError(f"this user has no home directory: set {DIRECTORY} to a directory of theirs") from None
 
 
 def own_mac(content: bytes, purpose: str) -> str:
@@ -36,7 +39,11 @@ def own_mac(content: bytes, purpose: str) -> str:
 
 def is_own_mac(found: bytes, content: bytes, purpose: str) -> bool:
     """Whether `own_mac` made it. Raises UserError."""
-    known = bool(found) and (directory() / _SECRET).exists()
+    if not found:
+        return False
+    path = directory() / _SECRET
+    with _explained(path):
+        known = path.exists()
     return known and hmac.compare_digest(found, own_mac(content, purpose).encode())
 
 
