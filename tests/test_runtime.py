@@ -263,8 +263,8 @@ def test_check_finds_a_flipped_bit(demo: Path, tmp_path: Path) -> None:
     assert damaged.stderr == f"error: {blob} is not what was built: copy the directory again or run doit compile\n"
 
 
-@pytest.mark.parametrize("device", ["tpu", "libraries", "xrt.session", "../cpu", None, ["cpu"]])
-def test_only_a_device_of_the_runtime_is_opened(demo: Path, tmp_path: Path, device: Any) -> None:
+@pytest.mark.parametrize("device", ["tpu", "libraries", "xrt.session", "../cpu", ""])
+def test_only_a_device_of_the_runtime_is_opened(demo: Path, tmp_path: Path, device: str) -> None:
     copy = shutil.copytree(demo, tmp_path / "copy", copy_function=os.link)
     change_manifest(copy, lambda manifest: manifest["target"].update(device=device))
     with pytest.raises(UserError, match=r"is for the device .*, which this runtime does not have"):
@@ -279,7 +279,7 @@ def test_an_unknown_dtype_is_refused(demo: Path, tmp_path: Path, section: str) -
     (first if section == "buffers" else first["slots"][0])["dtype"] = "f8"
     (copy / "manifest.json").unlink()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="dtype f8 is none of bf16, f32, i32, i8"):
+    with pytest.raises(UserError, match='dtype = "f8" must be one of bf16, f32, i32, i8'):
         load(copy)
 
 

@@ -31,8 +31,9 @@ from llama_npu2.devices import Binding, Call, xrt
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
 from llama_npu2.dtypes import nbytes
-from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.manifest import NpuProgram
 from llama_npu2.storage import File
+from llama_npu2.validation import check_manifest
 from stages.air import parse_mlir, to_mlir
 from stages.commands.estimate import host_traffic
 from stages.engine.files import file_digests
@@ -407,16 +408,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_manifest_says_what_a_program_costs(npu2: Path, tmp_path: Path, field: str, value: Any) -> None:
-    for path in npu2.iterdir():
-        if path.name != "manifest.json":
-            (tmp_path / path.name).symlink_to(path)
+def test_manifest_says_what_a_program_costs(npu2: Path, field: str, value: Any) -> None:
     manifest = json.loads((npu2 / "manifest.json").read_text())
+    check_manifest(manifest)
     manifest["programs"]["decode_layer"][field] = value
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    message = f"manifest.json: the program decode_layer has {field} {value!r}: run doit compile"
-    with pytest.raises(UserError, match=re.escape(message)):
-        Manifest.open(tmp_path)
+    with pytest.raises(ValueError, match=rf"^programs\.decode_layer\.{field} = .* must be"):
+        check_manifest(manifest)
 
 
 def test_views_follow_the_position(simulated: Path, programs: Path) -> None:

@@ -16,6 +16,9 @@ DTYPES: Mapping[str, np.dtype] = {
     "i8": np.dtype(np.int8),
 }
 
+SAFETENSORS: Mapping[str, str] = {"bf16": "BF16", "f32": "F32", "i32": "I32", "i8": "I8"}
+"""What safetensors call them."""
+
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Bytes of a buffer."""

@@ -1,5 +1,8 @@
 """The one exception for mistakes a user can mend."""
 
+REMEDY = "run doit compile or copy the directory again"
+"""For an artifact directory that is not what was built."""
+
 
 class UserError(Exception):
     """One line that says what is wrong, where, and what to do. Shown without a traceback, exit status 1."""
@@ -11,3 +14,9 @@ class UserError(Exception):
 def printable(text: str) -> str:
     """One line that does nothing to a terminal: names may come from elsewhere, with control characters in them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, short."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,11 +1,8 @@
-"""Opens and checks an artifact directory. Knows the manifest's format, nothing of how it came to be."""
+"""Opens an artifact directory, once all that its manifest says is checked. Knows nothing of how it came to be."""
 
 from __future__ import annotations
 
-import json
-import math
 import platform
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.cpu_features import cpu_features
-from llama_npu2.dtypes import DTYPES, nbytes
-from llama_npu2.errors import UserError
+from llama_npu2.dtypes import nbytes
+from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.schema import load_json
 from llama_npu2.storage import Directory, File, Listed, Storage
 from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
+from llama_npu2.validation import check_blob, check_manifest
 
-FORMAT = 4
+FORMAT = 5
 """Raised whenever an older runtime could misread a newer manifest."""
 
+_LARGEST = 64 << 20
+"""Bytes of a manifest. That of a model with a hundred layers has one."""
 _SECTIONS = ("model", "target", "buffers", "programs", "plans", "files")
 
 
@@ -47,16 +48,8 @@ class NpuProgram:
 
     @staticmethod
     def of(spec: Mapping[str, Any]) -> NpuProgram:
-        """From an entry of `programs`. ValueError, naming the field, if it is not there as it must be."""
-        checks = {
-            "kernel": lambda value: isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w*", value),
-            "instruction_bytes": lambda value: type(value) is int and value > 0,
-            "milliseconds": lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
-        }
-        for name, valid in checks.items():
-            if not valid(spec.get(name)):
-                raise ValueError(f"{name} {spec.get(name)!r}")
-        return NpuProgram(**{name: spec[name] for name in checks})
+        """From an entry of `programs`."""
+        return NpuProgram(spec["kernel"], spec["instruction_bytes"], spec["milliseconds"])
 
 
 @dataclass(frozen=True)
@@ -78,17 +71,16 @@ class Manifest:
 
     @classmethod
     def open(cls, directory: str | Path) -> Manifest:
-        """Read the manifest; check format, machine, dtypes, calls and the size of every file. Raises UserError."""
+        """Read the manifest; check the machine, all that the manifest says, and its files but for their content.
+        Raises UserError."""
         storage = Directory(Path(directory))
         content = _read(storage)
         sections = _sections(storage.path / "manifest.json", content)
-        listed = Listed(storage, {name: str(entry.get("sha256")) for name, entry in sections["files"].items()})
+        listed = Listed(storage, {name: entry["sha256"] for name, entry in sections["files"].items()})
         manifest = cls(listed, content, (_start(storage, LOCAL), _start(storage, SIGNATURE)), **sections)
         manifest._check_machine()
         manifest._check_files()
-        manifest._check_dtypes()
-        manifest._check_plans()
-        _ = manifest.npu_programs
+        manifest._check_blobs()
         return manifest
 
     @property
@@ -116,18 +108,10 @@ class Manifest:
 
     @cached_property
     def npu_programs(self) -> dict[File, NpuProgram]:
-        """The programs that the NPU runs, by file. Raises UserError."""
-        found = {}
-        if self.target.get("device") == "xrt":
-            for name, spec in self.programs.items():
-                if not spec["host"]:
-                    try:
-                        found[self.file(spec["file"])] = NpuProgram.of(spec)
-                    except ValueError as error:
-                        raise UserError(
-                            f"{self.directory}/manifest.json: the program {name} has {error}: run doit compile"
-                        ) from None
-        return found
+        """The programs that the NPU runs, by file."""
+        if self.target["device"] != "xrt":
+            return {}
+        return {self.file(spec["file"]): NpuProgram.of(spec) for spec in self.programs.values() if not spec["host"]}
 
     def nbytes(self, buffer: str) -> int:
         """Bytes of a buffer."""
@@ -167,33 +151,27 @@ class Manifest:
                 "build it here with doit compile"
             )
 
-    def _check_dtypes(self) -> None:
-        slots = (slot for program in self.programs.values() for slot in program["slots"])
-        if unknown := {spec.get("dtype") for spec in (*self.buffers.values(), *slots)} - DTYPES.keys():
-            raise UserError(
-                f"{self.directory}/manifest.json: dtype {min(map(str, unknown))} is none of {', '.join(DTYPES)}: "
-                "update llama-npu2, or run doit compile"
-            )
-
-    def _check_plans(self) -> None:
-        """Every call names a program and, slot by slot, buffers of this manifest."""
-        for call in (call for calls in self.plans.values() for call in calls):
-            program = self.programs.get(call["program"])
-            unknown = [ref for ref in call["buffers"] if ref.partition("@")[0] not in self.buffers]
-            if program is None or unknown or len(program["slots"]) != len(call["buffers"]):
-                what = unknown[0] if unknown else call["program"]
-                raise UserError(
-                    f"{self.directory}/manifest.json: a plan calls for {what}, which is not there as it is "
-                    "called: run doit compile or copy the directory again"
-                )
-
     def _check_files(self) -> None:
+        root = self.directory.resolve()
         for name, entry in self.files.items():
             file = self.storage.find(name)
-            size = file.size if file else None
-            if size != entry["size"]:
-                state = "is missing" if size is None else f"has {size} bytes instead of {entry['size']}"
+            if not file or file.size != entry["size"]:
+                state = f"has {file.size} bytes instead of {entry['size']}" if file else "is missing"
                 raise UserError(f"{self.directory / name} {state}: copy the directory again or run doit compile")
+            if not file.container.resolve().is_relative_to(root):
+                raise UserError(f"{self.directory / name} is a link out of the directory: copy what it points to")
+
+    def _check_blobs(self) -> None:
+        """Weights lie in their files where the manifest says."""
+        by_file: dict[str, dict[str, Any]] = {}
+        for name, spec in self.buffers.items():
+            if "file" in spec:
+                by_file.setdefault(spec["file"], {})[name] = spec
+        for name, buffers in by_file.items():
+            try:
+                check_blob(self.file(name), buffers)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{self.directory / name} {error}: {REMEDY}") from None
 
 
 def _read(storage: Storage) -> bytes:
@@ -202,25 +180,30 @@ def _read(storage: Storage) -> bytes:
     if file is None:
         what = "has no manifest.json, so it is not complete" if root.is_dir() else "is not a directory"
         raise UserError(f"{root} {what}: give an artifact directory made by doit compile")
+    if file.size > _LARGEST:
+        raise UserError(f"{path} has {file.size} bytes, a manifest has at most {_LARGEST}: {REMEDY}")
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
+        raise UserError(f"{path} cannot be read ({error}): {REMEDY}") from None
 
 
 def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
+    """Of a manifest, checked."""
     try:
-        content = json.loads(manifest)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
+        content = load_json(manifest)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): {REMEDY}") from None
     version = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(version, int):
-        raise UserError(f"{path} is not a manifest: run doit compile or copy the directory again")
+    if type(version) is not int:
+        raise UserError(f"{path} is not a manifest: {REMEDY}")
     if version != FORMAT:
         remedy = "update llama-npu2" if version > FORMAT else "run doit compile to bring the directory up to date"
         raise UserError(f"{path} has format {version}, this runtime reads format {FORMAT}: {remedy}")
-    if missing := [section for section in _SECTIONS if not isinstance(content.get(section), dict)]:
-        raise UserError(f"{path} lacks the section {missing[0]}: run doit compile or copy the directory again")
+    try:
+        check_manifest(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}: {REMEDY}") from None
     return {section: content[section] for section in _SECTIONS}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.devices import Binding, Call, Device
+from llama_npu2.devices import Binding, Call, Declared, Device
 from llama_npu2.dtypes import DTYPES
-from llama_npu2.errors import UserError
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
 
 
@@ -33,9 +33,6 @@ class Memory:
         host, nbytes = name not in self._on_device, manifest.nbytes(name)
         if "file" not in spec:
             return self._device.alloc(nbytes, host)
-        end = spec["offset"] + nbytes
-        if spec["offset"] < 0 or end > manifest.files[spec["file"]]["size"]:
-            raise UserError(f"{manifest.directory}: buffer {name} lies outside {spec['file']}: run doit compile")
         return self._device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
 
     def array(self, name: str) -> np.ndarray:
@@ -47,7 +44,7 @@ class Memory:
         """Resolve `name`, `name@pos` or `name@last`."""
         name, _, view = reference.partition("@")
         rows = self._specs[name]["shape"][0]
-        return Binding(self._buffers[name], view, self._manifest.nbytes(name) // max(rows, 1))
+        return Binding(self._buffers[name], view, self._manifest.nbytes(name) // rows)
 
 
 def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
@@ -56,6 +53,9 @@ def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, 
         name: device.load_program(manifest.native_file(spec["file"]), spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
     }
+    for name, program in programs.items():
+        if declared := device.declared(program):
+            _check_declared(manifest, name, declared)
 
     def bound(call: Mapping[str, Any]) -> Call:
         name = call["program"]
@@ -63,3 +63,18 @@ def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, 
         return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"], place)
 
     return {phase: [bound(call) for call in calls] for phase, calls in manifest.plans.items()}
+
+
+def _check_declared(manifest: Manifest, name: str, declared: Declared) -> None:
+    """A program was compiled for the slots and the context that the manifest says. Raises UserError."""
+    slots, where = manifest.programs[name]["slots"], manifest.file(manifest.programs[name]["file"]).path
+    same = len(slots) == len(declared.slots) and all(
+        slot[key] == value for slot, own in zip(slots, declared.slots, strict=True) for key, value in own.items()
+    )
+    if not same:
+        raise UserError(f"{where}: program {name} was not compiled for the slots in manifest.json: {REMEDY}")
+    if declared.positions is not None and manifest.model["max_seq"] > declared.positions:
+        raise UserError(
+            f"{where}: program {name} was compiled for a context of {declared.positions}, manifest.json says "
+            f"{manifest.model['max_seq']}: {REMEDY}"
+        )

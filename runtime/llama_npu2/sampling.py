@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 
 Sampler = Callable[[np.ndarray], int]
@@ -16,18 +17,22 @@ def sampler(options: Sampling) -> Sampler:
 
     `temperature=0` takes the most likely token. Otherwise: scale by `1/temperature`, keep the `top_k` most likely
     (0: all), then the smallest set whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020), draw.
+    It raises UserError for logits of which the largest is not a finite number.
     """
-    if options.temperature == 0:
-        return lambda logits: int(np.argmax(logits))
-    generator = np.random.default_rng(options.seed)
+    generator = np.random.default_rng(options.seed) if options.temperature else None
 
-    def draw(logits: np.ndarray) -> int:
+    def choose(logits: np.ndarray) -> int:
+        best = int(np.argmax(logits))  # NaN, if there is one
+        if not np.isfinite(logits[best]):
+            raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 DIR --check")
+        if generator is None:
+            return best
         ids, probabilities = _nucleus(
             *_softmax(*_most_likely(logits, options.top_k), options.temperature), options.top_p
         )
         return int(generator.choice(ids, p=probabilities))
 
-    return draw
+    return choose
 
 
 def _most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +44,8 @@ def _most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _softmax(ids: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # far below the best: probability 0
+        weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     return ids, weights / weights.sum()
 
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from llama_npu2 import Llama, UserError
 from llama_npu2.dtypes import DTYPES
+from llama_npu2.errors import first_line
 from llama_npu2.storage import Directory
 from llama_npu2.table import Column, Table
 from llama_npu2.text import Tokenizer
 from stages.commands import gguf_file, peers, transformers_model
-from stages.engine.files import first_line
 from stages.graph import Build
 from stages.model import calibration
 from stages.model.buffers import Buffer

@@ -54,12 +54,6 @@ def read_json(path: Path, remedy: str = "run doit compile or copy the directory 
     return value
 
 
-def first_line(error: BaseException) -> str:
-    """What an error of a library says, short."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
-
-
 def write_json(path: Path, value: Any) -> None:
     """A JSON file with sorted keys, so that equal values are equal bytes. Not atomic: for files in a work directory."""
     path.parent.mkdir(parents=True, exist_ok=True)

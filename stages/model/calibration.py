@@ -27,10 +27,10 @@ from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, first_line
 from llama_npu2.storage import Directory
 from llama_npu2.text import Tokenizer
-from stages.engine.files import file_digests, first_line, read_json, write_json
+from stages.engine.files import file_digests, read_json, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.kernels import kernels
 from stages.model import families

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama_npu2.errors import UserError
-from stages.engine.files import Turn, atomic_directory, first_line, read_json, write_json
+from llama_npu2.errors import UserError, first_line
+from stages.engine.files import Turn, atomic_directory, read_json, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container

@@ -9,8 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from llama_npu2.dtypes import nbytes
-from stages.weights.dtypes import DTYPES
+from llama_npu2.dtypes import SAFETENSORS, nbytes
 
 PAGE = 4096
 """Bytes. Alignment with which a tensor can also be mapped or read on its own."""
@@ -67,7 +66,7 @@ def _layout(tensors: list[Tensor], alignment: int) -> tuple[bytes, dict[str, tup
     position = 0
     for number, (name, dtype, shape) in enumerate(tensors):
         end = position + nbytes(dtype, shape)
-        entries[name] = {"dtype": DTYPES[dtype].safetensors, "shape": list(shape), "data_offsets": [position, end]}
+        entries[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [position, end]}
         padding = -end % alignment if number + 1 < len(tensors) else 0
         if padding:
             entries[f".pad{number}"] = {"dtype": "U8", "shape": [padding], "data_offsets": [end, end + padding]}

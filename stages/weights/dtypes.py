@@ -1,4 +1,4 @@
-"""What the elements of a buffer are called in C++, in MLIR and in safetensors."""
+"""What the elements of a buffer are called in C++ and in MLIR."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dtype:
-    """What the elements of a buffer are called elsewhere. Their size is said by the runtime (`llama_npu2.dtypes`)."""
+    """What the elements of a buffer are called elsewhere. Their size is said by the runtime (`llama_npu2.dtypes`), and
+    so is what safetensors call them."""
 
     c: str
     mlir: str
-    safetensors: str
 
 
 DTYPES: Mapping[str, Dtype] = {
-    "bf16": Dtype("bf16", "bf16", "BF16"),
-    "f32": Dtype("float", "f32", "F32"),
-    "i32": Dtype("int32_t", "i32", "I32"),
-    "i8": Dtype("int8_t", "i8", "I8"),
+    "bf16": Dtype("bf16", "bf16"),
+    "f32": Dtype("float", "f32"),
+    "i32": Dtype("int32_t", "i32"),
+    "i8": Dtype("int8_t", "i8"),
 }

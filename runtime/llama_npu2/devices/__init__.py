@@ -17,6 +17,7 @@ import numpy as np
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.storage import File
+from llama_npu2.validation import view_offset
 
 
 class HostBuffer:
@@ -37,7 +38,7 @@ class Binding:
 
     def offset(self, seq: int, pos: int) -> int:
         """Where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
-        return {"": 0, "pos": pos, "last": seq - 1}[self.view] * self.row_bytes
+        return view_offset(self.view, self.row_bytes, seq, pos)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ class Call:
     """Name, shape, role and dtype of each slot, as in the manifest."""
     place: str = ""
     """Where in the model it stands, for messages: `layer 3 of 16`."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a program's code says of itself. `slots`: in order, of the manifest's fields those that the code knows.
+    `positions`: most that a context may have; None if that is all the same to it."""
+
+    slots: Sequence[Mapping[str, Any]]
+    positions: int | None = None
 
 
 class Submission(Protocol):
@@ -75,6 +85,9 @@ class Device(Protocol):
 
     def load_program(self, file: File, entry: str, host: bool) -> Any:
         """Load one entry point; `host` ones run on the host CPU on every device."""
+
+    def declared(self, program: Any) -> Declared | None:
+        """What a loaded program says of itself; None for what says nothing."""
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
         """Fix a list of calls for repeated submission."""

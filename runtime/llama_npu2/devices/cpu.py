@@ -8,13 +8,14 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llama_npu2.devices import Call, HostBuffer
-from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices import Call, Declared, HostBuffer
+from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.storage import File
@@ -36,6 +37,14 @@ class _Range(ctypes.Structure):
 
 def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
     return CpuDevice(library, threads)
+
+
+@dataclass(frozen=True)
+class CpuProgram:
+    """An entry point of a shared object."""
+
+    address: int
+    declared: Declared
 
 
 class CpuDevice:
@@ -94,10 +103,14 @@ class CpuDevice:
     def array(self, buffer: HostBuffer, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         return buffer.bytes.view(dtype).reshape(shape)
 
-    def load_program(self, file: File, entry: str, host: bool) -> int:
-        address = ctypes.cast(getattr(open_library(file), entry), ctypes.c_void_p).value
+    def load_program(self, file: File, entry: str, host: bool) -> CpuProgram:
+        function, about = entry_point(open_library(file), entry)
+        address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
-        return address
+        return CpuProgram(address, Declared(about["slots"], about["positions"]))
+
+    def declared(self, program: CpuProgram) -> Declared:
+        return program.declared
 
     def prepare(self, calls: Sequence[Call]) -> CpuSubmission:
         return CpuSubmission(self, calls)
@@ -138,7 +151,7 @@ class CpuSubmission:
         self._dims = _Dims()
         slot = self._addresses.ctypes.data
         for native, call in zip(self._calls, calls, strict=True):
-            native.entry, native.slots = call.program, slot
+            native.entry, native.slots = call.program.address, slot
             slot += self._addresses.itemsize * len(call.bindings)
 
     def run(self, seq: int, pos: int) -> None:

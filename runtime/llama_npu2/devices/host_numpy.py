@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from llama_npu2.devices import Binding, Call, HostBuffer
+from llama_npu2.devices import Binding, Call, Declared, HostBuffer
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
 from llama_npu2.storage import File
@@ -72,6 +72,19 @@ PROGRAMS: dict[str, HostProgram] = {
     program.__name__: program for program in (embed_token_rows, decode_attn_kv, final_norm, lm_head_rows)
 }
 
+_DTYPES = {"tokens": "i32", "logits": "f32"}
+"""Of slots; the others are bf16."""
+_SLOTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "embed_token_rows": {"tokens": ("seq",), "w_embed": ("vocab", "emb"), "x": ("seq", "emb")},
+    "decode_attn_kv": {
+        **{"q": ("q_dim",), "k": ("kv_dim",), "v": ("kv_dim",)},
+        **{"kv": ("max_seq", "kv_pair_dim"), "attn_out": ("q_dim",)},
+    },
+    "final_norm": {"x": ("emb",), "final_norm_w": ("emb",), "normed": ("emb",)},
+    "lm_head_rows": {"x": ("emb",), "w_vocab": ("vocab", "emb"), "logits": ("vocab",)},
+}
+"""Of each program, in order, and their shapes in sizes of the model."""
+
 
 class NumpyDevice:
     """The device interface for host programs."""
@@ -97,6 +110,24 @@ class NumpyDevice:
             what = f"program {entry}" + ("" if weights == "bf16" else f" for weights in {weights}")
             raise UserError(f"{file.path}: {what} exists only natively: rebuild it here with doit compile")
         return PROGRAMS[entry]
+
+    def declared(self, program: HostProgram) -> Declared:
+        model = self._model
+        q_dim, kv_dim = (model[heads] * model["head_dim"] for heads in ("heads", "kv_heads"))
+        known = {
+            **model,
+            "q_dim": q_dim,
+            "kv_dim": kv_dim,
+            "kv_pair_dim": 2 * kv_dim,
+            "seq": "seq",
+            "max_seq": "max_seq",
+        }
+        return Declared(
+            [
+                {"name": name, "shape": [known[size] for size in shape], "dtype": _DTYPES.get(name, "bf16")}
+                for name, shape in _SLOTS[program.__name__].items()
+            ]
+        )
 
     def prepare(self, calls: Sequence[Call]) -> NumpySubmission:
         return NumpySubmission(self._model, calls)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import json
 import os
+from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.storage import File
@@ -30,6 +32,16 @@ def open_library(file: File) -> ctypes.CDLL:
         why = error.strerror or str(error).partition(": ")[2] or str(error)
         raise UserError(f"{file.path} cannot be loaded ({why}): rebuild it with doit compile") from None
     return _loaded[key]
+
+
+def entry_point(library: ctypes.CDLL, name: str) -> tuple[Any, dict[str, Any]]:
+    """A program of a library, and what it says of itself: `<name>_info`, a text in JSON. Raises UserError."""
+    try:
+        info = ctypes.c_char.in_dll(library, f"{name}_info")
+        # An item is always a symbol; an attribute may be one of Python's.
+        return library[name], json.loads(ctypes.string_at(ctypes.addressof(info)))
+    except (AttributeError, ValueError):
+        raise UserError(f"{library._name} has no program {name}: rebuild it with doit compile") from None
 
 
 def _load(content: bytes) -> ctypes.CDLL:

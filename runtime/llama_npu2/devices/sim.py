@@ -6,16 +6,15 @@ Buffers and host programs are the CPU device's. Counts what the NPU would move a
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llama_npu2.devices import Call, HostBuffer, Submission
+from llama_npu2.devices import Call, Declared, HostBuffer, Submission
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.devices.libraries import open_library
+from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.storage import File
@@ -54,13 +53,9 @@ class SimProgram:
     slot before it reads it, if it does."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        try:
-            self._entry = getattr(library, name)
-            info = ctypes.c_char_p.from_buffer(ctypes.c_void_p(ctypes.addressof(_symbol(library, f"{name}_info"))))
-        except (AttributeError, ValueError):
-            raise UserError(f"{library._name} has no program {name}: rebuild it with doit compile") from None
+        self._entry, content = entry_point(library, name)
         self.name = name
-        content = json.loads(info.value or b"{}")
+        self.declared = Declared([{key: slot[key] for key in ("name", "shape", "dtype")} for slot in content["slots"]])
         self.slots: list[str] = [slot["name"] for slot in content["slots"]]
         self.slot_bytes: list[int] = [slot["bytes"] for slot in content["slots"]]
         self.written_first: list[bool] = [slot["written_first"] for slot in content["slots"]]
@@ -95,10 +90,6 @@ class SimProgram:
         )
 
 
-def _symbol(library: ctypes.CDLL, name: str) -> ctypes.c_char:
-    return ctypes.c_char.in_dll(library, name)
-
-
 @dataclass
 class SimDevice:
     """The device interface; `host_library` and `threads` are the CPU device's."""
@@ -129,6 +120,10 @@ class SimDevice:
             return self._cpu.load_program(file, name, host)
         program = self.programs[file.path.stem] = SimProgram(open_library(file), name)
         return program
+
+    def declared(self, program: Any) -> Declared:
+        declared: Declared = program.declared
+        return declared
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
         return SimSubmission(self._cpu, calls)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.errors import UserError
-from stages.engine.files import first_line, read_json
+from llama_npu2.errors import UserError, first_line
+from stages.engine.files import read_json
 from stages.model.config import ConfigFields
 from stages.model.importers import PLAIN, Held, methods
 from stages.weights.formats import Shape

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.errors import UserError
-from stages.engine.files import first_line
+from llama_npu2.errors import UserError, first_line
 
 VERSIONS = (2, 3)
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}

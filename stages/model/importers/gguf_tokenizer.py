@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llama_npu2.errors import UserError
-from stages.engine.files import first_line
+from llama_npu2.errors import UserError, first_line
 from stages.model.config import ConfigFields
 
 _PREFIX = "tokenizer.ggml."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
         lines.append(f"  {_kernel_call(launch, index, dimensions)}")
         written |= launch.writes()
         read |= launch.reads()
-    return "\n".join([*lines, "}", ""])
+    about = {"slots": described_slots(part, dimensions), "positions": dimensions.get("max_seq")}
+    # What the runtime holds a manifest against before it calls this.
+    info = f'extern "C" const char {part.name}_info[] = {json.dumps(json.dumps(about))};'
+    return "\n".join([*lines, "}", info, ""])
 
 
 def _kernel_call(launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:

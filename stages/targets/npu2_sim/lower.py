@@ -162,7 +162,13 @@ class _Lowering:
         info = {
             "name": name,
             "slots": [
-                {"name": a.name_hint or f"arg{i}", "bytes": buffer_bytes(a), "written_first": a in written}
+                {
+                    "name": a.name_hint or f"arg{i}",
+                    "shape": list(a.type.get_shape()),  # type: ignore[attr-defined]
+                    "dtype": str(a.type.element_type),  # type: ignore[attr-defined]
+                    "bytes": buffer_bytes(a),
+                    "written_first": a in written,
+                }
                 for i, a in enumerate(args)
             ],
             "launches": [{"name": _launch_name(launch)} for launch in launches],

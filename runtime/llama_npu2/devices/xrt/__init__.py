@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.devices import Call
+from llama_npu2.devices import Call, Declared
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
-from llama_npu2.devices.xrt.session import Session
+from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.devices.xrt.submissions import XrtSubmission
 from llama_npu2.manifest import Manifest, NpuProgram
 from llama_npu2.storage import File
@@ -86,6 +86,9 @@ class XrtDevice:
 
     def load_program(self, file: File, entry: str, host: bool) -> Any:
         return self._cpu.load_program(file, entry, host) if host else self._session.load(file, entry)
+
+    def declared(self, program: Any) -> Declared | None:
+        return None if isinstance(program, XrtProgram) else self._cpu.declared(program)
 
     def prepare(self, calls: Sequence[Call]) -> XrtSubmission:
         """The syncs are derived from the calls' slots."""

@@ -1,0 +1,158 @@
+"""What the values of a JSON file may be, said as a table of checks that is put together from these.
+
+A library would not do: those that check JSON take longer to import than a model takes to load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], object]
+"""Raises Invalid for a value that it does not allow."""
+
+_SHOWN = 60
+"""Characters of a value in a message."""
+
+
+class Invalid(ValueError):
+    """A value that is not allowed. `path`: keys and indices that lead to it, the outermost last."""
+
+    def __init__(self, value: Any, wanted: str) -> None:
+        super().__init__(wanted)
+        self.value, self.wanted = value, wanted
+        self.path: list[str | int] = []
+
+    def __str__(self) -> str:
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(self.path))
+        text = json.dumps(self.value)
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return f"{''.join(keys).removeprefix('.') or 'it'} = {shown} must be {self.wanted}"
+
+
+def load_json(content: bytes) -> Any:
+    """The value of a JSON text. ValueError for one that is damaged, nested too deeply, or holds numbers that are none
+    of JSON's."""
+    try:
+        return json.loads(content, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def whole(least: int, most: int) -> Check:
+    """A whole number, both limits allowed."""
+
+    def check(value: Any) -> None:
+        # A bool is an int to isinstance.
+        if type(value) is not int or not least <= value <= most:
+            raise Invalid(value, f"a whole number from {least} to {most}")
+
+    return check
+
+
+def positive(value: Any) -> None:
+    """A finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise Invalid(value, "a positive number")
+
+
+def flag(value: Any) -> None:
+    if type(value) is not bool:
+        raise Invalid(value, "true or false")
+
+
+def string(value: Any) -> None:
+    if type(value) is not str:
+        raise Invalid(value, "a string")
+
+
+def text(pattern: str, wanted: str) -> Check:
+    """A string that a regular expression matches from end to end."""
+    compiled = re.compile(pattern)
+
+    def check(value: Any) -> None:
+        if type(value) is not str or not compiled.fullmatch(value):
+            raise Invalid(value, wanted)
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    wanted = f"one of {', '.join(allowed)}"
+
+    def check(value: Any) -> None:
+        if type(value) is not str or value not in allowed:
+            raise Invalid(value, wanted)
+
+    return check
+
+
+def either(first: Check, second: Check, wanted: str) -> Check:
+    def check(value: Any) -> None:
+        try:
+            first(value)
+        except Invalid:
+            try:
+                second(value)
+            except Invalid:
+                raise Invalid(value, wanted) from None
+
+    return check
+
+
+def list_of(item: Check, least: int = 0, most: int = 1 << 20) -> Check:
+    """`least`, `most`: how many."""
+
+    def check(value: Any) -> None:
+        if type(value) is not list or not least <= len(value) <= most:
+            raise Invalid(value, f"a list of {least} to {most}")
+        for index, each in enumerate(value):
+            inside(index, item, each)
+
+    return check
+
+
+def mapping(key: Check, item: Check) -> Check:
+    """An object whose keys are names of the file's own."""
+
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Invalid(value, "an object")
+        for name, each in value.items():
+            key(name)
+            inside(name, item, each)
+
+    return check
+
+
+def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """An object with known keys. Others may be there: newer files say more."""
+
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Invalid(value, "an object")
+        for name, field in required.items():
+            if name not in value:
+                raise Invalid(value, f"an object with {name}")
+            inside(name, field, value[name])
+        for name, field in (optional or {}).items():
+            if name in value:
+                inside(name, field, value[name])
+
+    return check
+
+
+def inside(key: str | int, check: Check, value: Any) -> None:
+    """Check what is at a key of something else."""
+    try:
+        check(value)
+    except Invalid as error:
+        error.path.append(key)
+        raise
