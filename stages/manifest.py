@@ -10,11 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import FORMAT
-from stages.engine.files import file_digests, read_json, write_json
+from llama_npu2.validation import check_manifest
+from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
+from stages.model.buffers import PACKED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
+from stages.model.plan import PLAN_FIELDS
 from stages.weights.formats import formats
 
 
@@ -33,8 +37,8 @@ def write_manifest(
     the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
-    plan = read_json(directory / PLAN)
-    weights = read_json(directory / WEIGHTS)
+    plan = read_checked(directory / PLAN, PLAN_FIELDS)
+    weights = read_checked(directory / WEIGHTS, PACKED)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
     about: dict[str, Any] = {"name": model, "weights": plan["weights"], "kv": plan["kv"]}
@@ -46,7 +50,12 @@ def write_manifest(
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
-    write_json(work / "manifest.json", described)
+    written = work / "manifest.json"
+    write_json(written, described)
+    try:
+        check_manifest(read_json(written))
+    except ValueError as error:
+        raise UserError(f"{directory}: what was built does not fit together ({error}): {REMEDY}") from None
 
 
 def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ OWN_BUT_WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "program with no digest": (lambda m: m["files"][HOST].pop("sha256"), HOST),
     "path above": (lambda m: m["files"].update({"../x": m["files"][HOST]}), "../x"),
     "absolute path": (lambda m: m["files"].update({"/etc/hostname": m["files"][HOST]}), "/etc/hostname"),
-    "terminal": (lambda m: m["files"].update({"elf/\x1b[2J\u202e.so": m["files"][HOST]}), r"elf/\x1b[2J\u202e.so"),
+    "terminal": (lambda m: m["files"].update({"elf/\x1b[2J\u202e.so": m["files"][HOST]}), r"elf/\u001b[2J\u202e.so"),
 }
 
 
@@ -357,7 +357,7 @@ def test_receipts_do_not_remove_files_elsewhere(arrived: Path, tmp_path: Path) -
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/precious").write_text("mine")
     (build.directory / "gone").symlink_to(tmp_path / "outside")
-    receipt = {"key": {}, "inputs": {}, "outputs": {"gone/precious": ""}}
+    receipt = {"key": {}, "declared": [], "inputs": {}, "outputs": {"gone/precious": ""}}
     (build.directory / "build/receipts/gone.json").write_text(json.dumps(receipt))
     with pytest.raises(UserError, match="behind a link"):
         build.project.prune(build.steps)

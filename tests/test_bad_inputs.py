@@ -260,7 +260,7 @@ ARTIFACTS: dict[str, tuple[Damage, str]] = {
     "truncated_blob": (truncate("weights/layer_000.safetensors", 0.5), "bytes instead of"),
     "missing_program": (remove("elf/o_ffn.so"), "o_ffn.so is missing"),
     "garbage_program": (garbage("elf/o_ffn.so"), "o_ffn.so is not what was built"),
-    "garbage_tokenizer": (garbage("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
+    "garbage_tokenizer": (garbage("tokenizer/tokenizer.json"), "tokenizer.json is not what was built"),
     "plan_names_no_program": (
         edit_manifest(lambda m: m["programs"].pop("o_ffn")),
         "for o_ffn, which is not among",

@@ -101,6 +101,13 @@ def test_every_host_program_exists() -> None:
         NumpyDevice({}).load_program(File.at(Path("host.so")), "other")
 
 
+def test_slots_are_those_of_the_native_programs(model: dict[str, Any]) -> None:
+    device = NumpyDevice(model)
+    for name, part in PARTS.items():
+        slots = [{key: slot[key] for key in ("name", "shape", "dtype")} for slot in described_slots(part, model)]
+        assert device.declared(PROGRAMS[name]).slots == slots
+
+
 def test_embedding_is_the_same(native: Path, model: dict[str, Any]) -> None:
     ours, theirs = both(native, "embed_token_rows", model, 0)
     assert_same(ours["x"], theirs["x"])

@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
     write(whole / "notes.txt", "the user's own")
     write(whole / "verified.json", "{}")
     outputs = ["elf/host.so", "build/objects/cpu/gemm/gemm.o", "build/calibrated/layer_000.safetensors"]
-    receipt = {"key": {}, "inputs": {}, "outputs": dict.fromkeys(outputs, "0")}
+    receipt = {"key": {}, "declared": [], "inputs": {}, "outputs": dict.fromkeys(outputs, "0")}
     write(whole / "build/receipts/elf-host.json", json.dumps(receipt))
     files = {name: {"sha256": name} for name in ("elf/host.so", "weights/head.safetensors")}
     write(whole / "manifest.json", json.dumps({"files": files}))

@@ -223,7 +223,7 @@ def test_native_code_says_what_it_takes(name: str, demo: Path, tmp_path: Path) -
 
 TEXTS = {
     "nested too deeply": ("[" * 100_000, "it is nested too deeply"),
-    "not a number": ('{"format": NaN}', "NaN is not a number of JSON"),
+    "not a number": ('{"format": NaN}', "is not a manifest"),
     "thousands of digits": ('{"format": ' + "9" * 5000 + "}", "cannot be read"),
     "not UTF-8": ('{"format": "\udcff"}', "cannot be read"),
     "older": (json.dumps({"format": FORMAT - 1}), f"has format {FORMAT - 1}, this runtime reads format {FORMAT}: run"),

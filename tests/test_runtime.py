@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2 import Llama, UserError, load
+from llama_npu2 import Llama, UserError, load, sandbox
 from llama_npu2.__main__ import parse
 from llama_npu2.chat import ChatTemplate
 from llama_npu2.dtypes import nbytes
@@ -162,7 +162,7 @@ def byte_tokenizer(tmp_path: Path) -> Tokenizer:
 
     (tmp_path / "tokenizer").mkdir()
     write_byte_tokenizer(parse_config(CONFIG, "test"), tmp_path / "tokenizer")
-    return Tokenizer.open(Directory(tmp_path), 300)
+    return Tokenizer.open(Directory(tmp_path))
 
 
 TEXT = "naïve 日本語 🙂👩\u200d🚀 end"
@@ -292,6 +292,7 @@ OUT_OF_BOUNDS = [
     ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
     ({"seed": -1}, "seed=-1: must be at least 0"),
+    ({"top_p": 10**400}, "must be above 0 and at most 1"),
 ]
 
 
@@ -419,3 +420,47 @@ def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: 
     for test in ("pp128", "tg32 @ 0"):
         assert len(results[test]["values"]) == len(results[test]["limits"]) == 2
         assert results[test]["share"] > 0
+
+
+TEMPLATES = {
+    "endless": "takes longer than",
+    "doubles": "takes (more|longer) than",
+    "power": r"its \*\* makes too much",
+    "repeats": r"its \* makes too much",
+    "pads": "with a number above",
+    "formats": "its format is too wide",
+    "format_filter": "its format is too wide",
+    "format_method": "its format is too wide",
+    "recursion": "recursion",
+    "escapes": "unsafe",
+    "types": "list",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "LONGEST", 0.3)
+    template = ChatTemplate((ROOT / f"tests/fuzz/corpus/template/{name}.jinja").read_text(), {})
+    with pytest.raises(UserError, match=f"cannot render these messages: .*{TEMPLATES[name]}"):
+        template.render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers(temperature: float, value: float) -> None:
+    with pytest.raises(UserError, match="logits are not finite numbers"):
+        sampler(Sampling(temperature=temperature))(np.array([1, value, 2], np.float32))
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    assert sampler(Sampling(temperature=5e-324, seed=0))(np.array([-1, 3, 2, 3e38], np.float32)) == 3
+
+
+def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path) -> None:
+    """The library panics where a post-processor names a token that is not there."""
+    content = json.loads((ROOT / "tests/fuzz/corpus/tokenizer/sentencepiece.json").read_text())
+    content["post_processor"]["special_tokens"].clear()
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"tokenizer.* (cannot encode this text|cannot be read)"):
+        Tokenizer.open(Directory(tmp_path)).encode("hi", special_tokens=True)

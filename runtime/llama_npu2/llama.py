@@ -182,7 +182,7 @@ class Llama:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.open(self.manifest.storage, self.manifest.model["vocab"])
+        return Tokenizer.open(self.manifest.storage)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

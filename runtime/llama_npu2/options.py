@@ -32,18 +32,23 @@ class Checked:
             bounds, value = each.metadata.get("bounds"), getattr(self, each.name)
             if bounds and value is not None and not _within(value, bounds):
                 words = [f"{_BOUNDS[bound]} {limit}" for bound, limit in bounds.items()]
-                finite = [] if math.isfinite(value) else ["finite"]
+                finite = [] if _is_finite(value) else ["finite"]
                 raise UserError(f"{each.name}={value}: must be {' and '.join(finite + words)}")
 
 
 def _within(value: float, bounds: Mapping[str, float]) -> bool:
     least, most, above = (bounds.get(name) for name in ("least", "most", "above"))
     return (
-        math.isfinite(value)
+        _is_finite(value)
         and (least is None or value >= least)
         and (most is None or value <= most)
         and (above is None or value > above)
     )
+
+
+def _is_finite(value: float) -> bool:
+    # A whole number may be too large for a float.
+    return isinstance(value, int) or math.isfinite(value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-LONGEST = 5.0
+LONGEST = 2.0
 """Seconds of this thread that a template may take. Those of checkpoints take milliseconds."""
 MOST_MEMORY = 256 << 20
 """Bytes by which a template may let the process grow."""
@@ -32,7 +32,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        # Constants are computed when it is rendered, too.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
         self.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         for name in _PADDING:
             self.filters[name] = _modest(self.filters[name])
@@ -41,16 +42,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _check_numbers(*args, *kwargs.values())
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Any:
+        found = super().wrap_str_format(value)
+        if found is not None:
+            _check_width(value.__self__)
+        return found
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _size(operator, left, right) > _LARGEST:
+        if operator == "%":
+            _check_width(left)
+        elif _size(operator, left, right) > _LARGEST:
             raise SecurityError(f"its {operator} makes too much")
         return super().call_binop(context, operator, left, right)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """About what an operator makes: bits of a number, elements of anything else."""
-    if operator == "%":
-        return max(map(int, _WIDTH.findall(left)), default=0) if isinstance(left, str) else 0
+    """About what * or ** makes: bits of a number, elements of anything else."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return bits * right if operator == "**" else bits + right.bit_length()
@@ -66,11 +73,17 @@ def _modest(filter: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(filter)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _check_numbers(*args, *kwargs.values())
-        if filter.__name__ == "do_format" and _size("%", args[0], None) > _LARGEST:
-            raise SecurityError("its format is too wide")
+        if filter.__name__ == "do_format":
+            _check_width(args[0])
         return filter(*args, **kwargs)
 
     return checked
+
+
+def _check_width(form: Any) -> None:
+    """Of what a format pads to."""
+    if isinstance(form, str) and any(int(width) > _LARGEST for width in _WIDTH.findall(form)):
+        raise SecurityError("its format is too wide")
 
 
 def _check_numbers(*values: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import REMEDY, UserError, first_line
 from llama_npu2.storage import Storage
 
 
@@ -18,25 +19,36 @@ class Tokenizer:
         self.inner = inner
 
     @classmethod
-    def open(cls, storage: Storage, vocab: int) -> Tokenizer:
-        """Load an artifact's; raises UserError if it is missing, damaged or makes ids that the model does not have."""
+    def open(cls, storage: Storage) -> Tokenizer:
+        """Load an artifact's; raises UserError if it is missing or damaged."""
         name = "tokenizer/tokenizer.json"
         file = storage.find(name)
-        try:
-            inner = tokenizers.Tokenizer.from_buffer(file.read_bytes() if file else b"")
-        except Exception as error:  # the library raises bare Exception
-            path = storage.path / name
-            raise UserError(f"{path} cannot be read ({error}): run doit compile or copy the directory again") from None
-        return cls(inner)
+        with _explained(f"{storage.path / name} cannot be read"):
+            return cls(tokenizers.Tokenizer.from_buffer(file.read_bytes() if file else b""))
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Token ids; `special_tokens` adds what the tokenizer's post-processor adds (a beginning-of-text token)."""
-        ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
+        """Token ids; `special_tokens` adds what the tokenizer's post-processor adds (a beginning-of-text token).
+        Raises UserError."""
+        with _explained("the tokenizer cannot encode this text"):
+            ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        """Raises UserError."""
+        with _explained("the tokenizer cannot decode these tokens"):
+            text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """What the library raises as one line: bare Exception, and where it fails itself what is no Exception at all."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{what} ({first_line(error)}): {REMEDY}") from None
 
 
 class TextStream:
@@ -53,8 +65,9 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that became certain with this token, possibly none."""
-        self._held += self._decoder.step(self._tokenizer.inner, token) or ""
+        """Text that became certain with this token, possibly none. Raises UserError."""
+        with _explained("the tokenizer cannot decode these tokens"):
+            self._held += self._decoder.step(self._tokenizer.inner, token) or ""
         ends = [i for i in (self._held.find(s) for s in self._stop) if i >= 0]
         if ends:
             self.stopped = True

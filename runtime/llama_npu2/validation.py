@@ -40,7 +40,7 @@ _LONGEST_HEADER = 100_000_000
 
 _SIZE = whole(1, _MOST_BYTES)
 _COUNT = whole(1, 1 << 31)
-_NAME = text(r"[\w.-]{1,200}", "a name of letters, digits, dots, dashes and underscores")
+_NAME = text(r"[\w.+-]{1,1000}", "a name of letters, digits and . + - _")
 _FILE = text(
     r"(?!.*(^|/)\.{1,2}(/|$))[^/\\\x00-\x1f\x7f\ud800-\udfff]+(/[^/\\\x00-\x1f\x7f\ud800-\udfff]+)*",
     "the name of a file inside the directory",
@@ -60,7 +60,7 @@ _MODEL = record(
         "eps": positive,
         "eos": list_of(whole(0, 1 << 31)),
     },
-    {"kv": _WORDS},
+    {"kv": _WORDS, "longest": _COUNT},
 )
 _TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}

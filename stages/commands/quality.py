@@ -159,7 +159,7 @@ class Rounded:
 def run(build: Build) -> None:
     """`doit quality`: the formats that weights= names, or all; with peers=llama.cpp those of its files, too."""
     options, source = build.options, Checkpoint.open(build.source.fetch())
-    tokenizer = Tokenizer.open(Directory(build.directory), source.config.vocab)
+    tokenizer = Tokenizer.open(Directory(build.directory))
     ids = tokenizer.encode(read_text(Path(options.text) if options.text else TEXT), special_tokens=True)
     parts = windows(ids, ALL_WINDOWS if options.full else WINDOWS, source.config.max_seq)
     chosen = [options.weights] if options.weights else [name for name in matrix_formats() if name != "bf16"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 
 import xxhash
 
+from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256, write_atomic
 
 # A file changed again within this time of being read could keep its stat signature.
 _STAT_GRANULARITY_NS = 50_000_000
+_ENTRY = 5
+"""What is remembered of a file: size, mtime, ctime and inode, and what was found."""
 
 
 class Digests:
@@ -28,10 +32,11 @@ class Digests:
 
     def _load(self) -> dict[str, list]:
         try:
-            known = json.loads(self.path.read_text())
-            return known if isinstance(known, dict) else {}
+            known = load_json(self.path.read_bytes())
         except (OSError, ValueError):
             return {}
+        entries = known.items() if isinstance(known, dict) else ()
+        return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == _ENTRY}
 
     def of(self, path: Path) -> str | None:
         """xxh3-128, hex, of a file's content, or of a directory's names and contents; None if there is no such path."""
@@ -52,13 +57,15 @@ class Digests:
         different findings apart; they are JSON."""
         try:
             status = path.stat()
-        except OSError:
+        except (OSError, ValueError):  # the latter for what is no name
             return None
+        if not stat.S_ISREG(status.st_mode):
+            return None  # a device or a pipe may have no end
         signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         key = f"{what}{path}"
         known = self._known.get(key)
-        if known and known[:4] == signature:
-            return known[4]
+        if known and known[:-1] == signature:
+            return known[-1]
         started = time.time_ns()
         found = find(path)
         if started - status.st_mtime_ns > _STAT_GRANULARITY_NS and started - status.st_ctime_ns > _STAT_GRANULARITY_NS:

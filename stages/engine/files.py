@@ -16,7 +16,8 @@ from typing import Any
 import filelock
 import xxhash
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.schema import Check, load_json
 
 
 def content_digest(path: Path) -> str:
@@ -39,18 +40,28 @@ def file_digests(path: Path) -> dict[str, str | int]:
     return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": content_sha256(path)}
 
 
-def read_json(path: Path, remedy: str = "run doit compile or copy the directory again") -> dict[str, Any]:
+def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     """A JSON file that holds an object. `remedy`: what to do if it does not. Raises UserError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {remedy}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): {remedy}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}: {remedy}")
+    return value
+
+
+def read_checked(path: Path, check: Check) -> dict[str, Any]:
+    """The same, if it is what a table of `llama_npu2.schema` says. Raises UserError."""
+    value = read_json(path)
+    try:
+        check(value)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}: {REMEDY}") from None
     return value
 
 

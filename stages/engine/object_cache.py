@@ -17,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from llama_npu2 import trust
+from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256, write_atomic
 from stages.engine.places import ROOT
 
@@ -69,7 +70,7 @@ def _key(made_by: object, sources: Iterable[Path]) -> str:
 def _intact(entry: Path, output: Path) -> list[Path] | None:
     """What the stored object was made from, if it is as this user stored it."""
     try:
-        record = json.loads(entry.read_text())
+        record = load_json(entry.read_bytes())
         own = trust.is_own_mac(record["mac"].encode(), _said(entry, output, record["read"]), _PURPOSE)
         return [ROOT / path for path in record["read"]] if own else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

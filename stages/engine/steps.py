@@ -21,6 +21,7 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
+from llama_npu2.schema import anything, list_of, load_json, mapping, record, text
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
@@ -33,6 +34,17 @@ BESIDE = (trust.LOCAL, trust.SIGNATURE, PROVENANCE)
 """What is said of the manifest."""
 RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
+
+_TEXT = text(r"[^\x00\ud800-\udfff]*", "text")
+_RECEIPT = record(
+    {
+        "key": mapping(_TEXT, anything),
+        "declared": list_of(_TEXT),
+        "inputs": mapping(_TEXT, anything),
+        "outputs": mapping(_TEXT, _TEXT),
+    },
+    {MAC: _TEXT},
+)
 
 
 class Shared(Protocol):
@@ -150,11 +162,11 @@ def file_name(step: str) -> str:
 def load_receipt(path: Path) -> dict[str, Any] | None:
     """What a step left, or None if that is not what it should be."""
     try:
-        receipt = json.loads(path.read_text())
-        sound = {"key", "inputs", "outputs"} <= receipt.keys() and all(map(is_inside, receipt["outputs"]))
-        return receipt if sound else None
-    except (OSError, ValueError, TypeError, AttributeError):
+        receipt: dict[str, Any] = load_json(path.read_bytes())
+        _RECEIPT(receipt)
+    except (OSError, ValueError):
         return None
+    return receipt if all(map(is_inside, receipt["outputs"])) else None
 
 
 def is_inside(label: str) -> bool:

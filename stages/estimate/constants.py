@@ -6,7 +6,7 @@ Rates are of an NPU2 in its fastest power mode. `doit selftest` measures them; i
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -181,6 +181,6 @@ def _measured(path: Path) -> Mapping[str, Any]:
 
 
 def _number(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UserError(f"measured={path}: {name} is {value!r}, not a positive number: remove it or measure again")
     return float(value)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from llama_npu2.dtypes import nbytes
+from llama_npu2.schema import Invalid, anything, list_of, mapping, one_of, record, string, whole
+from stages.engine.files import read_checked
 from stages.weights.formats import formats
 
 
@@ -45,3 +49,33 @@ JOIN = "+"
 def tensors_of(buffer: str) -> list[str]:
     """Names of the tensors that a buffer of weights holds."""
     return buffer.split(JOIN)
+
+
+def _format(value: Any) -> None:
+    if not isinstance(value, str) or value not in formats():
+        raise Invalid(value, f"one of {', '.join(formats())}")
+
+
+BUFFERS = mapping(
+    string,
+    record(
+        {
+            "kind": one_of("weight", "table", "cache", "activation"),
+            "format": _format,
+            "shape": list_of(whole(1, 1 << 46), 1, 8),
+            "layout": string,
+            "blob": string,
+        }
+    ),
+)
+"""What buffers by name are as JSON."""
+
+PACKED = record({"buffers": mapping(string, record({})), "files": mapping(string, anything)})
+"""What the index of packed weights is as JSON. What it says of each goes into the manifest, and is checked there."""
+
+
+def read_buffers(path: Path) -> dict[str, Buffer]:
+    """Buffers by name, of a JSON file. Raises UserError."""
+    names = [field.name for field in fields(Buffer)]
+    found = read_checked(path, BUFFERS)
+    return {name: Buffer(**{field: spec[field] for field in names}) for name, spec in found.items()}

@@ -30,11 +30,11 @@ from tqdm import tqdm
 from llama_npu2.errors import UserError, first_line
 from llama_npu2.storage import Directory
 from llama_npu2.text import Tokenizer
-from stages.engine.files import file_digests, read_json, write_json
+from stages.engine.files import file_digests, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.kernels import kernels
 from stages.model import families
-from stages.model.buffers import Buffer, tensors_of
+from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.grouping import Placed
@@ -101,7 +101,7 @@ def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"calibrate={text}: {first_line(error)}: give a text file") from None
-    ids = Tokenizer.open(Directory(directory), config.vocab).encode(content, special_tokens=True)
+    ids = Tokenizer.open(Directory(directory)).encode(content, special_tokens=True)
     if not ids:
         raise UserError(f"calibrate={text}: there are no tokens in it: give a longer text")
     length = min(WINDOW, config.max_seq, len(ids))
@@ -113,7 +113,7 @@ def run_source(source: Source, directory: Path, layer: int, threads: int, work: 
     """Step action: run a layer of the checkpoint. `threads`: 0 for all CPUs."""
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
-        run = _Layer(checkpoint, buffers, layer, executor, _load(directory / source_file(layer)))
+        run = _Layer(checkpoint, buffers, layer, executor, read_activations(directory / source_file(layer)))
         for launch, slots in run.launches():
             run.step(launch, slots)
     _save(work / source_file(layer + 1), run.activations())
@@ -123,8 +123,8 @@ def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, w
     """Step action: round the weights of a layer; leave its activations. `threads`: 0 for all CPUs."""
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
-        wanted = _Layer(checkpoint, buffers, layer, executor, _load(directory / source_file(layer)))
-        entering = _load(directory / activations_file(layer))
+        wanted = _Layer(checkpoint, buffers, layer, executor, read_activations(directory / source_file(layer)))
+        entering = read_activations(directory / activations_file(layer))
         run = _RoundedLayer(checkpoint, buffers, layer, executor, entering, wanted)
         about = f"calibrating layer {layer + 1} of {checkpoint.config.layers}"
         for launch, slots in tqdm(list(run.launches()), desc=about, disable=None):
@@ -145,7 +145,8 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
     form = formats()[buffers[head].format]
     if form.grid and checkpoint.stored_format(head) != form.name:
         with _executor(threads) as executor:
-            stored[head] = _rounded_head(checkpoint, form, _load(directory / source_file(config.layers)), executor)
+            leaving = read_activations(directory / source_file(config.layers))
+            stored[head] = _rounded_head(checkpoint, form, leaving, executor)
     windows, form = _windows(directory, text, config), formats()[buffers[embedding].format]
     used, where = np.unique(windows, return_inverse=True)
     rows = stored[embedding][used] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[used])
@@ -168,8 +169,8 @@ def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, exe
 
 def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buffer]]:
     """And by tensor the buffer that it goes to, joined with others or not."""
-    wanted = read_json(directory / PACKING)
-    buffers = {part: Buffer(**fields) for name, fields in wanted.items() for part in tensors_of(name)}
+    wanted = read_buffers(directory / PACKING)
+    buffers = {part: buffer for name, buffer in wanted.items() for part in tensors_of(name)}
     return Checkpoint.open(source.fetch()), buffers
 
 
@@ -293,6 +294,12 @@ def _save(path: Path, activations: np.ndarray) -> None:
     np.save(path, activations.view(np.uint16))
 
 
-def _load(path: Path) -> np.ndarray:
-    activations: np.ndarray = np.load(path).view(bfloat16)
-    return activations
+def read_activations(path: Path) -> np.ndarray:
+    """Raises UserError."""
+    try:
+        stored = np.lib.format.open_memmap(path, mode="r")
+        if stored.dtype != np.uint16 or stored.ndim != 3:
+            raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}")
+    except Exception as error:  # the file's header is Python, in which any mistake can be
+        raise UserError(f"{path} is damaged ({first_line(error)}): remove it and run doit compile") from None
+    return np.asarray(stored).view(bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 
 from llama_npu2.errors import UserError
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+
+_TOO_LARGE = 1 << 31
+"""For a size or a position."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class ConfigFields:
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.fail(name, "must be a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _TOO_LARGE:
+            raise self.fail(name, "must be a positive integer, and below 2^31")
         return value
 
     def group_size(self, name: str) -> int | None:
@@ -100,7 +104,7 @@ class ConfigFields:
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self.fail(name, "must be a positive number")
         return float(value)
 

@@ -208,4 +208,4 @@ def local_receipt(project: Project, record: Record, step: Step | None) -> dict[s
 
 def canonical(value: Any) -> bytes:
     """JSON in one form: equal values are equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from llama_npu2.errors import UserError
-from stages.engine.files import first_line, fsync_path
+from llama_npu2.errors import UserError, first_line
+from stages.engine.files import fsync_path
 
 BLOCK = 8 << 20
 """Bytes that are moved at a time. Whole huge pages: what is written in such pieces is mapped as them."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from stages.engine.files import file_digests, read_json, write_json
+from stages.engine.files import file_digests, write_json
 from stages.engine.places import WEIGHTS
-from stages.model.buffers import Buffer, tensors_of
+from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import rope_table
 from stages.model.importers import PLAIN
@@ -28,7 +28,7 @@ WRITERS = 2
 def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work: Path) -> None:
     """Step action: pack what the file `wanted` names; `calibrated`: files of weights that are stored already, which are
     taken instead of the checkpoint's."""
-    buffers = {name: Buffer(**fields) for name, fields in read_json(wanted).items()}
+    buffers = read_buffers(wanted)
     checkpoint = Checkpoint.open(source.fetch())
     for line in conversions(checkpoint, buffers):
         print(line, flush=True)

@@ -51,7 +51,7 @@ def _changed(rng: Random, root: Any) -> Any:
         swapped = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
         parent[key], parent[swapped] = parent[swapped], parent[key]
     else:
-        parent[key] = rng.choice((*OTHERS, *NUMBERS, *STRINGS))
+        parent[key] = copy.deepcopy(rng.choice((*OTHERS, *NUMBERS, *STRINGS)))
     return root
 
 
@@ -90,13 +90,13 @@ def _scalar(rng: Random, old: Any, root: Any, paths: Sequence[Path]) -> Any:
         return not old
     if isinstance(old, int):
         near = (old + 1, old - 1, 2 * old, old // 2, -old, old + 64, old + 4096)
-        return rng.choice((*near, *NUMBERS, str(old), float(old)))
+        return rng.choice((*near, *NUMBERS, str(old), old / 7 if old < 1 << 64 else 0.5))
     if isinstance(old, float):
         return rng.choice((-old, old * 1e300, old / 1e300, 0.0, str(old)))
     if isinstance(old, str):
         others = [found for p in paths if isinstance(found := _at(root, p), str)]
         return rng.choice((old + rng.choice(STRINGS), old[:-1], old.upper(), rng.choice(others), rng.choice(STRINGS)))
-    return rng.choice(OTHERS)
+    return copy.deepcopy(rng.choice(OTHERS))
 
 
 def _everywhere(root: Any, paths: Sequence[Path], old: Any, new: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from llama_npu2.errors import UserError
 from tests.fuzz.mutate import mutated_bytes, mutated_json
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -49,10 +51,11 @@ def damaged_json(rng: Random, content: bytes, others: Sequence[bytes]) -> bytes:
 
 def files(name: str) -> Callable[[], Mapping[str, bytes]]:
     """The seeds that lie in a folder of the corpus."""
-    return lambda: {path.name: path.read_bytes() for path in sorted((CORPUS / name).iterdir())}
+    return functools.cache(lambda: {path.name: path.read_bytes() for path in sorted((CORPUS / name).iterdir())})
 
 
-def _manifests() -> dict[str, bytes]:
+@functools.cache
+def manifests() -> dict[str, bytes]:
     return {path: (Path(path) / "manifest.json").read_bytes() for path in os.environ[ARTIFACTS].split(":")}
 
 
@@ -66,7 +69,7 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
     from tests.fuzz.guarded import GuardedDevice
 
     cpu.CpuDevice = sim.CpuDevice = GuardedDevice  # type: ignore[misc]
-    copies = {path: shutil.copytree(path, scratch / str(i)) for i, path in enumerate(_manifests())}
+    copies = {path: shutil.copytree(path, scratch / str(i)) for i, path in enumerate(manifests())}
 
     def run(path: str, content: bytes) -> None:
         (copies[path] / "manifest.json").write_bytes(content)
@@ -81,4 +84,277 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
     yield run
 
 
-PARSERS = {"manifest": Parser(_load_and_run, _manifests, damaged_json)}
+def _read_checkpoint(path: Path) -> None:
+    """All that a build reads of one."""
+    from stages.model.checkpoint import Checkpoint, container
+    from stages.model.config import rope_table
+
+    checkpoint = Checkpoint.open(path)
+    for name in checkpoint.held:
+        checkpoint.tensor(name)
+    rope_table(checkpoint.config, 2)
+    container(path).tokenizer()
+
+
+@contextlib.contextmanager
+def _gguf(scratch: Path) -> Iterator[Run]:
+    def run(name: str, content: bytes) -> None:
+        (scratch / "model.gguf").write_bytes(content)
+        _read_checkpoint(scratch / "model.gguf")
+
+    yield run
+
+
+def _in_checkpoint(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
+    """One file of a checkpoint is damaged; the others are the corpus's of the same name, or `plain`."""
+
+    @contextlib.contextmanager
+    def opened(scratch: Path) -> Iterator[Run]:
+        def run(name: str, content: bytes) -> None:
+            for sound in ("config.json", "model.safetensors"):
+                seed = (
+                    CORPUS
+                    / sound.removeprefix("model.").removesuffix(".json")
+                    / f"{Path(name).stem}{Path(sound).suffix}"
+                )
+                (scratch / sound).write_bytes((seed if seed.exists() else seed.with_stem("plain")).read_bytes())
+            (scratch / "tokenizer.json").write_bytes((CORPUS / "tokenizer/bytes.json").read_bytes())
+            (scratch / file).write_bytes(content)
+            _read_checkpoint(scratch)
+
+        yield run
+
+    return opened
+
+
+@contextlib.contextmanager
+def _tokenizer(scratch: Path) -> Iterator[Run]:
+    from llama_npu2.storage import Directory
+    from llama_npu2.text import TextStream, Tokenizer
+
+    (scratch / "tokenizer").mkdir()
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / "tokenizer/tokenizer.json").write_bytes(content)
+        tokenizer = Tokenizer.open(Directory(scratch))
+        for special in (True, False):
+            ids = tokenizer.encode("The capital <s> of<|eot_id|> ab France\n\n  12345, 日本語 🙂", special)
+        tokenizer.decode(ids)
+        stream = TextStream(tokenizer, ("<s>",))
+        "".join(stream.push(token) for token in (*ids[:20], *range(0, 300, 7), 1 << 31))
+        stream.flush()
+
+    yield run
+
+
+def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
+    @contextlib.contextmanager
+    def opened(scratch: Path) -> Iterator[Run]:
+        from llama_npu2 import sandbox
+        from llama_npu2.chat import ChatTemplate
+        from llama_npu2.storage import Directory
+
+        sandbox.LONGEST = 0.2
+
+        (scratch / "tokenizer").mkdir()
+
+        def run(name: str, content: bytes) -> None:
+            (scratch / "tokenizer" / file).write_bytes(content)
+            if template := ChatTemplate.open(Directory(scratch)):
+                turns = ("system", "user", "assistant", "user")
+                template.render([{"role": role, "content": f"A {role}'s\nwords."} for role in turns])
+
+        yield run
+
+    return opened
+
+
+@contextlib.contextmanager
+def _receipt(scratch: Path) -> Iterator[Run]:
+    """A step with one input and one output, both of which hold `x`. Nothing outside of its directory changes."""
+    from stages.engine.digests import Digests
+    from stages.engine.files import Turn, content_digest
+    from stages.engine.steps import Project, Step
+
+    directory, outside = scratch / "model/cpu", scratch / "outside"
+    directory.mkdir(parents=True)
+    outside.write_text("x")
+    digests = Digests(scratch / ".digests.json")
+    project = Project(directory, digests, Turn(scratch / "lock"))
+
+    def act(work: Path) -> None:
+        (work / "out").write_text("x")
+
+    step = Step(project, "step", "", act, (directory / "out",), (directory / "in",))
+    known = {b"DIGEST": content_digest(outside), b"CODE": project.code.digest(step.module)}
+
+    def run(name: str, content: bytes) -> None:
+        (directory / "in").write_text("x")
+        for placeholder, value in known.items():
+            content = content.replace(placeholder, value.encode())
+        for receipt in (step.receipt_path, project.receipt_path("gone")):
+            receipt.parent.mkdir(parents=True, exist_ok=True)
+            receipt.write_bytes(content)
+        step.why_stale()
+        step.is_own()
+        project.prune(["step"])
+        if failed := step.run():
+            raise UserError(str(failed.message))
+        step.receipt_path.write_bytes(content)
+        step.clean()
+        assert outside.read_text() == "x"
+
+    yield run
+
+
+@contextlib.contextmanager
+def _digests(scratch: Path) -> Iterator[Run]:
+    from stages.engine.digests import Digests
+
+    file = scratch / "file"
+    file.write_text("x")
+    os.utime(file, ns=(0, 0))
+
+    def run(name: str, content: bytes) -> None:
+        status = file.stat()
+        known = {b"PATH": str(file), b'"CTIME"': str(status.st_ctime_ns), b'"INODE"': str(status.st_ino)}
+        for placeholder, value in known.items():
+            content = content.replace(placeholder, value.encode())
+        (scratch / ".digests.json").write_bytes(content)
+        digests = Digests(scratch / ".digests.json")
+        for find in (digests.of, digests.sha256):
+            find(file)
+            find(scratch)
+        digests.save()
+
+    yield run
+
+
+@contextlib.contextmanager
+def _planned(scratch: Path) -> Iterator[Run]:
+    """What steps leave for each other: a plan, the buffers that are packed, where each of them is."""
+    from stages.manifest import write_manifest
+    from stages.model.buffers import read_buffers
+
+    built = {path: json.loads(content) for path, content in manifests().items()}
+    copies = {path: shutil.copytree(path, scratch / str(i)) for i, path in enumerate(built)}
+
+    def run(name: str, content: bytes) -> None:
+        path, file = name.split(":")
+        directory, said = copies[path], built[path]
+        sound = (directory / file).read_bytes()
+        (directory / file).write_bytes(content)
+        programs = {
+            program: {key: spec[key] for key in ("file", "entry", "host")}
+            | {"described": [f"build/modules/{Path(spec['file']).stem}.json"]}
+            for program, spec in said["programs"].items()
+        }
+        try:
+            read_buffers(directory / "build/packing.json")
+            write_manifest(directory, directory, programs, said["target"], "fuzzed", False)
+        finally:
+            (directory / file).write_bytes(sound)
+
+    yield run
+
+
+def _left_for_each_other() -> dict[str, bytes]:
+    files = [f"build/{name}.json" for name in ("plan", "packing", "weights", "config")]
+    return {f"{path}:{file}": (Path(path) / file).read_bytes() for path in manifests() for file in files}
+
+
+@contextlib.contextmanager
+def _calibrated(scratch: Path) -> Iterator[Run]:
+    from stages.model.calibration import read_activations
+    from stages.weights.calibrated import calibrated_weights, read_calibrated
+
+    def run(name: str, content: bytes) -> None:
+        path = scratch / name
+        path.write_bytes(content)
+        if path.suffix == ".npy":
+            read_activations(path).astype("f4").sum()
+        else:
+            for weight, file in calibrated_weights([path]).items():
+                read_calibrated(file, weight)
+
+    yield run
+
+
+@contextlib.contextmanager
+def _generation(scratch: Path) -> Iterator[Run]:
+    from stages.manifest import end_tokens
+    from stages.model.families import read_config
+
+    config = read_config(CORPUS / "config/plain.json")
+    (scratch / "tokenizer").mkdir()
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / "tokenizer/generation_config.json").write_bytes(content)
+        end_tokens(scratch, config)
+
+    yield run
+
+
+@contextlib.contextmanager
+def _report(scratch: Path) -> Iterator[Run]:
+    from stages.estimate.constants import Machine
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / name).write_bytes(content)
+        Machine.from_report(scratch / name)
+
+    yield run
+
+
+@contextlib.contextmanager
+def _trust(scratch: Path) -> Iterator[Run]:
+    """Signatures beside a manifest, and the list of keys."""
+    from llama_npu2 import trust
+
+    os.environ["LLAMA_NPU2_CONFIG"] = str(scratch)
+
+    def run(name: str, content: bytes) -> None:
+        if name == "trusted_keys":
+            (scratch / name).write_bytes(content)
+            trust.trusted_keys()
+        else:
+            trust.verify(content, "manifest")
+
+    yield run
+
+
+@contextlib.contextmanager
+def _record(scratch: Path) -> Iterator[Run]:
+    """What remotes say of a step."""
+    from stages.sharing.records import Record
+
+    def run(name: str, content: bytes) -> None:
+        try:
+            said = json.loads(content)
+        except ValueError:
+            raise UserError("no JSON") from None
+        record = Record.of_json(said)
+        _ = record.address
+        assert all((scratch / label).resolve().is_relative_to(scratch.resolve()) for label in record.outputs)
+
+    yield run
+
+
+PARSERS = {
+    "manifest": Parser(_load_and_run, manifests, damaged_json),
+    "gguf": Parser(_gguf, files("gguf"), mutated_bytes),
+    "safetensors": Parser(_in_checkpoint("model.safetensors"), files("safetensors"), mutated_bytes),
+    "config": Parser(_in_checkpoint("config.json"), files("config"), damaged_json),
+    "index": Parser(_in_checkpoint("model.safetensors.index.json"), files("index"), damaged_json),
+    "tokenizer": Parser(_tokenizer, files("tokenizer"), damaged_json),
+    "tokenizer_config": Parser(_chat("tokenizer_config.json"), files("tokenizer_config"), damaged_json),
+    "template": Parser(_chat("chat_template.jinja"), files("template"), mutated_bytes),
+    "generation_config": Parser(_generation, files("generation_config"), damaged_json),
+    "receipt": Parser(_receipt, files("receipt"), damaged_json),
+    "digests": Parser(_digests, files("digests"), damaged_json),
+    "plan": Parser(_planned, _left_for_each_other, damaged_json),
+    "calibration": Parser(_calibrated, files("calibration"), mutated_bytes),
+    "report": Parser(_report, files("report"), damaged_json),
+    "trust": Parser(_trust, files("trust"), mutated_bytes),
+    "record": Parser(_record, files("record"), damaged_json),
+}

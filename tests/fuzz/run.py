@@ -1,4 +1,5 @@
-"""Feed a parser with damaged files until its time or count is up: `python -m tests.fuzz.run gguf seconds=600 seed=1`.
+"""Feed a parser with damaged files until its count or its seconds of CPU are up: `python -m tests.fuzz.run gguf
+seconds=600 seed=1`.
 
 Inputs are numbered, and a number is always the same input of a seed: `gguf seed=1 first=1234 count=1` runs one again.
 They are run in a process of their own, so that a crash, a hang or memory without end is a finding like a traceback.
@@ -7,15 +8,17 @@ They are run in a process of their own, so that a crash, a hang or memory withou
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import RawArray
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ LONGEST_INPUT = 20
 """Seconds of CPU that one input may take."""
 MEMORY = 2 << 30
 """Bytes that a process may add to what it has mapped."""
-_MARK = 1 << 40
+
+Tell = Callable[[int, str], object]
 
 
 @dataclass
@@ -42,50 +46,63 @@ class Result:
         return sum(self.outcomes.values())
 
 
-def fuzz(parser: Parser, seed: int, first: int, count: int, seconds: float) -> Result:
-    """Run the inputs of a parser from number `first` on, in one child process after another."""
-    result, stop = Result(), time.monotonic() + seconds
+def fuzz(
+    parser: Parser, seed: int, first: int, count: int, seconds: float, tell: Tell = lambda number, why: None
+) -> Result:
+    """Run the inputs of a parser from number `first` on, in one child process after another. `seconds`: of CPU.
+    `tell`: gets each finding at once."""
+    result, before = Result(), _seconds(resource.RUSAGE_CHILDREN)
     shared: Any = RawArray("q", 3)
     """Of the child: the input it runs; how many ran, how many were refused."""
     number, end = first, first + count
-    while number < end and time.monotonic() < stop:
+    while number < end and (left := seconds + before - _seconds(resource.RUSAGE_CHILDREN)) > 0:
         shared[:] = [number, 0, 0]
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
-            _child(parser, seed, number, end, stop, shared, writer)
-        os.close(writer)
-        with os.fdopen(reader) as file:
-            told = file.read()
-        _, status = os.waitpid(child, 0)
+        with tempfile.TemporaryDirectory() as scratch:
+            if why := in_child(partial(_run, parser, seed, number, end, left, shared, Path(scratch))):
+                result.findings[shared[0]] = why
+                tell(shared[0], why)
         number = shared[0] + 1
-        result.outcomes += Counter(ran=shared[1], refused=shared[2])
-        if status:
-            how = told or f"ended by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else told
-            result.findings[shared[0]] = how or f"ended with {status}"
-            result.outcomes["found"] += 1
+        result.outcomes += Counter(ran=shared[1], refused=shared[2], found=bool(why))
     return result
 
 
-def _child(parser: Parser, seed: int, first: int, end: int, stop: float, shared: Any, writer: int) -> None:
-    """Runs inputs until one is a finding, which it tells; never returns."""
-    status = 1
-    try:
-        _limit_memory()
-        with tempfile.TemporaryDirectory() as scratch, Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-            os.dup2(nowhere.fileno(), 2)
-            with parser.opened(Path(scratch)) as run:
-                for shared[0] in range(first, end):
-                    if time.monotonic() > stop:
-                        break
-                    _limit_time()
-                    shared[1 if _outcome(run, *parser.case(seed, shared[0])) else 2] += 1
-        status = 0
-    except BaseException:
-        os.write(writer, traceback.format_exc().encode(errors="backslashreplace")[-1 << 15 :])
-    os._exit(status)
+def in_child(work: Callable[[], object]) -> str:
+    """Do work in a process of its own; returns how that failed, if it did."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        faulthandler.disable()
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode(errors="backslashreplace")[-1 << 15 :])
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        told = file.read()
+    _, status = os.waitpid(child, 0)
+    ended = f"ended by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
+    return told or ended
+
+
+def _seconds(of: int) -> float:
+    """Of CPU that a process took, or its children did."""
+    return sum(resource.getrusage(of)[:2])
+
+
+def _run(parser: Parser, seed: int, first: int, end: int, seconds: float, shared: Any, scratch: Path) -> None:
+    """Inputs until one is a finding, which is raised."""
+    _limit_memory()
+    with Path(os.devnull).open("w") as nowhere, parser.opened(scratch) as run:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+        for shared[0] in range(first, end):
+            if _seconds(resource.RUSAGE_SELF) > seconds:
+                break
+            _limit_time()
+            shared[1 if _outcome(run, *parser.case(seed, shared[0])) else 2] += 1
 
 
 def _outcome(run: Run, name: str, content: bytes) -> bool:
@@ -100,8 +117,8 @@ def _outcome(run: Run, name: str, content: bytes) -> bool:
 
 
 def _limit_time() -> None:
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + LONGEST_INPUT, resource.RLIM_INFINITY))
+    most = int(_seconds(resource.RUSAGE_SELF)) + LONGEST_INPUT
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
     signal.alarm(10 * LONGEST_INPUT)
 
 
@@ -119,12 +136,11 @@ def main(arguments: list[str]) -> int:
     given = options.parse_args(arguments)
     values = {"seconds": 600, "seed": 0, "first": 0, "count": 1 << 31}
     values |= {name: int(value) for name, _, value in (text.partition("=") for text in given.settings)}
-    started = time.process_time()
-    result = fuzz(PARSERS[given.parser], values["seed"], values["first"], values["count"], values["seconds"])
-    for number, what in result.findings.items():
-        print(f"{given.parser} seed={values['seed']} first={number} count=1\n{what}")
+    chosen = (values[name] for name in ("seed", "first", "count", "seconds"))
+    again = f"{given.parser} seed={values['seed']} count=1 first="
+    result = fuzz(PARSERS[given.parser], *chosen, lambda number, why: print(f"{again}{number}\n{why}", flush=True))
     told = ", ".join(f"{count} {what}" for what, count in sorted(result.outcomes.items()))
-    cpu = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) + time.process_time() - started
+    cpu = _seconds(resource.RUSAGE_CHILDREN)
     print(f"{given.parser}: {result.count} inputs in {cpu:.0f} s of CPU: {told or 'none'}")
     return bool(result.findings)
 

@@ -126,8 +126,9 @@ class GgufFile:
         inside = tensor_name(name)
         if inside not in self._places:
             return None
+        place = self._place(inside, shape)
         order = rotary_order(name, shape[0], self.fields["head_dim"])
-        return self._held(inside, self._place(inside, shape), None if order is None else np.argsort(order))
+        return self._held(inside, place, None if order is None else np.argsort(order))
 
     def _place(self, name: str, shape: Shape) -> Place:
         """Where a tensor is, checked to be of that shape, of a type that is read, and in the file."""
