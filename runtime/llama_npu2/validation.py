@@ -45,8 +45,8 @@ _FILE = text(
     r"(?!.*(^|/)\.{1,2}(/|$))[^/\\\x00-\x1f\x7f\ud800-\udfff]+(/[^/\\\x00-\x1f\x7f\ud800-\udfff]+)*",
     "the name of a file inside the directory",
 )
-_SYMBOL = text(r"[A-Za-z_]\w{0,200}", "the name of a C function")
-_WORDS = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{0,1000}", "a line of text")
+_SYMBOL = text(r"[A-Za-z_]\w{0,1000}", "the name of a C function")
+_WORDS = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{0,100000}", "a line of text")
 _DTYPE = one_of(*DTYPES)
 
 _CONSTANT = ("weight", "table")
