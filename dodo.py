@@ -98,6 +98,11 @@ def task_quality():
     return quality()
 
 
+def task_export():
+    """Make one file of the artifacts and the runtime, output=FILE, for `python FILE "some text"`."""
+    return command("export")
+
+
 def task_doctor():
     """Say which tools and devices this machine has, and what therefore works; json=1."""
     return command("doctor", built=False)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from llama_npu2.errors import UserError
@@ -24,11 +25,18 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see {self.prog} --help")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Raises UserError."""
-    parser = _Parser(prog="llama-npu2", description=__doc__)
+def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namespace:
+    """`artifacts`: what to run, where the command line does not say it. Raises UserError."""
+    parser = _Parser(prog=Path(artifacts).name if artifacts else "llama-npu2", description=__doc__)
     add = parser.add_argument
-    add("artifacts", metavar="DIR", help="artifact directory, for example artifacts/demo/cpu")
+    if artifacts:
+        parser.set_defaults(artifacts=artifacts)
+    else:
+        add(
+            "artifacts",
+            metavar="DIR",
+            help="artifact directory, as artifacts/demo/cpu, or a file of doit export",
+        )
     add("prompt", nargs="?", help="text to continue or answer; - reads standard input")
     add_arguments(parser, Sampling, Running)
     add("--trust", default="", metavar="WHAT", help="run what this signed: a fingerprint, or sha256: of a manifest")
@@ -43,18 +51,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--profile", action="store_const", dest="run", const=profile, help="where the time of a prompt and a token goes"
     )
     mode("--check", action="store_const", dest="run", const=check, help="compare every file with what was built")
-    parser.epilog = "llama-npu2 trust --help: whose native code to run"
+    parser.epilog = f"{parser.prog} trust --help: whose native code to run"
     parser.set_defaults(run=once)
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
+def main(arguments: list[str] | None = None, artifacts: str | None = None) -> int:
+    """`artifacts` as for `parse`. Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         if given[:1] == ["trust"]:
             return trust(given[1:])
-        options = parse(given)
+        options = parse(given, artifacts)
         if options.trust:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
         run: Callable[..., int] = options.run
@@ -83,7 +91,7 @@ def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
     from llama_npu2.llama import load
 
     if options.prompt is None:
-        raise UserError('no prompt: llama-npu2 DIR "some text", or --chat')
+        raise UserError(f'no prompt: give "some text" behind {options.artifacts}, or --chat')
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with contextlib.closing(load(options.artifacts, running.threads)) as llm:
         llm.notify = print_notice

@@ -14,7 +14,7 @@ from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import nbytes
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.schema import load_json
-from llama_npu2.storage import Directory, File, Listed, Storage
+from llama_npu2.storage import File, Listed, Storage, open_storage
 from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
 from llama_npu2.validation import check_blob, check_manifest
@@ -73,7 +73,7 @@ class Manifest:
     def open(cls, directory: str | Path) -> Manifest:
         """Read the manifest; check the machine, all that the manifest says, and its files but for their content.
         Raises UserError."""
-        storage = Directory(Path(directory))
+        storage = open_storage(Path(directory))
         content = _read(storage)
         sections = _sections(storage.path / "manifest.json", content)
         listed = Listed(storage, {name: entry["sha256"] for name, entry in sections["files"].items()})

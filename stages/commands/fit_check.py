@@ -53,6 +53,7 @@ def measure(build: Build, needs: Needs, context: int) -> Took:
             "weights": needs.policy.text,
             "kv": options.kv,
             "buckets": options.buckets,
+            "context": str(options.context),
             "artifacts": root,
         }
         command = [sys.executable, "-m", "doit", "compile", *(f"{name}={value}" for name, value in given.items())]

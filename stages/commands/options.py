@@ -48,6 +48,7 @@ class Options(Sampling, Running):
     peers: str = ""
     risky: bool = False
     keep: str = ""
+    output: str = ""
     key: str = ""
     name: str = ""
     remove: str = ""
