@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import ParseDict
+from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
+from in_toto_attestation.v1.statement_pb2 import Statement
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import SSlibKey
 
 from llama_npu2 import load, trust
 from llama_npu2.__main__ import main
@@ -474,3 +479,15 @@ def test_a_measurement_is_signed_if_it_is_of_this_manifest(arrived: Path, become
         payload = json.loads(base64.b64decode(json.loads(signed(arrived))["payload"]))
         made = payload["predicate"]["runDetails"]["byproducts"]
         assert [entry["name"] for entry in made if "annotations" in entry] == names
+
+
+def test_other_tools_read_what_is_signed(pristine: Path) -> None:
+    """The reference implementations of DSSE, in-toto's statement and SLSA's provenance."""
+    content = json.loads((pristine / trust.SIGNATURE).read_text())
+    text = content["signatures"][0]["keyid"]
+    key = SSlibKey(text, "ed25519", "ed25519", {"public": trust.PublicKey.parse(text).raw.hex()})
+    envelope = Envelope.from_dict(content)
+    assert list(envelope.verify([key], 1)) == [text]
+    said = json.loads(envelope.payload)
+    assert ParseDict(said, Statement()).subject[0].name == "manifest.json"
+    assert ParseDict(said["predicate"], Provenance()).build_definition.resolved_dependencies
