@@ -96,6 +96,16 @@ def special(name: str, make: Attack) -> Attack:
     return attack
 
 
+def behind_a_link(name: str) -> Attack:
+    """What it leads to is, for now, what it must be."""
+
+    def attack(directory: Path) -> None:
+        (directory / name).rename(directory.parents[1] / "outside")
+        (directory / name).symlink_to(directory.parents[1] / "outside")
+
+    return attack
+
+
 def marked_by_another(directory: Path) -> None:
     """With the mark of who built it, which says nothing to others."""
     (directory / trust.SIGNATURE).unlink()
@@ -155,6 +165,8 @@ NOT_LOADED: dict[str, tuple[Attack, str]] = {
     "program that is a pipe": (special("elf/o_ffn.so", os.mkfifo), "o_ffn.so is missing"),
     "program that is a device": (special("elf/o_ffn.so", lambda p: p.symlink_to("/dev/zero")), "o_ffn.so is missing"),
     "program that is a directory": (special("elf/o_ffn.so", Path.mkdir), "o_ffn.so is missing"),
+    "program behind a link": (behind_a_link("elf/o_ffn.so"), "o_ffn.so is a link out of the directory"),
+    "programs behind a link": (behind_a_link("elf"), "is a link out of the directory"),
     "name in other case": (lambda d: (d / HOST).rename(d / "elf/HOST.so"), "host.so is missing"),
     "name in other Unicode": (lambda d: (d / HOST).rename(d / "elf/h\u043est.so"), "host.so is missing"),
 }
