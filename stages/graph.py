@@ -39,7 +39,7 @@ from stages.manifest import write_manifest
 from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
-from stages.model.grouping import Program, programs
+from stages.model.grouping import WINDOW, Program, programs
 from stages.model.plan import write_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.sources import (
@@ -47,6 +47,7 @@ from stages.model.sources import (
     Source,
     copy_tokenizer,
     known_family,
+    known_positions,
     quantised,
     record_checkpoint,
     resolve,
@@ -176,6 +177,12 @@ class Build:
             raise UserError(f"{where} takes memory for positions as they are used: leave it out")
         return self.options.context or self.target.context
 
+    @property
+    def positions(self) -> int:
+        """That programs must be there for: no fewer than KV caches have room for."""
+        known = known_positions(self.source, self.directory / CONFIG)
+        return min(known or self.context, self.context)
+
     @cached_property
     def steps(self) -> dict[str, Step]:
         """Every step by name."""
@@ -282,7 +289,10 @@ class Wiring:
     def _libraries(self) -> list[Library]:
         """The host's programs in one, which target cpu makes for all targets; each device program in its own."""
         family = known_family(self.build.source, self.directory / CONFIG).model_type
-        made = programs(family, self.grouping, self.build.buckets, self.build.policy)
+        policy = self.build.policy
+        # Of a hub's model that is not here yet, this fetches the configuration.
+        positions = self.build.positions if self.grouping.of(family, policy).windowed else WINDOW
+        made = programs(family, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in made if not p.host)]
 

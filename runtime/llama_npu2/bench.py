@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.llama import Llama, load
+from llama_npu2.llama import Llama, decode_phase, load
 from llama_npu2.table import Column, Table
 
 PROMPTS = (128, 512, 2048)
@@ -341,7 +341,7 @@ class Bench:
 
 def _token_bytes(llm: Llama) -> dict[str, int]:
     """Bytes of every weight that a decoded token reads in full; the embedding only if the LM head shares it."""
-    calls = llm.manifest.plans["decode"]
+    calls = llm.manifest.plans[decode_phase(llm.windows, 0)]
     return {name: weight.nbytes for call in calls for name, weight in llm.manifest.weights_read(call).items()}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,7 +72,7 @@ class Llama:
         self._phases: dict[str, Submission] = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
-        self.buckets = sorted(int(name.partition("@")[2]) for name in self._phases if name.startswith("prefill@"))
+        self.buckets, self.windows = (sizes(self._phases, phase) for phase in ("prefill", "decode"))
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
@@ -141,7 +141,7 @@ class Llama:
             self._run(f"prefill@{bucket}", ids[:bucket])
             ids = ids[bucket:]
         for token in ids:
-            self._run("decode", [token])
+            self._step([token])
 
     def _too_long(self, tokens: int) -> str:
         wanted = ",".join(map(str, [*self.buckets, 1 << (tokens - 1).bit_length()]))
@@ -152,8 +152,12 @@ class Llama:
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
-        self._run("decode", self._checked([token_id]))
+        self._step(self._checked([token_id]))
         return self._logits.copy()
+
+    def _step(self, ids: list[int]) -> None:
+        """One token, attending through the smallest window that holds all that are there."""
+        self._run(decode_phase(self.windows, self.position), ids)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in token_ids]
@@ -253,6 +257,16 @@ class Llama:
     def close(self) -> None:
         """Release the device."""
         self.device.close()
+
+
+def sizes(phases: Iterable[str], kind: str) -> list[int]:
+    """Of the phases of a kind that come in sizes (`prefill@128`), ascending."""
+    return sorted(int(size) for name, _, size in (phase.partition("@") for phase in phases) if name == kind and size)
+
+
+def decode_phase(windows: Sequence[int], position: int) -> str:
+    """Of a token at a position: the smallest of the windows that holds it, where there are any."""
+    return f"decode@{next(size for size in windows if size > position)}" if windows else "decode"
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

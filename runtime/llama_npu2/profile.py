@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from llama_npu2.llama import Llama, load
+from llama_npu2.llama import Llama, decode_phase, load
 from llama_npu2.table import Column, Table
 
 PROMPT = 512
@@ -82,7 +82,8 @@ def _phases(llm: Llama) -> Iterator[tuple[str, int, int]]:
     if llm.buckets:
         rows = max((b for b in llm.buckets if b <= rows), default=llm.buckets[0])
     yield (f"prefill@{rows}" if llm.buckets else "prefill"), rows, 0
-    yield "decode", 1, min(DEPTH, llm.context_length - 1)
+    depth = min(DEPTH, llm.context_length - 1)
+    yield decode_phase(llm.windows, depth), 1, depth
 
 
 def profile(llm: Llama, phase: str, rows: int, position: int, repeats: int) -> Iterator[Line]:

@@ -23,7 +23,7 @@ from stages.graph import Build
 from stages.model.checkpoint import container
 from stages.model.config import Config
 from stages.model.families import parse_config
-from stages.model.grouping import Placed, chained, cover, programs
+from stages.model.grouping import Group, Placed, chained, cover, programs, windows
 from stages.model.parts import UNPACKED, Slot
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.targets import targets
@@ -31,7 +31,7 @@ from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.formats import formats
 
-DEPTH = 1024
+DEPTH = 1023
 """Positions before the token that is priced, as others quote theirs."""
 
 MIB = 1 << 20
@@ -75,10 +75,16 @@ class Estimate:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
         self.buckets, self.machine, self.bfp16, self.policy = buckets, machine, bfp16, policy
 
+    @property
+    def window(self) -> int:
+        """Positions that a token behind `DEPTH` others attends over, where the device does."""
+        return windows(DEPTH + 1)[-1]
+
     @cached_property
     def modules(self) -> dict[str, Module]:
         """Of every device program, by its name."""
-        found = programs(self.config.family, self.grouping, self.buckets, self.policy)
+        found = programs(self.config.family, self.grouping, self.buckets, self.policy, self.window)
+        found = [p for p in found if p.window in (None, self.window)]
         dims = self.config.dimensions()
         return {p.name: build_module(p, dims, bfp16=bool(self.bfp16 and p.bucket)) for p in found if not p.host}
 
@@ -110,19 +116,22 @@ class Estimate:
         calls = cover(chained(self.config.family, chain, self.config.layers, self.policy), self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             found = list(part)
-            names = tuple(f"{group.name}.{bucket}" if group.prompt else group.name for group, _ in found if group)
+            names = tuple(self._program(group, bucket) for group, _ in found if group)
             yield Stretch(names, () if names else tuple(placed for _, parts in found for placed in parts))
+
+    def _program(self, group: Group, bucket: int | None) -> str:
+        size = bucket if group.prompt else self.window if group.windowed else None
+        return f"{group.name}.{size}" if size else group.name
 
     def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
         found = list(stretches)
-        crossing = host_traffic(self.config, self.name, rows)["token" if rows == 1 else "prompt"]
-        crossing += self._unpacked(found)
+        crossing = self.host_traffic(rows)["token" if rows == 1 else "prompt"]
         spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in found]
         return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """The same as `host_traffic`, with weights that the host unpacks for a prompt."""
-        crossing = host_traffic(self.config, self.name, bucket)
+        crossing = host_traffic(self.config, self.name, bucket, self.grouping.windowed)
         return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(bucket))}
 
     def _unpacked(self, stretches: Iterable[Stretch]) -> int:
@@ -173,12 +182,13 @@ def _bytes(slot: Slot, dims: Mapping[str, float]) -> int:
     return nbytes(form.dtype, form.stored_shape(shape))
 
 
-def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) -> dict[str, int]:
+def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, attends: bool = False) -> dict[str, int]:
     """Bytes that cross between host and device: per prompt of `bucket` tokens, per token.
 
-    Slots that one call makes and another reads stay on the device. The host embeds, caches K and V and takes the
-    logits; in decode it also attends. It norms a prompt's last row, which `separate` hands to the device. `fused` ends
-    a prompt on the host: norm and logits that it writes are flushed before those of the first token land there.
+    Slots that one call makes and another reads stay on the device. The host embeds and takes the logits; unless the
+    device `attends` for a token, it caches K and V and attends. It norms a prompt's last row, which `separate` hands to
+    the device. `fused` ends a prompt on the host: norm and logits that it writes are flushed before those of the first
+    token land there.
     """
     known = {name: int(size) for name, size in config.dimensions().items()}
 
@@ -187,7 +197,8 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048) ->
 
     x, layers, logits = rows(known["emb"]), config.layers, nbytes("f32", [known["vocab"]])
     prompt = [bucket * x, rows(layers, bucket, known["kv_pair_dim"]), 2 * x, logits]
-    token = [x, rows(layers, known["q_dim"] + known["kv_pair_dim"]), rows(layers, known["q_dim"]), logits]
+    attention = [rows(layers, known["q_dim"] + known["kv_pair_dim"]), rows(layers, known["q_dim"])]
+    token = [x, logits, *([] if attends else attention)]
     if grouping == "separate":
         # The host's norm of the last row goes back to the device.
         token.append(2 * x)

@@ -12,6 +12,7 @@ from ml_dtypes import bfloat16
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, signature
+from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
     from stages.air import AirModule
@@ -110,12 +111,15 @@ def build(tiling: Tiling) -> AirModule:
 def reference_qkv(
     x: np.ndarray, table: np.ndarray, pos: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row -> Q rotated, bf16 `[heads * head_dim]`,
-    and its row of an interleaved cache, K rotated, bf16 `[kv_heads, 2, head_dim]`."""
+    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row; `table` f32 `[positions, head_dim +
+    POSITION / 2]`, positions behind the angles -> Q rotated and the position behind it, bf16 `[heads * head_dim +
+    POSITION]`, and the row of an interleaved cache, K rotated, bf16 `[kv_heads, 2, head_dim]`."""
     rotated = heads * head_dim, (heads + kv_heads) * head_dim
     q, k, v = np.split(x, rotated, axis=-1)
-    q, k = (reference(part, table, pos, head_dim) for part in (q, k))
-    return q[0], np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
+    angles, position = table[:, :head_dim], table[pos, head_dim:]
+    q, k = (reference(part, angles, pos, head_dim) for part in (q, k))
+    placed = np.concatenate([q[0], np.ascontiguousarray(position).view(bfloat16)])
+    return placed, np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -145,29 +149,34 @@ def tile_token(heads: int, kv_heads: int, head_dim: int) -> TokenTiling:
     """UserError if heads are no whole vectors or the row does not fit L1."""
     what = f"rope_qkv {heads}+{kv_heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
-    row = BF16 * (heads + 2 * kv_heads) * head_dim
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(limits.fits_l1(2 * row, F32 * head_dim)))
+    q, kv = BF16 * heads * head_dim, 2 * BF16 * kv_heads * head_dim
+    fitting = limits.fits_l1(q + kv, kv, F32 * head_dim + BF16 * POSITION)
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(fitting))
     return TokenTiling(heads, kv_heads, head_dim)
 
 
 def build_token(tiling: TokenTiling) -> AirModule:
-    """Arguments `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`; `table`: f32 `[head_dim]`, the row of this position;
-    `q`: bf16 `[heads * head_dim]`; `kv`: bf16 `[2 * kv_heads * head_dim]`, the position's row of the cache."""
+    """Arguments `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`; `table`: f32 `[head_dim + POSITION / 2]`, the row of
+    this position; `q`: bf16 `[heads * head_dim + POSITION]`; `kv`: bf16 `[2 * kv_heads * head_dim]`, the position's row
+    of the cache."""
     p = tiling
     q, kv = p.heads * p.head_dim, 2 * p.kv_heads * p.head_dim
-    shapes = {"x": ((q + kv,), "bf16"), "table": ((p.head_dim,), "f32"), "q": ((q,), "bf16"), "kv": ((kv,), "bf16")}
+    row = ((p.head_dim + POSITION * BF16 // F32,), "f32")
+    shapes = {"x": ((q + kv,), "bf16"), "table": row, "q": ((q + POSITION,), "bf16"), "kv": ((kv,), "bf16")}
     b = air.Builder("rope_qkv", {name: air.memref_type(*shape) for name, shape in shapes.items()})
+    whole = {name: b.args[name].at((0, size, 1)) for name, ((size,), _) in shapes.items()}
     variant = air.Variant.of("rope_qkv", HEADS=p.heads, HEAD_DIM=p.head_dim, KV_HEADS=p.kv_heads)
-    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, *shapes.values()) as buffers:
-        whole = [
-            (b.args[name].at((0, size, 1)), buffer)
-            for (name, ((size,), _)), buffer in zip(shapes.items(), buffers, strict=True)
-        ]
-        for there, here in whole[:2]:
-            b.dma(here, there)
-        b.call(variant, "rope_qkv", *buffers)
-        for there, here in whole[2:]:
-            b.dma(there, here)
+    with (
+        b.launch(),
+        b.segment(),
+        b.herd(1, 1),
+        b.alloc(air.L1, *(shapes[name] for name in ("x", "table", "kv"))) as (x, table, new),
+    ):
+        b.dma(x, whole["x"])
+        b.dma(table, whole["table"])
+        b.call(variant, "rope_qkv", x, table, new)
+        b.dma(whole["q"], x.at((0, q + POSITION, 1)))
+        b.dma(whole["kv"], new)
     return b.finish()
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from llama_npu2.errors import UserError
-from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
 """For a size or a position."""
@@ -64,6 +64,8 @@ class Config:
             "qk_dim": (self.heads + self.kv_heads) * self.head_dim,
             "qkv_dim": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "ffn_pair_dim": 2 * self.ffn,
+            "placed_q_dim": self.heads * self.head_dim + POSITION,
+            "placed_head_dim": self.head_dim + POSITION // 2,
             "max_seq": self.max_seq,
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
             "kv_block_positions": KV_BLOCK_POSITIONS,
@@ -179,6 +181,14 @@ def inverse_frequencies(config: Config) -> np.ndarray:
     return inverse
 
 
+def token_table(config: Config, positions: int) -> np.ndarray:
+    """`rope_table` with each row's position behind it: float32 `[positions, head_dim + POSITION / 2]`, the position as
+    the bits of an int32, then zeros."""
+    behind = np.zeros((positions, POSITION // 2), np.int32)
+    behind[:, 0] = np.arange(positions)
+    return np.concatenate([rope_table(config, positions), behind.view(np.float32)], axis=1)
+
+
 def rope_table(config: Config, positions: int) -> np.ndarray:
     """Float32 `[positions, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
@@ -186,3 +196,7 @@ def rope_table(config: Config, positions: int) -> np.ndarray:
     table[:, : config.head_dim // 2] = np.cos(angles)
     table[:, config.head_dim // 2 :] = np.sin(angles)
     return table
+
+
+TABLES: Mapping[str, Callable[[Config, int], np.ndarray]] = {"rope_table": rope_table, "token_table": token_table}
+"""Tables that programs read rows of, by the names of their buffers: of so many positions."""

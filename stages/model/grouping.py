@@ -6,6 +6,7 @@ first, and what no group covers runs on the host, each part as a program of its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,11 +28,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class Group:
-    """Parts that follow one another and share a device program. `prompt`: its shapes depend on the bucket."""
+    """Parts that follow one another and share a device program. `prompt`: its shapes depend on the bucket; `windowed`:
+    on the window of the cache that a token attends over."""
 
     name: str
     parts: tuple[str, ...]
     prompt: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Grouping:
     token: Chain
     groups: tuple[Group, ...]
     joined: Grouping | None = None
+
+    @property
+    def windowed(self) -> bool:
+        return any(group.windowed for group in self.groups)
 
     def of(self, family: str, policy: Policy) -> Grouping:
         """The one for a policy."""
@@ -58,7 +65,7 @@ class Placed:
     inside: bool
     next_norm: str = ""
 
-    def reference(self, slot: Slot, head: str) -> str:
+    def reference(self, slot: Slot, head: str = "") -> str:
         """The buffer bound to a slot, with its view: `name`, `name@pos` or `name@last`."""
         turns = {"turn": self.layer % 2, "next": (self.layer + 1) % 2}
         return slot.buffer.format(layer=self.layer, head=head, next_norm=self.next_norm, **turns)
@@ -72,7 +79,8 @@ class Program:
     """What a device runs: parts joined. Parts that bind one buffer share the slot of the first.
 
     `name` is unique in an artifact directory, `entry` is the function's. `wiring`: for each part, its slots -> the
-    program's. `bucket`: rows that its shapes are fixed to, None where rows are known at run time only.
+    program's. `bucket`: rows that its shapes are fixed to, None where rows are known at run time only; `window`:
+    positions of the cache that they are fixed to, None where it attends over none.
     """
 
     name: str
@@ -82,6 +90,18 @@ class Program:
     wiring: tuple[Mapping[str, str], ...]
     host: bool
     bucket: int | None = None
+    window: int | None = None
+
+
+WINDOW = 128
+"""Positions of the smallest window of a cache; each has twice as many as the one before."""
+
+
+def windows(positions: int) -> list[int]:
+    """That a cache of so many positions is attended over through: the smallest that holds them serves. The last has
+    all, up to whole smallest ones."""
+    doubled = list(itertools.takewhile(lambda size: size < positions, (WINDOW << i for i in itertools.count())))
+    return [*doubled, -(-positions // WINDOW) * WINDOW]
 
 
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
@@ -117,9 +137,11 @@ _LAYERS = 3
 """Of the model that programs are derived from at least: the first, one in the middle and the last."""
 
 
-def programs(family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16) -> list[Program]:
-    """Every program, those of groups first; a prompt's groups once per bucket. They do not depend on a model's sizes,
-    only on the layers that a policy names.
+def programs(
+    family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = WINDOW
+) -> list[Program]:
+    """Every program, those of groups first; a prompt's groups once per bucket, those that attend over a cache of so
+    many positions once per window. They do not depend on a model's other sizes, only on the layers that a policy names.
 
     TypeError where a group cannot be one program: it would need other slots at another place.
     """
@@ -137,35 +159,37 @@ def programs(family: str, grouping: Grouping, buckets: Sequence[int] = (), polic
             joined[made.entry] = _with_results_of_both(known, made)
     order = [g.name for g in grouping.groups] + [name for name in joined if joined[name].host]
     prompts = {g.name for g in grouping.groups if g.prompt}
-    return [
-        program
-        for name in order
-        for program in (_in_buckets(joined[name], buckets) if name in prompts and buckets else [joined[name]])
-    ]
+    windowed = {g.name for g in grouping.groups if g.windowed}
 
+    def sized(name: str) -> list[Program]:
+        if name in prompts and buckets:
+            return [replace(joined[name], name=f"{name}.{bucket}", bucket=bucket) for bucket in buckets]
+        if name in windowed:
+            return [replace(joined[name], name=f"{name}.{size}", window=size) for size in windows(positions)]
+        return [joined[name]]
 
-def _in_buckets(program: Program, buckets: Sequence[int]) -> list[Program]:
-    return [replace(program, name=f"{program.name}.{bucket}", bucket=bucket) for bucket in buckets]
+    return [program for name in order for program in sized(name)]
 
 
 def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]) -> Program:
-    """One program of parts that follow one another; `later`: the parts behind them in the phase."""
+    """One program of parts that follow one another; slots that they bind to one buffer, seen alike, are one. `later`:
+    the parts behind them in the phase."""
     slots: dict[str, Slot] = {}
     shared: dict[str, str] = {}
     wiring = []
     for at in placed:
-        wired = {slot.name: shared.get(at.buffer(slot), slot.name) for slot in at.part.slots}
+        wired = {slot.name: shared.get(at.reference(slot), slot.name) for slot in at.part.slots}
         for slot in at.part.slots:
-            if at.buffer(slot) not in shared and slots.setdefault(slot.name, slot) is not slot:
+            if at.reference(slot) not in shared and slots.setdefault(slot.name, slot) is not slot:
                 raise TypeError(f"{at.part.name}: slot {slot.name} is another part's in the same program")
             if slots[wired[slot.name]].role == "input" and slot.role != "input":
                 raise TypeError(f"{at.part.name}: writes {slot.name}, which the program has as input")
-        shared |= {at.buffer(slot): wired[slot.name] for slot in at.part.slots}
+        shared |= {at.reference(slot): wired[slot.name] for slot in at.part.slots}
         wiring.append(wired)
     ends = () if later else placed[-1].part.slots
     results = {wiring[-1][slot.name] for slot in ends if slot.role == "output"}
-    for buffer, name in shared.items():
-        slot = slots[name]
+    for reference, name in shared.items():
+        slot, buffer = slots[name], reference.partition("@")[0]
         if slot.role == "output" and not (slot.keeps or name in results or _read_next(later, buffer)):
             slots[name] = replace(slot, role="scratch")
     name = group.name if group else placed[0].part.name

@@ -89,7 +89,8 @@ def make_plan(
 ) -> Plan:
     """`kernel_set`: whose layouts device programs read. `buckets`: row counts of static programs; none: any number.
 
-    Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`.
+    Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`, or
+    `decode@<window>` where device programs attend for a token.
     TypeError where programs want one buffer in ways that exclude each other, UserError where the policy names what the
     model does not have.
     """
@@ -108,10 +109,14 @@ class _Planner:
         family = families.of(config)
         self.family, self.head = family.model_type, family.head(config)
         self.grouping = grouping.of(self.family, policy)
-        self.programs = {(p.entry, p.bucket): p for p in programs(self.family, grouping, self.buckets, policy)}
+        made = programs(self.family, grouping, self.buckets, policy, config.max_seq)
+        self.programs = {(p.entry, p.bucket or p.window): p for p in made}
+        self.windows = sorted({p.window for p in made if p.window})
         longest = self.buckets[-1] if buckets else 0
+        positions = max(config.max_seq, longest, *self.windows)
         self.dimensions: Mapping[str, float] = config.dimensions() | {
-            "max_seq": max(config.max_seq, longest),
+            "max_seq": positions,
+            "window": positions,
             "seq": longest or min(PREFILL_ROWS, config.max_seq),
         }
         self.made = Plan()
@@ -123,14 +128,17 @@ class _Planner:
         if not self.buckets:
             phases["prefill_chunk"] = list(self._calls(replace(prompt, end=())))
             phases["prefill"] = list(self._calls(prompt))
-        phases["decode"] = list(self._calls(self.grouping.token))
+        for window in self.windows:
+            phases[f"decode@{window}"] = list(self._calls(self.grouping.token, window=window))
+        if not self.windows:
+            phases["decode"] = list(self._calls(self.grouping.token))
         return self.made
 
-    def _calls(self, chain: Chain, bucket: int | None = None) -> Iterator[Call]:
+    def _calls(self, chain: Chain, bucket: int | None = None, window: int | None = None) -> Iterator[Call]:
         phase = chained(self.family, chain, self.config.layers, self.policy)
         for group, placed in cover(phase, self.grouping.groups):
             entry = group.name if group else placed[0].part.name
-            program = self.programs.get((entry, bucket)) or self.programs[entry, None]
+            program = self.programs.get((entry, bucket or window)) or self.programs[entry, None]
             layer = placed[0].layer if placed[0].inside else None
             yield Call(program.name, self._bind(program, placed, bucket), layer)
 

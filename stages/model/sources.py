@@ -357,6 +357,20 @@ def known_family(source: Source, recorded: Path) -> Family:
     return next(iter(families.families().values()))
 
 
+def known_positions(source: Source, recorded: Path) -> int | None:
+    """How long a context the model knows, before its checkpoint is there; None where that is not known yet. `recorded`
+    as in `known_family`."""
+    if isinstance(source, RandomSource):
+        return source.config.max_seq
+    files = [recorded] if recorded.is_file() else []
+    with contextlib.suppress(UserError):
+        files = files or [path for path in source.config_files() if path.name == recorded.name]
+    for path in files:
+        with contextlib.suppress(UserError):
+            return families.read_config(path).max_seq
+    return None
+
+
 def quantised(source: Source, recorded: Path) -> bool:
     """Whether a checkpoint may hold quantised weights, as far as that is known without them. `recorded`: its
     configuration, where it was seen before."""

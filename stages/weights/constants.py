@@ -25,6 +25,10 @@ LANES = 32
 LIFT = 128
 """What the array's cores have on top of the numbers of a group (`kernel_src/aie2p/grouped.h`)."""
 
+POSITION = 32
+"""Elements of bf16, a cache line, that begin with a token's position as i32: behind its queries, and as half as many
+f32 behind its row of rotary embedding."""
+
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
@@ -37,5 +41,6 @@ def macros() -> tuple[str, ...]:
         "QUAD": QUAD,
         "LANES": LANES,
         "LIFT": LIFT,
+        "POSITION": POSITION,
     }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

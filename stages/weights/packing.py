@@ -14,7 +14,7 @@ from stages.engine.files import file_digests, write_json
 from stages.engine.places import WEIGHTS
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
-from stages.model.config import rope_table
+from stages.model.config import TABLES
 from stages.model.importers import PLAIN
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, Tensor, write_safetensors
@@ -93,7 +93,7 @@ def _contents(
         buffer = buffers[name]
         stored = formats()[buffer.format]
         if buffer.kind == "table":
-            yield stored.pack(rope_table(checkpoint.config, buffer.shape[0]), buffer.layout)
+            yield stored.pack(TABLES[name](checkpoint.config, buffer.shape[0]), buffer.layout)
         elif calibrated.keys() >= {*tensors_of(name)}:
             rows = [read_calibrated(calibrated[part], part) for part in tensors_of(name)]
             yield stored.arrange(np.concatenate(rows), buffer.layout)

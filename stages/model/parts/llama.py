@@ -127,6 +127,10 @@ _NORMED = "normed"
 """The buffer of what a token's layer begins with: made at the end of the one before."""
 
 
+_ATTENDED = "attn_out.{turn}"
+"""The buffer of a token's attention: read and written, one layer's and the next one's, by one program."""
+
+
 def _first_norm() -> Part:
     """The norm that the first layer of a token begins with: 3 slots, 1 launch."""
     b = PartBuilder()
@@ -141,13 +145,14 @@ def _normed(b: PartBuilder) -> str:
 
 
 def _qkv_gemv_rope() -> Part:
-    """Of a token's normed row: Q, K and V as one product, rotation, the cache's new row: 6 slots, 2 launches."""
+    """Of a token's normed row: Q, K and V as one product, rotation, the cache's new row: 6 slots, 2 launches. The
+    position comes with the rotation's angles and goes on with the queries."""
     b = PartBuilder()
     x = b.slot("normed", ("emb",), "input", buffer=_NORMED)
     b.slots.append(_QKV)
     qkv = b.slot("qkv", ("qkv_dim",), "scratch")
-    table = b.slot("lut", ("max_seq", "head_dim"), "table", format="f32", buffer="rope_table")
-    q = b.slot("q_roped", ("q_dim",), "output")
+    table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
+    q = b.slot("q_roped", ("placed_q_dim",), "output", buffer="placed_q")
     kv = _interleaved(b, "output", "@pos")
     b.launch("gemv", {"x": x, "weight": _QKV.name, "out": qkv}, cols="emb", out_cols="qkv_dim")
     b.launch("rope_qkv", {"x": qkv, "table": table, "q": q, "kv": kv}, pos="pos", **_HEADS)
@@ -158,7 +163,7 @@ def _o_gemv_ffn_norm() -> Part:
     """Behind a token's attention: output projection, residual and RMS norm, gate and up as one product with SwiGLU in
     it, down, residual and the next layer's norm: 14 slots, 5 launches."""
     b = PartBuilder()
-    attn_out = b.slot("attn_out", ("q_dim",), "input")
+    attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
     wo = _weight(b, "wo")
     proj = b.slot("proj", ("emb",), "scratch")
     x = b.slot("x_residual", ("emb",), "input", buffer="x.{turn}")
@@ -233,14 +238,14 @@ def _decode_attn_kv() -> Part:
     return b.build("decode_attn_kv")
 
 
-def _attend_kv() -> Part:
-    """Attend over an interleaved cache that has the newest K and V: 3 slots, 1 launch."""
+def _token_attn() -> Part:
+    """Attend over the first positions of an interleaved cache that has the newest K and V: 3 slots, 1 launch."""
     b = PartBuilder()
-    q = b.slot("q", ("q_dim",), "input", buffer="q_roped")
-    kv = _interleaved(b, "input")
-    out = b.slot("attn_out", ("q_dim",), "output")
-    b.launch("decode_attention_kv", {"q": q, "kv": kv, "out": out}, pos="pos", **_HEADS)
-    return b.build("attend_kv")
+    q = b.slot("q", ("placed_q_dim",), "input", buffer="placed_q")
+    kv = b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
+    out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
+    b.launch("token_attention", {"q": q, "kv": kv, "out": out}, window="window", pos="pos", **_HEADS)
+    return b.build("token_attn")
 
 
 def _embed(name: str, kernel: str) -> Part:
@@ -290,7 +295,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "decode_attn_kv": _decode_attn_kv,
     "first_norm": _first_norm,
     "qkv_gemv_rope": _qkv_gemv_rope,
-    "attend_kv": _attend_kv,
+    "token_attn": _token_attn,
     "o_gemv_ffn_norm": _o_gemv_ffn_norm,
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),
     "o_gemv_ffn": lambda: _o_ffn("o_gemv_ffn", _TOKEN),

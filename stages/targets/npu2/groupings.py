@@ -38,11 +38,11 @@ GROUPINGS = {
         # Fewer and larger products, each layer's norm at the end of the one before, K and V straight into the cache.
         Grouping(
             Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
-            Chain((*_START, "first_norm"), ("qkv_gemv_rope", "attend_kv", "o_gemv_ffn_norm"), ("lm_head_normed",)),
+            Chain((*_START, "first_norm"), ("qkv_gemv_rope", "token_attn", "o_gemv_ffn_norm"), ("lm_head_normed",)),
             (
                 Group("prefill_layer", _PROMPT, prompt=True),
-                Group("decode_first", ("first_norm", "qkv_gemv_rope")),
-                Group("decode_layer", ("o_gemv_ffn_norm", "qkv_gemv_rope")),
+                Group("decode_first", ("first_norm", "qkv_gemv_rope", "token_attn"), windowed=True),
+                Group("decode_layer", ("o_gemv_ffn_norm", "qkv_gemv_rope", "token_attn"), windowed=True),
                 Group("decode_last", ("o_gemv_ffn_norm", "lm_head_normed")),
             ),
         ),

@@ -16,7 +16,7 @@ from stages.engine.places import CONFIG, MODULES
 from stages.estimate import price
 from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
-from stages.model.grouping import Program
+from stages.model.grouping import WINDOW, Program
 from stages.model.grouping import programs as derive_programs
 from stages.model.policy import Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
@@ -41,7 +41,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     """What `write_module` takes for a library of one program."""
     (program,) = programs
     chosen = {"grouping": options["grouping"], "entry": program.entry, "bucket": program.bucket}
-    chosen["weights"] = options["weights"]
+    chosen |= {"window": program.window, "weights": options["weights"]}
     # Products of a token are bound by memory, and stay exact.
     return {**chosen, "bfp16": bool(options["bfp16"] and program.bucket)}
 
@@ -64,6 +64,7 @@ def write_module(
     grouping: str,
     entry: str,
     bucket: int | None,
+    window: int | None,
     weights: str,
     bfp16: bool,
     support: Sequence[str] = (),
@@ -77,7 +78,7 @@ def write_module(
     the estimate re-links nothing.
     """
     policy = parse_policy(weights)
-    write(_module(directory, grouping, entry, bucket, policy, bfp16), library, work, support, priced)
+    write(_module(directory, grouping, entry, (bucket, window), policy, bfp16), library, work, support, priced)
 
 
 def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
@@ -93,10 +94,14 @@ def write(module: Module, library: str, work: Path, support: Sequence[str] = (),
         write_json(path.with_suffix(".cost.json"), cost)
 
 
-def _module(directory: Path, grouping: str, entry: str, bucket: int | None, policy: Policy, bfp16: bool) -> Module:
+def _module(
+    directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy, bfp16: bool
+) -> Module:
     config = read_config(directory / CONFIG)
-    found = derive_programs(config.family, GROUPINGS[grouping], [bucket] if bucket else (), policy)
-    program = next(p for p in found if p.entry == entry)
+    bucket, window = sizes
+    buckets = [bucket] if bucket else ()
+    found = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or WINDOW)
+    program = next(p for p in found if p.entry == entry and p.window == window)
     return build_module(program, config.dimensions(), bfp16=bfp16)
 
 
@@ -161,7 +166,7 @@ def build_module(program: Program, dimensions: Dimensions, pos: int = 0, bfp16: 
     that a shape breaks.
     """
     rows = program.bucket or 1
-    known = {**dimensions, "seq": rows, "max_seq": pos + rows, "pos": pos}
+    known = {**dimensions, "seq": rows, "max_seq": pos + rows, "window": program.window or 0, "pos": pos}
     launches = list(_launches(program, known))
     tilings = [_tile(kernel, {**sizes, "bfp16": bfp16}) for kernel, _, sizes in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]

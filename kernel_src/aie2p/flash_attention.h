@@ -1,0 +1,212 @@
+// Attention of QR query rows over a stream of KR-row KV tiles, online softmax in the log2 domain, head size HD. The rows
+// are at positions that follow one another, or with SAME_ROW all at one.
+//
+// q bf16 blocks [QR/8][HD/8][8][8]; kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
+// [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = running maximum, running sum; work f32 [QR][KR], scratch.
+//
+// Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors
+// and not across lanes; fa_init transposes the blocks of q in place for this.
+//
+// The core's exponential gives bf16, which is what the product with V takes anyway; the sum is taken over those same
+// rounded weights, so their error does not scale the result. The running maximum is rounded up to a whole number:
+// the correction of what was accumulated is then a power of two, exact, however often the maximum moves.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+
+constexpr unsigned QUERY_BLOCKS = QR / EDGE, KEY_BLOCKS = KR / EDGE, DIM_BLOCKS = HD / EDGE;
+static_assert(QR % EDGE == 0 && KR % EDGE == 0 && HD % EDGE == 0);
+static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16, and DISTANCE is half of one");
+// Keys of half a score block.
+constexpr unsigned KEYS = EDGE / 2;
+// Query blocks that share each gathered block of K or V.
+constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
+// Blocks of V held at a time: two are a third of the vector registers, and a product needs as many again.
+constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
+// Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.
+constexpr float MASKED = -1048576.0f;
+constexpr float LOG2E = 1.44269504088896341f;
+
+using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
+using Half = aie::vector<float, HALF>;
+using PerQuery = aie::vector<float, EDGE>;
+
+constexpr float root(float x) {
+    float r = x;
+    for (unsigned i = 0; i < 32; ++i) r = 0.5f * (r + x / r);
+    return r;
+}
+
+// Query minus key inside half a score block: lane = key * EDGE + query.
+#ifdef SAME_ROW
+constexpr int32 APART = 0;
+alignas(64) const int32 DISTANCE[HALF] = {0,  0,  0,  0,  0,  0,  0,  0,  -1, -1, -1, -1, -1, -1, -1, -1,
+                                          -2, -2, -2, -2, -2, -2, -2, -2, -3, -3, -3, -3, -3, -3, -3, -3};
+#else
+constexpr int32 APART = 1;
+alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,  2,  3, 4, 5, 6,
+                                          -2, -1, 0,  1,  2, 3, 4, 5, -3, -2, -1, 0,  1, 2, 3, 4};
+#endif
+
+// A block whose rows lie 2*HD apart.
+aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
+    aie::vector<bfloat16, BLOCK> out;
+    unrolled<EDGE>([&](auto r) { out.insert(r, aie::load_v<EDGE>(rows + r * 2 * HD)); });
+    return out;
+}
+
+// Over the keys of half a block, per query.
+PerQuery maximum_of_keys(const Half &v) {
+    const auto two = aie::max(v.template extract<2 * EDGE>(0), v.template extract<2 * EDGE>(1));
+    return aie::max(two.template extract<EDGE>(0), two.template extract<EDGE>(1));
+}
+
+// work[query block][key block] = K Q^T, f32 blocks [8 keys][8 queries].
+void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
+    for (unsigned first = 0; first < QUERY_BLOCKS; first += GROUP)
+        for (unsigned key = 0; key < KEY_BLOCKS; ++key) {
+            Registers<Block, GROUP> sum;
+            for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
+                const aie::vector<bfloat16, BLOCK> k = gather(kv + key * EDGE * 2 * HD + d * EDGE);
+                unrolled<GROUP>([&](auto g) {
+                    sum.get(g).mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
+                });
+            }
+            unrolled<GROUP>([&](auto g) {
+                store_block(work + ((first + g) * KEY_BLOCKS + key) * BLOCK, sum.get(g).to_accum());
+            });
+        }
+}
+
+// Scales the scores of one query block to the log2 domain and masks; returns their maximum, per query.
+// Key j of this tile is visible to query i of this block iff i - j >= first_visible.
+PerQuery scale_and_mask(float *work, int32 first_visible) {
+    const Pair<HALF> scale = split<HALF>(LOG2E / root(HD));
+    Half top = aie::broadcast<float, HALF>(MASKED);
+    for (unsigned half = 0; half < 2 * KEY_BLOCKS; ++half, work += HALF) {
+        Half y = product(split(aie::load_v<HALF>(work)), scale).template to_vector<float>();
+        const int32 bound = first_visible + static_cast<int32>(half * KEYS);
+        if (bound > 1 - static_cast<int32>(KEYS))
+            y = aie::select(y, aie::broadcast<float, HALF>(MASKED),
+                            aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
+        top = aie::max(top, y);
+        aie::store_v(work, y);
+    }
+    return maximum_of_keys(top);
+}
+
+// Replaces the scores of one query block by bf16 weights 2^(y - top), blocks [8 queries][8 keys] at the scores' places.
+// Returns the sums of the rounded weights, per query.
+PerQuery weights(float *work, const PerQuery &top) {
+    const Half subtrahend = repeat<HALF>(top);
+    aie::accum<accfloat, HALF> sum = aie::zeros<accfloat, HALF>();
+    for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += BLOCK) {
+        aie::vector<bfloat16, BLOCK> block;
+        unrolled<2>([&](auto h) {
+            const auto p = aie::exp2<bfloat16>(aie::sub(aie::load_v<HALF>(work + h * HALF), subtrahend));
+            sum = aie::add(sum, p);
+            block.insert(h, p);
+        });
+        aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, EDGE, EDGE));
+    }
+    return sum_of_rows(sum.template to_vector<float>());
+}
+
+// Multiplies the rows of one query block of acc by powers of two, one per query.
+void rescale(float *acc, const aie::vector<bfloat16, EDGE> &factor) {
+    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), EDGE, EDGE);
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+        unrolled<2>([&](auto h) {
+            const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(h);
+            aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
+            acc += HALF;
+        });
+}
+
+// Softmax step of one query block.
+void advance(float *work, float *acc, float *maximum, float *sum, int32 first_visible) {
+    const PerQuery highest = scale_and_mask(work, first_visible), before = aie::load_v<EDGE>(maximum);
+    const auto above = aie::add(highest, aie::broadcast<float, EDGE>(0.5f));
+    const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(above));
+    const PerQuery top = aie::max(before, rounded_up);
+    const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, EDGE>(-127.0f));
+    const PerQuery added = weights(work, top);
+    // A row of a block is less than an accumulator has: the factor is applied to copies.
+    const auto factor = aie::accum<accfloat, HALF>(power_of_two(repeat<HALF>(change))).template to_vector<bfloat16>();
+    const auto kept = exact_product(repeat<HALF>(aie::load_v<EDGE>(sum)), factor).template to_vector<float>();
+    aie::store_v(sum, aie::add(kept.template extract<EDGE>(0), added));
+    aie::store_v(maximum, top);
+    if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<EDGE>(0));
+}
+
+// acc += P V for HELD blocks of keys: `work` their weights, `v` their rows, from one block of dimensions on, as `acc`.
+void add_values(const float *work, const bfloat16 *v, float *acc) {
+    Registers<aie::vector<bfloat16, BLOCK>, HELD> held;
+    unrolled<HELD>([&](auto key) { held.get(key) = gather(v + key * EDGE * 2 * HD); });
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query, work += KEY_BLOCKS * BLOCK, acc += DIM_BLOCKS * BLOCK) {
+        Block sum(load_block(acc));
+        unrolled<HELD>([&](auto key) {
+            sum.mac(aie::load_v<BLOCK>(reinterpret_cast<const bfloat16 *>(work + key * BLOCK)), held.get(key));
+        });
+        store_block(acc, sum.to_accum());
+    }
+}
+
+// acc += P V
+void accumulate(const float *work, const bfloat16 *kv, float *acc) {
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+        for (unsigned key = 0; key < KEY_BLOCKS; key += HELD)
+            add_values(work + key * BLOCK, kv + key * EDGE * 2 * HD + HD + d * EDGE, acc + d * BLOCK);
+}
+
+// 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
+Pair<16> reciprocals(const float *x) {
+    alignas(64) float out[16] = {};
+    for (unsigned i = 0; i < EDGE; ++i) {
+        const float estimate = aie::inv(x[i]);
+        out[i] = estimate * (2.0f - x[i] * estimate);
+    }
+    return split(aie::load_v<16>(out));
+}
+
+// Before the first key.
+void begin(float *acc, float *stats) {
+    for (unsigned i = 0; i < QR * HD; i += HALF) aie::store_v(acc + i, aie::zeros<float, HALF>());
+    for (unsigned i = 0; i < QR; i += EDGE) {
+        aie::store_v(stats + i, aie::broadcast<float, EDGE>(MASKED));
+        aie::store_v(stats + QR + i, aie::zeros<float, EDGE>());
+    }
+}
+
+// q_row, k_row: absolute positions of the first query and the first key. Query i sees key j iff k_row + j is no more than
+// the query's position.
+void attend(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, float *acc, float *stats, float *work) {
+    if (k_row > q_row + APART * (static_cast<int32>(QR) - 1)) return;
+    use_nearest_even();
+    scores(q, kv, work);
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query)
+        advance(work + query * KEY_BLOCKS * BLOCK, acc + query * DIM_BLOCKS * BLOCK, stats + query * EDGE,
+                stats + QR + query * EDGE, k_row - q_row - APART * static_cast<int32>(query * EDGE));
+    accumulate(work, kv, acc);
+}
+
+// Behind the last key: the results, in the blocks of q.
+void finish(float *acc, const float *stats, bfloat16 *q) {
+    use_nearest_even();
+    for (unsigned query = 0; query < QUERY_BLOCKS; ++query, acc += DIM_BLOCKS * BLOCK, q += DIM_BLOCKS * BLOCK) {
+        const Pair<16> inverse = reciprocals(stats + QR + query * EDGE);
+        const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<EDGE>(0)), EDGE, EDGE);
+        const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<EDGE>(0)), EDGE, EDGE);
+        for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+            unrolled<2>([&](auto h) {
+                const unsigned at = d * BLOCK + h * HALF;
+                const Pair<HALF> by{hi.template extract<HALF>(h), lo.template extract<HALF>(h)};
+                const auto value = product(split(aie::load_v<HALF>(acc + at)), by);
+                aie::store_v(q + at, value.template to_vector<bfloat16>());
+            });
+    }
+}
+
+}  // namespace
