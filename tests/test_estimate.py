@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
@@ -36,7 +37,18 @@ from stages.estimate.work import (
     multiply,
     spend,
 )
-from stages.kernels import Cost, add_rms_norm, flash_attention, gemm, gemv, grouped_gemv, kernels, rms_norm, rope
+from stages.kernels import (
+    Cost,
+    add_rms_norm,
+    flash_attention,
+    gemm,
+    gemv,
+    grouped_gemv,
+    kernels,
+    rms_norm,
+    rope,
+    token_attention,
+)
 from stages.model.presets import PRESETS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
@@ -297,8 +309,8 @@ def _add_norm(cols: int) -> tuple[Any, str, list[Any], int]:
 def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
     tiling = rope.tile_token(heads, kv_heads, head_dim)
     variant = air.Variant.of("rope_qkv", HEADS=heads, HEAD_DIM=head_dim, KV_HEADS=kv_heads)
-    q, kv = 2 * heads * head_dim, 4 * kv_heads * head_dim
-    arguments = [buffer(q + kv), buffer(4 * head_dim), buffer(q), buffer(kv)]
+    kv = 4 * kv_heads * head_dim
+    arguments = [buffer(2 * heads * head_dim + kv), buffer(4 * head_dim + 64), buffer(kv)]
     return variant, "rope_qkv", arguments, tiling.costs["rope_qkv"].vectors
 
 
@@ -323,6 +335,24 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
     # Two blocks of V are held at a time: results go in and out for each pair.
     values = blocks_d * blocks_k * (16 + blocks_q * (12 // 2 + 2))
     fed = scores + values if function == "fa_step" else 0
+    return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
+
+
+def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[Any], int]:
+    tiling = token_attention.tile(1024, group, 1, d)
+    queries, k = tiling.queries, tiling.tile_k
+    rows, q, acc = buffer(2 * (group * d + 32)), buffer(2 * queries * d), buffer(4 * queries * d)
+    rows[-64:].view(np.int32)[0] = 1023
+    arguments = {
+        "ta_init": [rows, 0, q, acc, buffer(8 * queries)],
+        "ta_step": [rows, 0, q, buffer(4 * k * d), acc, buffer(8 * queries), buffer(4 * queries * k)],
+        "ta_out": [acc, buffer(8 * queries), q, buffer(2 * group * d)],
+    }
+    blocks_q, blocks_k, blocks_d = queries // 8, k // 8, d // 8
+    shared = next(n for n in (4, 2, 1) if blocks_q % n == 0)
+    scores = blocks_q // shared * blocks_k * (blocks_d * (16 + shared * 2) + shared * 6)
+    values = blocks_d * blocks_k * (16 + blocks_q * (12 // 2 + 2))
+    fed = scores + values if function == "ta_step" else 0
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
 
 
@@ -359,6 +389,10 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
         lambda: _attention("fa_step", 64, 64, 64),
         lambda: _attention("fa_step", 32, 64, 128),
         lambda: _attention("fa_out", 64, 64, 64),
+        lambda: _token_attention("ta_init", 4, 64),
+        lambda: _token_attention("ta_step", 4, 64),
+        lambda: _token_attention("ta_step", 9, 128),
+        lambda: _token_attention("ta_out", 3, 64),
     ],
 )
 def test_costs_are_what_the_tile_functions_do(
@@ -371,6 +405,10 @@ def test_costs_are_what_the_tile_functions_do(
     if function == "fa_step":
         count(variant, "fa_init", [arguments[2], arguments[4], arguments[5]], work)
         count(variant, function, [arguments[0], 0, *arguments[2:]], work)
+    if function == "ta_step":
+        rows, _, q, _, acc, stats, _ = arguments
+        count(variant, "ta_init", [rows, 0, q, acc, stats], work)
+        count(variant, function, arguments, work)
     assert math.isclose(count(variant, function, arguments, work), expected, rel_tol=0.02), function
 
 

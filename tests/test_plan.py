@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from llama_npu2.errors import UserError
+from llama_npu2.llama import decode_phase, sizes
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.families import parse_config
-from stages.model.grouping import Chain, Group, Grouping, Program, programs
+from stages.model.grouping import Chain, Group, Grouping, Program, programs, windows
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import parse_policy
 from stages.targets import targets
@@ -132,7 +133,7 @@ def test_products_are_joined_where_weights_are_stored_alike() -> None:
         for program in programs("llama", fused, (128,), parse_policy("int4"))
         if not program.host
     }
-    assert launches == {"prefill_layer.128": 15, "decode_first": 3, "decode_layer": 7, "decode_last": 6}
+    assert launches == {"prefill_layer.128": 15, "decode_first.128": 4, "decode_layer.128": 8, "decode_last": 6}
 
 
 def test_a_joined_weight_is_stored_once() -> None:
@@ -147,8 +148,40 @@ def test_a_joined_weight_is_stored_once() -> None:
         assert plan.buffers[pair].layout == "paired_lanes"
     assert sorted(held) == sorted(dict.fromkeys(held))
     assert set(held) >= set(families.tensors(config(num_hidden_layers=2)))
-    last = next(call for call in plan.phases["decode"] if call.program == "decode_last")
-    assert "model.norm.weight" in last.buffers
+    *_, last = plan.phases["decode@128"]
+    assert last.program == "decode_last" and "model.norm.weight" in last.buffers
+
+
+def test_windows_of_a_cache_double_until_they_hold_it() -> None:
+    assert windows(100) == windows(128) == [128]
+    assert windows(600) == [128, 256, 512, 640]
+    fused, policy = GROUPINGS["fused"], parse_policy("int8")
+    plan = make_plan(config(max_position_embeddings=600), fused, "aie2p", [64], policy)
+    assert [phase for phase in plan.phases if phase.startswith("decode")] == [f"decode@{size}" for size in windows(600)]
+    assert plan.buffers["kv_cache.0"].shape[0] == 640
+    assert {call.program for call in plan.phases["decode@512"]} == {
+        "embed_token_rows",
+        "decode_first.512",
+        "decode_layer.512",
+        "decode_last",
+    }
+    held = sizes(plan.phases, "decode")
+    assert [decode_phase(held, position) for position in (0, 127, 128, 599)] == [
+        "decode@128",
+        "decode@128",
+        "decode@256",
+        "decode@640",
+    ]
+    assert decode_phase([], 5) == "decode"
+
+
+def test_a_token_goes_on_in_another_buffer_than_it_came_in() -> None:
+    """One program makes a layer's result and the next one's attention: what it reads it does not write."""
+    fused, policy = GROUPINGS["fused"], parse_policy("int4")
+    for program in programs("llama", fused, (128,), policy):
+        if not program.host:
+            bound = [slot for slot in program.slots if slot.role in ("input", "output")]
+            assert len({(slot.buffer, slot.role) for slot in bound}) == len(bound), program.name
 
 
 def test_caches_have_room_for_the_context() -> None:

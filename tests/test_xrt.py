@@ -630,7 +630,8 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
 
 
 def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:
-    """The host unpacks a layer's weights before the layer runs: a submission each."""
+    """The host unpacks a layer's weights before the layer runs: a submission each. A token is one, in which nothing
+    crosses but its embedding and the logits."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
     expected = _tokens(simulated)[0]
     install()
@@ -638,7 +639,9 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     assert tokens == expected
     layers = manifest.model["layers"]
     assert prefill["submissions"] == layers
-    assert all(token["submissions"] == layers + 1 for token in others)
+    assert [token["submissions"] for token in others] == [1] * len(others)
+    crossing = host_traffic(read_config(ROOT / "models/demo/config.json"), attends=True)["token"]
+    assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
 
 
 def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: Path) -> None:

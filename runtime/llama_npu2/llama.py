@@ -73,6 +73,9 @@ class Llama:
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
         self.buckets, self.windows = (sizes(self._phases, phase) for phase in ("prefill", "decode"))
+        self._decoding = decode_phase(self.windows, 0)
+        for window in self.windows[1:]:
+            self._phases[f"decode@{window}"].rest()
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
@@ -157,7 +160,11 @@ class Llama:
 
     def _step(self, ids: list[int]) -> None:
         """One token, attending through the smallest window that holds all that are there."""
-        self._run(decode_phase(self.windows, self.position), ids)
+        phase = decode_phase(self.windows, self.position)
+        if phase != self._decoding:
+            self._phases[self._decoding].rest()
+            self._decoding = phase
+        self._run(phase, ids)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in token_ids]

@@ -67,6 +67,9 @@ class TracedPhase:
         for call in self._calls:
             self._watch(call.run(self._phase, seq, pos))
 
+    def rest(self) -> None:
+        """Holds nothing that is scarce."""
+
 
 @dataclass(frozen=True)
 class TracedSubmission:

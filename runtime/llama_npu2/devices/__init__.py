@@ -68,6 +68,9 @@ class Submission(Protocol):
     def run(self, seq: int, pos: int) -> None:
         """Process `seq` rows, the first of which is at absolute position `pos`."""
 
+    def rest(self) -> None:
+        """Give back what can be had again, until the next run."""
+
 
 class Device(Protocol):
     @property

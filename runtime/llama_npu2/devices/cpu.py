@@ -161,3 +161,6 @@ class CpuSubmission:
             self._addresses += self._per_last * np.uint64(seq - 1)
         self._dims.seq, self._dims.pos = seq, pos
         self._device.run_native(self._calls, len(self._calls), self._dims)
+
+    def rest(self) -> None:
+        """Holds nothing that is scarce."""

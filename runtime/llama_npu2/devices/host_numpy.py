@@ -145,6 +145,9 @@ class NumpySubmission:
             bound = zip(call.slots, call.bindings, strict=True)
             call.program({slot["name"]: _slot(slot, binding, seq, pos) for slot, binding in bound}, pos, self._model)
 
+    def rest(self) -> None:
+        """Holds nothing that is scarce."""
+
 
 def _slot(slot: Mapping[str, Any], binding: Binding, seq: int, pos: int) -> np.ndarray:
     """A slot as an array: `seq` rows where its shape says so, all that the buffer has where it says `max_seq`."""

@@ -148,6 +148,9 @@ class SimSubmission:
         for step in self._steps:
             step.run(seq, pos)
 
+    def rest(self) -> None:
+        """Holds nothing that is scarce."""
+
 
 class _SimCall:
     def __init__(self, call: Call) -> None:
@@ -167,6 +170,9 @@ class _SimCall:
             places.append(binding.buffer.bytes[offset : offset + nbytes])
         _forget(places, program.written_first)
         program.run([place.ctypes.data for place in places])
+
+    def rest(self) -> None:
+        """Holds nothing that is scarce."""
 
 
 def _forget(places: Sequence[np.ndarray], written_first: Sequence[bool]) -> None:

@@ -1,7 +1,8 @@
 """Target `npu2`: the NPU of Strix, Strix Halo and Krackan, programmed with MLIR-AIR and Peano, run through XRT.
 
 Prompts keep K and V interleaved by head in one buffer, so that attention needs one stream per column; the host attends
-for a token. Shapes are fixed, so a prompt's programs come in buckets.
+for a token, unless its weights come in groups. Shapes are fixed, so programs of prompts come in buckets, and those that
+attend for a token in windows of the cache.
 """
 
 from stages.targets import Target

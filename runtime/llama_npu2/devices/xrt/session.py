@@ -9,7 +9,7 @@ import resource
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,9 @@ class XrtProgram:
 
 
 class Releasable(Protocol):
+    calls: Counter[XrtProgram]
+    resting: bool
+
     def release(self) -> None:
         """Let go of what it holds of the device."""
 
@@ -66,8 +69,6 @@ class Session:
         self.files: dict[File, int] = {}
         """Context of each ELF."""
         self.programs: list[XrtProgram] = []
-        self._calls: Counter[XrtProgram] = Counter()
-        """Calls that are prepared, by program."""
         self.buffers: list[XrtBuffer] = []
         self.submissions: list[Releasable] = []
         self.running: Callable[[], object] | None = None
@@ -114,15 +115,12 @@ class Session:
         finally:
             os.close(descriptor)
 
-    def will_call(self, programs: Iterable[XrtProgram]) -> None:
-        """Count prepared calls, before any of them runs."""
-        self._calls.update(programs)
-
     def runs_of_their_own(self) -> set[XrtProgram]:
         """The programs with a run for each of their calls: as many as the heap has room for, those first that take
-        least. Each of the others has one run, whose arguments are set for each call."""
-        room = RUNS_SHARE - sum(program.heap for program in self._calls)
-        extra = {program: program.heap * (count - 1) for program, count in self._calls.items()}
+        least. Each of the others has one run, whose arguments are set for each call. What rests is not counted."""
+        calls = sum((each.calls for each in self.submissions if not each.resting), Counter[XrtProgram]())
+        room = RUNS_SHARE - sum(program.heap for program in calls)
+        extra = {program: program.heap * (count - 1) for program, count in calls.items()}
         chosen = set()
         for program in sorted(extra, key=lambda program: (extra[program], program.name)):
             if extra[program] > room:
@@ -167,7 +165,6 @@ class Session:
         for submission in self.submissions:
             submission.release()
         self.submissions.clear()
-        self._calls.clear()
         for program in self.programs:
             program.run = program.kernel = None
         self.programs.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -33,7 +34,8 @@ class XrtSubmission:
             for device, part in groupby(calls, lambda call: isinstance(call.program, XrtProgram))
         ]
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
-        session.will_call(call.program for call in on_device)
+        self.calls = Counter(call.program for call in on_device)
+        self.resting = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -41,6 +43,7 @@ class XrtSubmission:
         if session.lost:
             raise UserError(session.lost)
         session.drain()
+        self.resting = False
         try:
             for access in self._inputs:
                 if access.buffer.shown:
@@ -54,9 +57,14 @@ class XrtSubmission:
             session.lost = str(error)
             raise
 
-    def release(self) -> None:
+    def rest(self) -> None:
+        """Its runs have copies of their programs' instructions, for which the driver's heap has little room."""
+        self.resting = True
         for stretch in self._stretches:
             stretch.release()
+
+    def release(self) -> None:
+        self.rest()
         self._stretches.clear()
 
 
@@ -103,6 +111,7 @@ class _Device:
     def release(self) -> None:
         for group in self._groups:
             group.release()
+        self._groups = []
 
     def _hand_over(self, access: Access, seq: int, pos: int) -> None:
         buffer = access.buffer
