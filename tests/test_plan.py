@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from llama_npu2.errors import UserError
-from llama_npu2.llama import decode_phase, sizes
+from llama_npu2.llama import decode_phase
+from llama_npu2.validation import sizes
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model import families

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from llama_npu2.options import Sampling
 from llama_npu2.sampling import sampler
 from llama_npu2.text import TextStream, Tokenizer
 from llama_npu2.trace import Watch, traced_phases
+from llama_npu2.validation import sizes
 
 MAX_STEPPED_TOKENS = 16
 """On devices with buckets: with more new tokens than this, prefilling all again beats decoding the new ones singly."""
@@ -264,11 +265,6 @@ class Llama:
     def close(self) -> None:
         """Release the device."""
         self.device.close()
-
-
-def sizes(phases: Iterable[str], kind: str) -> list[int]:
-    """Of the phases of a kind that come in sizes (`prefill@128`), ascending."""
-    return sorted(int(size) for name, _, size in (phase.partition("@") for phase in phases) if name == kind and size)
 
 
 def decode_phase(windows: Sequence[int], position: int) -> str:

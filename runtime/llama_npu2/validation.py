@@ -7,7 +7,7 @@ manifest where it is loaded (`memory.bind_calls`). Errors are ValueError, in wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,7 +85,10 @@ _SLOT = record(
 )
 _PROGRAM = record({"file": _FILE, "entry": _SYMBOL, "host": flag, "slots": list_of(_SLOT, 1, 1000)})
 _NPU_PROGRAM = record({"kernel": _SYMBOL, "instruction_bytes": _SIZE, "milliseconds": positive})
-_PHASE = text(r"decode|prefill(_chunk|@[1-9]\d{0,6})?", "decode, prefill, prefill_chunk or prefill@ROWS")
+_PHASE = text(
+    r"decode(@[1-9]\d{0,8})?|prefill(_chunk|@[1-9]\d{0,6})?",
+    "decode, decode@POSITIONS, prefill, prefill_chunk or prefill@ROWS",
+)
 _CALL = record({"program": _NAME, "buffers": list_of(string, 1, 1000)}, {"layer": whole(0, 1 << 31)})
 
 
@@ -161,9 +164,11 @@ def _check_phases(content: Spec) -> None:
     if not any(spec["host"] for spec in content["programs"].values()):
         raise ValueError("programs has none for the host")
     rows = buffers["tokens"]["shape"][0]
-    buckets = [int(name.partition("@")[2]) for name in phases if "@" in name]
-    if "decode" not in phases or not (buckets or {"prefill", "prefill_chunk"} <= phases):
+    buckets, windows = (sizes(phases, kind) for kind in ("prefill", "decode"))
+    if not (windows or "decode" in phases) or not (buckets or {"prefill", "prefill_chunk"} <= phases):
         raise ValueError("plans lacks the phases of a prompt or of a token")
+    if windows and max(windows) < model["max_seq"]:
+        raise ValueError(f"plans.decode@{max(windows)} is for fewer positions than model.max_seq")
     if buckets and max(buckets) > rows:
         raise ValueError(f"plans.prefill@{max(buckets)} has more rows than buffers.tokens, which has {rows}")
 
@@ -181,7 +186,7 @@ def _check_calls(content: Spec) -> None:
                 program = _known(programs, call["program"], "programs")
                 _check_layer(call, content["model"])
                 references = [bound.get(name) or _bound(bound, buffers, name) for name in call["buffers"]]
-                _check_aliases(program["slots"], call["buffers"])
+                _check_aliases(program["slots"], call["buffers"], buffers)
                 # Most layers are alike.
                 if (kind := (phase, call["program"], *references)) not in sound:
                     _check_slots(program["slots"], references, furthest)
@@ -190,13 +195,19 @@ def _check_calls(content: Spec) -> None:
                 raise ValueError(f"plans.{phase}[{index}] {error}") from None
 
 
+def sizes(phases: Iterable[str], kind: str) -> list[int]:
+    """Of the phases of a kind that come in sizes (`prefill@128`), ascending."""
+    return sorted(int(size) for name, _, size in (phase.partition("@") for phase in phases) if name == kind and size)
+
+
 def _furthest(phase: str, rows: int, positions: int) -> list[tuple[int, int]]:
     """Rows and first position of the calls of a phase that reach furthest. What a call touches grows with both, and
     linearly, so that no call between them reaches further."""
-    if phase == "decode":
-        return [(1, positions - 1)]
-    if bucket := phase.partition("@")[2]:
-        return [(int(bucket), 0)]
+    kind, _, size = phase.partition("@")
+    if kind == "decode":
+        return [(1, min(positions, int(size or positions)) - 1)]
+    if size:
+        return [(int(size), 0)]
     most = min(rows, positions)
     return [(most, positions - most), (1, positions - 1)]
 
@@ -232,14 +243,16 @@ def _check_layer(call: Spec, model: Spec) -> None:
         raise ValueError(f"is of layer {call['layer']}, the model has {model['layers']}")
 
 
-def _check_aliases(slots: Sequence[Spec], references: Sequence[str]) -> None:
-    """What a call writes is nothing else to it."""
+def _check_aliases(slots: Sequence[Spec], references: Sequence[str], buffers: Spec) -> None:
+    """What a call writes is nothing else to it, but for the row of a cache that it reads afterwards."""
     if len(slots) != len(references):
         raise ValueError(f"binds {len(references)} buffers to {len(slots)} slots")
     names = [reference.partition("@")[0] for reference in references]
     if len({*names}) < len(names):
-        for slot, name in zip(slots, names, strict=True):
-            if slot["role"] in _WRITTEN and names.count(name) > 1:
+        for slot, reference in zip(slots, references, strict=True):
+            name, _, view = reference.partition("@")
+            row = view == "pos" and names.count(name) == 2 and buffers[name]["kind"] == "cache"
+            if slot["role"] in _WRITTEN and names.count(name) > 1 and not row:
                 raise ValueError(f"binds {name}, which it writes, to two slots")
 
 
