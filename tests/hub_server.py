@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -137,12 +137,18 @@ class HubServer:
             request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":
-            request.wfile.write(data)
+            self.write(request, data)
+
+    def write(self, request: BaseHTTPRequestHandler, data: bytes) -> None:
+        request.wfile.write(data)
+
+
+Server = TypeVar("Server", bound=HubServer)
 
 
 @contextmanager
-def hub_server() -> Iterator[HubServer]:
-    hub = HubServer()
+def hub_server(hub: Server) -> Iterator[Server]:
+    """A hub until the block ends."""
     try:
         yield hub
     finally:

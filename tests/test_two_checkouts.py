@@ -14,7 +14,7 @@ import pytest
 
 from stages.targets.cpu.toolchain import host_compiler
 from tests.conftest import doit, ran, snapshot
-from tests.hub_server import hub_server
+from tests.hub_server import HubServer, hub_server
 
 MODEL = ("model=model", "target=cpu")
 REPLY = ("run", *MODEL, "prompt=hello", "raw=1", "max_tokens=5")
@@ -116,7 +116,7 @@ def s3() -> Iterator[tuple[str, dict[str, str]]]:
 
 @contextlib.contextmanager
 def hub() -> Iterator[tuple[str, dict[str, str]]]:
-    with hub_server() as server:
+    with hub_server(HubServer()) as server:
         yield "hf://org/shared", {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
 
 
