@@ -156,14 +156,16 @@ def outcome(action: Callable[[], object]) -> str:
 
 @dataclass(frozen=True)
 class World:
-    """What processes share. `replies`: of the places' artifacts."""
+    """What processes share. `config`: where the user's trust lies. `replies`: of the places' artifacts."""
 
+    config: str
     places: tuple[Place, ...]
     replies: tuple[str, ...]
     remotes: tuple[str, ...]
 
     def work(self, operations: int, seed: int, log: Path) -> None:
         """Random operations, each noted in `log` as it ends: its name, where, and how it ended."""
+        os.environ["LLAMA_NPU2_CONFIG"] = self.config
         chance = random.Random(seed)
         with log.open("w") as file:
             for _ in range(operations):
@@ -227,7 +229,7 @@ def chaos(scratch: Path, operations: int, seed: int, objects: Path | None = None
             shutil.copytree(scratch / "undisturbed/.cache", root / ".cache")
         places = tuple(Place(scratch / "model", root, chosen) for root in roots for chosen in CHOICES)
         remotes = ((scratch / "remote").as_uri(), "hf://org/shared")
-        world = World(places, (*replies, *replies), remotes)
+        world = World(os.environ["LLAMA_NPU2_CONFIG"], places, (*replies, *replies), remotes)
         ended = at_once(world, operations, seed, scratch)
         hub.drops = 0.0
         for place in places:
