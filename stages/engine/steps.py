@@ -166,7 +166,13 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
         _RECEIPT(receipt)
     except (OSError, ValueError):
         return None
-    return receipt if all(map(is_inside, receipt["outputs"])) else None
+    labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
+    return receipt if all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
+
+
+def _is_name(label: str) -> bool:
+    """Whether a file may be called that: 255 bytes between slashes, and not too many of them."""
+    return len(label) <= 1000 and all(len(part.encode()) <= 255 for part in label.split("/"))
 
 
 def is_inside(label: str) -> bool:
