@@ -43,7 +43,7 @@ CODE_OF_FORMAT = 0.47e6
 COMPILER = 283 << 20
 """Memory of g++ 12 on the largest of the host's kernels."""
 
-KEPT = 72 << 20
+KEPT = 160 << 20
 """Of the memory that packing took, what the process keeps at most while compilers run beside it; of little, half: glibc
 2.36."""
 

@@ -1,7 +1,8 @@
 """`doit export [output=FILE]`: artifacts and runtime in one file, `python FILE "some text"`.
 
 Two zip files one behind the other (`llama_npu2.storage.Archive` says why). Of the artifact's, every content begins at a
-page, so that weights are mapped where they lie. Equal artifacts make equal bytes, but for the mark of who built them.
+page, so that weights are mapped where they lie. Equal artifacts make equal bytes, by one version
+of Python and but for the mark of who built them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import os
+import py_compile
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,13 +67,22 @@ def export(directory: Path, output: Path, beside: Mapping[str, bytes]) -> None:
 
 
 def runtime_archive() -> bytes:
-    """The zip file that Python runs."""
+    """The zip file that Python runs: sources, and what this version of Python makes of them, which others ignore."""
     content = io.BytesIO()
     with ZipFile(content, "w", ZIP_STORED) as archive:
         for path in sorted((RUNTIME / "llama_npu2").rglob("*.py")):
             name = "__main__.py" if path == _ENTRY else path.relative_to(RUNTIME).as_posix()
             archive.writestr(_member(name), path.read_bytes())
+            archive.writestr(_member(f"{name}c"), _compiled(path, name))
     return content.getvalue()
+
+
+def _compiled(path: Path, name: str) -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "module.pyc")
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(path), str(output), name, doraise=True, optimize=0, invalidation_mode=unchecked)
+        return output.read_bytes()
 
 
 def _add(archive: ZipFile, name: str, size: int, content: Iterable[bytes]) -> None:
