@@ -113,9 +113,10 @@ def damage(place: Place, chance: random.Random) -> None:
         if chance.random() < 0.5:
             path.unlink(missing_ok=True)
         else:
-            content = path.read_bytes()
-            path.unlink(missing_ok=True)
-            path.write_bytes(content[: len(content) // 2])
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()
+                path.unlink()
+                path.write_bytes(content[: len(content) // 2])
 
 
 def in_a_process(action: Callable[[], object], faults: random.Random | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class Machine:
 
     def __init__(self, directory: Path, url: str = "", **more: Any) -> None:
         self.directory, self.ran, self.url = directory, list[str](), url
-        self.params, self.more = {"level": 1}, more
+        self.params, self.more, self.outputs = {"level": 1}, more, ("copied", "joined")
         directory.mkdir(exist_ok=True)
         self.source, self.header = directory / "source", directory / "artifact/header"
         self.header.parent.mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ class Machine:
 
     def steps(self) -> dict[str, Step]:
         project = self.project()
-        copied, joined = project.directory / "copied", project.directory / "joined"
+        copied, joined = (project.directory / output for output in self.outputs)
         copy = Step(project, "copy", "", self._copy, (copied,), (self.source,), self.params, **self.more)
         join = Step(project, "join", "", self._join, (joined,), (copied,))
         return {"copy": copy, "join": join}
@@ -63,7 +65,7 @@ class Machine:
             failed = step.run()
             assert failed is None, failed
         assert all(step.is_current() for step in self.steps().values())
-        assert (self.directory / "artifact/joined").read_text() == self.joined
+        assert (self.directory / "artifact" / self.outputs[1]).read_text() == self.joined
         return self.ran
 
     @property
@@ -72,12 +74,16 @@ class Machine:
 
     def _copy(self, work: Path) -> None:
         self.ran.append("copy")
-        (work / "copied").write_text(self.source.read_text())
+        self._write(work / self.outputs[0], self.source.read_text())
 
     def _join(self, work: Path) -> list[Path]:
         self.ran.append("join")
-        (work / "joined").write_text(self.joined)
+        self._write(work / self.outputs[1], self.joined)
         return [self.header]
+
+    def _write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
     def exchange(self, url: str) -> Exchange:
         project = self.project()
@@ -206,6 +212,34 @@ def test_pushed_directories_are_pulled_and_current(url: str, tmp_path: Path) -> 
     assert (other.directory / "artifact/said").read_text() == "verified"
     assert all(step.is_current() for step in other.steps().values())
     assert other.build() == []
+
+
+def test_a_pull_mends_what_is_damaged(url: str, tmp_path: Path) -> None:
+    """Also where the manifest is there: it goes when the first file is replaced, and comes back last."""
+    one = Machine(tmp_path / "a")
+    one.outputs = ("elf/program", "manifest.json")
+    one.build()
+    one.push(url)
+    other = Machine(tmp_path / "b")
+    other.outputs = one.outputs
+    other.pull(url)
+    (other.directory / "artifact/elf/program").unlink()
+    other.pull(url)
+    assert (other.directory / "artifact/elf/program").read_text() == "source"
+    assert other.build() == []
+
+
+def test_a_full_disk_ends_a_pull_in_one_line(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = Machine(tmp_path / "a"), Machine(tmp_path / "b")
+    one.build()
+    one.push(url)
+    monkeypatch.setattr("stages.sharing.store.Store.receive", refuse)
+    with pytest.raises(UserError, match="cannot pull model/cpu: No space left on device: pull again"):
+        other.pull(url)
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_is_pulled_is_stale_where_sources_differ(url: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from stages.engine.places import INCOMING
+from stages.engine.places import INCOMING, MANIFEST
 from stages.engine.steps import Project
 from stages.sharing.records import Blob, is_here
 from stages.sharing.store import Store
@@ -21,6 +21,9 @@ class Arrivals:
         self._directory = project.directory
         self._incoming = project.place((INCOMING / name / "file").as_posix()).parent
         self._absent = {label: blob for label, blob in files.items() if not is_here(project, label, blob)}
+        if self._absent and (manifest := MANIFEST.as_posix()) in files:
+            # It goes when the first other file comes.
+            self._absent[manifest] = files[manifest]
         self._uses = Counter(self._absent.values())
         self._received = store.receive(self._uses, self._incoming)
 
