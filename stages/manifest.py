@@ -15,10 +15,9 @@ from llama_npu2.manifest import FORMAT
 from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
-from stages.model.buffers import PACKED
+from stages.model.buffers import PACKED, PLANNED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
-from stages.model.plan import PLAN_FIELDS
 from stages.weights.formats import formats
 
 
@@ -37,7 +36,7 @@ def write_manifest(
     the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
-    plan = read_checked(directory / PLAN, PLAN_FIELDS)
+    plan = read_checked(directory / PLAN, PLANNED)
     weights = read_checked(directory / WEIGHTS, PACKED)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)

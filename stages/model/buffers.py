@@ -79,3 +79,15 @@ def read_buffers(path: Path) -> dict[str, Buffer]:
     names = [field.name for field in fields(Buffer)]
     found = read_checked(path, BUFFERS)
     return {name: Buffer(**{field: spec[field] for field in names}) for name, spec in found.items()}
+
+
+PLANNED = record(
+    {
+        "weights": string,
+        "kv": string,
+        "context": whole(1, 1 << 31),
+        "buffers": BUFFERS,
+        "phases": mapping(string, list_of(record({"program": string, "buffers": list_of(string), "layer": anything}))),
+    }
+)
+"""What a plan is as JSON."""

@@ -70,6 +70,10 @@ class Placed:
         turns = {"turn": self.layer % 2, "next": (self.layer + 1) % 2}
         return slot.buffer.format(layer=self.layer, head=head, next_norm=self.next_norm, **turns)
 
+    def seen(self, slot: Slot) -> str:
+        """The same to parts that share a program: to a token, its last row is all that there is."""
+        return self.reference(slot).removesuffix("@last")
+
     def buffer(self, slot: Slot, head: str = "") -> str:
         return self.reference(slot, head).partition("@")[0]
 
@@ -178,18 +182,18 @@ def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]
     shared: dict[str, str] = {}
     wiring = []
     for at in placed:
-        wired = {slot.name: shared.get(at.reference(slot), slot.name) for slot in at.part.slots}
+        wired = {slot.name: shared.get(at.seen(slot), slot.name) for slot in at.part.slots}
         for slot in at.part.slots:
-            if at.reference(slot) not in shared and slots.setdefault(slot.name, slot) is not slot:
+            if at.seen(slot) not in shared and slots.setdefault(slot.name, slot) is not slot:
                 raise TypeError(f"{at.part.name}: slot {slot.name} is another part's in the same program")
             if slots[wired[slot.name]].role == "input" and slot.role != "input":
                 raise TypeError(f"{at.part.name}: writes {slot.name}, which the program has as input")
-        shared |= {at.reference(slot): wired[slot.name] for slot in at.part.slots}
+        shared |= {at.seen(slot): wired[slot.name] for slot in at.part.slots}
         wiring.append(wired)
     ends = () if later else placed[-1].part.slots
     results = {wiring[-1][slot.name] for slot in ends if slot.role == "output"}
-    for reference, name in shared.items():
-        slot, buffer = slots[name], reference.partition("@")[0]
+    for seen, name in shared.items():
+        slot, buffer = slots[name], seen.partition("@")[0]
         if slot.role == "output" and not (slot.keeps or name in results or _read_next(later, buffer)):
             slots[name] = replace(slot, role="scratch")
     name = group.name if group else placed[0].part.name

@@ -13,29 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.schema import anything, list_of, mapping, record, string, whole
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, PACKING, PLAN
 from stages.kernels import HOST_SET
 from stages.model import families
-from stages.model.buffers import BUFFERS, Buffer
+from stages.model.buffers import Buffer
 from stages.model.config import Config
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs
 from stages.model.parts import Dim, Slot
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
-
-PLAN_FIELDS = record(
-    {
-        "weights": string,
-        "kv": string,
-        "context": whole(1, 1 << 31),
-        "buffers": BUFFERS,
-        "phases": mapping(string, list_of(record({"program": string, "buffers": list_of(string), "layer": anything}))),
-    }
-)
-"""What a plan is as JSON."""
 
 PREFILL_ROWS = 512
 """Rows of a prefill call where rows are known at run time only; longer prompts run in such chunks against the cache.
