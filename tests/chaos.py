@@ -39,6 +39,7 @@ from llama_npu2.errors import UserError
 from llama_npu2.llama import load
 from llama_npu2.manifest import Manifest
 from stages.commands.options import parse_options
+from stages.engine.doit_tasks import command_task
 from stages.graph import Build
 from tests.conftest import write_checkpoint
 from tests.hub_server import HubServer, hub_server
@@ -74,7 +75,9 @@ class Failed(Exception):
 
 def command(name: str) -> Callable[..., None]:
     def run_command(place: Place, **more: str) -> None:
-        outcome = import_module(f"stages.commands.{name}").run(place.build(**more))
+        action = partial(import_module(f"stages.commands.{name}").run, place.build(**more))
+        (reported,) = command_task(action, [], [])["actions"]
+        outcome = reported()
         if isinstance(outcome, TaskFailed):
             raise Failed(outcome.message)
 
@@ -106,9 +109,11 @@ def run(place: Place, expected: str) -> None:
 
 
 def damage(place: Place, chance: random.Random) -> None:
-    """Lose a file, or half of it."""
-    files = sorted(path for path in place.build().directory.rglob("*") if path.is_file())
-    if files:
+    """Lose a file, or half of it, between builds."""
+    made = place.build()
+    with made.project.turn:
+        if not (files := sorted(path for path in made.directory.rglob("*") if path.is_file())):
+            return
         path = chance.choice(files)
         if chance.random() < 0.5:
             path.unlink(missing_ok=True)

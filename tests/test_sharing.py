@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
+from stages.engine.doit_tasks import command_task
 from stages.engine.files import Turn
 from stages.engine.steps import Project, Step
 from stages.sharing import remotes
@@ -234,8 +238,9 @@ def test_a_full_disk_ends_a_pull_in_one_line(url: str, tmp_path: Path, monkeypat
     one.build()
     one.push(url)
     monkeypatch.setattr("stages.sharing.store.Store.receive", refuse)
-    with pytest.raises(UserError, match="cannot pull model/cpu: No space left on device: pull again"):
-        other.pull(url)
+    (pull,) = command_task(lambda: bool(other.pull(url)), [], [])["actions"]
+    failed = pull()
+    assert isinstance(failed, TaskFailed) and "No space left on device: run the command again" in failed.message
 
 
 def refuse(*_: object) -> None:
@@ -359,6 +364,33 @@ def test_a_damaged_rest_is_received_anew(flaky: Flaky, tmp_path: Path) -> None:
         store.receive([blob], tmp_path / "incoming")
     (received,) = store.receive([blob], tmp_path / "incoming").values()
     assert received.read_bytes() == bytes(range(100))
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more of a file ends as on a full disk: what fits is written, the rest is not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_half_a_file_on_a_full_disk_is_not_taken_for_one(tmp_path: Path) -> None:
+    store = Store(open_remote(str(tmp_path / "remote")), Digests(tmp_path / ".digests"))
+    content = bytes(range(256)) * 64
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    blob = Blob(str(store.digests.sha256(path)), len(content))
+    with largest_file(5000), pytest.raises(RemoteError):
+        store.send({blob: path})
+    assert store.remote.missing({blob.name: blob.size}) == {blob.name}
+    store.send({blob: path})
+    with largest_file(5000), pytest.raises(OSError):
+        store.receive([blob], tmp_path / "incoming")
+    (received,) = store.receive([blob], tmp_path / "incoming").values()
+    assert received.read_bytes() == content
 
 
 def test_a_file_that_changes_while_it_is_sent_is_not_left_there(

@@ -98,8 +98,8 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
 
 
 def command_task(action: Action, before: Sequence[Action], needs: Sequence[str]) -> dict[str, Any]:
-    """A doit task of what people ask for: `action` behind `before` and the tasks it `needs`. A user's mistake is a
-    failed task with its one line."""
+    """A doit task of what people ask for: `action` behind `before` and the tasks it `needs`. A user's mistake, or a
+    full disk, is a failed task with its one line."""
     return {
         "actions": [partial(_reported, each) for each in (*before, action)],
         "task_dep": list(needs),
@@ -113,3 +113,6 @@ def _reported(action: Action) -> TaskFailed | bool | None:
         return action()
     except UserError as error:
         return TaskFailed(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return TaskFailed(f"{where}{error.strerror or error}: run the command again once that is mended")

@@ -7,7 +7,6 @@ Beside every generated module lies a description (JSON); its `objects` says whic
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llama_npu2.errors import UserError
+from stages.engine.files import read_json
 from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
 
@@ -30,7 +30,7 @@ def source_file(source: str) -> Path:
 
 def asked(module: Path) -> dict[str, list[str]]:
     """What a module's description says of objects: name -> source and flags."""
-    objects: dict[str, list[str]] = json.loads(module.with_suffix(".json").read_text())["objects"]
+    objects: dict[str, list[str]] = read_json(module.with_suffix(".json"))["objects"]
     return objects
 
 

@@ -166,9 +166,10 @@ class Folder(Remote):
         unfinished = self._unfinished / uuid4().hex
         try:
             with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as source:
-                with unfinished.open("xb", buffering=0) as file:
+                with unfinished.open("xb") as file:
                     while block := source.read(BLOCK):
                         file.write(block)
+                    file.flush()
                     os.fsync(file.fileno())
             unfinished.replace(target)
             fsync_path(target.parent)

@@ -104,7 +104,7 @@ class Store:
             path.unlink(missing_ok=True)
             digest, start = hashlib.sha256(), 0
         moved(start)
-        with path.open("ab", buffering=0) as file:
+        with path.open("ab") as file:
             for block in self.remote.blocks(blob.name, start, blob.size):
                 file.write(block)
                 digest.update(block)

@@ -106,14 +106,7 @@ class Exchange:
     def pull(self, steps: Mapping[str, Step]) -> tuple[Offer, int]:
         """Bring the directory to what the newest offer says, with receipts that hold for the sources here; returns it
         and the bytes that were received. Raises UserError; then the directory has no manifest, or is whole."""
-        try:
-            return self._pulled(self._newest(), steps)
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            raise UserError(f"cannot pull {self.name}: {where}{error.strerror or error}: pull again") from None
-
-    def _pulled(self, offer: Offer, steps: Mapping[str, Step]) -> tuple[Offer, int]:
-        project = self.project
+        offer, project = self._newest(), self.project
         arrivals = Arrivals(self.store, project, offer.files, _PULL)
         work = project.place((WORK / _PULL).as_posix())
         for label in {*self.beside} - offer.beside.keys():
