@@ -16,7 +16,12 @@ from stages.weights import constants
 
 _GROUPED = ("-DBITS=4", "-DFACTORS=2", "-DGROUPS=2", "-DSTEPS=2", "-DLANES=32", "-DCOLS=64")
 FLAGS = {"cpu": ("-std=c++17",), "aie2p": ("-std=c++20", "-DVARIANT=x", "-DBFP=0", "-DBLOCKED=1", *_GROUPED)}
-SHAPES = {"aie2p/gemm.cc": "TM TN TK", "aie2p/gemv.cc": "ROWS COLS KC", "aie2p/flash_attention.cc": "QR KR HD"}
+SHAPES = {
+    "aie2p/gemm.cc": "TM TN TK",
+    "aie2p/gemv.cc": "ROWS COLS KC",
+    "aie2p/flash_attention.cc": "QR KR HD",
+    "aie2p/rope_qkv.cc": "HEADS HEAD_DIM KV_HEADS",
+}
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
     "KV_BLOCK_POSITIONS": ("cpu/flash_attention.cc", "cpu/decode_attention.cc"),
@@ -25,7 +30,8 @@ READERS = {
     "QUAD": ("cpu/w8a8.cc",),
     "LANES": ("cpu/int4_lanes.cc", "cpu/int6_lanes.cc", "cpu/int8_lanes.cc", "aie2p/grouped_gemv.cc"),
     "LIFT": ("aie2p/grouped_gemv.cc",),
-    "BLOCK": tuple(SHAPES),
+    "BLOCK": ("aie2p/gemm.cc", "aie2p/gemv.cc", "aie2p/flash_attention.cc"),
+    "POSITION": ("aie2p/rope_qkv.cc",),
 }
 CPP_NAMES = {
     "panel_rows": "PANEL_ROWS",
@@ -37,6 +43,7 @@ CPP_NAMES = {
     "most_lanes": "LANES",
     "WIDE": "LANES",
     "LIFT": "LIFT",
+    "POSITION": "POSITION",
 }
 EXPECTED = re.compile(rf"static_assert\(({'|'.join(CPP_NAMES)}) == (\d+), ")
 
@@ -74,7 +81,7 @@ def test_a_constant_changed_in_cpp_does_not_compile(file: str, name: str, tmp_pa
     (changed / file).write_text(EXPECTED.sub(lambda m: f"static_assert({m[1]} == {2 * int(m[2])}, ", text))
     # A header is read by all that its kernel set has of them.
     readers = [reader for reader in READERS[CPP_NAMES[name]] if Path(reader).parent == Path(file).parent]
-    source = file if file in readers else readers[0]
+    source = next((reader for reader in readers if Path(reader).stem == Path(file).stem), readers[0])
     assert "static assertion failed" in compile_errors(source, constants.macros(), changed)
 
 

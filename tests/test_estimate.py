@@ -468,7 +468,7 @@ def test_a_bad_report_is_one_line(tmp_path: Path, content: Any, fragment: str) -
 def module_step(tmp_path: Path, model: str, grouping: str, entry: str, bucket: int | None) -> Path:
     write_json(tmp_path / CONFIG, PRESETS[model])
     library = f"{entry}.{bucket}" if bucket else entry
-    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, "bf16", bfp16=False)
+    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, None, "bf16", bfp16=False)
     return tmp_path / "work" / MODULES / library
 
 

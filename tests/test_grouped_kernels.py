@@ -66,7 +66,7 @@ def test_largest_sums_of_groups_fit(kernels, name, sign):
     """Largest numbers and scales, and the bf16 with most bits: 255 * 2^6 in fixed point."""
     cols, rows = 64, 16
     stored = formats()[name].quantise(np.ones((rows, cols), np.float32))
-    panels, wide = guarded(formats()[name].layout("panels").pack(stored)), formats()[name].dequantise(stored, cols)
+    panels, wide = guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
     x, out, one = guarded(np.full((2, cols), sign * 255 / 128, BF16)), output((2, rows)), output(rows)
     kernels(f"{name}_gemm", x, panels, out, 2, cols, rows)
     kernels(f"{name}_gemv", panels, guarded(x[0]), one, rows, cols)
