@@ -191,14 +191,19 @@ class World:
 
 
 @contextlib.contextmanager
-def small_disk(directory: Path) -> Iterator[None]:
-    """A file system of `DISK` bytes, if this user may mount one."""
+def small_disk(directory: Path) -> Iterator[Callable[[], None]]:
+    """A file system of `DISK` bytes, if this user may mount one; what it gives makes room on it."""
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(directory)]
     mounted = bool(shutil.which("mount")) and not subprocess.run(mount, capture_output=True, check=False).returncode
     print(f"a disk of {DISK >> 20} MiB" if mounted else "no small disk: this user may not mount one", flush=True)
+
+    def grow() -> None:
+        if mounted:
+            subprocess.run(["mount", "-o", f"remount,size={4 * DISK}", str(directory)], check=True)
+
     try:
-        yield
+        yield grow
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(directory)], check=True)
@@ -228,7 +233,7 @@ def chaos(scratch: Path, operations: int, seed: int, objects: Path | None = None
         build(place)
     manifests = [(place.build().directory / "manifest.json").read_bytes() for place in undisturbed]
     replies = [reply(place) for place in undisturbed]
-    with small_disk(scratch / "small"), hub_server(Dropping(random.Random(seed))) as hub:
+    with small_disk(scratch / "small") as grow, hub_server(Dropping(random.Random(seed))) as hub:
         os.environ |= {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
         roots = [scratch / "checkout", scratch / "small/checkout"]
         for root in roots:
@@ -238,6 +243,7 @@ def chaos(scratch: Path, operations: int, seed: int, objects: Path | None = None
         world = World(os.environ["LLAMA_NPU2_CONFIG"], places, (*replies, *replies), remotes)
         ended = at_once(world, operations, seed, scratch)
         hub.drops = 0.0
+        grow()
         for place in places:
             command("gc")(place, keep="0")
             build(place)
