@@ -24,7 +24,8 @@ from stages.targets.npu2_sim.modules import DEVICE
 from stages.targets.npu2_sim.objects import compile_tile, options
 from stages.targets.npu2_sim.programs import link
 
-_WORK = Path(tempfile.mkdtemp(prefix="sim-tests-"))
+_HELD = tempfile.TemporaryDirectory(prefix="sim-tests-")
+_WORK = Path(_HELD.name)
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

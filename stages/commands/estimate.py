@@ -124,9 +124,8 @@ class Estimate:
         return f"{group.name}.{size}" if size else group.name
 
     def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
-        found = list(stretches)
         crossing = self.host_traffic(rows)["token" if rows == 1 else "prompt"]
-        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in found]
+        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in stretches]
         return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:

@@ -45,6 +45,16 @@ class Tiling:
         return -(-self.group // limits.BLOCK) * limits.BLOCK
 
     @property
+    def width(self) -> int:
+        """Elements of all queries, with the position behind them."""
+        return self.heads * self.head_dim + POSITION
+
+    @property
+    def steps(self) -> int:
+        """Of a core, over the keys."""
+        return self.window // self.tile_k
+
+    @property
     def passes(self) -> int:
         """Launches, each for as many KV heads as there are columns. (One that moved on would tell its cores of several
         steps at once.)"""
@@ -88,35 +98,32 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     limits.require_multiple(what, "window", window, 2 * limits.BLOCK)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
-    group = heads // kv_heads
-    queries = -(-group // limits.BLOCK) * limits.BLOCK
-    fitting = [
-        k
-        for k in limits.divisors(window, 2 * limits.BLOCK, 64)
-        if limits.fits_l1(
-            BF16 * (heads * head_dim + POSITION),
-            BF16 * group * head_dim,
-            (BF16 + F32) * queries * head_dim,
-            limits.copies(window // k) * BF16 * 2 * k * head_dim,
-            2 * F32 * queries,
-            F32 * queries * k,
-        )
-    ]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
-    fitting = limits.steady_first(what, fitting, lambda k: window // k)
-    return Tiling(window, heads, kv_heads, head_dim, columns, fitting[0])
+    keys = limits.divisors(window, 2 * limits.BLOCK, 64)
+    tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k) for k in keys]
+    fitting = [p for p in tilings if _fits(p)]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
+    return limits.steady_first(what, fitting, lambda p: p.steps)[0]
+
+
+def _fits(p: Tiling) -> bool:
+    """Whether a core holds all queries, its results, and what attention makes of them and of the keys."""
+    return limits.fits_l1(
+        BF16 * p.width,
+        BF16 * p.group * p.head_dim,
+        (BF16 + F32) * p.queries * p.head_dim,
+        limits.copies(p.steps) * BF16 * 2 * p.tile_k * p.head_dim,
+        2 * F32 * p.queries,
+        F32 * p.queries * p.tile_k,
+    )
 
 
 def build(tiling: Tiling) -> AirModule:
     """Arguments `q`: bf16 `[heads * head_dim + POSITION]`, with the token's position behind the queries, as i32; `kv`:
     bf16 `[window][kv_heads * 2 * head_dim]`; `out`: bf16 `[heads * head_dim]`."""
     p = tiling
-    width = p.heads * p.head_dim
     keys = air.memref_type((p.window, p.kv_heads * 2 * p.head_dim))
-    b = air.Builder(
-        "token_attention",
-        {"q": air.memref_type((width + POSITION,)), "kv": keys, "out": air.memref_type((width,))},
-    )
+    out = air.memref_type((p.heads * p.head_dim,))
+    b = air.Builder("token_attention", {"q": air.memref_type((p.width,)), "kv": keys, "out": out})
     for turn in range(p.passes):
         with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
             _attend(b, p, tx + turn * p.columns)
@@ -125,13 +132,13 @@ def build(tiling: Tiling) -> AirModule:
 
 def _attend(b: Builder, p: Tiling, kv_head: Index) -> None:
     """Online softmax of a group's queries over all key tiles."""
-    d, k, mine, width = p.head_dim, p.tile_k, p.group * p.head_dim, p.heads * p.head_dim + POSITION
+    d, k, mine = p.head_dim, p.tile_k, p.group * p.head_dim
     blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
     sums = (((p.queries, d), "f32"), ((2, p.queries), "f32"), ((p.queries, k), "f32"))
-    with b.alloc(air.L1, (width,), blocks, *sums) as (rows, q, acc, stats, work):
-        b.dma(rows, b.args["q"].at((0, width, 1)))
+    with b.alloc(air.L1, (p.width,), blocks, *sums) as (rows, q, acc, stats, work):
+        b.dma(rows, b.args["q"].at((0, p.width, 1)))
         b.call(p.variant, "ta_init", rows, kv_head, q, acc, stats)
-        with b.loop(p.window // k) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
+        with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
             b.call(p.variant, "ta_step", rows, j * k, q, kv, acc, stats, work)
         with b.alloc(air.L1, (mine,)) as (out,):
