@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from llama_npu2.schema import load_json
 from stages.engine.files import Turn
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
 from stages.engine.steps import RECEIPTS, WORK, load_receipt, remove_empty
@@ -44,9 +44,9 @@ class ArtifactDirectory:
     def listed(self) -> Mapping[str, Mapping[str, object]]:
         """The files that its manifest names; none where it is not complete."""
         try:
-            files = json.loads((self.path / MANIFEST).read_bytes())["files"]
+            files = load_json((self.path / MANIFEST).read_bytes())["files"]
             return {name: dict(entry) for name, entry in files.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     @property

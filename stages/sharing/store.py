@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import json
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llama_npu2.errors import UserError
+from llama_npu2.schema import load_json
 from llama_npu2.trust import sign, trusted_keys, verify
 from llama_npu2.trust.envelopes import MAX_BYTES, own_key
 from llama_npu2.trust.keys import from_environment
@@ -65,8 +65,8 @@ class Store:
         what = f"{name} of {self.remote.url}"
         try:
             signed = verify(envelope, purpose(name), what)
-            content = json.loads(signed.payload)
-        except (UserError, ValueError, RecursionError) as error:
+            content = load_json(signed.payload)
+        except (UserError, ValueError) as error:
             warn(f"not used: {error}")
         else:
             if isinstance(content, dict):

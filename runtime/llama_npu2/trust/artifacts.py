@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
 from llama_npu2.trust.envelopes import MAX_BYTES, Untrusted, seal, unseal
 from llama_npu2.trust.keys import OWN_NAME, TRUST, from_environment
@@ -43,10 +44,10 @@ def covered(directory: Path) -> dict[str, str]:
     manifest = beside(directory, MANIFEST)
     said, _ = signed_statement(directory, manifest, beside(directory, SIGNATURE))
     try:
-        files = {name: entry["sha256"] for name, entry in json.loads(manifest)["files"].items()}
+        files = {name: entry["sha256"] for name, entry in load_json(manifest)["files"].items()}
         made = said["predicate"]["runDetails"]["byproducts"]
         files |= {entry["name"]: entry["digest"]["sha256"] for entry in made}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{directory / SIGNATURE} does not say what was built: get the directory again") from None
     return {**files, MANIFEST: hashlib.sha256(manifest).hexdigest()}
 
@@ -100,9 +101,9 @@ def signed_statement(directory: Path, manifest: bytes, envelope: bytes) -> tuple
     what = str(directory / SIGNATURE)
     signed = unseal(envelope, _STATEMENT_TYPE, what)
     try:
-        said = json.loads(signed.payload)
+        said = load_json(signed.payload)
         _check_subject(said, manifest)
-    except (ValueError, RecursionError, UserError):
+    except (ValueError, UserError):
         raise UserError(f"{what} is not about this manifest: get the directory again") from None
     return said, f"{signed.name} ({signed.key.fingerprint})"
 

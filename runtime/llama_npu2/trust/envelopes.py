@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
 from llama_npu2.trust.keys import OWN, TRUST, PublicKey, from_environment, revoked_keys, trusted_keys
 
@@ -138,8 +139,8 @@ def _opened(envelope: bytes, kind: str) -> tuple[bytes, PublicKey, bytes]:
     if len(envelope) > MAX_BYTES:
         raise ValueError(f"{len(envelope)} bytes")
     try:
-        content = json.loads(envelope)
-    except (ValueError, RecursionError):
+        content = load_json(envelope)
+    except ValueError:
         raise ValueError("it is not JSON") from None
     match content:
         case {"payload": str(payload), "payloadType": str(found), "signatures": [{"keyid": str(key), "sig": str(sig)}]}:
