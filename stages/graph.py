@@ -151,6 +151,13 @@ class Build:
         """For messages: below the `artifacts` of the command line."""
         return Path(self.options.artifacts) / self.source.name / self.name
 
+    def report(self, name: str) -> Path:
+        """The directory for what a command finds out of this build: `output=`, or one beside `artifacts=` and as that
+        was given. It is not made."""
+        if self.options.output:
+            return Path(self.options.output)
+        return Path(self.options.artifacts).parent / "reports" / self.source.name / self.name / name
+
     @cached_property
     def project(self) -> Project:
         turn = Turn(lock_file(self.artifacts, self.source.name, self.name))

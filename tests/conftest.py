@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
+from tests import browser
 
 ROOT = Path(__file__).parents[1]
 
@@ -206,6 +208,27 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
 def built(project: Path, tmp_path: Path) -> Path:
     """A compiled project to edit."""
     return shutil.copytree(project, tmp_path / "checkout")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """One browser for all tests; skips where there is none."""
+    with browser.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def look_at(chromium: Any) -> browser.Look:
+    """What is wrong with a page: see `tests/browser.py`."""
+    return partial(browser.look_at, chromium)
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[browser.Opened]:
+    """A page to use; an error of it or a request fails the test."""
+    faults: list[str] = []
+    yield partial(browser.opened, chromium, faults=faults)
+    assert not faults
 
 
 Become = Callable[[str], PublicKey]

@@ -1,0 +1,175 @@
+"""Pages as people meet them, in headless Chromium without a network: wide and narrow, light and dark, by keyboard.
+
+`look_at` says what is wrong with a page; the fixture of that name in `conftest.py` is what tests take. Where
+`LLAMA_NPU2_SCREENSHOTS` names a directory, each look leaves four pictures there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WIDTHS = {"wide": 1280, "narrow": 390}
+"""In pixels: a laptop, a phone."""
+THEMES = ("light", "dark")
+Look = Callable[[Path], list[str]]
+Opened = Callable[..., AbstractContextManager[Any]]
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Playwright's browser, of the machine. Skips the test where either is missing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install -e '.[test]'")
+    pytest.importorskip("axe_playwright_python", reason="axe is missing: pip install -e '.[test]'")
+    known = ("chromium", "chromium-browser", "google-chrome")
+    executable = next(filter(None, map(shutil.which, known)), None)
+    if executable is None:
+        pytest.skip(f"no {', '.join(known)} on PATH")
+    with playwright.sync_playwright() as started:
+        # The sandbox of Chromium does not start for root, as which tests run in containers.
+        browser = started.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, path: Path, faults: list[str], width: str = "wide", theme: str = "light") -> Iterator[Any]:
+    """A page of Playwright's that shows a file; errors and requests, failed or not, are added to `faults`."""
+    viewport = {"width": WIDTHS[width], "height": 800}
+    context = browser.new_context(offline=True, viewport=viewport, color_scheme=theme)
+    page, address = context.new_page(), path.absolute().as_uri()
+
+    def requested(request: Any) -> None:
+        if request.url != address and not request.url.startswith(("data:", f"{address}#")):
+            faults.append(f"asks for {request.url}")
+
+    page.on("console", lambda said: faults.append(f"console: {said.text}") if said.type in _LOUD else None)
+    page.on("pageerror", lambda error: faults.append(f"JavaScript: {error}"))
+    page.on("request", requested)
+    page.goto(address)
+    yield page
+    context.close()
+
+
+_LOUD = ("error", "warning", "assert")
+
+
+def look_at(browser: Any, path: Path) -> list[str]:
+    """What is wrong with a page, in words; nothing for one that is as it should be."""
+    faults: list[str] = []
+    with opened(browser, path, faults) as page:
+        faults += page.evaluate(_NOT_DRAWN)
+        faults += [f"no Tab reaches {each}" for each in _unreached(page)]
+        for width, pixels in WIDTHS.items():
+            page.set_viewport_size({"width": pixels, "height": 800})
+            for theme in THEMES:
+                page.emulate_media(color_scheme=theme)
+                _photograph(page, f"{path.stem}-{width}-{theme}")
+            faults += [f"{width}: {each}" for each in page.evaluate(_OVERFLOW)]
+        page.set_viewport_size({"width": WIDTHS["wide"], "height": 800})
+        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        for theme in THEMES:
+            page.emulate_media(color_scheme=theme)
+            faults += [f"{theme}: {each}" for each in _inaccessible(page, theme)]
+    return faults
+
+
+def _photograph(page: Any, name: str) -> None:
+    if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
+        page.wait_for_timeout(100)  # charts fit themselves to a new width in the next frames
+        page.screenshot(path=Path(directory, f"{name}.png"), full_page=True)
+
+
+def _unreached(page: Any) -> list[str]:
+    """Controls that Tab does not come to, or that do not show it."""
+    for _ in range(page.evaluate(_WATCH_FOCUS)):
+        page.keyboard.press("Tab")
+    missed: list[str] = page.evaluate("watched.filter((each) => !reached.has(each)).map((each) => each.outerHTML)")
+    return [html[:120] for html in missed]
+
+
+def _inaccessible(page: Any, theme: str) -> Iterator[str]:
+    """What breaks WCAG 2.2 AA: all rules in light, those of colours in dark, too; text in drawings by its fill."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tags = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+    only = tags if theme == "light" else {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}
+    for found in Axe().run(page, options={"runOnly": only, "resultTypes": ["violations"]}).response["violations"]:
+        places = [node["html"][:120] for node in found["nodes"]]
+        yield f"{found['id']} in {len(places)} places: {found['help']}: {places[0]}"
+    yield from page.evaluate(_CONTRAST)
+
+
+_NOT_DRAWN = """
+[...document.querySelectorAll('.plot')].filter((each) => each.offsetWidth && !each.querySelector('svg'))
+    .map((each) => `not drawn: ${each.ariaLabel}`)
+"""
+
+_OVERFLOW = """(() => {
+    const { scrollWidth, clientWidth } = document.documentElement;
+    return scrollWidth > clientWidth ? [`the body is ${scrollWidth} wide in a window of ${clientWidth}`] : [];
+})()"""
+
+_WATCH_FOCUS = """(() => {
+    const controls = 'a[href], button, summary, input, select, textarea, [tabindex="0"]';
+    window.watched = [...document.querySelectorAll(controls)].filter((each) => each.checkVisibility());
+    window.reached = new Set();
+    addEventListener('focusin', ({ target }) => {
+        const { outlineStyle, outlineWidth } = getComputedStyle(target);
+        if (outlineStyle !== 'none' && parseFloat(outlineWidth) >= 2) reached.add(target);
+    });
+    return watched.length + 1;
+})()"""
+
+_CONTRAST = """(() => {
+    const rgba = (text) => {
+        const [red, green, blue, alpha = 1] = (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+        return { channels: [red, green, blue], alpha };
+    };
+    const over = (below, above, alpha) => above.map((each, at) => alpha * each + (1 - alpha) * below[at]);
+    const luminance = (channels) => {
+        const [red, green, blue] = channels.map((each) => each / 255)
+            .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const opacity = (element) => {
+        let product = 1;
+        for (let each = element; each; each = each.parentElement) product *= getComputedStyle(each).opacity;
+        return product;
+    };
+    const paint = (shape) => {
+        const { fill, fillOpacity } = getComputedStyle(shape);
+        const { channels, alpha } = fill === 'none' ? { channels: [0, 0, 0], alpha: 0 } : rgba(fill);
+        return { shape, channels, alpha: alpha * fillOpacity * opacity(shape), box: shape.getBoundingClientRect() };
+    };
+    const covers = ({ shape, box }, x, y) => {
+        if (x < box.left || x > box.right || y < box.top || y > box.bottom) return false;
+        return shape.isPointInFill(new DOMPoint(x, y).matrixTransform(shape.getScreenCTM().inverse()));
+    };
+    const ground = rgba(getComputedStyle(document.body).backgroundColor).channels;
+    const found = new Set();
+    for (const drawing of document.querySelectorAll('.plot, svg:not(.plot svg)')) {
+        const shapes = [...drawing.querySelectorAll('rect, path, circle, ellipse, polygon')]
+            .filter((each) => each.checkVisibility()).map(paint).filter(({ alpha }) => alpha > 0);
+        for (const text of drawing.querySelectorAll('text')) {
+            const { left, top, width, height } = text.getBoundingClientRect();
+            const said = text.textContent.trim();
+            const { channels, alpha } = paint(text);
+            if (!said || !width || !alpha || !text.checkVisibility({ visibilityProperty: true })) continue;
+            const [x, y] = [left + width / 2, top + height / 2];
+            const before = (each) => each.shape.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING;
+            const below = shapes.filter((each) => before(each) && covers(each, x, y))
+                .reduce((colour, each) => over(colour, each.channels, each.alpha), ground);
+            const [dark, bright] = [below, over(below, channels, alpha)].map(luminance).sort((a, b) => a - b);
+            const ratio = (bright + 0.05) / (dark + 0.05);
+            if (ratio < 4.5) found.add(`contrast ${ratio.toFixed(2)} of "${said.slice(0, 40)}" in a drawing`);
+        }
+    }
+    return [...found];
+})()"""
