@@ -82,7 +82,7 @@ def look_at(browser: Any, path: Path) -> list[str]:
 
 def _photograph(page: Any, name: str) -> None:
     if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
-        page.wait_for_timeout(100)  # charts fit themselves to a new width in the next frames
+        page.evaluate(_FITTED)
         page.screenshot(path=Path(directory, f"{name}.png"), full_page=True)
 
 
@@ -110,6 +110,18 @@ _NOT_DRAWN = """
 [...document.querySelectorAll('.plot')].filter((each) => each.offsetWidth && !each.querySelector('svg'))
     .map((each) => `not drawn: ${each.ariaLabel}`)
 """
+
+# Charts follow a new width of their own accord, some frames later.
+_FITTED = """new Promise((resolve) => {
+    let frames = 300;
+    const fits = (each) => Math.abs(each.querySelector('svg').clientWidth - each.clientWidth) < 2;
+    const look = () => {
+        const plots = [...document.querySelectorAll('.plot:has(svg)')].filter((each) => each.offsetWidth);
+        if (plots.every(fits) || !frames--) resolve();
+        else requestAnimationFrame(look);
+    };
+    look();
+})"""
 
 _OVERFLOW = """(() => {
     const { scrollWidth, clientWidth } = document.documentElement;

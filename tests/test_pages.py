@@ -16,6 +16,7 @@ from stages.graph import Build
 from stages.pages import Page, chart, colour, details, facts, note, preformatted, svg, table, tag
 from stages.pages.blocks import CHART
 from tests import browser
+from tests.conftest import ROOT
 
 HOSTILE = "</script><script>alert(1)</script>\"' onload='x"
 
@@ -53,14 +54,12 @@ def test_text_of_others_is_never_markup(page: Page) -> None:
     assert not re.search(r"<[^>]* onload='x", html)
 
 
-def test_texts_in_charts_are_no_links(page: Page) -> None:
+def test_texts_in_charts_are_no_links() -> None:
     """Plotly's own reading of texts as markup comes after the browser's."""
     drawn = chart([{"name": "<a href='//x'>", "text": Markup("<br>")}], {"title": ["<b>"]}, "x", numbers())
     shown = json.loads(drawn.partition(CHART)[2].partition("</script>")[0])
-    assert shown == {
-        "data": [{"name": "&lt;a href=&#39;//x&#39;&gt;", "text": "<br>"}],
-        "layout": {"title": ["&lt;b&gt;"]},
-    }
+    assert shown["data"] == [{"name": "&lt;a href=&#39;//x&#39;&gt;", "text": "<br>"}]
+    assert shown["layout"] == {"title": ["&lt;b&gt;"]}
 
 
 def test_a_page_fetches_nothing_and_says_so(page: Page) -> None:
@@ -83,7 +82,7 @@ def test_sections_of_one_heading_have_names_of_their_own(page: Page) -> None:
 
 def test_colours_are_variables_of_the_page(page: Page) -> None:
     """Each that drawings and charts use is there; so is no other colour."""
-    style = Path(browser.__file__).parents[1].joinpath("stages/pages/page.css").read_text()
+    style = (ROOT / "stages/pages/page.css").read_text()
     known = set(re.findall(r"--([a-z0-9-]+): light-dark", style))
     assert {f"series-{n}" for n in range(1, 9)} | {"text", "muted", "surface", "raised", "rule"} <= known
     assert set(re.findall(r"var\(--([a-z0-9-]+)\)", page.html().partition("plotly.js v")[0])) <= known

@@ -70,8 +70,8 @@ def svg(width: float, height: float, label: str, *shapes: Markup, zoom: bool = F
 
 
 def chart(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], label: str, numbers: Markup) -> Markup:
-    """A figure of Plotly's, as its traces and layout are in JSON. What `colour` gives is put in when it is drawn. Plotly
-    takes texts for markup (`<br>`, `<b>`, `<extra>`, links); here just those that are Markup.
+    """A figure of Plotly's, as its traces and layout are in JSON. What `colour` gives is put in when it is drawn.
+    Plotly takes texts for markup (`<br>`, `<b>`, `<extra>`, links); here just those that are Markup.
 
     `label`: what it shows, for those who do not see it, and below it. `numbers`: a table of what it shows.
     """
