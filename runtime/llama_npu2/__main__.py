@@ -41,7 +41,7 @@ def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namesp
     add_arguments(parser, Sampling, Running)
     add("--trust", default="", metavar="WHAT", help="run what this signed: a fingerprint, or sha256: of a manifest")
     add("--raw", action="store_true", help="no chat template")
-    add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
+    add("--json", action="store_true", help="print a JSON object per reply instead of streaming")
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--chat", action="store_const", dest="run", const=chat, help="hold a conversation, one line per turn")
     mode(
@@ -104,16 +104,37 @@ def print_notice(line: str) -> None:
 
 
 def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sampling) -> None:
-    pieces = []
-    for piece in llm.generate(prompt, raw=options.raw, **vars(sampling)):
-        pieces.append(piece)
-        if not options.json:
-            print(piece, end="", flush=True)
     if options.json:
-        print(json.dumps({"text": "".join(pieces), **asdict(llm.stats), "tpot": llm.stats.tpot}, ensure_ascii=False))
-    else:
-        print(flush=True)
-        print(summary(llm), file=sys.stderr)
+        for made in llm.complete(prompt, raw=options.raw, **vars(sampling)):
+            print(json.dumps(as_json(llm, made), ensure_ascii=False), flush=True)
+        return
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        raise UserError("log-probabilities are in the JSON: give --json (json=1), too")
+    if sampling.n > 1:
+        for number, made in enumerate(llm.complete(prompt, raw=options.raw, **vars(sampling)), 1):
+            print(f"--- {number} of {sampling.n} ---\n{made.text}", flush=True)
+            print(summary(llm), file=sys.stderr)
+        return
+    for piece in llm.generate(prompt, raw=options.raw, **vars(sampling)):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    print(summary(llm), file=sys.stderr)
+
+
+def as_json(llm: Any, made: Any) -> dict[str, Any]:
+    """A `Completion`: text, tokens, counts and times; log-probabilities, if asked for, with each token as the
+    vocabulary spells it."""
+
+    def token(number: int, logprob: float) -> dict[str, Any]:
+        return {"token": number, "piece": llm.tokenizer.inner.id_to_token(number), "logprob": logprob}
+
+    found = {"text": made.text, "tokens": made.tokens, **asdict(made.stats), "tpot": made.stats.tpot}
+    for name in ("logprobs", "prompt_logprobs"):
+        if (entries := getattr(made, name)) is not None:
+            found[name] = [
+                {**token(each.token, each.logprob), "top": [token(*other) for other in each.top]} for each in entries
+            ]
+    return found
 
 
 def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:

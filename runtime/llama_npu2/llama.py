@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.chat import ChatTemplate
+from llama_npu2.completion import Completion, Logprob, Stats
 from llama_npu2.devices import Submission, open_device
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
@@ -28,33 +29,6 @@ from llama_npu2.validation import sizes
 
 MAX_STEPPED_TOKENS = 16
 """On devices with buckets: with more new tokens than this, prefilling all again beats decoding the new ones singly."""
-
-
-@dataclass
-class Stats:
-    """Counts and times of the last generation. Times in seconds."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    ttft: float = 0.0
-    """Time to first token: from the call to the first sampled token."""
-    decode_time: float = 0.0
-    """Time of all tokens after the first."""
-    finish_reason: str = ""
-    """`stop` (end token or stop string) or `length`."""
-
-    @property
-    def tpot(self) -> float:
-        """Time per output token after the first."""
-        return self.decode_time / (self.generated_tokens - 1) if self.generated_tokens > 1 else 0.0
-
-    @property
-    def prefill_rate(self) -> float:
-        return self.prompt_tokens / self.ttft if self.ttft else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        return 1 / self.tpot if self.tpot else 0.0
 
 
 def load(artifact_dir: str | Path, threads: int = 0) -> Llama:
@@ -123,29 +97,65 @@ class Llama:
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""
         ids = self._checked(token_ids)
-        if self.buckets:
-            self._prefill_bucket(ids)
-        else:
-            self._prefill_chunks(ids)
+        for phase, chunk in self._chunks(ids):
+            self._run(phase, chunk)
         return self._logits.copy()
 
-    def _prefill_chunks(self, ids: list[int]) -> None:
-        rows = len(self._tokens)
-        for start in range(0, len(ids), rows):
-            chunk = ids[start : start + rows]
-            self._run("prefill" if start + rows >= len(ids) else "prefill_chunk", chunk)
+    def score(self, token_ids: Sequence[int], first: int = 1, top: int = 0) -> list[Logprob]:
+        """Log-probabilities of the tokens from number `first` on, 1 or more, each given all before it, with the `top`
+        most likely alternatives: of a continuation, or of a whole text but for its first token. Raises UserError.
 
-    def _prefill_bucket(self, ids: list[int]) -> None:
-        """Programs of static shape start at position 0: the smallest bucket that holds the tokens, else the largest and
-        the rest one by one. Rows past the tokens are computed and never read."""
+        By the very logits that `prefill` of what is before a token gives, on the CPU those of `decode`, too. It costs a
+        prefill, without buckets of what is not in the KV cache yet, and for each token one product with the vocabulary
+        matrix.
+        """
+        ids = list(token_ids)
+        if not 0 < first < len(ids):
+            raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
+        shared = 0 if self.buckets else _common_prefix(self._history, ids[: first - 1])
+        self.rewind(shared)
+        self._in_vocabulary(ids)
+        logits = self._logits_from(self._checked(ids[shared:-1]), first - 1 - shared)
+        return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
+
+    def _logits_from(self, ids: list[int], first: int) -> Iterator[np.ndarray]:
+        """Append tokens; the logits of each from number `first` on, where the device has them, until the next ones."""
+        for phase, chunk in self._chunks(ids):
+            position = self.position
+            self._run(phase, chunk)
+            wanted = range(max(first, 0), len(chunk))
+            first -= len(chunk)
+            if len(wanted) == 1 and phase != "prefill_chunk":
+                yield self._logits
+            elif wanted:
+                logits_of_last = self._behind_layers(phase)
+                for row in wanted:
+                    logits_of_last.run(row + 1, position)
+                    yield self._logits
+
+    def _behind_layers(self, phase: str) -> Submission:
+        """What makes a prompt's logits of the last of the rows that the layers left: of fewer rows, so of any."""
+        phase = phase.replace("prefill_chunk", "prefill")
+        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if "layer" in call]
+        return self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
+
+    def _chunks(self, ids: list[int]) -> Iterator[tuple[str, list[int]]]:
+        """Phases that append tokens, and what each appends. Programs of static shape start at position 0: the smallest
+        bucket that holds the tokens, else the largest and the rest one by one. Rows past the tokens are computed and
+        never read."""
+        if not self.buckets:
+            rows = len(self._tokens)
+            for start in range(0, len(ids), rows):
+                yield "prefill" if start + rows >= len(ids) else "prefill_chunk", ids[start : start + rows]
+            return
         if self.position == 0:
             bucket = next((b for b in self.buckets if b >= len(ids)), self.buckets[-1])
             if bucket < len(ids):
                 self.notify(self._too_long(len(ids)))
-            self._run(f"prefill@{bucket}", ids[:bucket])
+            yield f"prefill@{bucket}", ids[:bucket]
             ids = ids[bucket:]
         for token in ids:
-            self._step([token])
+            yield self._decode_phase(), [token]
 
     def _too_long(self, tokens: int) -> str:
         wanted = ",".join(map(str, [*self.buckets, 1 << (tokens - 1).bit_length()]))
@@ -156,29 +166,33 @@ class Llama:
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
-        self._step(self._checked([token_id]))
+        ids = self._checked([token_id])
+        self._run(self._decode_phase(), ids)
         return self._logits.copy()
 
-    def _step(self, ids: list[int]) -> None:
-        """One token, attending through the smallest window that holds all that are there."""
+    def _decode_phase(self) -> str:
+        """Of the next token, which attends through the smallest window that holds all that are there."""
         phase = decode_phase(self.windows, self.position)
         if phase != self._decoding:
             self._phases[self._decoding].rest()
             self._decoding = phase
-        self._run(phase, ids)
+        return phase
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in token_ids]
-        vocab = self.manifest.model["vocab"]
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
-        if bad := [i for i in ids if not 0 <= i < vocab]:
-            raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        self._in_vocabulary(ids)
         if self.position + len(ids) > self.context_length:
             raise UserError(
                 f"{self.position + len(ids)} tokens exceed the context of {self.context_length}: {self._shorter}"
             )
         return ids
+
+    def _in_vocabulary(self, ids: list[int]) -> None:
+        vocab = self.manifest.model["vocab"]
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
 
     @property
     def _shorter(self) -> str:
@@ -219,52 +233,113 @@ class Llama:
         *,
         raw: bool = False,
         keep_context: bool = False,
+        number: int = 0,
         **sampling: Any,
     ) -> Iterator[str]:
         """Yield the reply in pieces of whole UTF-8 characters; `stats` is complete once the iterator is.
 
         `keep_context`: keep the part of the KV cache that the new prompt begins with (chat) instead of starting afresh.
-        `sampling`: fields of `options.Sampling`, which are greedy and end a reply after 256 tokens if not given.
+        `number`: which of the replies to a seed, as `complete` numbers them. `sampling`: fields of `options.Sampling`,
+        which are greedy and end a reply after 256 tokens if not given.
         Raises UserError.
         """
-        started = time.perf_counter()
         options = Sampling(**sampling)
+        if options.n != 1 or options.logprobs is not None or options.prompt_logprobs is not None:
+            raise UserError("n, logprobs and prompt_logprobs are not for a stream of one text: use complete()")
+        yield from self._reply(self._read(prompt, raw, keep_context), options, Completion(), number)
+
+    def complete(
+        self,
+        prompt: str | Sequence[dict[str, str]],
+        *,
+        raw: bool = False,
+        keep_context: bool = False,
+        **sampling: Any,
+    ) -> Iterator[Completion]:
+        """Yield `n` replies, each when it is whole. The prompt is processed once. A reply to a seed depends on its
+        number alone, not on `n`. Arguments are those of `generate`; `prompt_logprobs` processes all of the prompt, at
+        the cost of `score`. Raises UserError."""
+        options = Sampling(**sampling)
+        read = self._read(prompt, raw, keep_context, options.prompt_logprobs)
+        for number in range(options.n):
+            made = Completion(prompt_logprobs=read.logprobs)
+            made.text = "".join(self._reply(read, options, made, number))
+            yield made
+            read = replace(read, started=time.perf_counter(), reused=len(read.ids))
+
+    def _read(
+        self, prompt: str | Sequence[dict[str, str]], raw: bool, keep_context: bool, logprobs: int | None = None
+    ) -> _Prompt:
+        """Process a prompt. `logprobs`: also say how likely it is, with so many alternatives."""
+        started, self.stats = time.perf_counter(), Stats()
         ids = self.encode(prompt, raw)
         if len(ids) >= self.context_length:
             raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self._shorter}")
-        shared = _common_prefix(self._history, ids[:-1]) if keep_context else 0
-        if self.buckets and len(ids) - shared > MAX_STEPPED_TOKENS:
-            shared = 0
-        del self._history[shared:]
-        self.stats = Stats(prompt_tokens=len(ids) - shared)
-        yield from self._reply(ids[shared:], options, started)
+        if not keep_context or logprobs is not None:
+            self.reset()
+        reused = self._keep(ids)
+        if logprobs is None:
+            return _Prompt(ids, self._behind(ids), started, reused)
+        rows = self._logits_from(self._checked(ids), 0)
+        known = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
+        return _Prompt(ids, next(rows).copy(), started, reused, known)
 
-    def _reply(self, ids: list[int], options: Sampling, started: float) -> Iterator[str]:
-        stats, stream, choose = self.stats, TextStream(self.tokenizer, options.stop), sampler(options)
-        token = choose(self.prefill(ids))
-        stats.ttft = time.perf_counter() - started
-        first = time.perf_counter()
-        while True:
+    def _reply(self, prompt: _Prompt, options: Sampling, made: Completion, number: int) -> Iterator[str]:
+        stream, choose = TextStream(self.tokenizer, options.stop), sampler(options, prompt.ids, number)
+        logits, ids, first = prompt.logits, list(prompt.ids), 0.0
+        made.logprobs = None if options.logprobs is None else []
+        self.stats = stats = made.stats
+        stats.prompt_tokens, stats.reused_tokens = len(ids) - prompt.reused, prompt.reused
+        while not stats.finish_reason:
+            if made.tokens:
+                ids.append(made.tokens[-1])
+                logits = self._behind(ids)
+            token = choose(logits)
+            now = time.perf_counter()
+            first = first or now
+            stats.ttft, stats.decode_time = first - prompt.started, now - first
+            made.tokens.append(token)
             stats.generated_tokens += 1
-            if token in self.eos:
+            if made.logprobs is not None:
+                made.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
+            piece = "" if token in self.eos else stream.push(token)
+            if token in self.eos or stream.stopped:
                 stats.finish_reason = "stop"
-                break
-            if piece := stream.push(token):
-                yield piece
-            if stream.stopped:
-                stats.finish_reason = "stop"
-                return
-            if stats.generated_tokens >= options.max_tokens or self.position >= self.context_length:
+            elif stats.generated_tokens >= options.max_tokens or len(ids) >= self.context_length:
                 stats.finish_reason = "length"
-                break
-            token = choose(self.decode(token))
-            stats.decode_time = time.perf_counter() - first
-        if piece := stream.flush():
-            yield piece
+            if piece := piece + (stream.flush() if stats.finish_reason else ""):
+                yield piece
+
+    def _behind(self, ids: list[int]) -> np.ndarray:
+        """Logits behind `ids`, of which the KV cache keeps what it holds, whatever used it in the meantime."""
+        kept = self._keep(ids)
+        return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
+
+    def _keep(self, ids: list[int]) -> int:
+        """Forget what is not the beginning of `ids`, or not worth keeping; the last of them is always processed again.
+        Returns how many are kept."""
+        before = ids[:-1]
+        kept = len(before) if self._history == before else _common_prefix(self._history, before)
+        if self.buckets and len(ids) - kept > MAX_STEPPED_TOKENS:
+            kept = 0
+        self.rewind(kept)
+        return kept
 
     def close(self) -> None:
         """Release the device."""
         self.device.close()
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What replies go on from. `logits`: behind `ids`; `started`: when the reply was asked for, by `perf_counter`;
+    `reused`: how many of the tokens the KV cache held."""
+
+    ids: list[int]
+    logits: np.ndarray
+    started: float
+    reused: int
+    logprobs: list[Logprob] | None = None
 
 
 def decode_phase(windows: Sequence[int], position: int) -> str:

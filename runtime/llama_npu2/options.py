@@ -16,6 +16,8 @@ from llama_npu2.errors import UserError
 
 Group = TypeVar("Group", bound="Checked")
 _BOUNDS = {"above": "above", "least": "at least", "most": "at most"}
+_MOST_BIAS = 100
+"""As in OpenAI's interface: the other way round, a token is as good as forbidden."""
 
 
 def option(default: Any, help: str, **bounds: float) -> Any:
@@ -59,12 +61,42 @@ class Sampling(Checked):
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k most likely, 0: all", least=0)
     top_p: float = option(1.0, "sample from the smallest set with this probability", above=0, most=1)
+    min_p: float = option(0.0, "leave out what is less likely than this part of the most likely", least=0, most=1)
+    repetition_penalty: float = option(1.0, "above 1: against tokens of prompt and reply", least=0.01, most=100)
+    presence_penalty: float = option(0.0, "above 0: against tokens of the reply", least=-2, most=2)
+    frequency_penalty: float = option(0.0, "the same, for each time that one is there", least=-2, most=2)
+    logit_bias: tuple[str, ...] = option((), "ID:BIAS, -100 to 100, is added to a token's logit; may be repeated")
     seed: int | None = option(None, "make sampling repeatable", least=0)
+    n: int = option(1, "replies to the prompt", least=1)
+    logprobs: int | None = option(None, "log-probabilities of the reply, and so many alternatives", least=0)
+    prompt_logprobs: int | None = option(None, "the same of the prompt", least=0)
     stop: tuple[str, ...] = option((), "end the reply before this text; may be repeated")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if isinstance(self.logit_bias, Mapping):
+            biases = tuple(f"{token}:{bias}" for token, bias in self.logit_bias.items())
+            object.__setattr__(self, "logit_bias", biases)
+        for name in ("logit_bias", "stop"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        self.biases()
+
+    def biases(self) -> dict[int, float]:
+        """What is added to logits, by token. From Python, `logit_bias` may be such a mapping. Raises UserError."""
+        return dict(_bias(pair) for text in self.logit_bias for pair in text.split(","))
+
+
+def _bias(pair: str) -> tuple[int, float]:
+    try:
+        token, bias = pair.split(":")
+        if int(token) >= 0 and -_MOST_BIAS <= float(bias) <= _MOST_BIAS:
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise UserError(
+        f"logit_bias={pair}: must be a token's number, a colon and {-_MOST_BIAS} to {_MOST_BIAS}, as in 13:-100"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
-    if build.options.prompt is None:
+    options = build.options
+    if options.prompt is None:
         return TaskFailed('no prompt: doit run prompt="some text"')
-    raw = ["--raw"] if build.options.raw else []
-    return run_runtime(build, *raw, *reply_arguments(build), "--", str(build.directory_as_given), build.options.prompt)
+    switches = [f"--{name}" for name in ("raw", "json") if getattr(options, name)]
+    return run_runtime(build, *switches, *reply_arguments(build), "--", str(build.directory_as_given), options.prompt)

@@ -6,6 +6,7 @@ Those of a run are the runtime's own (`llama_npu2.options`): their names, defaul
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -126,10 +127,20 @@ def _value(each: Field[Any], text: str) -> Any:
         raise UserError(f"{each.name}={text}: must be {what}") from None
 
 
+def _texts(text: str) -> tuple[str, ...]:
+    """One text, or those of a JSON list: what begins with `["` is one."""
+    if not text.startswith('["'):
+        return (text,)
+    several = json.loads(text)
+    if not all(isinstance(each, str) for each in several):
+        raise ValueError("not only texts")
+    return tuple(several)
+
+
 _SWITCH = {"0": False, "1": True, "false": False, "true": True, "no": False, "yes": True}
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "text"),
-    "tuple": (lambda text: (text,), "text"),
+    "tuple": (_texts, 'text, or several as in ["one","two"]'),
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "bool": (_SWITCH.__getitem__, "0 or 1"),

@@ -20,6 +20,7 @@ import numpy as np
 from llama_npu2 import Llama, UserError
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import first_line
+from llama_npu2.sampling import log_softmax
 from llama_npu2.storage import Directory
 from llama_npu2.table import Column, Table
 from llama_npu2.text import Tokenizer
@@ -113,13 +114,6 @@ def _compare(
     divergence = np.einsum("pv,pv->p", np.exp(logp), logp - logq)
     at, following = np.arange(len(ids) - 1), list(ids[1:])
     return divergence, logp.argmax(axis=1) == logq.argmax(axis=1), -logq[at, following], -logp[at, following]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """f64, of the last axis."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
