@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, cpu_features, load
+from llama_npu2.completion import Logprob
 from llama_npu2.dtypes import nbytes
+from llama_npu2.llama import MAX_STEPPED_TOKENS
 from llama_npu2.manifest import Manifest
 from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.conftest import ROOT, build, doit, ran
@@ -94,6 +96,34 @@ def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
         logits.append(llm.prefill(ids))
         llm.close()
     np.testing.assert_allclose(logits[0], logits[1], atol=0.1 * np.abs(logits[1]).max())
+
+
+def test_scores_are_by_the_logits_of_prefill(fused: Path) -> None:
+    """Bit for bit those that the bucket gives for less of the text, then those of single tokens."""
+    llm = load(fused)
+    ids = np.random.default_rng(1).integers(5, 200, 132).tolist()
+    found = {length: llm.score(ids, length)[0] for length in (1, 60, 127)}
+    rest = llm.score(ids, 128)
+    for length, score in found.items():
+        llm.reset()
+        assert score == Logprob.of(ids[length], llm.prefill(ids[:length]))
+    llm.reset()
+    logits = [llm.prefill(ids[:128]), *(llm.decode(token) for token in ids[128:-1])]
+    assert rest == [Logprob.of(token, row) for token, row in zip(ids[128:], logits, strict=True)]
+    llm.close()
+
+
+def test_a_cache_is_reused_for_few_new_tokens(fused: Path) -> None:
+    """More than `MAX_STEPPED_TOKENS` are processed with all before them: the very logits of a fresh start. Fewer go one
+    by one, which rounds elsewhere than a bucket does, and choose the same tokens here."""
+    llm = load(fused)
+    story = "Once upon a time there was a small dog who lived in a house."
+    for more, stepped in ((" The capital of France is", True), (" It was small. " * 6, False)):
+        "".join(llm.generate(story, raw=True, max_tokens=1))
+        kept = "".join(llm.generate(story + more, raw=True, keep_context=True, max_tokens=6))
+        assert (llm.stats.reused_tokens > 0) == (llm.stats.prompt_tokens <= MAX_STEPPED_TOKENS) == stepped
+        assert kept == "".join(llm.generate(story + more, raw=True, max_tokens=6))
+    llm.close()
 
 
 def test_command_line_says_what_a_larger_bucket_would_help(fused: Path) -> None:

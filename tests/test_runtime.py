@@ -292,6 +292,14 @@ OUT_OF_BOUNDS = [
     ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p=1.5: must be above 0 and at most 1"),
     ({"seed": -1}, "seed=-1: must be at least 0"),
+    ({"min_p": 1.5}, "min_p=1.5: must be at least 0 and at most 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0: must be at least 0.01 and at most 100"),
+    ({"presence_penalty": 3}, "presence_penalty=3: must be at least -2 and at most 2"),
+    ({"n": 0}, "n=0: must be at least 1"),
+    *(
+        ({"logit_bias": bias}, f"logit_bias={bias}: must be a token's number, a colon and -100 to 100, as in 13:-100")
+        for bias in ("13", "13:nan", "-1:2", "1:101", "a:b", "")
+    ),
 ]
 
 
