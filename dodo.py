@@ -84,7 +84,7 @@ def task_bench():
 
 
 def task_profile():
-    """Show where the time of a prompt and of a token goes, program by program."""
+    """Show where the time of a prompt and of a token goes: programs, launches, host and Python."""
     return command("profile")
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 from llama_npu2 import Llama, UserError, load, sandbox
 from llama_npu2.__main__ import parse
 from llama_npu2.chat import ChatTemplate
-from llama_npu2.dtypes import nbytes
 from llama_npu2.options import Running, Sampling, chosen, to_arguments
 from llama_npu2.sampling import sampler
 from llama_npu2.storage import Directory
@@ -398,28 +396,6 @@ def test_a_rebuilt_directory_is_loaded_anew_in_one_process(artifacts: Path, tmp_
     llm = load(build(tmp_path / "fresh", artifacts), 1)
     np.testing.assert_array_equal(logits[1], llm.prefill([1, 2, 3]))
     llm.close()
-
-
-def test_profile_splits_a_prompt_and_a_token_by_program(demo: Path) -> None:
-    run = run_module(demo, "--profile", "--repeats=2", "--json")
-    assert run.returncode == 0, run.stderr
-    lines = json.loads(run.stdout)["lines"]
-    manifest = json.loads((demo / "manifest.json").read_text())
-    for phase in ("prefill", "decode"):
-        of_phase = {line["program"]: line for line in lines if line["phase"].startswith(phase)}
-        counts = Counter(call["program"] for call in manifest["plans"][phase])
-        assert {name: line["calls"] for name, line in of_phase.items()} == counts
-        assert all(len(line["seconds"]) == 2 for line in of_phase.values())
-        # every weight once: what is packed, but for norms, tables and the LM head's second use as the embedding
-        matrices = [b for b in manifest["buffers"].values() if b["kind"] == "weight" and len(b["shape"]) > 1]
-        assert sum(line["weight_bytes"] for line in of_phase.values()) == sum(
-            nbytes(b["dtype"], b["shape"]) for b in matrices
-        )
-        model = manifest["model"]
-        assert of_phase["lm_head_gemv"]["values"] == model["vocab"] * model["emb"]
-    table = run_module(demo, "--profile", "--repeats=1").stdout
-    assert "| o_ffn " in table
-    assert {line.count("|") for line in table.splitlines()[2:]} == {8}
 
 
 def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: Path) -> None:

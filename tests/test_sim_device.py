@@ -15,6 +15,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
 from llama_npu2.errors import UserError
+from llama_npu2.spans import Timer
 from llama_npu2.storage import File
 from stages.air import L1, Builder, memref_type
 from stages.kernels import add
@@ -42,7 +43,7 @@ def bind(memory: Memory, view: str = "") -> Binding:
 
 
 def submission(calls: list[Call]) -> SimSubmission:
-    return SimSubmission(cast(CpuDevice, None), calls)
+    return SimSubmission(cast(CpuDevice, None), calls, Timer())
 
 
 def rows(count: int, seed: int) -> Memory:

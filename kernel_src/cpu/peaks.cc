@@ -42,11 +42,9 @@ static void entry_products(void *const *slots, const Dims *, Worker *worker) {
 static double timed(Team *team, decltype(Call::entry) entry, void *const *slots) {
     const Call call = {entry, slots};
     const Dims dims = {1, 0};
-    timespec start, end;
-    clock_gettime(CLOCK_MONOTONIC, &start);
+    const int64_t start = now_ns();
     team_run(team, &call, 1, &dims);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    return static_cast<double>(end.tv_sec - start.tv_sec) + 1e-9 * static_cast<double>(end.tv_nsec - start.tv_nsec);
+    return 1e-9 * static_cast<double>(now_ns() - start);
 }
 
 template <double products(int64_t iterations)>

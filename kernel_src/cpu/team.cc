@@ -17,6 +17,8 @@ struct Team {
     const Call *calls = nullptr;
     int64_t count = 0;
     Dims dims = {};
+    Lap *laps = nullptr;
+    int64_t laps_each = 0;
     bool stopping = false;
     int64_t idle_spin_ns = 0;
     int threads = 0;
@@ -44,6 +46,8 @@ int available_cpus(cpu_set_t &set) {
 }
 
 void run_calls(Team *team, Worker *worker) {
+    worker->lap = team->laps == nullptr ? nullptr : team->laps + worker->thread * team->laps_each;
+    worker->laps_end = team->laps == nullptr ? nullptr : worker->lap + team->laps_each;
     for (int64_t i = 0; i < team->count; i++) {
         team->calls[i].entry(team->calls[i].slots, &team->dims, worker);
         worker->barrier();
@@ -164,6 +168,11 @@ extern "C" void team_run(Team *team, const Call *calls, int64_t count, const Dim
     run_calls(team, &team->workers[0]);
     // All is done, but workers that came too late for their part may still be walking through the calls.
     team->finished.wait(team->submissions * static_cast<uint32_t>(team->threads - 1), team->state.spin_ns);
+}
+
+extern "C" void team_laps(Team *team, Lap *laps, int64_t each) {
+    team->laps = laps;
+    team->laps_each = each;
 }
 
 extern "C" int team_threads(Team *team) { return team->threads; }

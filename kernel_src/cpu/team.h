@@ -19,6 +19,12 @@ struct Dims {
     int64_t pos;  // absolute position of the first of them
 };
 
+inline int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
 // A counter that threads wait on: they spin for a while, because the wait is usually shorter than a
 // system call, and then sleep, because their core may be what the awaited thread needs. It wraps around.
 struct Progress {
@@ -31,9 +37,11 @@ struct Progress {
             syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
     }
 
+    bool reached(uint32_t goal) const { return reached(value.load(std::memory_order_acquire), goal); }
+
     // Returns when the counter has reached `goal`.
     void wait(uint32_t goal, int64_t spin_ns) {
-        if (reached(value.load(std::memory_order_acquire), goal) || spin(goal, spin_ns)) return;
+        if (reached(goal) || spin(goal, spin_ns)) return;
         sleepers.fetch_add(1);
         for (uint32_t now = value.load(); !reached(now, goal); now = value.load())
             syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
@@ -41,12 +49,6 @@ struct Progress {
     }
 
 private:
-    static int64_t now_ns() {
-        timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-    }
-
     static void pause() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -60,7 +62,7 @@ private:
     bool spin(uint32_t goal, int64_t spin_ns) {
         for (int64_t deadline = 0;;) {
             for (int i = 0; i < 64; i++) {
-                if (reached(value.load(std::memory_order_acquire), goal)) return true;
+                if (reached(goal)) return true;
                 pause();
             }
             const int64_t now = now_ns();
@@ -95,6 +97,11 @@ struct TeamState {
     Scratch shared[2];
 };
 
+// When a worker was in a launch, in nanoseconds of CLOCK_MONOTONIC. `waited`: of that, at barriers inside it.
+struct Lap {
+    int64_t begin, end, waited;
+};
+
 struct alignas(64) Worker {
     int thread = 0;
     int threads = 1;
@@ -102,12 +109,26 @@ struct alignas(64) Worker {
     uint32_t loop = 0;    // loops entered so far; all workers enter the same ones in the same order
     uint32_t ahead = 0;   // what TeamState::done will be when the work of these loops is done
     uint32_t shared = 0;  // uses of shared scratch so far
+    Lap *lap = nullptr;   // of the next launch; where laps end if none is noted
+    Lap *laps_end = nullptr;
     Scratch own;
 
     // Returns when the work of all loops before it is done, by whomever. It does not wait for workers that have
     // no part in that: one whose core is taken away follows later, finds nothing left to do, and holds nobody up.
     void barrier() {
-        if (threads > 1) state->done.wait(ahead, state->spin_ns);
+        if (threads == 1 || state->done.reached(ahead)) return;
+        const int64_t since = lap != laps_end ? now_ns() : 0;
+        state->done.wait(ahead, state->spin_ns);
+        if (lap != laps_end) lap->waited += now_ns() - since;
+    }
+
+    // One of the launches that a program consists of.
+    template <class Kernel>
+    void launch(Kernel &&kernel) {
+        if (lap == laps_end) return kernel();
+        *lap = {now_ns(), 0, 0};
+        kernel();
+        lap++->end = now_ns();
     }
 
     // Memory of this worker alone, valid until the next call.
@@ -201,6 +222,9 @@ struct Team;
 extern "C" {
 Team *team_create(int threads);  // 0: as many as there are CPUs to run on; null when it cannot be made
 void team_run(Team *team, const Call *calls, int64_t count, const Dims *dims);  // caller is worker 0
+// From the next submission on, every worker notes the launches of each, worker i from laps[i * each] on and at most so
+// many; null: none.
+void team_laps(Team *team, Lap *laps, int64_t each);
 void team_destroy(Team *team);
 int team_threads(Team *team);
 const char *isa_name();  // "avx512bf16" | "avx2" | "portable" | "neon"

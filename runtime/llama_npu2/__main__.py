@@ -147,7 +147,8 @@ def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
 def profile(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     from llama_npu2.profile import run_profile
 
-    run_profile(options.artifacts, running.threads, running.repeats, options.json)
+    more = (running.threads, running.repeats, sampling, options.prompt, options.raw, options.json)
+    run_profile(options.artifacts, *more)
     return 0
 
 

@@ -23,6 +23,7 @@ from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory, bind_calls
 from llama_npu2.options import Sampling
 from llama_npu2.sampling import sampler
+from llama_npu2.spans import Recorder, Timer
 from llama_npu2.text import TextStream, Tokenizer
 from llama_npu2.trace import Watch, traced_phases
 from llama_npu2.validation import sizes
@@ -57,6 +58,7 @@ class Llama:
         self.notify: Callable[[str], object] = lambda line: None
         """Gets a line when something takes longer than it must. The command line prints it."""
         self._history: list[int] = []
+        self._timed = Timer()
 
     @property
     def description(self) -> str:
@@ -94,12 +96,25 @@ class Llama:
         finally:
             self._phases = whole
 
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[Recorder]:
+        """While it is entered, spans of what prefill, decode and generate do are noted, down to launches of kernels
+        (`spans.Span`). Results are what they are without. Raises UserError for artifacts of an older version."""
+        recorder = Recorder()
+        self.device.record(recorder)
+        self._timed.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            self._timed.recorder = None
+            self.device.record(None)
+
     def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
         """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""
         ids = self._checked(token_ids)
         for phase, chunk in self._chunks(ids):
             self._run(phase, chunk)
-        return self._logits.copy()
+        return self._copied_logits()
 
     def score(self, token_ids: Sequence[int], first: int = 1, top: int = 0) -> list[Logprob]:
         """Log-probabilities of the tokens from number `first` on, 1 or more, each given all before it, with the `top`
@@ -168,7 +183,11 @@ class Llama:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
         ids = self._checked([token_id])
         self._run(self._decode_phase(), ids)
-        return self._logits.copy()
+        return self._copied_logits()
+
+    def _copied_logits(self) -> np.ndarray:
+        logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)
+        return logits
 
     def _decode_phase(self) -> str:
         """Of the next token, which attends through the smallest window that holds all that are there."""
@@ -202,8 +221,9 @@ class Llama:
         return f"shorten the prompt{more}"
 
     def _run(self, phase: str, ids: list[int]) -> None:
-        self._tokens[: len(ids)] = ids
-        self._phases[phase].run(len(ids), self.position)
+        about = {"rows": len(ids), "position": self.position}
+        self._timed("host", "copy tokens", np.copyto, self._tokens[: len(ids)], ids)
+        self._timed("phase", phase, self._phases[phase].run, len(ids), self.position, about=about)
         self._history += ids
 
     @cached_property
@@ -221,11 +241,16 @@ class Llama:
         if not prompt:
             raise UserError("the prompt is empty: give some text")
         if isinstance(prompt, str) and (raw or self.chat_template is None):
-            return self.tokenizer.encode(prompt, special_tokens=True)
+            return self._tokenised(prompt, special_tokens=True)
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self.tokenizer.encode(self.chat_template.render(messages), special_tokens=False)
+        text = self._timed("host", "template", self.chat_template.render, messages)
+        return self._tokenised(text, special_tokens=False)
+
+    def _tokenised(self, text: str, special_tokens: bool) -> list[int]:
+        ids: list[int] = self._timed("host", "tokenise", self.tokenizer.encode, text, special_tokens)
+        return ids
 
     def generate(
         self,
@@ -294,7 +319,7 @@ class Llama:
             if made.tokens:
                 ids.append(made.tokens[-1])
                 logits = self._behind(ids)
-            token = choose(logits)
+            token = self._timed("host", "sample", choose, logits)
             now = time.perf_counter()
             first = first or now
             stats.ttft, stats.decode_time = first - prompt.started, now - first
@@ -302,7 +327,7 @@ class Llama:
             stats.generated_tokens += 1
             if made.logprobs is not None:
                 made.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
-            piece = "" if token in self.eos else stream.push(token)
+            piece = "" if token in self.eos else self._timed("host", "detokenise", stream.push, token)
             if token in self.eos or stream.stopped:
                 stats.finish_reason = "stop"
             elif stats.generated_tokens >= options.max_tokens or len(ids) >= self.context_length:

@@ -60,7 +60,8 @@ def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, 
     def bound(call: Mapping[str, Any]) -> Call:
         name = call["program"]
         place = f"layer {call['layer'] + 1} of {manifest.model['layers']}" if "layer" in call else ""
-        return Call(programs[name], [memory.bind(r) for r in call["buffers"]], manifest.programs[name]["slots"], place)
+        bindings = [memory.bind(reference) for reference in call["buffers"]]
+        return Call(programs[name], bindings, manifest.programs[name]["slots"], place, name, call.get("layer"))
 
     return {phase: [bound(call) for call in calls] for phase, calls in manifest.plans.items()}
 

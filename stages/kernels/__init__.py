@@ -98,11 +98,11 @@ class Kernel:
     """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
 
     `source` is the stem of the C++ file that defines it (one file may define several), `tile_source` of that with its
-    tile functions where it is another. `reference` is numpy. `derived`: whole numbers that the C++ function takes
-    behind the parameters, and that follow from them: of a layout whose cut depends on a tensor's size.
-    `tiling(sizes)` cuts a launch for the array and refuses with UserError what cannot be cut; `program(tiling)` is its
-    AIR program, with the arguments' names. A kernel without them runs on the host only; one that is not `host`, on the
-    array only.
+    tile functions where it is another. `reference` is numpy. `attends`: it is attention, by `heads` heads of
+    `head_dim`. `derived`: whole numbers that the C++ function takes behind the parameters, and that follow from them:
+    of a layout whose cut depends on a tensor's size. `tiling(sizes)` cuts a launch for the array and refuses with
+    UserError what cannot be cut; `program(tiling)` is its AIR program, with the arguments' names. A kernel without them
+    runs on the host only; one that is not `host`, on the array only.
     """
 
     name: str
@@ -110,6 +110,7 @@ class Kernel:
     params: tuple[Param, ...]
     source: str
     reference: Callable[..., Any] = field(compare=False)
+    attends: bool = False
     derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
     host: bool = True
     tile_source: str = ""
@@ -151,7 +152,7 @@ def signature(
     **device: Any,
 ) -> Kernel:
     """A kernel that reads and then writes tensors (bf16 if just named); `params`: names, `:float` behind what is not
-    a whole number. `device`: `derived`, `tile_source`, `tiling`, `program`, `host`."""
+    a whole number. `device`: `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`."""
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]
     scalars = (Param(p, kind or "int64") for p, _, kind in (word.partition(":") for word in params.split()))

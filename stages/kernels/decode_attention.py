@@ -13,7 +13,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads:
 
 
 KERNELS = tuple(
-    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source="decode_attention")
+    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source="decode_attention", attends=True)
     for name, cache in (
         ("decode_attention_kv", (Arg("kv"),)),
         *(

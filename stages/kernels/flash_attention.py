@@ -191,6 +191,7 @@ KERNELS = (
         ("q", "kv"),
         "seq pos heads kv_heads head_dim",
         reference,
+        attends=True,
         host=False,
         tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["pos"]),
         program=build,
@@ -202,6 +203,7 @@ KERNELS = (
             "seq pos heads kv_heads head_dim",
             reference,
             source="flash_attention",
+            attends=True,
         )
         for stored in KV_FORMATS.values()
     ),

@@ -152,6 +152,7 @@ KERNELS = (
         ("q", "kv"),
         "window pos heads kv_heads head_dim",
         reference,
+        attends=True,
         host=False,
         tiling=lambda s: tile(s["window"], s["heads"], s["kv_heads"], s["head_dim"]),
         program=build,

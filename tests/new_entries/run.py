@@ -12,6 +12,7 @@ from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
+from llama_npu2.spans import Timer
 from llama_npu2.storage import File
 from stages import air
 from stages.engine.objects import source_file
@@ -81,7 +82,7 @@ def main(directory: Path, target: str) -> bool:
         device.prepare([Call(entry, bindings)]).run(1, 0)
     else:
         program = SimProgram(open_library(File.at(sim_library(directory))), PART.name)
-        SimSubmission(device, [Call(program, bindings)]).run(1, 0)
+        SimSubmission(device, [Call(program, bindings)], Timer()).run(1, 0)
     expected = kernels()["unpack"].reference(tiny8.quantise(values), ROWS, COLS)
     return bool((out.bytes == expected.reshape(-1).view(np.uint8)).all()) and bool(expected.astype(np.float32).any())
 

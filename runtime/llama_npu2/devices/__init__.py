@@ -16,6 +16,7 @@ import numpy as np
 
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.spans import Recorder
 from llama_npu2.storage import File
 from llama_npu2.validation import view_offset
 
@@ -51,6 +52,15 @@ class Call:
     """Name, shape, role and dtype of each slot, as in the manifest."""
     place: str = ""
     """Where in the model it stands, for messages: `layer 3 of 16`."""
+    name: str = ""
+    """The program's, as the manifest has it."""
+    layer: int | None = None
+    """From 0; None outside of the layers."""
+
+    @property
+    def about(self) -> dict[str, int]:
+        """What a span of it says."""
+        return {} if self.layer is None else {"layer": self.layer}
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,9 @@ class Device(Protocol):
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
         """Fix a list of calls for repeated submission."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note spans of what runs from now on, or none any more. Raises UserError where programs cannot be timed."""
 
     def close(self) -> None:
         """Release everything. The device is unusable afterwards."""

@@ -7,17 +7,18 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
-from llama_npu2.errors import UserError
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.spans import Recorder, Span
 from llama_npu2.storage import File
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -41,10 +42,12 @@ def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
 
 @dataclass(frozen=True)
 class CpuProgram:
-    """An entry point of a shared object."""
+    """An entry point of a shared object. `launches`: of each the kernel and what it moves and multiplies at the least
+    (`Lap`); None if the library was built before there were any."""
 
     address: int
     declared: Declared
+    launches: Sequence[Mapping[str, Any]] | None
 
 
 class CpuDevice:
@@ -53,11 +56,16 @@ class CpuDevice:
     def __init__(self, host_library: File, threads: int = 0) -> None:
         self._files: dict[Path, mmap.mmap] = {}
         self.native_seconds = 0.0
+        self.recorder: Recorder | None = None
+        self._laps = np.zeros((0, 0, 3), np.int64)
         library = open_library(host_library)
         library.team_create.restype = ctypes.c_void_p
         library.team_create.argtypes = [ctypes.c_int]
         library.team_run.restype = None
         library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        if hasattr(library, "team_laps"):
+            library.team_laps.restype = None
+            library.team_laps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         library.team_destroy.restype = None
         library.team_destroy.argtypes = [ctypes.c_void_p]
         library.team_threads.argtypes = [ctypes.c_void_p]
@@ -107,7 +115,7 @@ class CpuDevice:
         function, about = entry_point(open_library(file), entry)
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
-        return CpuProgram(address, Declared(about["slots"], about["positions"]))
+        return CpuProgram(address, Declared(about["slots"], about["positions"]), about.get("launches"))
 
     def declared(self, program: CpuProgram) -> Declared:
         return program.declared
@@ -119,6 +127,21 @@ class CpuDevice:
         started = time.perf_counter()
         self._native.team_run(self._team, calls, count, ctypes.byref(dims))
         self.native_seconds += time.perf_counter() - started
+
+    def record(self, recorder: Recorder | None) -> None:
+        if not hasattr(self._native, "team_laps"):
+            raise UserError(f"{self._native._name} cannot be profiled, it is of an older version: {REMEDY}")
+        self.recorder = recorder
+        self.laps(0)
+
+    def laps(self, launches: int) -> np.ndarray:
+        """Where every thread notes its launches of each submission from now on, at least so many, i64
+        `[threads, launches, 3]`: begin and end of each, on the clock of `time.perf_counter_ns`, and how long it waited
+        in between at barriers. 0: they note nothing any more."""
+        if not launches or launches > self._laps.shape[1]:
+            self._laps = np.zeros((self.threads, launches, 3), np.int64)
+            self._native.team_laps(self._team, self._laps.ctypes.data if launches else None, launches)
+        return self._laps
 
     def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
         """Bytes per second at which the team reads buffers, each in turn, with the pattern that reads fastest."""
@@ -147,6 +170,8 @@ class CpuSubmission:
         self._per_last = np.array([b.row_bytes * (b.view == "last") for b in bindings], np.uint64)
         self._addresses = self._base.copy()
         self._keep = bindings
+        self._listed = calls
+        self._launches = sum(len(call.program.launches or ()) for call in calls)
         self._calls = (_NativeCall * len(calls))()
         self._dims = _Dims()
         slot = self._addresses.ctypes.data
@@ -160,7 +185,55 @@ class CpuSubmission:
         if seq > 1:
             self._addresses += self._per_last * np.uint64(seq - 1)
         self._dims.seq, self._dims.pos = seq, pos
-        self._device.run_native(self._calls, len(self._calls), self._dims)
+        device = self._device
+        laps = device.laps(self._launches) if device.recorder and self._launches else None
+        started = time.perf_counter_ns()
+        device.run_native(self._calls, len(self._calls), self._dims)
+        if device.recorder and laps is not None:
+            ended, own = time.perf_counter_ns(), laps[:, : self._launches].copy()
+            device.recorder.note(Laps(self._listed, own, started, ended, seq, pos))
 
     def rest(self) -> None:
         """Holds nothing that is scarce."""
+
+
+class Laps(NamedTuple):
+    """When each thread was in each launch of a submission of `seq` rows from `pos` on, as `CpuDevice.laps` has it."""
+
+    calls: Sequence[Call]
+    laps: np.ndarray
+    started: int
+    ended: int
+    seq: int
+    pos: int
+
+    def spans(self) -> Iterator[Span]:
+        """The submission; on thread 0 its programs, each until the next begins, so that waiting behind a launch is a
+        program's; of every thread its launches."""
+        yield Span("native", "team", self.started, self.ended)
+        first = 0
+        for call in self.calls:
+            count = len(call.program.launches or ())
+            following = self.laps[0, first + count :, 0]
+            if count:
+                end = int(following[0]) if len(following) else self.ended
+                yield Span("program", call.name, int(self.laps[0, first, 0]), end, 0, call.about)
+                yield from self._launches(call, first)
+            first += count
+
+    def _launches(self, call: Call, first: int) -> Iterator[Span]:
+        for index, launch in enumerate(call.program.launches):
+            laps, where = self.laps[:, first + index], call.about | {"launch": index}
+            start, end, waited = laps[0].tolist()
+            busy = int((laps[:, 1] - laps[:, 0] - laps[:, 2]).sum())
+            about = where | self._amounts(launch) | {"waited": waited, "busy": busy}
+            yield Span("launch", launch["kernel"], start, end, 0, about)
+            for thread, (start, end, waited) in enumerate(laps[1:].tolist(), 1):
+                yield Span("launch", launch["kernel"], start, end, thread, where | {"waited": waited})
+
+    def _amounts(self, launch: Mapping[str, Any]) -> dict[str, int]:
+        """What a launch moves and multiplies at the least: so much per call, row and position, and per call, row, and
+        pair of a row and a position that it attends to."""
+        pairs = self.seq * self.pos + self.seq * (self.seq + 1) // 2
+        counts = {"bytes": (1, self.seq, self.pos + self.seq), "operations": (1, self.seq, pairs)}
+        return {name: sum(n * each for n, each in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}

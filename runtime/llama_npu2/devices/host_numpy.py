@@ -15,6 +15,7 @@ from ml_dtypes import bfloat16
 from llama_npu2.devices import Binding, Call, Declared, HostBuffer
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
+from llama_npu2.spans import Recorder, Timer
 from llama_npu2.storage import File
 
 Arrays = Mapping[str, np.ndarray]
@@ -93,6 +94,7 @@ class NumpyDevice:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self._timed = Timer()
 
     def alloc(self, nbytes: int, host: bool = True) -> HostBuffer:
         return HostBuffer(np.zeros(nbytes, np.uint8))
@@ -130,20 +132,24 @@ class NumpyDevice:
         )
 
     def prepare(self, calls: Sequence[Call]) -> NumpySubmission:
-        return NumpySubmission(self._model, calls)
+        return NumpySubmission(self._model, calls, self._timed)
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._timed.recorder = recorder
 
     def close(self) -> None:
         """Holds nothing."""
 
 
 class NumpySubmission:
-    def __init__(self, model: Model, calls: Sequence[Call]) -> None:
-        self._model, self._calls = model, calls
+    def __init__(self, model: Model, calls: Sequence[Call], timed: Timer) -> None:
+        self._model, self._calls, self._timed = model, calls, timed
 
     def run(self, seq: int, pos: int) -> None:
         for call in self._calls:
             bound = zip(call.slots, call.bindings, strict=True)
-            call.program({slot["name"]: _slot(slot, binding, seq, pos) for slot, binding in bound}, pos, self._model)
+            slots = {slot["name"]: _slot(slot, binding, seq, pos) for slot, binding in bound}
+            self._timed("program", call.name, call.program, slots, pos, self._model, about=call.about)
 
     def rest(self) -> None:
         """Holds nothing that is scarce."""

@@ -17,6 +17,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.spans import Recorder, Timer
 from llama_npu2.storage import File
 
 _ERROR_BYTES = 512
@@ -101,6 +102,7 @@ class SimDevice:
 
     def __post_init__(self) -> None:
         self._cpu = CpuDevice(self.host_library, self.threads)
+        self._timed = Timer()
 
     @property
     def description(self) -> str:
@@ -126,11 +128,15 @@ class SimDevice:
         return declared
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
-        return SimSubmission(self._cpu, calls)
+        return SimSubmission(self._cpu, calls, self._timed)
 
     def counters(self) -> dict[str, Counters]:
         """What ran so far, by program."""
         return {name: program.counters() for name, program in self.programs.items()}
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._cpu.record(recorder)
+        self._timed.recorder = recorder
 
     def close(self) -> None:
         self._cpu.close()
@@ -139,9 +145,9 @@ class SimDevice:
 class SimSubmission:
     """Calls in order: host programs by the CPU device, the others one simulated submission each."""
 
-    def __init__(self, cpu: CpuDevice, calls: Sequence[Call]) -> None:
+    def __init__(self, cpu: CpuDevice, calls: Sequence[Call], timed: Timer) -> None:
         self._steps: list[Submission] = [
-            _SimCall(call) if isinstance(call.program, SimProgram) else cpu.prepare([call]) for call in calls
+            _SimCall(call, timed) if isinstance(call.program, SimProgram) else cpu.prepare([call]) for call in calls
         ]
 
     def run(self, seq: int, pos: int) -> None:
@@ -153,11 +159,15 @@ class SimSubmission:
 
 
 class _SimCall:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, timed: Timer) -> None:
         self._program: SimProgram = call.program
         self._bindings = call.bindings
+        self._name, self._about, self._timed = call.name, call.about, timed
 
     def run(self, seq: int, pos: int) -> None:
+        self._timed("program", self._name, self._simulate, seq, pos, about=self._about)
+
+    def _simulate(self, seq: int, pos: int) -> None:
         places: list[np.ndarray] = []
         program = self._program
         for binding, slot, nbytes in zip(self._bindings, program.slots, program.slot_bytes, strict=True):

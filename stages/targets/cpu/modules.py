@@ -16,6 +16,7 @@ from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
 from stages.model.policy import parse_policy
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
+from stages.targets.cpu.work import described_launch
 from stages.weights.formats import formats
 
 COSTS = False
@@ -104,15 +105,20 @@ def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
     lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
     written: set[str] = set()
     read: set[str] = set()
-    for launch in fuse(part):
+    launches = fuse(part)
+    for launch in launches:
         if launch.reads() & written or launch.writes() & (written | read):
             lines.append("  worker->barrier();")
             written, read = set(), set()
-        lines.append(f"  {_kernel_call(launch, index, dimensions)}")
+        lines.append(f"  worker->launch([&] {{ {_kernel_call(launch, index, dimensions)} }});")
         written |= launch.writes()
         read |= launch.reads()
-    about = {"slots": described_slots(part, dimensions), "positions": dimensions.get("max_seq")}
-    # What the runtime holds a manifest against before it calls this.
+    about = {
+        "slots": described_slots(part, dimensions),
+        "positions": dimensions.get("max_seq"),
+        "launches": [described_launch(part, launch, dimensions) for launch in launches],
+    }
+    # What the runtime holds a manifest against before it calls this, and a profile against.
     info = f'extern "C" const char {part.name}_info[] = {json.dumps(json.dumps(about))};'
     return "\n".join([*lines, "}", info, ""])
 

@@ -26,6 +26,7 @@ from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.devices.xrt.submissions import XrtSubmission
 from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.spans import Recorder
 from llama_npu2.storage import File
 
 
@@ -95,6 +96,10 @@ class XrtDevice:
         submission = XrtSubmission(self._session, calls)
         self._session.submissions.append(submission)
         return submission
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._cpu.record(recorder)
+        self._session.timed.recorder = recorder
 
     def close(self) -> None:
         self._finalizer()

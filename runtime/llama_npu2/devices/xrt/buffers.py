@@ -11,6 +11,7 @@ import numpy as np
 from llama_npu2.devices.xrt.bindings import failures
 from llama_npu2.devices.xrt.ranges import Range, Ranges
 from llama_npu2.errors import UserError
+from llama_npu2.spans import Timer
 from llama_npu2.storage import File
 
 
@@ -27,8 +28,8 @@ class Counts:
 class XrtBuffer:
     """The buffer object `bo` and its mapping: `bytes`, at `address`. Unusable once released."""
 
-    def __init__(self, pyxrt: Any, counts: Counts, bo: Any, nbytes: int) -> None:
-        self._pyxrt, self._counts = pyxrt, counts
+    def __init__(self, pyxrt: Any, counts: Counts, bo: Any, nbytes: int, timed: Timer) -> None:
+        self._pyxrt, self._counts, self._timed = pyxrt, counts, timed
         self.nbytes = nbytes
         self.bo = bo
         with failures("mapping an NPU buffer"):
@@ -71,7 +72,8 @@ class XrtBuffer:
         direction = getattr(self._pyxrt.xclBOSyncDirection, f"XCL_BO_SYNC_BO_{way}_DEVICE")
         for low, high in parts:
             with failures("an NPU buffer cannot be synchronised"):
-                self.bo.sync(direction, high - low, low)
+                about = {"bytes": high - low}
+                self._timed("sync", f"{way} device".lower(), self.bo.sync, direction, high - low, low, about=about)
         return sum(high - low for low, high in parts)
 
     def view(self, offset: int, nbytes: int) -> Any:

@@ -22,6 +22,7 @@ from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.limits import CONTEXTS, HEAP, RUNS_SHARE, check_duration, heap_bytes
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import NpuProgram
+from llama_npu2.spans import Timer
 from llama_npu2.storage import Altered, File
 
 LOCK = "llama-npu2.lock"
@@ -64,7 +65,7 @@ class Session:
         self._about = programs
         self.cpu = host_device(host_library, threads, model)
         self.lock: int | None = None
-        self.counts = Counts()
+        self.counts, self.timed = Counts(), Timer()
         self.contexts: list[Any] = []
         self.files: dict[File, int] = {}
         """Context of each ELF."""
@@ -85,7 +86,7 @@ class Session:
             raise
 
     def buffer(self, nbytes: int) -> XrtBuffer:
-        self.buffers.append(XrtBuffer(self.pyxrt, self.counts, self._create_bo(nbytes), nbytes))
+        self.buffers.append(XrtBuffer(self.pyxrt, self.counts, self._create_bo(nbytes), nbytes, self.timed))
         return self.buffers[-1]
 
     def _create_bo(self, nbytes: int) -> Any:

@@ -153,6 +153,7 @@ class _Run:
     def __init__(self, session: Session, call: Call, own: bool) -> None:
         self.program: XrtProgram = call.program
         self.own = own
+        self.name, self.about = call.name, call.about
         self.where = f"{self.program.name}, {call.place}" if call.place else self.program.name
         self.run: Any = session.new_run(self.program) if own else session.shared_run(self.program)
         accesses = [Access.of(binding, slot) for binding, slot in zip(call.bindings, call.slots, strict=True)]
@@ -190,14 +191,14 @@ class _Single:
         self._session, self._run = session, run
 
     def run(self, seq: int, pos: int) -> None:
-        session, run = self._session, self._run
-        run.move(seq, pos)
+        session, run, about = self._session, self._run, self._run.about | {"runs": 1}
+        session.timed("submit", "arguments", run.move, seq, pos)
         session.counts.submissions += 1
         session.counts.runs += 1
         with failures(f"{run.where}: cannot run", "see dmesg, the NPU may be gone"):
-            run.run.start()
+            session.timed("submit", "start", run.run.start)
             session.running = partial(run.run.wait, TIMEOUT_MS)
-            waited = session.running()
+            waited = session.timed("wait", run.name, session.running, about=about)
             state = run.run.state()
         if state == session.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
             session.running = None
@@ -224,15 +225,16 @@ class _List:
     def run(self, seq: int, pos: int) -> None:
         session = self._session
         for run in self._runs:
-            run.move(seq, pos)
+            session.timed("submit", "arguments", run.move, seq, pos)
         session.counts.submissions += 1
         session.counts.runs += len(self._runs)
         session.running = self._list.wait
         with failures(f"{self._runs[0].where} and the calls after it cannot run", "see dmesg, the NPU may be gone"):
-            self._list.execute()
+            session.timed("submit", "start", self._list.execute)
         try:
             # The bindings offer no usable time limit here; the driver's ends a run that hangs.
-            self._list.wait()
+            names = " ".join(dict.fromkeys(run.name for run in self._runs))
+            session.timed("wait", names, self._list.wait, about={"runs": len(self._runs)})
         except FAILURES as error:
             raise self._blame(error) from None
         finally:

@@ -1,0 +1,59 @@
+"""What a launch on the host moves and multiplies at the least: what `doit profile` holds its time against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from llama_npu2.dtypes import nbytes
+from stages.model.parts import Launch, Part
+from stages.weights.formats import formats
+
+FLOP = 2
+"""A multiply-accumulate."""
+
+
+def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> dict[str, Any]:
+    """As the library says it: the kernel; `bytes` of its tensors, each moved once, as they are stored: of a call, of
+    each of its rows, of each position up to the last row's; `operations` of its products: of a call, of each row, of
+    each pair of a row and a position that it attends to."""
+    moved = [0, 0, 0]
+    for arg in launch.kernel.args:
+        scope, size = _moved(part, launch, launch.args[arg.name], arg.written, dimensions)
+        moved[scope] += size
+    products = [0, 0, 0]
+    products[_per_row(part, launch)] += FLOP * _values(part, launch, dimensions)
+    if launch.kernel.attends:
+        # Queries with keys, and weights with values.
+        products[2] = 2 * FLOP * math.prod(_sizes((launch.scalars["heads"], launch.scalars["head_dim"]), dimensions))
+    return {"kernel": launch.kernel.name, "bytes": moved, "operations": products}
+
+
+def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Mapping[str, float]) -> tuple[int, int]:
+    """(index into what is said of each call, row and position; bytes) of a slot that a launch reads or else writes."""
+    slot = part.slot(name)
+    form, (first, *rest) = formats()[slot.format], slot.shape
+    if first in ("seq", "max_seq") or (slot.role == "weight" and "tokens" in launch.args):
+        scope, shape, share = 1, (1, *rest), 1
+    else:
+        # A cache that is no table of rows still grows by one position a row.
+        scope, shape, share = int(slot.keeps), slot.shape, int(dimensions["max_seq"]) if slot.keeps else 1
+    size = nbytes(form.dtype, form.stored_shape(_sizes(shape, dimensions))) // share
+    return (2 if slot.keeps and not written else scope), size
+
+
+def _values(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> int:
+    """Of the matrices that the rows of a launch are multiplied with."""
+    slots = [part.slot(name) for name in launch.reads()]
+    if "tokens" in launch.args or all(slot.role == "weight" for slot in slots):
+        return 0
+    return sum(math.prod(_sizes(s.shape, dimensions)) for s in slots if s.role == "weight" and len(s.shape) > 1)
+
+
+def _per_row(part: Part, launch: Launch) -> int:
+    return int(any(part.slot(name).shape[0] == "seq" for name in launch.writes()))
+
+
+def _sizes(shape: Any, dimensions: Mapping[str, float]) -> tuple[int, ...]:
+    return tuple(int(dimensions.get(size, size)) if isinstance(size, str) else int(size) for size in shape)
