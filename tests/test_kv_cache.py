@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
     """Against transformers in float32 with K and V rounded like ours: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import compare
+    from stages.commands.verify import Clock, compare
 
     checkpoint = tmp_path / f"kv_{shape}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **SHAPES[shape])
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
     llm = load(directory)
     assert "bf16 weights, int8 KV cache, " in llm.description
     ids = np.random.default_rng(1).integers(0, config.vocab, 100).tolist()
-    _, found, _ = compare(llm, Checkpoint.open(checkpoint), ArtifactWeights(directory), [ids])
+    _, found, _ = compare(llm, Checkpoint.open(checkpoint), ArtifactWeights(directory), [ids], [], Clock())
     llm.close()
     assert found.passed and found.ours < 0.05, found
 
@@ -96,11 +96,11 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
 def test_verify_passes_on_the_demo(artifacts: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import VERIFIED, verify
+    from stages.commands.verify import VERIFIED, shipped, verify
 
     directory = build("demo", artifacts, kv="int8")
     assert directory.name == "cpu-kv-int8"
-    assert verify(directory, Path("models/demo"))
+    assert verify(directory, Path("models/demo"), shipped(full=False)).passed
     quality = json.loads((directory / VERIFIED).read_text())["results"][0]
     assert quality["divergence"] < 0.0002, "a tenth of what weights in 4 bits cost"
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from llama_npu2 import load
 from stages.commands import gguf_file, peers
-from stages.commands.verify import PROMPTS, TOKENS
+from stages.commands.continuations import TOKENS
+from stages.commands.verify import shipped
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import DEMO
 from tests.conftest import build, needs_llama_cpp
@@ -58,7 +59,7 @@ def test_tokens_are_those_of_llama_cpp(kind: str, plain: Path, artifacts: Path) 
     gguf_file.quantise_gguf(plain, file, kind)
     theirs = peers.LlamaCpp(file, 2, 256)
     with contextlib.closing(load(build(file, artifacts), 2)) as llm:
-        pairs = [pair for prompt in PROMPTS for pair in both(llm, theirs, llm.encode(prompt, raw=True))]
+        pairs = [pair for prompt in shipped(full=True) for pair in both(llm, theirs, llm.encode(prompt.text, raw=True))]
     distances = [float(np.sqrt(np.mean((a - b) ** 2))) for a, b in pairs]
     sizes = [float(np.sqrt(np.mean(b**2))) for _, b in pairs]
     apart = np.mean(np.array(distances) / sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from stages.commands import quality, transformers_model
+from stages.commands import transformers_model
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from tests.conftest import ODD_WIDTHS, ROOT, build, write_checkpoint
@@ -168,27 +167,3 @@ def test_one_layer_at_a_time_is_the_whole_model(tied: bool, tmp_path: Path) -> N
     for ours, theirs in zip(found, whole, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert sorted(asked) == sorted(families.tensors(checkpoint.config))
-
-
-def test_verify_passes_on_the_demo(demo: Path, tmp_path: Path) -> None:
-    from stages.commands.verify import PROMPTS, VERIFIED, verify
-
-    text = tmp_path / "text"
-    text.write_text(quality.TEXT.read_text()[:3000])
-    assert verify(demo, Path("models/demo"), full=True, text=text)
-    found = json.loads((demo / VERIFIED).read_text())
-    assert found["passed"] and found["bits"] == 16
-    kinds = [result["kind"] for result in found["results"]]
-    assert kinds == ["quality", "rounding", "exactness", *["comparison"] * len(PROMPTS)]
-
-
-def test_verify_fails_on_other_weights(demo: Path, tmp_path: Path) -> None:
-    from stages.commands.verify import verify
-
-    copy = tmp_path / "cpu"
-    shutil.copytree(demo, copy)
-    layer = copy / "weights/layer_001.safetensors"
-    data = bytearray(layer.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    layer.write_bytes(data)
-    assert not verify(copy, Path("models/demo"))

@@ -13,7 +13,7 @@ import pytest
 
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.bench import GENERATED, Bench, Ours, Result, table
-from stages.commands import bench, gguf_file, peers, quality, verify
+from stages.commands import bench, gguf_file, peers, quality
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
@@ -212,47 +212,6 @@ def test_quality_of_all_is_measured_alike(demo: Path, artifacts: Path, tmp_path:
 def test_an_unknown_peer_is_refused() -> None:
     with pytest.raises(UserError, match=r"peers=llama.cpp,onnx: onnx is unknown: choose among llama.cpp, transformers"):
         parse_options({"peers": "llama.cpp,onnx"})
-
-
-def logits(*best: int) -> np.ndarray:
-    """Of nine tokens, in this order of preference, the others equal."""
-    row = np.zeros(9, np.float32)
-    row[list(best)] = range(len(best), 0, -1)
-    return row
-
-
-class Choosing:
-    """As much of a model as decoding takes: it has these logits, and notes what it is fed."""
-
-    def __init__(self, rows: list[np.ndarray]) -> None:
-        self._rows, self.fed = iter(rows), list[int]()
-
-    def encode(self, prompt: str, raw: bool) -> list[int]:
-        return [0, 7]
-
-    def reset(self) -> None:
-        pass
-
-    def prefill(self, ids: list[int]) -> np.ndarray:
-        return next(self._rows)
-
-    def decode(self, token: int) -> np.ndarray:
-        self.fed.append(token)
-        return next(self._rows)
-
-
-@pytest.mark.parametrize(("last", "passed"), [((1, 2), True), ((2, 3, 4, 5, 6, 1), False)])
-def test_verify_counts_every_position_after_a_difference(last: tuple[int, ...], passed: bool) -> None:
-    """Transformers judges what the runtime goes on with, and a bad rank in the very last position still fails."""
-    ours = [logits(1, 2)] * verify.TOKENS
-    ours[3], ours[10], ours[-1] = logits(2, 1), logits(5, 1), logits(*last)
-    llm = Choosing(ours)
-    made = verify.continued(llm, "prompt")  # type: ignore[arg-type]
-    assert made.ids == [0, 7, *llm.fed] and llm.fed == [1, 1, 1, 2, *[1] * 6, 5, *[1] * (verify.TOKENS - 12)]
-    comparison = made.compared(np.stack([logits(8), *[logits(1, 2)] * verify.TOKENS]))
-    assert (comparison.equal, comparison.first) == (30 if passed else 29, 3)
-    assert comparison.ranks == ((2, 1) if passed else (2, 5))
-    assert comparison.passed == passed
 
 
 def test_ratios_are_medians_over_repeats() -> None:

@@ -43,6 +43,7 @@ class Options(Sampling, Running):
     raw: bool = False
     full: bool = False
     text: str = ""
+    prompts: str = ""
     json: bool = False
     check: bool = False
     measured: str = ""

@@ -3,7 +3,7 @@
 Right: with the very weights that the artifacts hold, as values, and K and V rounded as their cache rounds them, greedy
 tokens are those of transformers in bf16, and logits are about as near to those in float32 as a run in bf16 is. Good:
 what the formats of weights and cache cost, against the checkpoint (`quality`). What was found lies beside the manifest,
-in `verified.json`.
+in `verified.json`; `verify_report` has all of it, for people and for CI.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import Llama, load
-from llama_npu2.table import Column, Table
-from stages.commands import quality, transformers_model
+from stages.commands import quality, transformers_model, verify_report
+from stages.commands.continuations import TABLE, Comparison, Continued, check_lengths, continued, piece
+from stages.commands.prompts import SHIPPED, Prompt, read_prompts
 from stages.engine.files import file_digests, write_atomic
 from stages.graph import Build
 from stages.model.artifact_weights import ArtifactWeights
@@ -30,8 +35,6 @@ from stages.model.checkpoint import Checkpoint
 from stages.provenance import VERIFIED
 from stages.weights.formats import formats, w8a8
 
-TOKENS = 32
-TOP = 5
 MOST = 1.5
 """Times the error of transformers in bf16 that the runtime's logits may be off by."""
 ROUNDED_ROWS = 64
@@ -39,81 +42,132 @@ ROUNDED_ROWS = 64
 EXACT_WINDOWS = 2
 """Windows of the text that logits are compared on."""
 SIMULATED_TOKENS = 24
-
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time",
-    "1, 2, 3, 4,",
-    "The opposite of hot is",
-    "Water is made of hydrogen and",
-    "In the beginning there was a small",
-    "What is the largest planet?",
-    "The days of the week are Monday,",
-)
-
-
-TABLE = Table(
-    [
-        Column("prompt", 44),
-        Column("equal", 5, right=True),
-        Column("first difference"),
-        Column("worst rank of ours in theirs"),
-        Column("of theirs in ours"),
-        Column("", 4),
-    ]
-)
+FEW = 2
+"""Of the shipped prompts, without full=1."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Outcome for one prompt. `equal`: how many of `TOKENS` positions chose the same token; `first`: the first that did
-    not, from 0; `ranks`: the worst rank (0 = best), over all positions, of our token in the reference's logits and of
-    the reference's in ours."""
+class Verification:
+    """All that was found of an artifact directory. `text`: the file that `lost` was measured on; `tensors`: the
+    rounding of each; `seconds`: what each result took, by its name."""
 
-    prompt: str
-    equal: int
-    first: int | None
-    ranks: tuple[int, int]
+    directory: Path
+    text: Path
+    weights: ArtifactWeights
+    lost: quality.Quality
+    tensors: tuple[Rounding, ...]
+    exactness: Exactness
+    comparisons: tuple[Comparison, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def rounding(self) -> Rounding:
+        """Of the tensor that is the worst off, for its format."""
+        return max(self.tensors, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
+
+    @property
+    def checks(self) -> dict[str, Rounding | Exactness | Comparison]:
+        """What passed or did not, by name."""
+        prompts = {comparison.prompt.name: comparison for comparison in self.comparisons}
+        return {"weights": self.rounding, "logits": self.exactness, **prompts}
 
     @property
     def passed(self) -> bool:
-        """Where the sides differ, each has the other's token among its best `TOP`."""
-        return max(self.ranks) < TOP
+        return all(check.passed for check in self.checks.values())
 
-    def row(self) -> str:
-        first = "-" if self.first is None else f"token {self.first + 1}"
-        ranks = (rank + 1 for rank in self.ranks)
-        return TABLE.row(
-            repr(self.prompt[:40]), f"{self.equal}/{TOKENS}", first, *ranks, "pass" if self.passed else "FAIL"
-        )
+    def summary(self) -> dict[str, Any]:
+        """As JSON, without what depends on the day: it may be signed."""
+        return {
+            "passed": self.passed,
+            "manifest": file_digests(self.directory / "manifest.json")["sha256"],
+            "text": {"name": self.text.name, "sha256": file_digests(self.text)["sha256"]},
+            "machine": {
+                "system": platform.system(),
+                "machine": platform.machine(),
+                **{name: version(name) for name in ("torch", "transformers")},
+            },
+            "bits": self.weights.bits,
+            "calibration": self.weights.manifest.model.get("calibration"),
+            "results": [
+                {"kind": type(result).__name__.lower(), **_brief(asdict(result))}
+                for result in (self.lost, *self.checks.values())
+            ],
+        }
+
+
+def _brief(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ("differences", "pieces")}
 
 
 def run(build: Build) -> TaskFailed | None:
-    """`doit verify`: two prompts and some of the text, or with full=1 all."""
+    """`doit verify`: some of the shipped prompts and of the text, or with full=1 all; of `prompts=FILE` always all."""
     options = build.options
     text = Path(options.text) if options.text else quality.TEXT
-    passed = verify(build.directory, build.source.fetch(), options.full, text, options.threads)
-    return None if passed else TaskFailed("verify: the runtime and transformers disagree, see above")
+    prompts = read_prompts(Path(options.prompts)) if options.prompts else shipped(options.full)
+    say = _say_nothing if options.json else _print
+    found = verify(build.directory, build.source.fetch(), prompts, options.full, text, options.threads, say)
+    page = verify_report.write(build.report("verify"), build.artifact, found)
+    _print(json.dumps(verify_report.described(build.artifact, found), indent=1) if options.json else page)
+    return None if found.passed else TaskFailed(f"verify: the runtime and transformers disagree: see {page}")
 
 
-def verify(directory: Path, checkpoint: Path, full: bool = False, text: Path = quality.TEXT, threads: int = 0) -> bool:
-    """Compare, print, record; returns whether the runtime is right. Raises UserError."""
-    source = Checkpoint.open(checkpoint)
-    weights = ArtifactWeights(directory)
+def shipped(full: bool) -> list[Prompt]:
+    """Of the prompts that come with the project."""
+    return read_prompts(SHIPPED)[: None if full else FEW]
+
+
+def _print(*lines: object) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+def _say_nothing(*lines: object) -> None:
+    """In the place of `_print`."""
+
+
+def verify(
+    directory: Path,
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    full: bool = False,
+    text: Path = quality.TEXT,
+    threads: int = 0,
+    say: Callable[..., None] = _print,
+) -> Verification:
+    """Compare, say what comes out, and leave `verified.json` beside the manifest. Raises UserError."""
+    source, weights, clock = Checkpoint.open(checkpoint), ArtifactWeights(directory), Clock()
     with contextlib.closing(load(directory, threads)) as llm:
+        check_lengths(llm, prompts)
         parts = windows(llm, text, full)
-        lost = quality.measure(
-            (quality.artifact_logits(llm, ids) for ids in parts),
-            transformers_model.logits(source, source.tensor, parts),
-            parts,
-        )
-        print(lost, flush=True)
-        prompts = [continued(llm, prompt) for prompt in (PROMPTS if full else PROMPTS[:2])]
-        rounding, exactness, comparisons = compare(llm, source, weights, parts[:EXACT_WINDOWS], prompts)
-    print(rounding, exactness, TABLE.header(), *(comparison.row() for comparison in comparisons), sep="\n", flush=True)
-    passed = rounding.passed and exactness.passed and all(comparison.passed for comparison in comparisons)
-    _record(directory, text, weights, passed, [lost, rounding, exactness, *comparisons])
-    return passed
+        with clock.taken("quality"):
+            lost = quality.measure(
+                (quality.artifact_logits(llm, ids) for ids in parts),
+                transformers_model.logits(source, source.tensor, parts),
+                parts,
+            )
+        say(lost)
+        made = []
+        for prompt in prompts:
+            with clock.taken(prompt.name):
+                made.append(continued(llm, prompt))
+        with clock.taken("logits"):  # and all weights with them
+            tensors, exactness, comparisons = compare(llm, source, weights, parts[:EXACT_WINDOWS], made, clock)
+    found = Verification(directory, text, weights, lost, tensors, exactness, comparisons, clock.seconds)
+    say(found.rounding, found.exactness, TABLE.header(), *(comparison.row() for comparison in comparisons))
+    write_atomic(directory / VERIFIED, (json.dumps(found.summary(), indent=1) + "\n").encode())
+    return found
+
+
+class Clock:
+    """`seconds`: what was taken, by name, all times of a name together."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def taken(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
 
 
 def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
@@ -122,27 +176,6 @@ def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
     if llm.manifest.target["device"] == "sim":
         return quality.windows(ids, 1, SIMULATED_TOKENS)
     return quality.windows(ids, quality.ALL_WINDOWS if full else quality.WINDOWS, llm.context_length)
-
-
-def _record(
-    directory: Path,
-    text: Path,
-    weights: ArtifactWeights,
-    passed: bool,
-    results: Sequence[quality.Quality | Rounding | Exactness | Comparison],
-) -> None:
-    """What was found, of which artifacts, on what."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    found = {
-        "passed": passed,
-        "manifest": file_digests(directory / "manifest.json")["sha256"],
-        "text": {"name": text.name, "sha256": file_digests(text)["sha256"]},
-        "machine": {"system": platform.system(), "machine": platform.machine(), **versions},
-        "bits": weights.bits,
-        "calibration": weights.manifest.model.get("calibration"),
-        "results": [{"kind": type(result).__name__.lower(), **asdict(result)} for result in results],
-    }
-    write_atomic(directory / VERIFIED, (json.dumps(found, indent=1) + "\n").encode())
 
 
 @dataclass(frozen=True)
@@ -169,9 +202,9 @@ class Exactness:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far the weights are from the checkpoint's: root mean square of the differences over that of the values, of
-    the tensor where it is the most times what rounding to its format costs, `rounded`. `bounded`: not where weights
-    are calibrated, which makes products nearer by letting single weights be farther off."""
+    """How far a tensor is from the checkpoint's: root mean square of the differences over that of the values;
+    `rounded`: what rounding to its format costs, measured on some rows. `bounded`: not where weights are calibrated,
+    which makes products nearer by letting single weights be farther off."""
 
     tensor: str
     format: str
@@ -192,22 +225,18 @@ class Rounding:
 
 
 class Compared:
-    """An artifact directory's weights, each compared with the checkpoint's when it is read."""
+    """An artifact directory's weights, each compared with the checkpoint's when it is read: `found`."""
 
-    def __init__(self, checkpoint: Checkpoint, weights: ArtifactWeights) -> None:
-        self._checkpoint, self._weights = checkpoint, weights
-        self._found: list[Rounding] = []
+    def __init__(self, checkpoint: Checkpoint, weights: ArtifactWeights, clock: Clock) -> None:
+        self._checkpoint, self._weights, self._clock = checkpoint, weights, clock
+        self.found: list[Rounding] = []
 
     def values(self, name: str) -> np.ndarray:
         """f32, of the tensor's shape."""
         values = self._weights.values(name)
-        self._found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
+        with self._clock.taken("weights"):
+            self.found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
         return values
-
-    @property
-    def worst(self) -> Rounding:
-        """Of those that were read. What rounding costs is measured on some rows of each."""
-        return max(self._found, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
 
 
 def _rounding(name: str, values: np.ndarray, source: np.ndarray, weights: ArtifactWeights) -> Rounding:
@@ -227,11 +256,12 @@ def compare(
     source: Checkpoint,
     weights: ArtifactWeights,
     parts: Sequence[Sequence[int]],
-    prompts: Sequence[Continued] = (),
-) -> tuple[Rounding, Exactness, list[Comparison]]:
+    prompts: Sequence[Continued],
+    clock: Clock,
+) -> tuple[tuple[Rounding, ...], Exactness, tuple[Comparison, ...]]:
     """The runtime against transformers with the artifact directory's weights: logits of the texts `parts` in float32,
-    the choices of `prompts` in bf16."""
-    held = Compared(source, weights)
+    the choices of `prompts` in bf16. Of each tensor, how it is rounded."""
+    held = Compared(source, weights, clock)
     texts = [*parts, *(prompt.ids for prompt in prompts)]
     logits = transformers_model.logits(source, held.values, parts, texts, llm.manifest.model["kv"])
     exact = list(islice(logits, len(parts)))
@@ -239,8 +269,9 @@ def compare(
     ours = [quality.artifact_logits(llm, ids) for ids in parts]
     bounded = w8a8.FORMAT.name not in weights.formats
     exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
-    comparisons = [prompt.compared(wanted) for prompt, wanted in zip(prompts, logits, strict=True)]
-    return held.worst, exactness, comparisons
+    pairs = zip(prompts, logits, strict=True)
+    comparisons = tuple(prompt.compared(wanted, partial(piece, llm.tokenizer)) for prompt, wanted in pairs)
+    return tuple(held.found), exactness, comparisons
 
 
 def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
@@ -250,38 +281,3 @@ def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in pairs)
     size = sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs)
     return float(np.sqrt(difference / size)) if size else float(difference > 0)
-
-
-@dataclass(frozen=True)
-class Continued:
-    """What the runtime makes of a prompt. `ids`: the prompt's and all that it chose but the last; `logits` f32
-    `[TOKENS, vocab]`: by which it chose."""
-
-    prompt: str
-    ids: Sequence[int]
-    logits: np.ndarray
-
-    def compared(self, logits: np.ndarray) -> Comparison:
-        """With the logits `[len(ids), vocab]` of transformers."""
-        differ, ranks = [], (0, 0)
-        for position, (ours, theirs) in enumerate(zip(self.logits, logits[-TOKENS:], strict=True)):
-            token, wanted = int(np.argmax(ours)), int(np.argmax(theirs))
-            if token != wanted:
-                differ.append(position)
-                ranks = (max(ranks[0], _rank(theirs, token)), max(ranks[1], _rank(ours, wanted)))
-        return Comparison(self.prompt, TOKENS - len(differ), differ[0] if differ else None, ranks)
-
-
-def continued(llm: Llama, prompt: str) -> Continued:
-    """Decode `TOKENS` tokens greedily."""
-    ids = llm.encode(prompt, raw=True)
-    llm.reset()
-    logits = [llm.prefill(ids)]
-    for _ in range(TOKENS - 1):
-        ids = [*ids, int(np.argmax(logits[-1]))]
-        logits.append(llm.decode(ids[-1]))
-    return Continued(prompt, ids, np.stack(logits))
-
-
-def _rank(logits: np.ndarray, token: int) -> int:
-    return int(np.sum(logits > logits[token]))
