@@ -89,7 +89,7 @@ def task_profile():
 
 
 def task_verify():
-    """Compare greedy decoding with transformers in bf16, token by token."""
+    """Compare logits and tokens with transformers, on prompts=FILE; a page, and JUnit and JSON for CI."""
     return command("verify")
 
 

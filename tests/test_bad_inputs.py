@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
+from stages.commands.prompts import read_prompts
 from stages.graph import Build
 from tests.conftest import ROOT, change_manifest, doit, snapshot, write_checkpoint
 
@@ -216,6 +217,34 @@ def test_bad_command_line(name: str, tmp_path: Path) -> None:
     arguments, fragment = COMMAND_LINES[name]
     one_line(doit(*arguments, f"artifacts={tmp_path}"), fragment)
     assert list(tmp_path.iterdir()) == []
+
+
+PROMPTS: dict[str, tuple[str, bytes, str]] = {
+    "none": ("prompts.txt", b" \n\n", "there is no prompt in it"),
+    "not_utf8": ("prompts.txt", b"caf\xe9\n", "give a text file with a prompt per line"),
+    "not_json": ("prompts.jsonl", b'{"prompt": "a"}\n{\n', "line 2: "),
+    "not_an_object": ("prompts.jsonl", b"[]\n", "line 1: it = [] must be an object"),
+    "no_prompt": ("prompts.jsonl", b'{"text": "a"}\n', "must be an object with prompt"),
+    "blank_prompt": ("prompts.jsonl", b'{"prompt": " \\n"}\n', "must be some text"),
+    "half_a_character": ("prompts.jsonl", b'{"prompt": "\\ud800"}\n', "must be some text"),
+    "number_as_id": ("prompts.jsonl", b'{"prompt": "a", "id": 3}\n', "id = 3 must be one line"),
+    "id_of_two_lines": ("prompts.jsonl", b'{"prompt": "a", "id": "b\\nc"}\n', "must be one line"),
+    "same_id": ("prompts.jsonl", b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n', "line 2: id 2 is another prompt's"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_bad_prompts(name: str, tmp_path: Path) -> None:
+    file, content, fragment = PROMPTS[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        read_prompts(tmp_path / file)
+    assert str(raised.value).startswith(f"prompts={tmp_path / file}: ") and fragment in str(raised.value)
+
+
+def test_missing_prompts_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_prompts(tmp_path / "gone")
 
 
 def runtime(directory: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from stages.commands.verify import Verification
 from stages.graph import Build
 from stages.model.sources import DEMO
 from stages.provenance import VERIFIED
+from tests.browser import Look
 
 needs_transformers = pytest.mark.skipif(
     not (find_spec("torch") and find_spec("transformers")), reason="needs the verify extra: pip install -e '.[verify]'"
@@ -171,11 +172,17 @@ def test_a_page_shows_what_differs(verified: Verification, wrong: Verification) 
     """Whatever prompts and tokens hold is text; the first difference stands in its context."""
     page = verify_report.page("demo/cpu", wrong).html()
     assert "<script>alert" not in page and "&lt;script&gt;alert(" in page
-    differing = next(each for each in wrong.comparisons if each.differences)
-    text = verify_report.first_difference(differing)
+    differing = wrong.comparisons[0]
     first = differing.differences[0]
-    assert f"[{first.ours.text}]" in text and f"[{first.theirs.text}]" in text
+    for side, choice in zip(verify_report.first_difference(differing), (first.ours, first.theirs), strict=True):
+        assert side in page and side.endswith(f"{differing.prompt.text}<mark>{choice.text}</mark></p>")
     assert "It does what transformers does" in verify_report.page("demo/cpu", verified).html()
+
+
+@needs_transformers
+@pytest.mark.verify
+def test_the_page_in_a_browser(wrong: Verification, tmp_path: Path, look_at: Look) -> None:
+    assert not look_at(verify_report.write(tmp_path, "demo/cpu", wrong))
 
 
 @needs_transformers

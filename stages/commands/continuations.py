@@ -12,9 +12,9 @@ from itertools import takewhile
 import numpy as np
 
 from llama_npu2 import Llama, UserError
+from llama_npu2.sampling import log_softmax
 from llama_npu2.table import Column, Table
 from llama_npu2.text import Tokenizer
-from stages.commands import quality
 from stages.commands.prompts import Prompt
 
 TOKENS = 32
@@ -110,7 +110,7 @@ class Continued:
             token, wanted = int(np.argmax(ours)), int(np.argmax(theirs))
             pieces.append(piece(before, token))
             if token != wanted:
-                p, q = (np.exp(quality.log_softmax(side)) for side in (ours, theirs))
+                p, q = (np.exp(log_softmax(side)) for side in (ours, theirs))
                 chosen = Choice(token, pieces[-1], _rank(theirs, token), float(p[token]), float(q[token]))
                 other = Choice(wanted, piece(before, wanted), _rank(ours, wanted), float(p[wanted]), float(q[wanted]))
                 differences.append(Difference(position, chosen, other))

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from llama_npu2.table import Column
 from stages.commands.continuations import TOKENS, TOP, Choice, Comparison, Difference
 from stages.engine.files import write_atomic
-from stages.pages import Page, chart, colour, details, facts, note, preformatted, table, tag
+from stages.pages import Page, chart, colour, details, facts, note, table, tag
 
 if TYPE_CHECKING:
     from stages.commands.verify import Verification
@@ -108,7 +108,7 @@ _PROMPTS = (
     f"Each prompt is continued greedily by {TOKENS} tokens. Transformers, in bf16, chooses behind the same tokens. "
     f"Where it chooses another one, the token is marked, and the choice of each must be among the other's best {TOP}."
 )
-_CHECKS = [Column("check"), Column(""), Column("what was found"), Column("seconds", right=True)]
+_CHECKS = [Column("check"), Column("outcome"), Column("what was found"), Column("seconds", right=True)]
 _DIFFERENCES = [
     Column("token", right=True),
     Column("side"),
@@ -123,7 +123,7 @@ _TENSORS = [
     Column("format"),
     Column("off by", right=True),
     Column("rounding alone", right=True),
-    Column(""),
+    Column("outcome"),
 ]
 
 
@@ -161,9 +161,9 @@ def _prompt(comparison: Comparison) -> Iterator[Markup]:
     yield tag("h3", f"{prompt.name}: {comparison.equal} of {TOKENS} equal ", _verdict(comparison.passed))
     differing = {difference.position for difference in differences}
     pieces = (tag("mark", text) if at in differing else text for at, text in enumerate(comparison.pieces))
-    yield tag("p", tag("strong", prompt.text), *pieces, style="white-space: pre-wrap")
+    yield _text(tag("strong", prompt.text), *pieces)
     if differences:
-        yield preformatted(first_difference(comparison), f"first difference of {prompt.name}")
+        yield from first_difference(comparison)
         rows = [
             row
             for each in differences
@@ -177,14 +177,17 @@ def _choice(difference: Difference, side: str, choice: Choice) -> tuple[object, 
     return difference.position + 1, side, repr(choice.text), choice.token, choice.rank + 1, *shares
 
 
-def first_difference(comparison: Comparison) -> str:
-    """Its two sides, behind the same words."""
+def first_difference(comparison: Comparison) -> Iterator[Markup]:
+    """What each side goes on with, behind the same words."""
     first = comparison.differences[0]
     before = (comparison.prompt.text + "".join(comparison.pieces[: first.position]))[-CONTEXT:]
-    after = "".join(comparison.pieces[first.position + 1 :])
-    ours = f"token {first.position + 1}, runtime       {before}[{first.ours.text}]{after}"
-    theirs = f"token {first.position + 1}, transformers  {before}[{first.theirs.text}]"
-    return "\n".join(side.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}") for side in (ours, theirs))
+    for side, choice in (("runtime", first.ours), ("transformers", first.theirs)):
+        yield _text(tag("strong", f"{side}, token {first.position + 1}: "), before, tag("mark", choice.text))
+
+
+def _text(*parts: object) -> Markup:
+    """With blanks and line ends as they are."""
+    return tag("p", *parts, style="white-space: pre-wrap")
 
 
 def _weights(found: Verification) -> Iterator[Markup]:

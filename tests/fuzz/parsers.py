@@ -307,6 +307,19 @@ def _report(scratch: Path) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
+def _prompts(scratch: Path) -> Iterator[Run]:
+    from stages.commands.prompts import read_prompts
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / name).write_bytes(content)
+        for prompt in read_prompts(scratch / name):
+            assert prompt.text.strip() and "\n" not in prompt.name
+            (prompt.text + prompt.name).encode()
+
+    yield run
+
+
+@contextlib.contextmanager
 def _trust(scratch: Path) -> Iterator[Run]:
     """Signatures beside a manifest, and the list of keys."""
     from llama_npu2 import trust
@@ -355,6 +368,7 @@ PARSERS = {
     "plan": Parser(_planned, _left_for_each_other, damaged_json),
     "calibration": Parser(_calibrated, files("calibration"), mutated_bytes),
     "report": Parser(_report, files("report"), damaged_json),
+    "prompts": Parser(_prompts, files("prompts"), mutated_bytes),
     "trust": Parser(_trust, files("trust"), mutated_bytes),
     "record": Parser(_record, files("record"), damaged_json),
 }
