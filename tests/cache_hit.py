@@ -21,7 +21,7 @@ from stages.engine.files import Turn
 from stages.engine.steps import Project, Step
 from stages.sharing.cache import Cache
 
-ROUNDS = 5
+ROUNDS = 10
 
 
 def step(directory: Path, remote: Path, make: Callable[[Path], None]) -> Step:

@@ -202,7 +202,15 @@ def longer_context(content: dict[str, Any]) -> None:
             slot(program, table, shape=["max_seq", 32])(content)
 
 
+def other_host_library(content: dict[str, Any]) -> None:
+    """One whose programs are the device's: it is not that of the host."""
+    for program in content["programs"].values():
+        program["host"] = program["file"] == "elf/o_ffn.so"
+
+
 AGAINST_CODE: dict[str, tuple[Change, str]] = {
+    "no model": (put({}, "plans"), "manifest.json has programs and no model"),
+    "another library as the host's": (other_host_library, "o_ffn.so is not the library of the host's programs"),
     "smaller caches": (shrink_caches, "program decode_attn_panels was not compiled for the slots in manifest.json"),
     "longer context": (longer_context, "was compiled for a context of 2048, manifest.json says 4096"),
     "another program's entry": (

@@ -104,8 +104,8 @@ def test_weights_of_a_private_checkpoint_stay(built: Path, tmp_path: Path, no_co
 @contextlib.contextmanager
 def s3() -> Iterator[tuple[str, dict[str, str]]]:
     """A bucket on a local server."""
-    server = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer(port=0)
-    s3fs = pytest.importorskip("s3fs", reason="needs the share extra")
+    server = pytest.importorskip("moto.server", reason="needs the test extra").ThreadedMotoServer(port=0)
+    s3fs = pytest.importorskip("s3fs", reason="needs the test extra")
     server.start()
     endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint).mkdir("bucket")

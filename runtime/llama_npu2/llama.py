@@ -18,7 +18,7 @@ import numpy as np
 from llama_npu2.chat import ChatTemplate
 from llama_npu2.completion import Completion, Logprob, Stats
 from llama_npu2.devices import Submission, open_device
-from llama_npu2.errors import UserError
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory, bind_calls
 from llama_npu2.options import Sampling
@@ -41,6 +41,8 @@ class Llama:
     """One loaded model with one KV cache. Not thread-safe."""
 
     def __init__(self, manifest: Manifest, threads: int = 0) -> None:
+        if not manifest.plans:
+            raise UserError(f"{manifest.directory}/manifest.json has programs and no model: {REMEDY}")
         self.manifest = manifest
         self.device: Any = open_device(manifest, threads)
         self.memory = Memory(manifest, self.device)

@@ -8,6 +8,7 @@ import hashlib
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,11 @@ class Store:
             path.unlink(missing_ok=True)
             digest, start = hashlib.sha256(), 0
         moved(start)
-        with path.open("ab") as file:
+        with path.open("ab") as file, ThreadPoolExecutor(1) as hashing:
             for block in self.remote.blocks(blob.name, start, blob.size):
+                hashed = hashing.submit(digest.update, block)
                 file.write(block)
-                digest.update(block)
+                hashed.result()
                 moved(len(block))
         if digest.hexdigest() != blob.sha256:
             path.unlink()

@@ -56,7 +56,12 @@ def files(name: str) -> Callable[[], Mapping[str, bytes]]:
 
 @functools.cache
 def manifests() -> dict[str, bytes]:
-    return {path: (Path(path) / "manifest.json").read_bytes() for path in os.environ[ARTIFACTS].split(":")}
+    """Raises UserError."""
+    directories = os.environ.get(ARTIFACTS, "").split(":")
+    try:
+        return {path: (Path(path) / "manifest.json").read_bytes() for path in directories}
+    except OSError as error:
+        raise UserError(f"{error.filename}: no artifacts there: name some in {ARTIFACTS}") from None
 
 
 @contextlib.contextmanager

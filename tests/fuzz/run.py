@@ -137,6 +137,10 @@ def main(arguments: list[str]) -> int:
     values = {"seconds": 600, "seed": 0, "first": 0, "count": 1 << 31}
     values |= {name: int(value) for name, _, value in (text.partition("=") for text in given.settings)}
     chosen = (values[name] for name in ("seed", "first", "count", "seconds"))
+    try:
+        PARSERS[given.parser].seeds()
+    except UserError as error:
+        options.exit(2, f"{error}\n")
     again = f"{given.parser} seed={values['seed']} count=1 first="
     result = fuzz(PARSERS[given.parser], *chosen, lambda number, why: print(f"{again}{number}\n{why}", flush=True))
     told = ", ".join(f"{count} {what}" for what, count in sorted(result.outcomes.items()))

@@ -59,6 +59,8 @@ class CpuDevice:
         self.recorder: Recorder | None = None
         self._laps = np.zeros((0, 0, 3), np.int64)
         library = open_library(host_library)
+        if not hasattr(library, "team_create"):
+            raise UserError(f"{host_library.path} is not the library of the host's programs: {REMEDY}")
         library.team_create.restype = ctypes.c_void_p
         library.team_create.argtypes = [ctypes.c_int]
         library.team_run.restype = None
