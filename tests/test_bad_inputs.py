@@ -124,6 +124,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "corrupt_header": (lambda m: flip(m / "model.safetensors", 8), "is damaged"),
     "missing_tensor": (edit_tensors(lambda t: t.pop(NORM)), NORM),
     "no_architecture": (set_config(architectures=None, model_type="qwen2"), 'model_type = "qwen2"'),
+    "no_type_but_a_list": (set_config(architectures=None, model_type=["llama"]), 'model_type = ["llama"]'),
     "neither_architecture_nor_type": (set_config(architectures=None, model_type=None), "model_type = null"),
     "unexpected_tensor": (edit_tensors(lambda t: t.update(bias=t[NORM])), "ignore=bias leaves it out"),
     "wrong_shape": (edit_tensors(lambda t: t.update({Q: t[Q][:-1].copy()})), Q),

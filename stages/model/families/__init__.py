@@ -66,7 +66,7 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
         if model_type not in (None, found[0].model_type):
             raise fields.fails("model_type", model_type, f"only {found[0].model_type} is supported")
         return found[0]
-    if model_type not in families():
+    if model_type not in [*families()]:
         raise fields.fails("model_type", model_type, f"only {', '.join(families())} is supported")
     return families()[model_type]
 
