@@ -43,10 +43,6 @@ CODE_OF_FORMAT = 0.47e6
 COMPILER = 283 << 20
 """Memory of g++ 12 on the largest of the host's kernels."""
 
-KEPT = 160 << 20
-"""Of the memory that packing took, what the process keeps at most while compilers run beside it; of little, half: glibc
-2.36."""
-
 TOKENIZER_BASE, TOKENIZER_TOKEN, TOKENIZER_BYTE = 2.5e6, 155, 6.7
 """Memory of a tokenizer, of each token in its vocabulary, and of each byte of its file: tokenizers 0.23, vocabularies
 of 2 and 128 thousand, with merges and without."""
@@ -113,8 +109,7 @@ class Needs:
     @property
     def build(self) -> int:
         """Anonymous memory at most: that of files can be given back at any time."""
-        packing = self._packing
-        return own_memory() + max(COMPILER + min(packing // 2, KEPT), packing, self._generating)
+        return own_memory() + max(COMPILER, self._packing, self._generating)
 
     @property
     def _packing(self) -> int:

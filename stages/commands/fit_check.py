@@ -21,13 +21,15 @@ _LOOK = 0.01
 
 _RUN = f"""{RUN_IMPORTS}
 import sys
+import numpy as np
 from llama_npu2 import load
 llm, context = load(sys.argv[1]), int(sys.argv[2])
 llm.encode("x", raw=True)
-llm.prefill([token % llm.manifest.model["vocab"] for token in range(context - 1)])
+llm.prefill(np.random.default_rng(0).integers(llm.manifest.model["vocab"], size=context - 1))
 llm.decode(0)
 {PRINT_MEMORY}
 """
+"""Tokens from all over the vocabulary: of an embedding that is not the head, a run holds what its tokens are in."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,20 @@ def peak_memory(command: list[str]) -> int:
 
 
 def _descendants(pid: int) -> Iterator[int]:
+    """But for those that still are what started them: until it runs its program a child is in its parent's memory."""
     try:
+        command = _command(pid)
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in (thread / "children").read_text().split():
-                yield int(child)
+                if _command(int(child)) != command:
+                    yield int(child)
                 yield from _descendants(int(child))
     except OSError:
         return  # it ended
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _anonymous(pid: int) -> int:

@@ -88,7 +88,7 @@ FORMAT = Format(
     quantise,
     lambda stored, n: stored.astype(np.float32),
     layouts={
-        "panels": Layout(panels_shape, to_panels, from_panels),
+        "panels": Layout.of_rows(PANEL_ROWS, panels_shape, to_panels, from_panels),
         "blocks": Layout(blocks_shape, to_blocks, from_blocks),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },
