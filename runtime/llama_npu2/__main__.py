@@ -43,7 +43,7 @@ def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namesp
     add("--raw", action="store_true", help="no chat template")
     add("--json", action="store_true", help="print a JSON object per reply instead of streaming")
     mode = parser.add_mutually_exclusive_group().add_argument
-    mode("--chat", action="store_const", dest="run", const=chat, help="hold a conversation, one line per turn")
+    mode("--chat", action="store_const", dest="run", const=chat, help="hold a conversation")
     mode(
         "--bench", action="store_const", dest="run", const=bench, help="measure speed and memory, and the CPU's limits"
     )
@@ -175,44 +175,14 @@ def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
 
 
 def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    """One line in, one reply out, until end of input or /exit. /reset starts a new conversation."""
     from llama_npu2.llama import load
+    from llama_npu2.session import Session
 
     with contextlib.closing(load(options.artifacts, running.threads)) as llm:
         llm.notify = print_notice
-        return converse(options, llm, sampling)
-
-
-def converse(options: argparse.Namespace, llm: Any, sampling: Sampling) -> int:
-    if llm.chat_template is None:
-        raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
-    messages: list[dict[str, str]] = []
-    print("Type a message; /reset starts over, /exit or end of input leaves.", file=sys.stderr)
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return 0
-        if line == "/exit":
-            return 0
-        if line == "/reset":
-            messages.clear()
-        elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": answer(llm, messages, sampling)})
-
-
-def answer(llm: Any, messages: list[dict[str, str]], sampling: Sampling) -> str:
-    """Stream one reply; Ctrl-C ends the reply, not the conversation."""
-    pieces = []
-    try:
-        for piece in llm.generate(messages, keep_context=True, **vars(sampling)):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    print(flush=True)
-    return "".join(pieces)
+        if llm.chat_template is None:
+            raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
+        return Session(llm, sampling).run()
 
 
 def summary(llm: Any) -> str:

@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers renders them (sandboxed jinja), and an interactive conversation."""
+"""Chat templates, rendered as transformers renders them (sandboxed jinja)."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class Llama:
         self._in_vocabulary(ids)
         if self.position + len(ids) > self.context_length:
             raise UserError(
-                f"{self.position + len(ids)} tokens exceed the context of {self.context_length}: {self._shorter}"
+                f"{self.position + len(ids)} tokens exceed the context of {self.context_length}: {self.shorter}"
             )
         return ids
 
@@ -216,8 +216,8 @@ class Llama:
             raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
 
     @property
-    def _shorter(self) -> str:
-        """What to do about too many tokens."""
+    def shorter(self) -> str:
+        """What to do about too many tokens, for messages."""
         longest = self.manifest.model.get("longest", self.context_length)
         more = f", or compile with context= up to {longest}" if longest > self.context_length else ""
         return f"shorten the prompt{more}"
@@ -301,7 +301,7 @@ class Llama:
         started, self.stats = time.perf_counter(), Stats()
         ids = self.encode(prompt, raw)
         if len(ids) >= self.context_length:
-            raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self._shorter}")
+            raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self.shorter}")
         if not keep_context or logprobs is not None:
             self.reset()
         reused = self._keep(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -16,11 +17,10 @@ def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
     """It prints its own error line."""
     command = [sys.executable, "-m", "llama_npu2", *arguments]
     process = subprocess.Popen(command, env=python_environment())
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        # The terminal sent it to the runtime too, which ends the reply (or, in chat, goes on).
-        status = process.wait()
+    while (status := process.returncode) is None:
+        # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
+        with contextlib.suppress(KeyboardInterrupt):
+            process.wait()
     return TaskFailed(f"generation ended with status {status}", report=False) if status else None
 
 

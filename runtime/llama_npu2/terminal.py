@@ -1,0 +1,227 @@
+"""A conversation's two ends: lines with editing and history, replies as they come, in Markdown on a terminal.
+
+prompt_toolkit and rich are used where they are installed; without them lines are read and text is printed as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+PROMPT = "> "
+MORE = ". "
+"""In front of the further lines of a message."""
+REMEMBERED = 1000
+"""Messages of the history."""
+REDRAWN = 0.08
+"""Seconds between two drawings of what is not whole yet."""
+
+
+def is_terminal() -> bool:
+    """Somebody types, and sees what is printed."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+class Reader(Protocol):
+    def read(self) -> str:
+        """The next message, of one or several lines. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+
+
+def open_reader() -> Reader:
+    """The best that there is for where the input comes from."""
+    if not is_terminal():
+        return Lines(PROMPT if sys.stdin.isatty() else "", None)
+    history = History(_state_directory())
+    return _editor(history) if find_spec("prompt_toolkit") else Lines(PROMPT, history)
+
+
+class History:
+    """What was typed, a JSON string a line, in a file that only the user may read; none where none can be written."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._path = directory / "chat_history" if directory else None
+
+    def messages(self) -> list[str]:
+        """The last ones, the oldest first. What is damaged is left out."""
+        found = []
+        with contextlib.suppress(OSError):
+            for line in self._path.read_bytes().splitlines() if self._path else ():
+                with contextlib.suppress(ValueError, RecursionError):
+                    message = json.loads(line)
+                    if isinstance(message, str):
+                        found.append(message)
+        return found[-REMEMBERED:]
+
+    def append(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            if self._path:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+                with os.fdopen(descriptor, "w") as file:
+                    os.fchmod(descriptor, 0o600)
+                    file.write(json.dumps(message) + "\n")
+
+
+def _state_directory() -> Path | None:
+    """XDG Base Directory Specification; None for a user without a home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        return (Path(given) if given.startswith("/") else Path.home() / ".local/state") / "llama-npu2"
+    except RuntimeError:
+        return None
+
+
+class Lines:
+    """Lines as `input` reads them, with readline where Python has it. A backslash at the end of one joins the next."""
+
+    def __init__(self, prompt: str, history: History | None) -> None:
+        self._prompt, self._history = prompt, history
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        with contextlib.suppress(ImportError):
+            if history:
+                import readline
+
+                for message in history.messages():
+                    readline.add_history(message)
+
+    def read(self) -> str:
+        lines = [self._line(self._prompt)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line(self._prompt and MORE))
+        message = "\n".join(lines)
+        if self._history and message.strip():
+            self._history.append(message)
+        return message
+
+    @staticmethod
+    def _line(prompt: str) -> str:
+        if prompt and not sys.stdout.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        return input(prompt)
+
+
+def _editor(history: History) -> Reader:
+    """prompt_toolkit's. Enter sends; Alt-Enter, Enter behind a backslash and what is pasted begin lines."""
+    import prompt_toolkit
+    from prompt_toolkit.filters import is_searching
+    from prompt_toolkit.history import History as Base
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    class Kept(Base):
+        def load_history_strings(self) -> Iterable[str]:
+            return reversed(history.messages())
+
+        def store_string(self, string: str) -> None:
+            history.append(string)
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    session: Any = prompt_toolkit.PromptSession(
+        PROMPT, multiline=True, prompt_continuation=MORE, key_bindings=keys, history=Kept()
+    )
+
+    class Editor:
+        def read(self) -> str:
+            return str(session.prompt())
+
+    return Editor()
+
+
+Write = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def reply() -> Iterator[Write]:
+    """Shows a reply that comes in pieces: gives what takes them."""
+    if is_terminal() and find_spec("rich"):
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_dumb_terminal:
+            with formatted(console) as write:
+                yield write
+            return
+    try:
+        yield lambda piece: print(harmless(piece), end="", flush=True)
+    finally:
+        print(flush=True)
+
+
+def harmless(text: str) -> str:
+    """Without control characters, which a terminal obeys, but for tabs and ends of lines."""
+    return "".join(char for char in text if char in "\t\n" or unicodedata.category(char) != "Cc")
+
+
+@contextlib.contextmanager
+def formatted(console: Any) -> Iterator[Write]:
+    """Markdown on a rich console. What is whole (up to a blank line outside of a code block) is printed once, the rest
+    is drawn anew as it grows, as much of its end as the screen holds."""
+    from rich.live import Live
+    from rich.markdown import Markdown
+    from rich.segment import Segment
+
+    class End:
+        def __init__(self, text: str) -> None:
+            self._text = text
+
+        def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+            for line in console.render_lines(Markdown(self._text, hyperlinks=False), options)[1 - console.height :]:
+                yield from line
+                yield Segment.line()
+
+    rest, drawn = "", 0.0
+    with Live(console=console, auto_refresh=False) as live:
+
+        def write(piece: str) -> None:
+            nonlocal rest, drawn
+            rest += harmless(piece)
+            whole, rest = rest[: (cut := blocks_end(rest))], rest[cut:]
+            if whole:
+                live.update(End(rest))
+                live.console.print(Markdown(whole, hyperlinks=False))
+                live.console.print()
+            elif time.monotonic() - drawn < REDRAWN:
+                return
+            live.update(End(rest), refresh=True)
+            drawn = time.monotonic()
+
+        try:
+            yield write
+        finally:
+            live.update(Markdown(rest, hyperlinks=False), refresh=True)
+
+
+def blocks_end(text: str) -> int:
+    """Where the last block of a Markdown text begins that more text could still change; 0 if that is the first."""
+    end = at = 0
+    fence, blank = False, False
+    for line in text.splitlines(keepends=True):
+        if blank and not fence and not line[0].isspace():
+            end = at
+        fence ^= line.lstrip().startswith(("```", "~~~"))
+        blank = not line.strip()
+        at += len(line)
+    return end

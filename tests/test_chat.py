@@ -1,0 +1,344 @@
+"""`--chat` in a terminal of its own (a pty): editing, commands, Ctrl-C, a full context. Answers that go on from the KV
+cache are those of a fresh start."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_npu2 import Llama, UserError, load
+from llama_npu2.conversation import LARGEST, Conversation, Turn
+from llama_npu2.terminal import blocks_end, formatted, harmless
+from tests.conftest import ROOT
+
+ANSI = re.compile(r"\x1b\][^\x07]*\x07|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+CTRL_C, CTRL_D, ALT_ENTER, UP = "\x03", "\x04", "\x1b\r", "\x1b[A"
+PLAIN = """
+import runpy, sys
+sys.modules["rich"] = sys.modules["prompt_toolkit"] = None
+runpy.run_module("llama_npu2", run_name="__main__")
+"""
+"""As if they were not installed."""
+
+
+class Terminal:
+    """A program on a pty, what it printed since it was last asked, and keys for it."""
+
+    def __init__(self, command: list[str], state: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT / 'runtime'}",
+            "XDG_STATE_HOME": str(state),
+            "TERM": "xterm-256color",
+            "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+        }
+        self._process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self._seen = ""
+
+    def send(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What is printed up to the end of the first match, without escape sequences."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self._seen)):
+            ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} within {seconds} s: {self._seen[-2000:]}"
+            try:
+                more = os.read(self._ours, 1 << 16)
+            except OSError:  # EIO: the program is gone
+                more = b""
+            assert more, f"it ended without {pattern!r}: {self._seen[-2000:]}"
+            self._seen = ANSI.sub("", self._seen + more.decode(errors="replace"))
+        shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        return shown
+
+    def say(self, message: str, pattern: str = r"\[[^\]\n]*context \d+ of .*tokens/s\]") -> str:
+        """Send a message, and wait for what follows the answer."""
+        self.send(f"{message}\r")
+        return self.until(pattern)
+
+    def status(self) -> int:
+        """Of the exit, which must come."""
+        with contextlib.suppress(OSError):
+            while os.read(self._ours, 1 << 16):
+                pass
+        return self._process.wait(60)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminals(tmp_path: Path) -> Iterator[Any]:
+    opened: list[Terminal] = []
+
+    def start(*command: str) -> Terminal:
+        opened.append(Terminal([sys.executable, *command], tmp_path / "state"))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def endless(llm: Llama) -> str:
+    """A bias that keeps replies from ending."""
+    return ",".join(f"{token}:-100" for token in llm.eos)
+
+
+@pytest.fixture(scope="module")
+def llm(demo: Path) -> Iterator[Llama]:
+    model = load(demo)
+    yield model
+    model.close()
+
+
+def replayed(llm: Llama, path: Path, **sampling: Any) -> list[tuple[str, str]]:
+    """Answers of a saved conversation, and those of a fresh start to each of its questions."""
+    said = Conversation.load(path)
+    pairs = []
+    for index, turn in enumerate(said.turns):
+        messages = Conversation(said.system, said.turns[:index]).messages(turn.question)
+        pairs.append((turn.answer, "".join(llm.generate(messages, **sampling))))
+    return pairs
+
+
+def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:
+    """All commands, keys and what is said of them."""
+    talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--temperature=0.8", "--seed=3", "--max-tokens=30")
+    talk.until(r"/help lists commands")
+    assert "Paris" in talk.say("The capital of France is")
+    shown = talk.say("The capital of Italy is")
+    assert "Rome" in shown
+    reused = int(re.search(r"(\d+) reused", shown)[1])  # type: ignore[index]
+    assert reused >= len(llm.encode([{"role": "user", "content": "The capital of France is"}]))
+    assert f", {reused} reused, first token after" in talk.say("/stats", r"temperature=0.8 seed=3\s")
+
+    saved = tmp_path / "saved.json"
+    talk.say(f"/save {saved}", "2 turns saved in")
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    talk.say("/undo", "taken back: 1 turn left")
+    talk.say("/regenerate")
+    talk.say("/reset", "a new conversation")
+    talk.say("/undo", "there is no message to take back")
+    talk.say(f"/load {saved}", "2 turns from")
+    talk.say("/system", "there is no system prompt")
+    talk.say("/system You are a poet.", "the system prompt is set")
+    talk.say("/system", r"\nYou are a poet\.")
+    talk.say(f"/save {saved}", "2 turns saved in")
+    assert Conversation.load(saved).system == "You are a poet."
+    talk.say("/system -", "there is no system prompt any more")
+    talk.say("/sav x", r"did you mean /save\?")
+    talk.say("/help", "pasted lines stay together")
+    talk.say(f"/load {tmp_path / 'none'}", "there is no such file")
+
+    # A line begun by a backslash, one by Alt-Enter, two that were pasted; a message that begins with a slash.
+    talk.send("one\\\rtwo")
+    talk.send(f"{ALT_ENTER}three{PASTE}\nfour\nfive{PASTED}")
+    talk.say("")
+    talk.say("//six")
+    talk.say(f"/save {saved}", "4 turns saved in")
+    questions = [turn.question for turn in Conversation.load(saved).turns]
+    assert questions == ["The capital of France is", "The capital of Italy is", "one\ntwo\nthree\nfour\nfive", "/six"]
+    talk.send(CTRL_C)
+    talk.until("/exit or Ctrl-D leaves")
+    talk.send(CTRL_D)
+    assert talk.status() == 0
+    for kept, fresh in replayed(llm, saved, temperature=0.8, seed=3, max_tokens=30):
+        assert kept == fresh, "as from a fresh cache"
+
+    history = tmp_path / "state/llama-npu2/chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert json.loads(history.read_text().splitlines()[0]) == "The capital of France is"
+    again = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=1")
+    again.until("/help lists commands")
+    again.send(UP * 3)
+    again.say("", "cut off by max_tokens")
+    assert json.loads(history.read_text().splitlines()[-1]) == questions[2]
+
+
+@pytest.mark.parametrize("start", [("-m", "llama_npu2"), ("-c", PLAIN)], ids=["rich", "plain"])
+def test_ctrl_c_stops_the_answer_only(
+    terminals: Any, demo: Path, llm: Llama, tmp_path: Path, start: tuple[str, ...]
+) -> None:
+    """What came of it stays; the next answers are those of a fresh start, so the cache is what it should be."""
+    bias, saved = endless(llm), tmp_path / "saved.json"
+    talk = terminals(*start, str(demo), "--chat", "--max-tokens=1500", f"--logit-bias={bias}")
+    talk.until("/help lists commands")
+    for _ in range(2):
+        talk.send("Once upon a time\r")
+        talk.until(r"Once upon a time\s[^>]*\w\w\w")
+        talk.send(CTRL_C)
+        talk.until(r"\[stopped, context \d+ of 2048 tokens \(\d+%\), ")
+    talk.say(f"/save {saved}", "2 turns saved in")
+    *stopped, _ = replayed(llm, saved, max_tokens=1500, logit_bias=bias)
+    for kept, fresh in stopped:
+        assert kept and len(kept) < len(fresh) and fresh.startswith(kept)
+    talk.say("/undo", "1 turn left")
+    talk.send("Who are you?\r")
+    talk.until(r"Who are you\?\s[^>]*\w\w\w")
+    talk.send(CTRL_C)
+    talk.until(r"\[stopped, .*[1-9]\d* reused")
+    talk.say(f"/save {saved}", "2 turns saved in")
+    for kept, fresh in replayed(llm, saved, max_tokens=1500, logit_bias=bias):
+        assert kept and fresh.startswith(kept)
+    talk.send("/exit\r")
+    assert talk.status() == 0
+
+
+def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:
+    """The oldest turns are forgotten, not the system prompt; a message that cannot fit changes nothing."""
+    saved, long = tmp_path / "saved.json", "The capital of France is Paris. " * 60
+    talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=5")
+    talk.until("/help lists commands")
+    talk.say("/system Be brief.", "is set")
+    count = len(llm.encode(long, raw=True))
+    assert 2048 < 6 * count < 2048 * 3
+    turns = 2048 // count
+    for _ in range(turns):
+        talk.say(f"{PASTE}{long}{PASTED}")
+    shown = talk.say(f"{PASTE}{long}{PASTED}")
+    assert "the context of 2048 tokens is full: the oldest turn is forgotten, the system prompt is not" in shown
+    assert f"{turns + 1} turns, 1 of them forgotten" in talk.say("/stats", "greedy|max_tokens=5")
+    talk.say(f"/save {saved}", f"{turns + 1} turns saved in")
+    said = Conversation.load(saved)
+    kept = Conversation(said.system, said.turns[1:-1]).messages(said.turns[-1].question)
+    assert said.turns[-1].answer == "".join(llm.generate(kept, max_tokens=5))
+    refused = talk.say(f"{PASTE}{long * (turns + 1)}{PASTED}", "error: the message has .*")
+    assert re.search(r"has \d+ tokens with the system prompt, the context 2048: shorten the prompt", refused)
+    assert f"{turns + 1} turns, 1 of them" in talk.say("/stats", "max_tokens=5")
+
+
+def test_an_answer_ends_where_the_context_does(llm: Llama, capfd: pytest.CaptureFixture[str]) -> None:
+    from llama_npu2.options import Sampling
+    from llama_npu2.session import Session
+
+    session = Session(llm, Sampling(max_tokens=4000, logit_bias=(endless(llm),)))
+    session.take("Once upon a time " * 40)
+    assert "[cut off: the context is full, context 2048 of 2048 tokens (100%)" in capfd.readouterr().err
+    session.take("Hello")
+    assert "the oldest turn is forgotten\n" in capfd.readouterr().err
+    assert len(session.conversation.turns) == 2 and session.conversation.messages()[0]["content"] == "Hello"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_a_reused_prefix_gives_the_tokens_of_a_fresh_start(llm: Llama, sampling: dict[str, Any]) -> None:
+    said, reused = Conversation(), 0
+    for question in ("Once upon a time", "The capital of France is", "What is that?", "1, 2, 3,"):
+        messages = said.messages(question)
+        (kept,) = llm.complete(messages, keep_context=True, max_tokens=40, logprobs=2, **sampling)
+        with contextlib.closing(load(llm.manifest.directory, 1)) as other:
+            (fresh,) = other.complete(messages, max_tokens=40, logprobs=2, **sampling)
+        assert (kept.tokens, kept.text, kept.logprobs) == (fresh.tokens, fresh.text, fresh.logprobs)
+        assert fresh.stats.reused_tokens == 0
+        reused += kept.stats.reused_tokens
+        said.turns.append(Turn(question, kept.text))
+    assert reused > 100
+
+
+def test_doit_chat_outlives_ctrl_c(terminals: Any, demo: Path, llm: Llama) -> None:
+    """It reaches doit's process, too."""
+    given = (f"artifacts={demo.parents[1]}", f"logit_bias={endless(llm)}", "max_tokens=1500")
+    talk = terminals("-m", "doit", "chat", *given)
+    talk.until("/help lists commands")
+    for _ in range(2):
+        talk.send("Once upon a time\r")
+        talk.until(r"Once upon a time\s[^>]*\w\w\w")
+        talk.send(CTRL_C)
+        talk.until(r"\[stopped, ")
+    talk.send("/exit\r")
+    assert talk.status() == 0
+
+
+def test_markdown_is_drawn_once() -> None:
+    """Blocks as they are whole, the rest again and again; nothing that a terminal would obey."""
+    from rich.console import Console
+
+    text = "# Title\n\nSome **bold** text.\n\n```python\nx = 1\n\ny = 2\n```\n\n1. one\n2. \x1b[31mtwo\x07\n"
+    screen = io.StringIO()
+    with formatted(Console(file=screen, force_terminal=True, width=60, height=20)) as write:
+        for piece in re.findall(r"(?s).{1,3}", text):
+            write(piece)
+    shown = ANSI.sub("", screen.getvalue())
+    assert "**" not in shown and "```" not in shown
+    assert shown.count("Title") <= 2 and shown.index("bold") < shown.index("x = 1") < shown.index("1 one")
+    assert "\x07" not in screen.getvalue() and "2 [31mtwo" in shown
+    assert harmless("a\x1b]0;x\x07\tb\n\u200d") == "a]0;x\tb\n\u200d"
+
+
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        ("a\n\nb", "a\n\n"),
+        ("a\n\n", ""),
+        ("- a\n\n  b", ""),
+        ("```\na\n\nb", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+    ],
+)
+def test_blocks_that_are_whole(text: str, done: str) -> None:
+    assert text[: blocks_end(text)] == done
+
+
+BAD_CONVERSATIONS = {
+    "not json": (b"{", "is no conversation"),
+    "no messages": (b"{}", "must be an object with messages"),
+    "a role": (b'{"messages": [{"role": "tool", "content": ""}]}', "messages[0].role = "),
+    "an answer first": (b'{"messages": [{"role": "assistant", "content": ""}]}', "must be one of user"),
+    "no answer": (b'{"messages": [{"role": "user", "content": ""}]}', "must be followed by an answer"),
+    "half a character": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "text that UTF-8 can hold"),
+    "numbers": (b'{"messages": [{"role": "user", "content": 1}]}', "must be a string"),
+    "too large": (b" " * (LARGEST + 1), "more than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONVERSATIONS)
+def test_a_damaged_conversation_is_one_line(name: str, tmp_path: Path) -> None:
+    content, message = BAD_CONVERSATIONS[name]
+    path = tmp_path / "saved.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        Conversation.load(path)
+    with pytest.raises(UserError, match="is there and is no conversation"):
+        Conversation().save(path)
+    assert path.read_bytes() == content
+
+
+def test_a_conversation_survives_its_file(tmp_path: Path) -> None:
+    said = Conversation("Be brief.", [Turn("naïve\n日本語", "🙂"), Turn("", "")])
+    said.save(tmp_path / "saved.json")
+    assert Conversation.load(tmp_path / "saved.json") == said
+    with pytest.raises(UserError, match="there is no such file"):
+        Conversation.load(tmp_path)
