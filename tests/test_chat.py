@@ -31,6 +31,7 @@ from tests.conftest import ROOT
 ANSI = re.compile(r"\x1b\][^\x07]*\x07|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 CTRL_C, CTRL_D, ALT_ENTER, UP = "\x03", "\x04", "\x1b\r", "\x1b[A"
+ANSWERED = r"\[[^\]\n]*context \d+ of .*tokens/s\]"
 PLAIN = """
 import runpy, sys
 sys.modules["rich"] = sys.modules["prompt_toolkit"] = None
@@ -82,9 +83,14 @@ class Terminal:
         shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return shown
 
-    def say(self, message: str, pattern: str = r"\[[^\]\n]*context \d+ of .*tokens/s\]") -> str:
+    def type(self, keys: str) -> None:
+        """At the next prompt: before it, the terminal would change them."""
+        self.until(r"(^|\n)>[ \b]")
+        self.send(keys)
+
+    def say(self, message: str, pattern: str = ANSWERED) -> str:
         """Send a message, and wait for what follows the answer."""
-        self.send(f"{message}\r")
+        self.type(f"{message}\r")
         return self.until(pattern)
 
     def status(self) -> int:
@@ -138,7 +144,6 @@ def replayed(llm: Llama, path: Path, **sampling: Any) -> list[tuple[str, str]]:
 def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:
     """All commands, keys and what is said of them."""
     talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--temperature=0.8", "--seed=3", "--max-tokens=30")
-    talk.until(r"/help lists commands")
     assert "Paris" in talk.say("The capital of France is")
     shown = talk.say("The capital of Italy is")
     assert "Rome" in shown
@@ -165,16 +170,15 @@ def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> No
     talk.say(f"/load {tmp_path / 'none'}", "there is no such file")
 
     # A line begun by a backslash, one by Alt-Enter, two that were pasted; a message that begins with a slash.
-    talk.send("one\\\rtwo")
-    talk.send(f"{ALT_ENTER}three{PASTE}\nfour\nfive{PASTED}")
-    talk.say("")
+    talk.type(f"one\\\rtwo{ALT_ENTER}three{PASTE}\nfour\nfive{PASTED}\r")
+    talk.until(ANSWERED)
     talk.say("//six")
     talk.say(f"/save {saved}", "4 turns saved in")
     questions = [turn.question for turn in Conversation.load(saved).turns]
     assert questions == ["The capital of France is", "The capital of Italy is", "one\ntwo\nthree\nfour\nfive", "/six"]
-    talk.send(CTRL_C)
+    talk.type(CTRL_C)
     talk.until("/exit or Ctrl-D leaves")
-    talk.send(CTRL_D)
+    talk.type(CTRL_D)
     assert talk.status() == 0
     for kept, fresh in replayed(llm, saved, temperature=0.8, seed=3, max_tokens=30):
         assert kept == fresh, "as from a fresh cache"
@@ -183,9 +187,7 @@ def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> No
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert json.loads(history.read_text().splitlines()[0]) == "The capital of France is"
     again = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=1")
-    again.until("/help lists commands")
-    again.send(UP * 3)
-    again.say("", "cut off by max_tokens")
+    again.say(UP * 3, "cut off by max_tokens")
     assert json.loads(history.read_text().splitlines()[-1]) == questions[2]
 
 
@@ -195,26 +197,25 @@ def test_ctrl_c_stops_the_answer_only(
 ) -> None:
     """What came of it stays; the next answers are those of a fresh start, so the cache is what it should be."""
     bias, saved = endless(llm), tmp_path / "saved.json"
-    talk = terminals(*start, str(demo), "--chat", "--max-tokens=1500", f"--logit-bias={bias}")
-    talk.until("/help lists commands")
+    talk = terminals(*start, str(demo), "--chat", "--max-tokens=600", f"--logit-bias={bias}")
     for _ in range(2):
-        talk.send("Once upon a time\r")
+        talk.type("Once upon a time\r")
         talk.until(r"Once upon a time\s[^>]*\w\w\w")
         talk.send(CTRL_C)
         talk.until(r"\[stopped, context \d+ of 2048 tokens \(\d+%\), ")
     talk.say(f"/save {saved}", "2 turns saved in")
-    *stopped, _ = replayed(llm, saved, max_tokens=1500, logit_bias=bias)
+    *stopped, _ = replayed(llm, saved, max_tokens=600, logit_bias=bias)
     for kept, fresh in stopped:
         assert kept and len(kept) < len(fresh) and fresh.startswith(kept)
     talk.say("/undo", "1 turn left")
-    talk.send("Who are you?\r")
+    talk.type("Who are you?\r")
     talk.until(r"Who are you\?\s[^>]*\w\w\w")
     talk.send(CTRL_C)
     talk.until(r"\[stopped, .*[1-9]\d* reused")
     talk.say(f"/save {saved}", "2 turns saved in")
-    for kept, fresh in replayed(llm, saved, max_tokens=1500, logit_bias=bias):
+    for kept, fresh in replayed(llm, saved, max_tokens=600, logit_bias=bias):
         assert kept and fresh.startswith(kept)
-    talk.send("/exit\r")
+    talk.type("/exit\r")
     assert talk.status() == 0
 
 
@@ -222,7 +223,6 @@ def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path
     """The oldest turns are forgotten, not the system prompt; a message that cannot fit changes nothing."""
     saved, long = tmp_path / "saved.json", "The capital of France is Paris. " * 60
     talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=5")
-    talk.until("/help lists commands")
     talk.say("/system Be brief.", "is set")
     count = len(llm.encode(long, raw=True))
     assert 2048 < 6 * count < 2048 * 3
@@ -245,8 +245,8 @@ def test_an_answer_ends_where_the_context_does(llm: Llama, capfd: pytest.Capture
     from llama_npu2.options import Sampling
     from llama_npu2.session import Session
 
-    session = Session(llm, Sampling(max_tokens=4000, logit_bias=(endless(llm),)))
-    session.take("Once upon a time " * 40)
+    session = Session(llm, Sampling(max_tokens=600, logit_bias=(endless(llm),)))
+    session.take("The capital of France is Paris. " * 210)
     assert "[cut off: the context is full, context 2048 of 2048 tokens (100%)" in capfd.readouterr().err
     session.take("Hello")
     assert "the oldest turn is forgotten\n" in capfd.readouterr().err
@@ -270,15 +270,14 @@ def test_a_reused_prefix_gives_the_tokens_of_a_fresh_start(llm: Llama, sampling:
 
 def test_doit_chat_outlives_ctrl_c(terminals: Any, demo: Path, llm: Llama) -> None:
     """It reaches doit's process, too."""
-    given = (f"artifacts={demo.parents[1]}", f"logit_bias={endless(llm)}", "max_tokens=1500")
+    given = (f"artifacts={demo.parents[1]}", f"logit_bias={endless(llm)}", "max_tokens=600")
     talk = terminals("-m", "doit", "chat", *given)
-    talk.until("/help lists commands")
     for _ in range(2):
-        talk.send("Once upon a time\r")
+        talk.type("Once upon a time\r")
         talk.until(r"Once upon a time\s[^>]*\w\w\w")
         talk.send(CTRL_C)
         talk.until(r"\[stopped, ")
-    talk.send("/exit\r")
+    talk.type("/exit\r")
     assert talk.status() == 0
 
 

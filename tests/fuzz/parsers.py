@@ -66,7 +66,7 @@ def manifests() -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _load_and_run(scratch: Path) -> Iterator[Run]:
-    """A prompt, tokens behind it and the last of the context, in buffers between guard pages."""
+    """A prompt, tokens behind it, the last of the context and scores, in buffers between guard pages."""
     from llama_npu2 import Llama
     from llama_npu2.devices import cpu, sim
     from llama_npu2.manifest import Manifest
@@ -85,6 +85,8 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
             llm.prefill(llm.encode("word " * 600, raw=True)[: llm.context_length - llm.position - 2])
             llm._history += [0] * (llm.context_length - llm.position - 1)
             llm.decode(0)
+            llm.reset()
+            llm.score([0, 1, 2, 3])
 
     yield run
 
@@ -358,6 +360,20 @@ def _record(scratch: Path) -> Iterator[Run]:
     yield run
 
 
+@contextlib.contextmanager
+def _conversation(scratch: Path) -> Iterator[Run]:
+    """What one loads is saved, and loaded again, as it was."""
+    from llama_npu2.conversation import Conversation
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / name).write_bytes(content)
+        said = Conversation.load(scratch / name)
+        said.save(scratch / "again.json")
+        assert Conversation.load(scratch / "again.json") == said
+
+    yield run
+
+
 PARSERS = {
     "manifest": Parser(_load_and_run, manifests, damaged_json),
     "gguf": Parser(_gguf, files("gguf"), mutated_bytes),
@@ -376,4 +392,5 @@ PARSERS = {
     "prompts": Parser(_prompts, files("prompts"), mutated_bytes),
     "trust": Parser(_trust, files("trust"), mutated_bytes),
     "record": Parser(_record, files("record"), damaged_json),
+    "conversation": Parser(_conversation, files("conversation"), damaged_json),
 }
