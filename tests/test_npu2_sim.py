@@ -123,6 +123,11 @@ def test_a_cache_is_reused_for_few_new_tokens(fused: Path) -> None:
         kept = "".join(llm.generate(story + more, raw=True, keep_context=True, max_tokens=6))
         assert (llm.stats.reused_tokens > 0) == (llm.stats.prompt_tokens <= MAX_STEPPED_TOKENS) == stepped
         assert kept == "".join(llm.generate(story + more, raw=True, max_tokens=6))
+    long = [*llm.encode(story, raw=True) * 12][:150]
+    llm.reset()
+    llm.prefill(long)
+    assert llm._keep([*long, *range(100, 130)]) == 150, "30 steps instead of 52 behind the largest bucket"
+    assert llm._keep([*long[:100], *range(100, 130)]) == 0, "a bucket and 2 steps instead of 30"
     llm.close()
 
 

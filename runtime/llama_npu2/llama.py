@@ -29,7 +29,8 @@ from llama_npu2.trace import Watch, traced_phases
 from llama_npu2.validation import sizes
 
 MAX_STEPPED_TOKENS = 16
-"""On devices with buckets: with more new tokens than this, prefilling all again beats decoding the new ones singly."""
+"""On devices with buckets: with more new tokens than this, a bucket for all of them beats decoding the new ones singly.
+Tokens beyond the largest bucket go singly either way."""
 
 
 def load(artifact_dir: str | Path, threads: int = 0) -> Llama:
@@ -347,8 +348,9 @@ class Llama:
         Returns how many are kept."""
         before = ids[:-1]
         kept = len(before) if self._history == before else _common_prefix(self._history, before)
-        if self.buckets and len(ids) - kept > MAX_STEPPED_TOKENS:
-            kept = 0
+        if self.buckets:
+            beyond = max(0, len(ids) - self.buckets[-1])
+            kept = kept if len(ids) - kept <= MAX_STEPPED_TOKENS + beyond else 0
         self.rewind(kept)
         return kept
 
