@@ -56,17 +56,23 @@ def test_filters_are_those_of_transformers(seed: int) -> None:
     biases = {int(token): float(rng.normal()) for token in rng.integers(0, VOCAB, 5)}
     penalty, temperature = float(rng.uniform(0.5, 2)), float(rng.uniform(0.3, 3))
     top_k, top_p, min_p = int(rng.integers(5, VOCAB)), float(rng.uniform(0.5, 1)), float(rng.uniform(0, 0.1))
-    chain = theirs.LogitsProcessorList(
+    adjusting = theirs.LogitsProcessorList(
         [
             theirs.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()]),
             theirs.RepetitionPenaltyLogitsProcessor(penalty),
+        ]
+    )
+    filtering = theirs.LogitsProcessorList(
+        [
             theirs.TemperatureLogitsWarper(temperature),
             theirs.TopKLogitsWarper(top_k),
             theirs.TopPLogitsWarper(top_p),
             theirs.MinPLogitsWarper(min_p),
         ]
     )
-    wanted = torch.softmax(chain(torch.tensor([prompt + reply]), torch.tensor(row)[None])[0].double(), -1).numpy()
+    there = torch.tensor([prompt + reply])
+    before = adjusting(there, torch.tensor(row)[None])
+    wanted = torch.softmax(filtering(there, before.clone())[0].double(), -1).numpy()
     options = Sampling(
         temperature=temperature,
         top_k=top_k,
@@ -75,7 +81,9 @@ def test_filters_are_those_of_transformers(seed: int) -> None:
         repetition_penalty=penalty,
         logit_bias=biases,  # type: ignore[arg-type]
     )
-    ids, probabilities = distribution(adjusted(options, row, prompt, reply), options)
+    found = adjusted(options, row, prompt, reply)
+    np.testing.assert_array_equal(found, before[0].numpy())
+    ids, probabilities = distribution(found, options)
     assert sorted(ids) == np.flatnonzero(wanted).tolist()
     # torch divides by the temperature in float32.
     np.testing.assert_allclose(probabilities, wanted[ids], rtol=1e-5)

@@ -183,12 +183,16 @@ def formatted(console: Any) -> Iterator[Write]:
     from rich.markdown import Markdown
     from rich.segment import Segment
 
-    class End:
-        def __init__(self, text: str) -> None:
-            self._text = text
+    class Block:
+        """The last lines of what a text looks like, without blank ones around it."""
+
+        def __init__(self, text: str, lines: int = 0) -> None:
+            self._text, self._lines = text, lines
 
         def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-            for line in console.render_lines(Markdown(self._text, hyperlinks=False), options)[1 - console.height :]:
+            lines = console.render_lines(Markdown(self._text, hyperlinks=False), options, pad=False)
+            drawn = [at for at, line in enumerate(lines) if "".join(each.text for each in line).strip()]
+            for line in lines[drawn[0] : drawn[-1] + 1][-self._lines :] if drawn else ():
                 yield from line
                 yield Segment.line()
 
@@ -198,20 +202,20 @@ def formatted(console: Any) -> Iterator[Write]:
         def write(piece: str) -> None:
             nonlocal rest, drawn
             rest += harmless(piece)
-            whole, rest = rest[: (cut := blocks_end(rest))], rest[cut:]
-            if whole:
-                live.update(End(rest))
-                live.console.print(Markdown(whole, hyperlinks=False))
-                live.console.print()
-            elif time.monotonic() - drawn < REDRAWN:
+            cut = blocks_end(rest)
+            whole, rest = rest[:cut], rest[cut:]
+            if not whole and time.monotonic() - drawn < REDRAWN:
                 return
-            live.update(End(rest), refresh=True)
+            live.update(Block(rest, console.height - 1), refresh=not whole)
+            if whole:
+                live.console.print(Block(whole))
+                live.console.print()
             drawn = time.monotonic()
 
         try:
             yield write
         finally:
-            live.update(Markdown(rest, hyperlinks=False), refresh=True)
+            live.update(Block(rest), refresh=True)
 
 
 def blocks_end(text: str) -> int:
