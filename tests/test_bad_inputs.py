@@ -259,6 +259,9 @@ RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
     "long_prompt": (("word " * 9000,), "context is"),
     "bad_temperature": (("hi", "--temperature=-1"), "temperature=-1"),
     "bad_tokens": (("hi", "--max-tokens=0"), "max_tokens=0: must be at least 1"),
+    "bad_bias": (("hi", "--logit-bias=the:1"), "logit_bias=the:1: must be a token's number, a colon"),
+    "logprobs_without_json": (("hi", "--n=2", "--logprobs=1"), "logprobs=1: not for one text"),
+    "replies_of_a_chat": (("--chat", "--n=2"), "n=2: not for one text as it comes"),
     "bad_threads": (("hi", "--threads=-3"), "threads=-3: must be at least 0"),
 }
 

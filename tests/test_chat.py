@@ -24,7 +24,10 @@ from typing import Any
 import pytest
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.chat import ChatTemplate
 from llama_npu2.conversation import LARGEST, Conversation, Turn
+from llama_npu2.options import Sampling
+from llama_npu2.session import Session
 from llama_npu2.terminal import blocks_end, formatted, harmless
 from tests.conftest import ROOT
 
@@ -242,15 +245,43 @@ def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path
 
 
 def test_an_answer_ends_where_the_context_does(llm: Llama, capfd: pytest.CaptureFixture[str]) -> None:
-    from llama_npu2.options import Sampling
-    from llama_npu2.session import Session
-
     session = Session(llm, Sampling(max_tokens=600, logit_bias=(endless(llm),)))
     session.take("The capital of France is Paris. " * 210)
     assert "[cut off: the context is full, context 2048 of 2048 tokens (100%)" in capfd.readouterr().err
     session.take("Hello")
     assert "the oldest turn is forgotten\n" in capfd.readouterr().err
     assert len(session.conversation.turns) == 2 and session.conversation.messages()[0]["content"] == "Hello"
+
+
+def test_an_answer_that_fails_changes_nothing(
+    llm: Llama, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(error: BaseException) -> Any:
+        def generate(*_: Any, **__: Any) -> Iterator[str]:
+            raise error
+            yield
+
+        return generate
+
+    session = Session(llm, Sampling(max_tokens=8, temperature=5.0, seed=2))
+    session.take("Once upon a time")
+    (first,) = before = list(session.conversation.turns)
+    for message in ("/regenerate", "Hello"):
+        monkeypatch.setattr(llm, "generate", failing(KeyboardInterrupt()))
+        session.take(message)
+        assert "nothing is added to the conversation" in capfd.readouterr().err
+        monkeypatch.setattr(llm, "generate", failing(UserError("the device is gone")))
+        with pytest.raises(UserError, match="is gone"):
+            session.take(message)
+        assert session.conversation.turns == before
+    monkeypatch.undo()
+    session.take("/regenerate")
+    (other,) = session.conversation.turns
+    assert (other.question, other.answer != first.answer) == (first.question, True)
+    monkeypatch.setitem(llm.__dict__, "chat_template", ChatTemplate("{{ messages[-1].content }}", {}))
+    with pytest.raises(UserError, match="template leaves system prompts out"):
+        session.take("/system Be brief.")
+    assert not session.conversation.system
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2}])

@@ -215,7 +215,7 @@ def test_stop_strings_of_a_variable() -> None:
 
 def test_a_stream_is_one_text(llm: Llama) -> None:
     for given in ({"n": 2}, {"logprobs": 0}, {"prompt_logprobs": 1}):
-        with pytest.raises(UserError, match="not for a stream of one text: use complete"):
+        with pytest.raises(UserError, match="not for one text as it comes: use complete"):
             next(llm.generate("Once", **given))
 
 

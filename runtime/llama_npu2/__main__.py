@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -108,8 +108,7 @@ def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sa
         for made in llm.complete(prompt, raw=options.raw, **vars(sampling)):
             print(json.dumps(as_json(llm, made), ensure_ascii=False), flush=True)
         return
-    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-        raise UserError("log-probabilities are in the JSON: give --json (json=1), too")
+    replace(sampling, n=1).check_one_text()
     if sampling.n > 1:
         for number, made in enumerate(llm.complete(prompt, raw=options.raw, **vars(sampling)), 1):
             print(f"--- {number} of {sampling.n} ---\n{made.text}", flush=True)
@@ -178,6 +177,7 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
     from llama_npu2.llama import load
     from llama_npu2.session import Session
 
+    sampling.check_one_text()
     with contextlib.closing(load(options.artifacts, running.threads)) as llm:
         llm.notify = print_notice
         if llm.chat_template is None:

@@ -272,8 +272,7 @@ class Llama:
         Raises UserError.
         """
         options = Sampling(**sampling)
-        if options.n != 1 or options.logprobs is not None or options.prompt_logprobs is not None:
-            raise UserError("n, logprobs and prompt_logprobs are not for a stream of one text: use complete()")
+        options.check_one_text()
         yield from self._reply(self._read(prompt, raw, keep_context), options, Completion(), number)
 
     def complete(

@@ -82,6 +82,12 @@ class Sampling(Checked):
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         self.biases()
 
+    def check_one_text(self) -> None:
+        """Raises UserError if more is asked for than a reply's text."""
+        for name, without in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
+            if (value := getattr(self, name)) != without:
+                raise UserError(f"{name}={value}: not for one text as it comes: use complete(), --json or json=1")
+
     def biases(self) -> dict[int, float]:
         """What is added to logits, by token. From Python, `logit_bias` may be such a mapping. Raises UserError."""
         return dict(_bias(pair) for text in self.logit_bias for pair in text.split(","))
