@@ -8,7 +8,6 @@ state travels with the artifact directory, survives a kill, and a timestamp neve
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import re
@@ -23,6 +22,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from llama_npu2.schema import anything, list_of, load_json, mapping, record, text
+from stages.engine import memory
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
@@ -68,6 +68,9 @@ class Project:
     turn: Turn
     """Held from the first look at a step until the build is done: builds of one directory take turns."""
     shared: Shared | None = None
+
+    def __post_init__(self) -> None:
+        memory.use_one_arena()
 
     @functools.cached_property
     def code(self) -> Code:
@@ -179,13 +182,6 @@ def _is_name(label: str) -> bool:
 def is_inside(label: str) -> bool:
     """Whether a label stays in its directory. Receipts come with directories that others made."""
     return not Path(label).is_absolute() and ".." not in Path(label).parts
-
-
-def _give_back_memory() -> None:
-    """What a step freed, to the system: glibc keeps hundreds of MB that packing took, beside the compilers of the steps
-    behind it. Other C libraries give back on their own, or cannot be asked."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def remove_empty(directory: Path, root: Path) -> None:
@@ -323,7 +319,7 @@ class Step:
             self.project.commit(self.name, work, receipt)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-            _give_back_memory()
+            memory.give_back()
         if fetched is not None:
             print(f"{self.name}: fetched", flush=True)
         elif shared:
