@@ -82,13 +82,23 @@ def fail() -> None:
     raise KeyError("a name")
 
 
+def leave() -> None:
+    os._exit(3)
+
+
 def never_end() -> None:
     while True:
         pass
 
 
 @pytest.mark.parametrize(
-    ("act", "why"), [(crash, "ended by SIGSEGV"), (fail, "KeyError: 'a name'"), (never_end, "ended by SIGXCPU")]
+    ("act", "why"),
+    [
+        (crash, "ended by SIGSEGV"),
+        (fail, "KeyError: 'a name'"),
+        (leave, "ended with status 3"),
+        (never_end, "ended by SIGXCPU"),
+    ],
 )
 def test_what_is_found(act: Callable[[], None], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Input 3 of 5."""

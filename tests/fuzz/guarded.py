@@ -1,9 +1,11 @@
-"""Buffers of the CPU device between pages that nobody may touch: native code that leaves one is stopped there."""
+"""Buffers of the CPU device between pages that nobody may touch: native code that leaves one is stopped there, and under
+AddressSanitizer at its very first and last byte."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +19,8 @@ _PAGE = mmap.PAGESIZE
 _NO_ACCESS = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+SANITIZED = hasattr(_libc, "__asan_poison_memory_region")
+"""Whether AddressSanitizer is in this process."""
 
 
 class GuardedDevice(CpuDevice):
@@ -55,7 +59,17 @@ def _guarded(whole: np.ndarray, nbytes: int, at_end: bool, content: np.ndarray |
         _protect(whole, _PAGE, inner, mmap.PROT_READ)
     for guard in (0, _PAGE + inner):
         _protect(whole, guard, _PAGE, _NO_ACCESS)
+    if SANITIZED:
+        _mark("poison", whole.ctypes.data, whole.nbytes)
+        _mark("unpoison", buffer.ctypes.data, buffer.nbytes)
+        # Something else may be mapped there then.
+        weakref.finalize(whole, _mark, "unpoison", whole.ctypes.data, whole.nbytes)
     return buffer
+
+
+def _mark(how: str, address: int, nbytes: int) -> None:
+    """For what is compiled with AddressSanitizer."""
+    getattr(_libc, f"__asan_{how}_memory_region")(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def _protect(whole: np.ndarray, start: int, nbytes: int, access: int) -> None:

@@ -83,8 +83,9 @@ def in_child(work: Callable[[], object]) -> str:
     with os.fdopen(reader) as file:
         told = file.read()
     _, status = os.waitpid(child, 0)
-    ended = f"ended by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else ""
-    return told or ended
+    code = os.waitstatus_to_exitcode(status)
+    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return told or (ended if code else "")
 
 
 def _seconds(of: int) -> float:
