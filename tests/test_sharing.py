@@ -149,15 +149,20 @@ def test_what_a_step_comes_upon_decides_too(url: str, tmp_path: Path) -> None:
         assert third.build() == []
 
 
-def test_only_what_trusted_signers_made_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_trusted_signers_made_is_taken(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     as_user(monkeypatch, tmp_path / "alice")
     Machine(tmp_path / "a", url).build()
     alice = own_key()
     as_user(monkeypatch, tmp_path / "bob")
     assert Machine(tmp_path / "b", url).build() == ["copy", "join"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("not used: steps/") and f"doit trust key='{alice}'" in line
     as_user(monkeypatch, tmp_path / "carol")
     trust.add_key(alice, "alice")
     assert Machine(tmp_path / "c", url).build() == []
+    assert not capsys.readouterr().err
 
 
 def test_private_outputs_stay(url: str, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +194,22 @@ def test_what_a_file_holds_is_kept(tmp_path: Path, artifacts: Path) -> None:
     for name in MATRICES:
         assert weights.manifest.buffers[name]["format"] == "int8"
         np.testing.assert_array_equal(weights.values(name), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda buffer: buffer.update(format="int5"), "as int5 in panels, which is unknown here"),
+        (lambda buffer: buffer.update(layout="rows"), "as bf16 in rows, which is unknown here"),
+    ],
+)
+def test_what_a_newer_version_stored_is_named(
+    change: Callable[[dict], None], said: str, demo: Path, tmp_path: Path
+) -> None:
+    content = json.loads((demo / "manifest.json").read_text())
+    change(content["buffers"]["model.layers.0.mlp.up_proj.weight"])
+    shutil.copytree(demo, tmp_path / "cpu", copy_function=os.link)
+    (tmp_path / "cpu/manifest.json").unlink()
+    (tmp_path / "cpu/manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said):
+        ArtifactWeights(tmp_path / "cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.dtypes import DTYPES
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
 from stages.engine.places import CONFIG
 from stages.model import families
@@ -20,11 +21,21 @@ class ArtifactWeights:
     """Tensors of the model of an artifact directory, by the names of its checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError where the directory is not complete."""
+        """Raises UserError where the directory is not complete, or holds what is unknown here."""
         self.manifest = Manifest.open(directory)
         self.shapes = families.tensors(families.read_config(directory / CONFIG))
         buffers = self.manifest.buffers
         self._places = {part: name for name in buffers for part in tensors_of(name) if part in self.shapes}
+        for name in self.shapes:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        where = f"{self.manifest.directory}/manifest.json"
+        if name not in self._places:
+            raise UserError(f"{where} has no {name}: {REMEDY}")
+        held, layout = self.format(name), self._spec(name)["layout"]
+        if held not in formats() or layout not in ("plain", *formats()[held].layouts):
+            raise UserError(f"{where} has {name} as {held} in {layout}, which is unknown here: run doit compile")
 
     def format(self, name: str) -> str:
         """That a tensor is stored in."""

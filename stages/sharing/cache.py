@@ -6,6 +6,7 @@ those runs by what they came upon (headers, objects that were linked), which mus
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
+from llama_npu2.trust import Untrusted
 from stages.engine.steps import Project, Step, file_name
 from stages.sharing.arrivals import Arrivals
 from stages.sharing.records import Record, address, fits_here, record_of
@@ -31,6 +33,7 @@ class Cache:
     url: str
     may_go: Callable[[Step], bool]
     _off: bool = field(default=False, init=False)
+    _asked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -73,11 +76,23 @@ class Cache:
         runs = [record for entry in entries for record in runs_of(entry.content, where)]
         record = next((record for record in runs if fits_here(step, record)), None)
         if record is None:
+            self._ask_for_trust(store, step_entry(where))
             return None
         arrivals = Arrivals(store, step.project, record.outputs, file_name(step.name))
         arrivals.place(record.outputs, work)
         arrivals.done()
         return [step.located(label) for label in record.found]
+
+    def _ask_for_trust(self, store: Store, name: str) -> None:
+        """Say, once, whose outputs are there and not taken."""
+        if not self._asked:
+            # Nothing hangs on it, and not every remote can list what it has.
+            with contextlib.suppress(UserError):
+                try:
+                    store.check_strangers(name)
+                except Untrusted as error:
+                    self._asked = True
+                    warn(f"not used: {error}")
 
     def _offered(self, step: Step) -> None:
         if not self._remote.writable or not self.may_go(step):

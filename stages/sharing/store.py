@@ -62,6 +62,13 @@ class Store:
         data = self.remote.read(_own(name), MAX_BYTES)
         return next((entry.content for entry in self._opened(name, data)), None) if data else None
 
+    def check_strangers(self, name: str) -> None:
+        """Raises Untrusted, which says how to trust them, where others than those whom the user trusts say something
+        under a name; UserError if that is damaged, or the remote cannot list it."""
+        for other in self.remote.names(name):
+            if data := self.remote.read(other, MAX_BYTES):
+                verify(data, purpose(name), f"{name} of {self.remote.url}")
+
     def _opened(self, name: str, envelope: bytes) -> Iterator[Entry]:
         what = f"{name} of {self.remote.url}"
         try:

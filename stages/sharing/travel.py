@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.trust import verify
-from llama_npu2.trust.envelopes import MAX_BYTES
 from stages.engine.files import read_json, write_atomic
 from stages.engine.places import PULLED
 from stages.engine.steps import WORK, Project, Step
@@ -26,7 +24,7 @@ from stages.sharing.records import (
     local_receipt,
     record_of,
 )
-from stages.sharing.store import Store, purpose
+from stages.sharing.store import Store
 
 _FOLDER = "artifacts/"
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -142,12 +140,9 @@ class Exchange:
 
     def _why_not(self) -> str:
         """What to say of a remote without an offer of a trusted signer."""
-        remote = self.store.remote
-        for other in remote.names(self._entry):
-            if data := remote.read(other, MAX_BYTES):
-                # Says whose it is, and how to trust them.
-                verify(data, purpose(self._entry), self.name)
-        known = sorted({path.removeprefix(_FOLDER).rpartition("/")[0] for path in remote.names(_FOLDER.rstrip("/"))})
+        self.store.check_strangers(self._entry)
+        names = self.store.remote.names(_FOLDER.rstrip("/"))
+        known = sorted({path.removeprefix(_FOLDER).rpartition("/")[0] for path in names})
         return f"has no {self.name}; it has {', '.join(known) or 'no artifacts'}: check model=, target= and weights="
 
     @property

@@ -1,5 +1,5 @@
-"""Buffers of the CPU device between pages that nobody may touch: native code that leaves one is stopped there, and under
-AddressSanitizer at its very first and last byte."""
+"""Buffers of the CPU device between pages that nobody may touch: native code that leaves one is stopped there, and
+under AddressSanitizer at its very first and last byte."""
 
 from __future__ import annotations
 
