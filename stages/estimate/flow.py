@@ -15,8 +15,8 @@ from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
 from stages.air import analysis
-from stages.air.checks import streams
 from stages.air.dialect import L2, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp
+from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
     CALL,

@@ -19,8 +19,8 @@ from xdsl.dialects.builtin import MemRefType, ModuleOp
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
 from stages.air.access import Access, Coverage, Runs, accesses, in_order, walk
-from stages.air.checks import PING_PONG_TASKS
 from stages.air.dialect import LaunchOp
+from stages.air.occupancy import PING_PONG_TASKS
 from stages.air.stitching import settles
 from stages.targets.npu2.compiled import (
     Buffer,

@@ -1,0 +1,264 @@
+"""What a launch takes of the array: of each limit, memory, channel and descriptor, counted from its operations.
+
+Necessary counts: the compiler places buffers and streams, and may need more. Checks refuse by them, the estimate
+shows them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from xdsl.dialects import scf
+from xdsl.ir import Operation, SSAValue
+
+from stages.air import analysis, limits
+from stages.air.analysis import Dims, Fifo, Side
+from stages.air.dialect import (
+    L1,
+    L2,
+    L3,
+    ChannelGetOp,
+    ChannelPutOp,
+    DmaMemcpyNdOp,
+    HerdOp,
+    SegmentOp,
+    enclosing,
+)
+
+Stream = tuple[object, object]
+Streams = dict[str, dict[Stream, int]]
+"""Over how many tiles streams are spread, by the way that they go: `in` or `out` of the tiles in question."""
+
+SHIM_DIMENSIONS = 4
+PING_PONG_TASKS = 2
+"""Tasks that wait in an L2 ping-pong on top of a shim channel's queue."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """So much of a limit, of so much that there is."""
+
+    limit: str
+    used: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A DMA, or one end of a channel with the channel as its other side."""
+
+    op: Operation
+    herd: HerdOp | None
+    dst: Side | Fifo
+    src: Side | Fifo
+
+    @property
+    def buffers(self) -> list[Side]:
+        return [side for side in (self.dst, self.src) if isinstance(side, Side)]
+
+    def side(self, space: int) -> tuple[Side, str] | None:
+        """The buffer in a memory space and whether the transfer goes `in` to that memory or `out` of it."""
+        for side, way in ((self.dst, "in"), (self.src, "out")):
+            if isinstance(side, Side) and side.space == space:
+                return side, way
+        return None
+
+    def far(self, space: int) -> Side | Fifo:
+        return self.src if self.dst.space == space else self.dst
+
+    def stream(self) -> Stream:
+        """Transfers between the same two ends take turns on one stream."""
+        return self.dst.key, self.src.key
+
+    @staticmethod
+    def of(op: Operation, herd: HerdOp | None, where: str) -> Transfer:
+        if isinstance(op, DmaMemcpyNdOp):
+            return Transfer(op, herd, *analysis.sides(op, where))
+        assert isinstance(op, ChannelPutOp | ChannelGetOp)
+        name = op.chan_name.string_value()
+        if isinstance(op, ChannelPutOp):
+            return Transfer(op, herd, Fifo(name, L1), analysis.end(op, where))
+        return Transfer(op, herd, analysis.end(op, where), Fifo(name, L2))
+
+
+def streams(segment: SegmentOp, where: str) -> dict[Operation, int]:
+    """Over how many streams, one per memory tile, each transfer between DDR and L2 is spread."""
+    counted = Segment(segment, where)
+    return {each.op: counted.streams(each) for each in counted.transfers if each.herd is None}
+
+
+class Segment:
+    """Counts of one segment. Herds of one segment share the array.
+
+    `ping_pong`: whether the compiler may double the L1 buffers that live in a loop.
+    """
+
+    def __init__(self, op: SegmentOp, where: str, ping_pong: bool = True) -> None:
+        self.op, self.where, self.ping_pong = op, where, ping_pong
+        self.herds = list(analysis.walk_ops(op, HerdOp))
+        self.transfers = [
+            Transfer.of(moving, enclosing(moving, HerdOp), where)
+            for moving in analysis.walk_ops(op, DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
+        ]
+
+    def uses(self) -> Iterator[Use]:
+        """Of every limit, those of one tile several times."""
+        for herd in self.herds:
+            yield from self.herd_uses(herd)
+        yield from self._l2_uses()
+        yield from self._shim_uses()
+
+    # compute tiles
+
+    def herd_uses(self, herd: HerdOp) -> Iterator[Use]:
+        """Of a herd's shape, and of each of its tiles."""
+        columns, rows = herd.shape()
+        yield Use("herd columns", columns, limits.COLUMNS)
+        yield Use("herd rows", rows, limits.ROWS)
+        # Every allocation has its own place for as long as the herd runs.
+        taken = sum(self.all_bytes(buffer) for buffer in analysis.allocations(herd, L1))
+        yield Use("L1 bytes (with stack)", taken + limits.STACK_BYTES, limits.L1_BYTES)
+        descriptors = 0
+        far: dict[tuple[str, int], set[object]] = defaultdict(set)
+        for transfer in self.transfers:
+            found = transfer.side(L1) if transfer.herd is herd else None
+            if found is not None:
+                descriptors += self.copies(analysis.root(found[0].value))
+                other = transfer.far(L1)
+                far[found[1], other.space].add(other.key)
+        yield Use("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
+        for way in ("in", "out"):
+            # Streams of one shim take turns on a channel; those of memory tiles cannot.
+            used = len(far[way, L2]) + min(len(far[way, L3]), limits.TILE_CHANNELS)
+            yield Use(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
+
+    def copies(self, buffer: SSAValue) -> int:
+        """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it, and a third for an odd step."""
+        loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
+        if not self.ping_pong or not isinstance(loop, scf.ForOp):
+            return 1
+        return 2 + analysis.trip_count(loop, self.where) % 2
+
+    def all_bytes(self, buffer: SSAValue) -> int:
+        """With its copies."""
+        return analysis.buffer_bytes(buffer) * self.copies(buffer)
+
+    # memory tiles
+
+    def _l2_uses(self) -> Iterator[Use]:
+        used = sum(map(self.all_bytes, analysis.allocations(self.op, L2)))
+        yield Use("L2 bytes", used, limits.L2_BYTES * limits.COLUMNS)
+        for buffer, tiles in self.l2_tiles.items():
+            yield Use("bytes of one memory tile", self.all_bytes(buffer) // tiles, limits.L2_BYTES)
+        for way, found in self.l2_streams.items():
+            available = limits.MEMTILE_CHANNELS * limits.COLUMNS
+            yield Use(f"memory tile DMA channels {way}", sum(found.values()), available)
+        yield Use("memory tile descriptors", sum(self.l2_descriptors), limits.MEMTILE_DESCRIPTORS * limits.COLUMNS)
+
+    @cached_property
+    def l2_tiles(self) -> dict[SSAValue, int]:
+        """Over how many memory tiles each buffer of L2 is spread."""
+        tiles = dict.fromkeys(analysis.allocations(self.op, L2), limits.COLUMNS)
+        for transfer in self.transfers:
+            found = transfer.side(L2) if transfer.herd is None else None
+            if found is not None:
+                buffer = analysis.root(found[0].value)
+                tiles[buffer] = min(tiles[buffer], self.streams(transfer))
+        return tiles
+
+    @cached_property
+    def l2_streams(self) -> Streams:
+        """Of the memory tiles."""
+        streams: Streams = {"in": {}, "out": {}}
+        for transfer in self.transfers:
+            if found := transfer.side(L2):
+                streams[found[1]][transfer.stream()] = self.streams(transfer)
+        return streams
+
+    @property
+    def l2_descriptors(self) -> list[int]:
+        """Of the memory tiles: one for each stream of each transfer."""
+        return [self.streams(transfer) for transfer in self.transfers if transfer.side(L2)]
+
+    def one_part(self, transfer: Transfer, side: Side) -> Dims:
+        """Folded dimensions of what one memory tile takes of a transfer."""
+        spread = self.streams(transfer) if transfer.herd is None else 1
+        return side.dims[1:] if spread > 1 and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
+
+    def streams(self, transfer: Transfer) -> int:
+        """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the
+        buffer can be spread over, because the herd cuts it and the transfer names that dimension first."""
+        if transfer.herd is not None:
+            shape = transfer.herd.shape()
+            return math.prod(shape[axis] for axis in transfer.far(L1).axes())
+        l2, ddr = transfer.far(L3), transfer.side(L3)
+        if ddr is None:
+            return 1
+        cuts = {axis: herd.shape()[axis] for herd in self.herds for axis in self._herd_axes(herd, l2.key)}
+        parts = cuts[min(cuts)] if cuts else 1
+        named = next((size for size in ddr[0].sizes if size != 1), 1) == parts
+        return parts if named else 1
+
+    def _herd_axes(self, herd: HerdOp, buffer: object) -> frozenset[int]:
+        """Tile axes by which a herd cuts an L2 buffer into parts."""
+        cuts: frozenset[int] = frozenset()
+        for transfer in self.transfers:
+            found = transfer.side(L2) if transfer.herd is herd else None
+            if found is not None and found[0].key is buffer:
+                cuts |= found[0].axes()
+        return cuts
+
+    # shims
+
+    def _shim_uses(self) -> Iterator[Use]:
+        for way, found in self.shim_streams.items():
+            yield Use(f"shim DMA channels {way}", sum(found), limits.SHIM_CHANNELS * limits.COLUMNS)
+        yield Use("shim descriptors", sum(self.shim_descriptors), limits.SHIM_DESCRIPTORS * limits.COLUMNS)
+        tasks: dict[Stream, int] = defaultdict(int)
+        staged: set[Stream] = set()
+        for transfer in self.transfers:
+            if found_side := transfer.side(L3):
+                tasks[transfer.stream()] += self._tasks(transfer, found_side[0])
+                staged |= {transfer.stream()} if transfer.herd is None else set()
+        for stream, count in tasks.items():
+            waiting = PING_PONG_TASKS if stream in staged else 0
+            yield Use("queue entries of a shim channel per launch step", count, limits.QUEUE_DEPTH + waiting)
+
+    @property
+    def shim_streams(self) -> dict[str, list[int]]:
+        """Of the shims, into the array and out of it. Streams between DDR and the same tiles can take turns on their
+        shim channels; those of L2 cannot."""
+        staged: Streams = {"in": {}, "out": {}}
+        direct: Streams = {"in": {}, "out": {}}
+        for transfer in self.transfers:
+            if found := transfer.side(L3):
+                kind = direct if transfer.herd is not None else staged
+                kind["in" if found[1] == "out" else "out"][transfer.stream()] = self.streams(transfer)
+        return {way: [*staged[way].values(), *sorted(direct[way].values())[-limits.TILE_CHANNELS :]] for way in staged}
+
+    @property
+    def shim_descriptors(self) -> list[int]:
+        """Of the shims, by transfer."""
+        found = ((transfer, transfer.side(L3)) for transfer in self.transfers)
+        return [self.streams(transfer) * self._pieces(transfer, side[0]) for transfer, side in found if side]
+
+    def _pieces(self, transfer: Transfer, side: Side) -> int:
+        """Descriptors for one execution: what is longer than a descriptor's dimensions is cut."""
+        return math.prod(size for size, _ in self.one_part(transfer, side)[:-SHIM_DIMENSIONS])
+
+    def _tasks(self, transfer: Transfer, side: Side) -> int:
+        """Descriptors pushed per launch step: a loop folds into one as long as the descriptor has dimensions left."""
+        free = SHIM_DIMENSIONS - len(self.one_part(transfer, side))
+        pushed = self._pieces(transfer, side)
+        parent = transfer.op.parent_op()
+        while isinstance(parent, scf.ForOp):
+            if free > 0:
+                free -= 1
+            else:
+                pushed *= analysis.trip_count(parent, self.where)
+            parent = parent.parent_op()
+        return pushed
