@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stages.commands.tasks import command, group, quality, report_complete, selftest, step
+from stages.commands.tasks import command, estimate, group, quality, report_complete, selftest, step
 from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
 
 
@@ -134,8 +134,8 @@ def task_selftest():
 
 
 def task_estimate():
-    """Estimate time and its limit for every launch on the NPU, per token and per prompt; check=1, measured=FILE."""
-    return command("estimate", built=False)
+    """Estimate time and limit of every launch on the NPU, show the array on a page; check=1, measured=FILE."""
+    return estimate()
 
 
 def task_trust():

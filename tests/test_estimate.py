@@ -15,8 +15,11 @@ import pytest
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.errors import UserError
 from stages import air
+from stages.air import limits
+from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
 from stages.commands.estimate import Estimate, commands, host_traffic
+from stages.commands.estimate_figures import figures
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
@@ -50,6 +53,7 @@ from stages.kernels import (
     token_attention,
 )
 from stages.model.presets import PRESETS
+from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
 from tests.npu_shapes import MODELS
@@ -250,6 +254,61 @@ def test_a_prompts_logits_are_made_where_the_grouping_says() -> None:
     vocabulary = LLAMA.vocab * 2048 * 2 / (MACHINE.host_read_gbps * GBPS)
     host = {name: Estimate(LLAMA, name, [128], MACHINE).prompt(128).by["host"] for name in ("separate", "fused")}
     assert host["fused"] > vocabulary > host["separate"]
+
+
+# what launches take of the array
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    estimates = {name: Estimate(LLAMA, name, [128], MACHINE) for name in GROUPINGS}
+    return figures("llama", estimates, "fused")
+
+
+def test_times_of_phases_are_those_of_their_moments(found: dict[str, Any]) -> None:
+    estimate = Estimate(LLAMA, "fused", [128], MACHINE)
+    for phase, time in (("token", estimate.token()), ("prompt of 128", estimate.prompt(128))):
+        said = found["phases"][phase]
+        assert said["milliseconds"] == pytest.approx(time.milliseconds) == found["groupings"]["fused"][phase]
+        assert sum(moment["milliseconds"] for moment in said["moments"]) == pytest.approx(time.milliseconds)
+        layers = [moment["what"] for moment in said["moments"] if moment["what"] == "silu_and_mul"]
+        assert len(layers) == LLAMA.layers
+
+
+def test_tiles_take_together_what_their_launch_takes(found: dict[str, Any]) -> None:
+    """Drawn wherever: no tile holds more than it can, and rows add up to the counts by which checks refuse."""
+    launches = [launch for program in found["programs"].values() for launch in program["launches"]]
+    for launch in launches:
+        taken = {use["limit"]: use for use in launch["limits_taken"]}
+        assert all(use["used"] <= use["available"] for use in taken.values()), launch["kernel"]
+        tiles = [Tile(*tile) for tile in launch["tiles"]]
+        rows = {row: [tile for tile in tiles if tile.row == row] for row in (SHIM, MEMORY)}
+        for row, name in ((SHIM, "shim"), (MEMORY, "memory tile")):
+            for attribute, limit in (
+                ("channels_in", f"{name} DMA channels in"),
+                ("channels_out", f"{name} DMA channels out"),
+                ("descriptors", f"{name} descriptors"),
+            ):
+                parts = [getattr(tile, attribute) for tile in rows[row]]
+                assert sum(parts) == taken[limit]["used"]
+                assert max(parts, default=0) <= taken[limit]["available"] // limits.COLUMNS
+        assert sum(tile.bytes for tile in rows[MEMORY]) == taken["L2 bytes"]["used"]
+        cores = [tile for tile in tiles if tile.row >= CORES]
+        assert len(cores) == sum(columns * rows for columns, rows in launch["herds"])
+        assert max(tile.bytes for tile in cores) == taken["L1 bytes (with stack)"]["used"]
+
+
+def test_buffers_are_named_by_what_passes_through_them(found: dict[str, Any]) -> None:
+    (down,) = (each for each in found["programs"]["decode_layer"]["launches"] if "w_down" in each["slots"])
+    held = [(each["memory"], each["way"], each["slots"]) for each in down["buffers"]]
+    assert held == [
+        ("L2", "in", ("w_down",)),
+        ("L2", "out", ("down",)),
+        ("L1", "in", ("swiglu",)),
+        ("L1", "", ()),
+        ("L1", "in", ("w_down",)),
+        ("L1", "out", ("down",)),
+    ]
 
 
 # vector operations
@@ -487,7 +546,8 @@ def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
 
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
-    run = doit("estimate", "model=random:smollm2-360m", "buckets=128", f"measured={measured}")
+    given = ("model=random:smollm2-360m", "buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
+    run = doit("estimate", *given)
     assert run.returncode == 0, run.stderr
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
     for grouping in ("separate", "fused"):

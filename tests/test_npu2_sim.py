@@ -17,6 +17,7 @@ from llama_npu2.dtypes import nbytes
 from llama_npu2.llama import MAX_STEPPED_TOKENS
 from llama_npu2.manifest import Manifest
 from stages.targets.npu2_sim.toolchain import native_fingerprint
+from tests.browser import Look
 from tests.conftest import ROOT, build, doit, ran
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -149,6 +150,31 @@ def test_command_line_says_what_a_larger_bucket_would_help(fused: Path) -> None:
     )
     assert f"{tokens} prompt tokens" in times
     assert len(run("The capital of France is")) == 1
+
+
+@pytest.fixture(scope="module")
+def estimated(fused: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of `doit estimate` on what was built."""
+    directory = tmp_path_factory.mktemp("estimate")
+    given = ("model=demo", f"artifacts={fused.parents[1]}", "target=npu2-sim", f"buckets={BUCKETS}")
+    run = doit("estimate", *given, f"output={directory}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == f"{directory / 'estimate.html'}"
+    return directory
+
+
+def test_the_simulator_counts_what_the_estimate_says(estimated: Path) -> None:
+    counted = json.loads((estimated / "estimate.json").read_text())["counted"]
+    assert set(counted["programs"]) == {"prefill_layer.64", "rms_gemv_rope", "decode_layer", "decode_last"}
+    launches = [launch for program in counted["programs"].values() for launch in program]
+    slots = [slot for launch in launches for slot in launch["slots"].values()]
+    assert [launch["calls"]["counted"] for launch in launches] == [launch["calls"]["estimated"] for launch in launches]
+    assert [slot["counted"] for slot in slots] == [slot["estimated"] for slot in slots]
+    assert all(any(slot["counted"]) for slot in slots) and sum(launch["macs"] for launch in launches) > 0
+
+
+def test_the_page_of_an_estimate(estimated: Path, look_at: Look) -> None:
+    assert look_at(estimated / "estimate.html") == []
 
 
 def test_submissions_and_traffic(fused: Path) -> None:

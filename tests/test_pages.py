@@ -110,9 +110,11 @@ FAULTS = {
     "no Tab reaches <button tabindex": "<button tabindex='-1'>x</button>",
     "no Tab reaches <button style": "<button style='outline: none'>x</button>",
     "narrow: the body is": "<div style='width: 500px'>x</div>",
-    "light: color-contrast": "<p style='color: #999'>too pale</p>",
-    "dark: color-contrast": "<p style='color: #333'>too dark</p>",
-    "dark: contrast": "<svg><title>x</title><rect width='99' height='99' fill='#888'></rect><text y='9'>x</text></svg>",
+    'light: contrast 2.85 of "too pale': "<p style='color: #999'>too pale</p>",
+    'dark: contrast 1.42 of "too dark': "<p style='color: #333'>too dark</p>",
+    "image-alt in 1": "<img src='data:,'>",
+    'dark: contrast 2.96 of "on grey': "<svg><rect width='99' height='99' fill='#888'></rect><text y='9'>on grey</text>"
+    "</svg>",
     "not drawn: x": "<div class='plot' role='img' aria-label='x'></div>",
 }
 

@@ -44,6 +44,11 @@ def launches(module: ModuleOp) -> list[LaunchOp]:
     return [op for op in public_function(module).body.block.ops if isinstance(op, LaunchOp)]
 
 
+def segment_of(launch: LaunchOp) -> SegmentOp:
+    """The one that a launch has."""
+    return next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+
+
 def walk_ops(op: Operation, *kinds: type[Op]) -> Iterator[Op]:
     return (inner for inner in op.walk() if isinstance(inner, kinds))
 

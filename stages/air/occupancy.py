@@ -85,6 +85,22 @@ class Transfer:
         return Transfer(op, herd, analysis.end(op, where), Fifo(name, L2))
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of L2, which is spread over `tiles` memory tiles, or of L1, which each core of a herd has of its own.
+
+    `slots`: what passes through it from DDR (`way` is `in`) or to there (`out`); nothing, if it stays in the array.
+    """
+
+    memory: str
+    way: str
+    slots: tuple[str, ...]
+    bytes: int
+    """Of one copy, on all its tiles."""
+    copies: int
+    tiles: int
+
+
 def streams(segment: SegmentOp, where: str) -> dict[Operation, int]:
     """Over how many streams, one per memory tile, each transfer between DDR and L2 is spread."""
     counted = Segment(segment, where)
@@ -111,6 +127,29 @@ class Segment:
             yield from self.herd_uses(herd)
         yield from self._l2_uses()
         yield from self._shim_uses()
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Of L2, then of L1, in order."""
+        held = {way: self._held(way) for way in ("in", "out")}
+        for memory, space in (("L2", L2), ("L1", L1)):
+            for found in analysis.allocations(self.op, space):
+                way = next((way for way in held if held[way][found]), "")
+                slots = tuple(sorted(held[way][found])) if way else ()
+                size, tiles = analysis.buffer_bytes(found), self.l2_tiles.get(found, 1)
+                yield Buffer(memory, way, slots, size, self.copies(found), tiles)
+
+    def _held(self, way: str) -> dict[object, set[str]]:
+        """Slots that come from DDR to each buffer and channel, or go there from it, whatever is between."""
+        held: dict[object, set[str]] = defaultdict(set)
+        steps = [(each.src, each.dst) if way == "in" else (each.dst, each.src) for each in self.transfers]
+        for near, _ in steps:
+            if isinstance(near, Side) and near.space == L3:
+                held[near.key] = {str(analysis.root(near.value).name_hint)}
+        for _ in steps:
+            for near, far in steps:
+                if far.space != L3:
+                    held[far.key] |= held[near.key]
+        return held
 
     # compute tiles
 

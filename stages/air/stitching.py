@@ -61,7 +61,7 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
 
 def part_of(launch: LaunchOp) -> int:
     """Position of the part that a stitched launch comes from."""
-    segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+    segment = analysis.segment_of(launch)
     assert segment.sym_name is not None
     return int(segment.sym_name.data.partition("_")[0].removeprefix("launch"))
 
@@ -122,7 +122,7 @@ def _detach_body(function: func.FuncOp) -> list[Operation]:
 
 
 def _segment_name(launch: LaunchOp) -> str:
-    return next(analysis.name_of(op, "") for op in launch.body.block.ops if isinstance(op, SegmentOp))
+    return analysis.name_of(analysis.segment_of(launch), "")
 
 
 def settles(module: ModuleOp) -> bool:

@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import MemRefType
 
 from stages.air import analysis
 from stages.air.builder import AirModule
-from stages.air.dialect import L3, DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp, enclosing
+from stages.air.dialect import L3, DmaMemcpyNdOp, HerdOp, LaunchOp, enclosing
 
 
 @dataclass
@@ -50,7 +50,7 @@ def count(module: AirModule) -> list[Traffic]:
 
 def count_launch(launch: LaunchOp) -> Traffic:
     """Traffic of one launch."""
-    segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+    segment = analysis.segment_of(launch)
     sizes = {str(arg.name_hint): analysis.buffer_bytes(arg) for arg in launch.args if isinstance(arg.type, MemRefType)}
     traffic = Traffic(analysis.name_of(segment, "launch"), sizes)
     for transfer in analysis.walk_ops(launch, DmaMemcpyNdOp):

@@ -1,13 +1,15 @@
 """`doit estimate`: time of every launch on the NPU and what sets it, per program, per token and per prompt.
 
 `measured=FILE`: by the rates in a report of `doit selftest`, as far as it has them. `check=1`: other projects' plans by
-the same arithmetic, beside what they measured. The arithmetic is `stages.estimate`'s.
+the same arithmetic, beside what they measured. The arithmetic is `stages.estimate`'s. `target=npu2-sim`: beside what
+the simulator counted.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.dtypes import nbytes
 from llama_npu2.table import Column, Table, fitted
+from stages.engine.files import write_json
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
@@ -25,8 +28,7 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import Group, Placed, chained, cover, programs, windows
 from stages.model.parts import UNPACKED, Slot
-from stages.model.policy import BF16, Policy, parse_policy
-from stages.targets import targets
+from stages.model.policy import BF16, Policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.formats import formats
@@ -43,10 +45,34 @@ def run(build: Build) -> None:
     if options.check:
         print_check(machine)
         return
-    checkpoint = container(build.source.fetch())
+    if not build.target.static:
+        # Which target this machine would run does not matter.
+        build = Build(replace(options, target="npu2"))
+    _report(build, machine)
+
+
+def _report(build: Build, machine: Machine) -> None:
+    from stages.commands.estimate_figures import counted, figures
+    from stages.commands.estimate_page import page
+
+    options, checkpoint = build.options, container(build.source.fetch())
     config = parse_config(checkpoint.fields, checkpoint.where)
-    policy = targets()["npu2"].checked(parse_policy(options.weights))
-    print_estimate(config, options.bucket_list(), machine, options.matmul == "bfp16", policy)
+    chosen = options.bucket_list(), machine, options.matmul == "bfp16", build.policy
+    estimates = {name: Estimate(config, name, *chosen) for name in GROUPINGS}
+    grouping = options.grouping or build.target.default_grouping
+    build.target.grouping(grouping)
+    found = figures(build.source.name, estimates, grouping)
+    if build.target.device == "sim":
+        found["counted"] = counted(build.directory, estimates[grouping])
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print_estimates(list(estimates.values()))
+    where = build.report("estimate")
+    write_json(where / "estimate.json", found)
+    page(found).write(where / "estimate.html")
+    if not options.json:
+        print(f"\n{where / 'estimate.html'}")
 
 
 # ours
@@ -60,6 +86,19 @@ class Stretch:
     host: tuple[Placed, ...]
 
 
+ARRAY_SIDE, HOST_SIDE = "array", "host"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one side does while the other waits: a launch of a program, a host call, submissions, copies."""
+
+    side: str
+    program: str
+    what: str
+    time: Time
+
+
 class Estimate:
     """A model in a grouping, with programs for prompts in buckets."""
 
@@ -71,14 +110,20 @@ class Estimate:
         machine: Machine,
         bfp16: bool = False,
         policy: Policy = BF16,
+        depth: int = DEPTH,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
         self.buckets, self.machine, self.bfp16, self.policy = buckets, machine, bfp16, policy
+        self.depth = depth
+
+    def at(self, depth: int, buckets: Sequence[int]) -> Estimate:
+        """The same behind other positions, with other buckets."""
+        return Estimate(self.config, self.name, buckets, self.machine, self.bfp16, self.policy, depth)
 
     @property
     def window(self) -> int:
-        """Positions that a token behind `DEPTH` others attends over, where the device does."""
-        return windows(DEPTH + 1)[-1]
+        """Positions that a token behind `depth` others attends over, where the device does."""
+        return windows(self.depth + 1)[-1]
 
     @cached_property
     def modules(self) -> dict[str, Module]:
@@ -93,13 +138,21 @@ class Estimate:
         """Of every device program, its launches."""
         return {name: price(module, self.machine) for name, module in self.modules.items()}
 
-    def token(self, depth: int = DEPTH) -> Time:
+    def token(self, depth: int | None = None) -> Time:
         """One token behind `depth` positions, host and submissions included."""
-        return self._phase(self.stretches(), 1, depth)
+        return sum((moment.time for moment in self.moments(depth=depth)), Time())
 
     def prompt(self, bucket: int) -> Time:
         """A prompt that fills a bucket, up to its logits."""
-        return self._phase(self.stretches(bucket), bucket, 0)
+        return sum((moment.time for moment in self.moments(bucket)), Time())
+
+    def moments(self, bucket: int | None = None, depth: int | None = None) -> Iterator[Moment]:
+        """Of a prompt that fills a bucket, else of a token behind `depth` positions: what happens, in order."""
+        behind = 0 if bucket else self.depth if depth is None else depth
+        crossing = self.host_traffic(bucket or 1)["prompt" if bucket else "token"]
+        for stretch in self.stretches(bucket):
+            yield from self._device(stretch) if stretch.device else self._host(stretch, bucket or 1, behind)
+        yield Moment(HOST_SIDE, "copies", "to and from the device", spend(Amount(HOST_COPY, crossing), self.machine))
 
     def traffic(self) -> tuple[int, int]:
         """(DDR bytes, weight bytes) of one token: every device program as often as a token calls it."""
@@ -123,11 +176,6 @@ class Estimate:
         size = bucket if group.prompt else self.window if group.windowed else None
         return f"{group.name}.{size}" if size else group.name
 
-    def _phase(self, stretches: Iterable[Stretch], rows: int, depth: int) -> Time:
-        crossing = self.host_traffic(rows)["token" if rows == 1 else "prompt"]
-        spent = [self._device(each) if each.device else self._host(each, rows, depth) for each in stretches]
-        return sum(spent, spend(Amount(HOST_COPY, crossing), self.machine))
-
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """The same as `host_traffic`, with weights that the host unpacks for a prompt."""
         crossing = host_traffic(self.config, self.name, bucket, self.grouping.windowed)
@@ -139,16 +187,19 @@ class Estimate:
         slots = (slot for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
         return sum(_bytes(slot, self.config.dimensions()) for slot in slots)
 
-    def _device(self, stretch: Stretch) -> Time:
+    def _device(self, stretch: Stretch) -> Iterator[Moment]:
         calls = [total(self.rows[name]) for name in stretch.device]
         submissions = Amount(SUBMISSION, commands([call.seconds for call in calls]))
-        return sum(calls, spend(submissions, self.machine))
+        yield Moment(HOST_SIDE, "submissions", str(submissions.amount), spend(submissions, self.machine))
+        for name in stretch.device:
+            yield from (Moment(ARRAY_SIDE, name, row.title, row.time) for row in self.rows[name])
 
-    def _host(self, stretch: Stretch, rows: int, depth: int) -> Time:
+    def _host(self, stretch: Stretch, rows: int, depth: int) -> Iterator[Moment]:
         """One native call, which streams what its parts touch."""
         dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
         moved = sum(_host_bytes(placed, dims) for placed in stretch.host)
-        return spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved)), self.machine)
+        spent = spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved)), self.machine)
+        yield Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.host), spent)
 
 
 def total(rows: Iterable[Priced]) -> Time:
@@ -204,18 +255,15 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, at
     return {"prompt": sum(prompt), "token": sum(token)}
 
 
-def print_estimate(
-    config: Config, buckets: Sequence[int], machine: Machine, bfp16: bool, policy: Policy = BF16
-) -> None:
-    print(_rates(machine))
-    for grouping in GROUPINGS:
-        estimate = Estimate(config, grouping, buckets, machine, bfp16, policy)
-        print(f"\ngrouping={grouping}, per call:")
+def print_estimates(estimates: Sequence[Estimate]) -> None:
+    print(_rates(estimates[0].machine))
+    for estimate in estimates:
+        print(f"\ngrouping={estimate.name}, per call:")
         table = Table(_COLUMNS)
         print(table.header())
         for name, rows in estimate.rows.items():
             print(table.row(*_program_cells(name, rows)))
-            if not name.endswith(tuple(f".{bucket}" for bucket in buckets[:-1])):
+            if not name.endswith(tuple(f".{bucket}" for bucket in estimate.buckets[:-1])):
                 print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
         _print_phases(estimate)
 
@@ -261,8 +309,7 @@ def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
 
 
 def _launch_cells(row: Priced) -> Iterator[str]:
-    name = row.name if row.launches == 1 else f"{row.name} x {row.launches}"
-    yield from _cells(f"  {name}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
+    yield from _cells(f"  {row.title}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
 
 
 def _cells(name: str, time: Time, moved: int, minimum: int, macs: int) -> Iterator[str]:

@@ -45,6 +45,11 @@ def command(name: str, built: bool = True) -> Task:
     return command_task(partial(_run, name), [_build.finish] if built else [], ["manifest"] if built else [])
 
 
+def estimate() -> Task:
+    """The estimate as a doit task: only what it is compared with, what the simulator counts, needs programs."""
+    return command("estimate", built=_build.options.target == "npu2-sim" and not _build.options.check)
+
+
 def quality() -> Task:
     """The comparison of formats as a doit task: it needs no programs."""
     needs = ["tokenizer", *(["calibration"] if _build.calibration else [])]

@@ -15,7 +15,7 @@ from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
 from stages.air import analysis
-from stages.air.dialect import L2, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp
+from stages.air.dialect import L2, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp
 from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
@@ -55,7 +55,7 @@ def call_work(cost: Cost) -> Work:
 class _Launch:
     def __init__(self, launch: LaunchOp, costs: Mapping[str, Cost]) -> None:
         self.launch, self.costs = launch, costs
-        self.segment = next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
+        self.segment = analysis.segment_of(launch)
         self.name = analysis.name_of(self.segment, "launch")
         self.streams = streams(self.segment, self.name)
 

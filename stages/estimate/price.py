@@ -12,6 +12,7 @@ from stages.kernels import Kernel, Tiling
 
 if TYPE_CHECKING:
     from stages.air import AirModule
+    from stages.air.dialect import LaunchOp
     from stages.air.traffic import Traffic
 
 
@@ -40,6 +41,12 @@ class Priced:
     traffic: Traffic
     macs: int
     time: Time
+    launch: LaunchOp
+    """The first of them."""
+
+    @property
+    def title(self) -> str:
+        return self.name if self.launches == 1 else f"{self.name} x {self.launches}"
 
 
 def price(module: Described, machine: Machine) -> list[Priced]:
@@ -59,9 +66,9 @@ def price(module: Described, machine: Machine) -> list[Priced]:
             row.launches, row.time = row.launches + 1, row.time + time
             row.traffic.add(traffic)
         elif tiling:
-            rows[position] = Priced(module.kernels[position].name, str(tiling), 1, traffic, tiling.macs, time)
+            rows[position] = Priced(module.kernels[position].name, str(tiling), 1, traffic, tiling.macs, time, launch)
         else:
-            rows[position] = Priced(traffic.name, "", 1, traffic, 0, time)
+            rows[position] = Priced(traffic.name, "", 1, traffic, 0, time, launch)
     return [rows[position] for position in sorted(rows)]
 
 

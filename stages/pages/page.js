@@ -2,6 +2,7 @@
 (() => {
   const root = document.documentElement;
   const systemDark = matchMedia("(prefers-color-scheme: dark)");
+  const narrow = matchMedia("(max-width: 30rem)");
   const KEY = "llama-npu2-theme";
 
   // Some browsers refuse storage to files.
@@ -39,7 +40,7 @@
       colorway: Array.from({ length: 8 }, (_, index) => `var(--series-${index + 1})`),
       font: { family: "system-ui, sans-serif", size: 13, color: "var(--text)" },
       hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--muted)", font: { color: "var(--text)" }, align: "left" },
-      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom" },
+      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal" },
       margin: { l: 48, r: 16, t: 16, b: 44 },
       // Dragging scrolls a phone's page; elsewhere it zooms in, and a double click out.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
@@ -52,7 +53,9 @@
     const plot = figure.querySelector(".plot");
     if (!plot || !plot.offsetWidth) return;
     const { data, layout } = JSON.parse(figure.querySelector("script.figure").textContent);
-    if (layout.height) plot.style.minHeight = `${layout.height}px`;
+    // On a phone a legend takes several lines.
+    if (narrow.matches && layout.height) layout.height += 12 * data.length;
+    plot.style.minHeight = layout.height ? `${layout.height}px` : "";
     const shown = colours({ ...layout, template: template() });
     Plotly.react(plot, colours(data), shown, { responsive: true, displayModeBar: false });
   };
@@ -91,6 +94,7 @@
     document.querySelectorAll("[data-zoom]").forEach((b) => b.addEventListener("click", () => zoom(b)));
   });
   systemDark.addEventListener("change", () => show(root.dataset.theme));
+  narrow.addEventListener("change", () => drawAll());
   // Charts that nobody saw were not drawn: they had no width.
   document.addEventListener("toggle", (event) => event.target.open && drawAll(event.target), true);
 
