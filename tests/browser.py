@@ -68,9 +68,8 @@ def look_at(browser: Any, path: Path) -> list[str]:
         faults += [f"no Tab reaches {each}" for each in _unreached(page)]
         for width, pixels in WIDTHS.items():
             page.set_viewport_size({"width": pixels, "height": 800})
-            for theme in THEMES:
-                page.emulate_media(color_scheme=theme)
-                _photograph(page, f"{path.stem}-{width}-{theme}")
+            if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
+                _photograph(page, Path(directory, f"{path.stem}-{width}"))
             faults += [f"{width}: {each}" for each in page.evaluate(_OVERFLOW)]
         page.set_viewport_size({"width": WIDTHS["wide"], "height": 800})
         page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
@@ -82,10 +81,11 @@ def look_at(browser: Any, path: Path) -> list[str]:
     return faults
 
 
-def _photograph(page: Any, name: str) -> None:
-    if directory := os.environ.get("LLAMA_NPU2_SCREENSHOTS"):
+def _photograph(page: Any, to: Path) -> None:
+    for theme in THEMES:
+        page.emulate_media(color_scheme=theme)
         page.evaluate(_SETTLED)
-        page.screenshot(path=Path(directory, f"{name}.png"), full_page=True)
+        page.screenshot(path=f"{to}-{theme}.png", full_page=True)
 
 
 def _unreached(page: Any) -> list[str]:
