@@ -93,6 +93,11 @@ def task_verify():
     return command("verify")
 
 
+def task_perplexity():
+    """Measure how well the artifacts, as they run, predict text=FILE: window=, stride=, recipe=; json=1."""
+    return command("perplexity")
+
+
 def task_quality():
     """Compare what formats of weights lose, all or weights=..., beside llama.cpp's files with peers=llama.cpp."""
     return quality()

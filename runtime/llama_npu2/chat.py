@@ -33,9 +33,7 @@ class ChatTemplate:
     @classmethod
     def open(cls, storage: Storage) -> ChatTemplate | None:
         """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
-        config = _read_json(storage, "tokenizer/tokenizer_config.json")
-        tokens = _read_json(storage, "tokenizer/special_tokens_map.json") | config
-        source = config.get("chat_template")
+        source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             named = (t for t in source if isinstance(t, dict) and t.get("name") == "default")
             source = next((t.get("template") for t in named), None)
@@ -45,20 +43,28 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise UserError(f"{storage.path}: chat_template is no text: {REMEDY}")
-        special = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return cls(source, {name: _content(tokens.get(name)) for name in special})
+        return cls(source, special_tokens(storage))
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as one string that ends where the assistant's reply begins. Raises UserError."""
+    def render(self, messages: Sequence[dict[str, str]], reply: bool = True) -> str:
+        """The conversation as one string that ends where the assistant's reply begins; without `reply`, behind the last
+        message. Raises UserError."""
         from llama_npu2.sandbox import bounded
 
         try:
             with bounded():
-                return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+                return self._template.render(messages=messages, add_generation_prompt=reply, **self._special_tokens)
         except UserError:
             raise
         except Exception as error:  # a template's mistakes are any
             raise UserError(f"the chat template cannot render these messages: {first_line(error)}") from None
+
+
+def special_tokens(storage: Storage) -> dict[str, str]:
+    """The texts of `bos_token` and others, by these names; empty where the checkpoint has none. Raises UserError."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    files = ("tokenizer/special_tokens_map.json", "tokenizer/tokenizer_config.json")
+    known = {name: token for file in files for name, token in _read_json(storage, file).items()}
+    return {name: _content(known.get(name)) for name in names}
 
 
 def _read_json(storage: Storage, name: str) -> dict[str, Any]:

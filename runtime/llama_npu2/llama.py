@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +32,10 @@ from llama_npu2.validation import sizes
 MAX_STEPPED_TOKENS = 16
 """On devices with buckets: with more new tokens than this, a bucket for all of them beats decoding the new ones singly.
 Tokens beyond the largest bucket go singly either way."""
+
+
+Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+"""Text, messages with `role` and `content`, or token ids."""
 
 
 def load(artifact_dir: str | Path, threads: int = 0) -> Llama:
@@ -238,11 +243,13 @@ class Llama:
         """The checkpoint's chat template; None for base models."""
         return ChatTemplate.open(self.manifest.storage)
 
-    def encode(self, prompt: str | Sequence[dict[str, str]], raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt. A string goes through the chat template if there is one and `raw` is false;
-        a list of `{"role", "content"}` messages always does. Raises UserError."""
+        a list of `{"role", "content"}` messages always does; token ids are those already. Raises UserError."""
         if not prompt:
             raise UserError("the prompt is empty: give some text")
+        if isinstance(prompt[0], Integral):
+            return [int(token) for token in cast(Sequence[int], prompt)]
         if isinstance(prompt, str) and (raw or self.chat_template is None):
             return self._tokenised(prompt, special_tokens=True)
         if self.chat_template is None:
@@ -257,7 +264,7 @@ class Llama:
 
     def generate(
         self,
-        prompt: str | Sequence[dict[str, str]],
+        prompt: Prompt,
         *,
         raw: bool = False,
         keep_context: bool = False,
@@ -277,7 +284,7 @@ class Llama:
 
     def complete(
         self,
-        prompt: str | Sequence[dict[str, str]],
+        prompt: Prompt,
         *,
         raw: bool = False,
         keep_context: bool = False,
@@ -294,9 +301,7 @@ class Llama:
             yield made
             read = replace(read, started=time.perf_counter(), reused=len(read.ids))
 
-    def _read(
-        self, prompt: str | Sequence[dict[str, str]], raw: bool, keep_context: bool, logprobs: int | None = None
-    ) -> _Prompt:
+    def _read(self, prompt: Prompt, raw: bool, keep_context: bool, logprobs: int | None = None) -> _Prompt:
         """Process a prompt. `logprobs`: also say how likely it is, with so many alternatives."""
         started, self.stats = time.perf_counter(), Stats()
         ids = self.encode(prompt, raw)

@@ -12,13 +12,15 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.options import Running, Sampling, kind
+from llama_npu2.options import Running, Sampling, kind, option
 from stages.engine.names import suggestion
 from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"
 """What of a checkpoint that is not public `push` and `cache=` give to others only if asked."""
 PEERS = ("llama.cpp", "transformers")
+RECIPES = ("transformers", "llama.cpp")
+"""Whose perplexity: see `stages.commands.perplexity`."""
 MATMULS = ("bf16", "bfp16")
 """How the NPU projects a prompt's rows: exact products of bf16, or block floating point."""
 
@@ -44,6 +46,9 @@ class Options(Sampling, Running):
     full: bool = False
     text: str = ""
     prompts: str = ""
+    recipe: str = "transformers"
+    window: int = option(512, "tokens that perplexity is measured on at a time", least=2)
+    stride: int = option(0, "tokens from one window to the next, 0: half a window", least=0)
     json: bool = False
     check: bool = False
     measured: str = ""
@@ -66,6 +71,8 @@ class Options(Sampling, Running):
             raise UserError(f"include={self.include}: must be {INCLUDE}")
         if self.context < 0:
             raise UserError(f"context={self.context}: must be a number of tokens, or 0 for what the target takes")
+        if self.recipe not in RECIPES:
+            raise UserError(f"recipe={self.recipe}: choose one of {', '.join(RECIPES)}")
         if self.matmul not in MATMULS:
             raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
         if self.kv not in KV_FORMATS:
