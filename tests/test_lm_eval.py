@@ -223,7 +223,9 @@ def test_the_command_line_is_the_harness_own(demo: Path, tasks: Path, tmp_path: 
     assert run.returncode == 0, run.stderr
     assert "|choices|" in run.stdout
     (results,) = tmp_path.glob("results_*.json")
-    assert json.loads(results.read_text())["results"]["choices"]["acc,none"] == 1
+    found = json.loads(results.read_text())
+    assert found["config"]["model"] == "llama-npu2" and found["n-samples"]["choices"]["effective"] == 3
+    assert found["results"]["choices"]["acc,none"] > 0.5, "of six choices"
 
 
 def test_without_the_harness_it_says_what_is_missing(

@@ -152,6 +152,12 @@ def test_conversation_reuses_the_cache(llm: Llama) -> None:
     assert llm.stats.prompt_tokens == whole
 
 
+def test_token_ids_are_a_prompt(llm: Llama) -> None:
+    ids = llm.encode("The capital of France is", raw=True)
+    assert llm.encode(ids) == llm.encode(np.array(ids)) == ids
+    assert reply(llm, ids) == reply(llm, "The capital of France is", raw=True)
+
+
 @pytest.fixture
 def byte_tokenizer(tmp_path: Path) -> Tokenizer:
     from stages.model.families import parse_config
@@ -219,9 +225,12 @@ def test_tiny_top_p_is_greedy() -> None:
 
 def test_chat_template_is_sandboxed_and_strict(tmp_path: Path) -> None:
     template = ChatTemplate(
-        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {"bos_token": "<s>"}
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}",
+        {"bos_token": "<s>"},
     )
-    assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user]hi"
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>[user]hi>"
+    assert template.render([{"role": "user", "content": "hi"}], reply=False) == "<s>[user]hi"
     with pytest.raises(UserError, match="refuses these messages: no"):
         ChatTemplate("{{ raise_exception('no') }}", {}).render([])
     with pytest.raises(UserError, match="cannot render"):

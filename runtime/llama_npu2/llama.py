@@ -246,7 +246,7 @@ class Llama:
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt. A string goes through the chat template if there is one and `raw` is false;
         a list of `{"role", "content"}` messages always does; token ids are those already. Raises UserError."""
-        if not prompt:
+        if not len(prompt):
             raise UserError("the prompt is empty: give some text")
         if isinstance(prompt[0], Integral):
             return [int(token) for token in cast(Sequence[int], prompt)]
