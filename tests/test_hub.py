@@ -106,6 +106,16 @@ def test_download_build_and_stay_current(hub: Hub, built: Path, tmp_path: Path) 
     assert ran(doit("compile", f"model={REPO}", cwd=built, env=offline)) == set(), "what is built needs no hub"
 
 
+def test_fit_fetches_no_quantised_weights(hub: Hub, tmp_path: Path) -> None:
+    """What they hold decides on the steps of a build, which are not asked for."""
+    config = json.loads((hub.files / "config.json").read_text())
+    (hub.files / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    run = doit("fit", f"model={REPO}", "json=1", env=hub.environment | {"HF_HOME": str(tmp_path / "cache")})
+    assert run.returncode == 0, run.stderr
+    assert hub.fetched == ["config.json"]
+    assert {row["weights"] for row in json.loads(run.stdout)["formats"]} >= {"bf16", "int8", "int4"}
+
+
 def test_gated_repository(hub: Hub, built: Path, tmp_path: Path) -> None:
     hub.gated = True
     run = doit("compile", f"model={REPO}", cwd=built, env=hub.environment | {"HF_HOME": str(tmp_path / "cache")})

@@ -5,7 +5,9 @@ A command is a module here with `run(build)`; it is imported when it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,11 +23,17 @@ from stages.selftest.graph import Probes
 
 Task = dict[str, Any]
 
+_STEPLESS = {"doctor", "du", "fit", "gc", "trust"}
+"""Commands that run no steps, and are asked before a checkpoint is here. Which steps there are hangs on what a
+quantised one holds; for these it may be any."""
+
 try:
     # doit offers get_var for known names only; the names themselves are needed to refuse a misspelt one.
     _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}))
-    _probes = Probes(_build)
-    _steps = _build.steps | _probes.steps
+    _any = _STEPLESS & {*sys.argv[1:]} and not _build.options.weights
+    _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
+    _probes = Probes(_wired)
+    _steps = _wired.steps | _probes.steps
 except UserError as error:
     raise InvalidDodoFile(str(error)) from None
 
