@@ -21,6 +21,7 @@ from llama_npu2.devices.xrt.limits import HEAP
 from stages.engine.places import python_environment
 from stages.model import families
 from stages.model.buffers import Buffer
+from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import programs
 from stages.model.importers.directory import TOKENIZER_FILES
@@ -95,6 +96,13 @@ class Needs:
         packed = sum(safetensors_bytes(tensors, PAGE) for tensors in blobs(self._packed).values())
         grouped = len(set(self.policy.formats) - {"bf16"})
         return packed + self._tokenizer + int(CODE + grouped * CODE_OF_FORMAT)
+
+    @property
+    def calibration(self) -> int:
+        """What `calibrate=` leaves beside all this, at most: what goes into each layer, of the checkpoint and rounded,
+        with as long a text as it reads, and rounded weights."""
+        activations = 2 * (self.config.layers + 1) * WINDOWS * WINDOW * self.config.emb * np.dtype(bfloat16).itemsize
+        return activations + sum(buffer.nbytes for buffer in self._packed.values() if formats()[buffer.format].grid)
 
     @property
     def _packed(self) -> dict[str, Buffer]:

@@ -74,6 +74,16 @@ def test_the_npu_pins_what_its_programs_use(artifacts: Path) -> None:
     assert found.resident(1) - found.pinned < embedding + (200 << 20)
 
 
+def test_calibration_leaves_activations_and_weights(artifacts: Path) -> None:
+    """`int8` is not calibrated."""
+    mixed, plain = (
+        needs(artifacts, model="random:llama-3.2-1b", weights=f"{chosen}vocab=bf16") for chosen in ("int4,", "int8,")
+    )
+    activations = 2 * 17 * 16384 * 2048 * 2
+    rounded = sum(b.nbytes for b in mixed.plan.buffers.values() if b.format == "int4")
+    assert (mixed.calibration, plain.calibration) == (activations + rounded, activations)
+
+
 def test_what_is_short_is_named(artifacts: Path) -> None:
     found = needs(artifacts, model="random:llama-3.2-1b", target="npu2")
     plenty = Machine(disk=1 << 50, memory=1 << 50, locked=None)

@@ -70,6 +70,9 @@ def run(build: Build) -> None:
         print_check(build, rows)
     else:
         print_needs(rows, Machine.here(build.artifacts), build.options.json)
+        if build.options.calibrate and not build.options.json:
+            more = max(needs.calibration for needs in rows)
+            print(f"calibrate= leaves up to {amount(more)} besides (doit gc full=1); its memory is not counted")
 
 
 def policies(build: Build) -> list[Policy]:
@@ -128,6 +131,7 @@ def _described(needs: Needs, machine: Machine) -> dict:
         "build": needs.build,
         "resident": {context: needs.resident(context) for context in contexts},
         "pinned": needs.pinned,
+        "calibration": needs.calibration,
         "lacks": machine.lacks(needs, contexts[0]),
     }
 
