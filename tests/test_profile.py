@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.profile import described, profile
+from llama_npu2.profile import described, profile, summed
 from llama_npu2.spans import Recorder, Span, nested
+from stages.commands.profile import read_profile, write_report
 from stages.model.families import read_config
 from stages.model.parts import part
 from stages.targets.cpu.fusion import fuse
+from tests import browser
+from tests.conftest import doit
 from tests.test_runtime import run_module
 
 IDS = [2038, *range(70, 109)]
@@ -178,3 +181,94 @@ def test_tables_show_programs_launches_and_the_rest(demo: Path, found: dict[str,
     run = run_module(demo, "Once upon a time", "--profile", "--repeats=1", "--max-tokens=2", "--raw", "--json")
     assert run.returncode == 0, run.stderr
     assert "template" not in {part["name"] for part in json.loads(run.stdout)["phases"][0]["parts"]}
+
+
+def slices(content: bytes) -> dict[str, list[tuple[str, int, int]]]:
+    """Of a trace, by Perfetto's own classes: by track, the name, beginning and length of each slice; begins and ends
+    are in order, and every slice ends. Counters are slices without a length."""
+    messages = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    trace = messages.Trace.FromString(content)
+    event = messages.TrackEvent
+    names: dict[int, str] = {}
+    tracks: dict[int, str] = {}
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for packet in trace.packet:
+        names |= {name.iid: name.name for name in packet.interned_data.event_names}
+        if packet.HasField("track_descriptor"):
+            tracks[packet.track_descriptor.uuid] = packet.track_descriptor.name
+    stacks: dict[int, list[tuple[str, int]]] = {uuid: [] for uuid in tracks}
+    last = dict.fromkeys(tracks, 0)
+    for packet in trace.packet:
+        if packet.HasField("track_event"):
+            said, stack = packet.track_event, stacks[packet.track_event.track_uuid]
+            assert packet.timestamp >= last[said.track_uuid]
+            last[said.track_uuid] = packet.timestamp
+            track = found.setdefault(tracks[said.track_uuid], [])
+            if said.type == event.TYPE_SLICE_BEGIN:
+                stack.append((names[said.name_iid], packet.timestamp))
+            elif said.type == event.TYPE_SLICE_END:
+                name, begin = stack.pop()
+                track.append((name, begin, packet.timestamp - begin))
+            else:
+                assert said.type == event.TYPE_COUNTER
+                track.append((f"{said.double_counter_value:.6f}", packet.timestamp, 0))
+    assert not any(stacks.values())
+    return found
+
+
+def test_the_trace_says_what_the_json_says(found: dict[str, Any], tmp_path: Path) -> None:
+    write_report(found, tmp_path)
+    tracks = slices((tmp_path / "profile.pftrace").read_bytes())
+    timeline, token = found["timeline"], found["phases"][1]
+    main = next(track for name, track in tracks.items() if name.startswith("thread 0"))
+    sums: Counter[str] = Counter()
+    for name, _, length in main:
+        sums[name] += length
+    tokens = [sums[f"token {number}"] for number in range(1, len(token["seconds"]) + 1)]
+    np.testing.assert_allclose(np.array(tokens) / 1e9, token["seconds"])
+    assert sums["prompt"] / 1e9 == pytest.approx(found["phases"][0]["seconds"][-1])
+    assert sums["decode"] / 1e9 == pytest.approx(sum(inside for _, _, inside in found["series"]))
+    # Slices hold each other as spans do, so all of a thread's spans are there, each with its length.
+    lengths: Counter[str] = Counter()
+    for number, thread, _, length, _ in timeline["spans"]:
+        lengths[timeline["names"][number][1]] += length if thread == 0 else 0
+    assert {name: sums[name] for name in lengths} == lengths
+    # Of another thread there are the prompt and one token.
+    (other,) = (track for name, track in tracks.items() if name.startswith("thread 1"))
+    launches = sum(name == "gemm_silu" for name, _, _ in other)
+    assert launches == sum(row["calls"] for row in summed(found["phases"][0]["parts"]) if row["name"] == "gemm_silu")
+    assert [value for value, _, _ in tracks["token"]] == [f"{1e3 * each:.6f}" for each in token["seconds"]]
+
+
+def test_another_profile_is_checked(found: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with pytest.raises(UserError, match=r"against=.*profile\.json: No such file"):
+        read_profile(path)
+    path.write_text(json.dumps(found))
+    assert read_profile(path) == found
+    for damaged in (found | {"format": 2}, found | {"phases": found["phases"][:1]}, [found]):
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match=r"profile\.json is not a profile .*: give one that doit profile wrote"):
+            read_profile(path)
+
+
+def test_the_page(found: dict[str, Any], tmp_path: Path, look_at: browser.Look) -> None:
+    other = found | {"machine": found["machine"] | {"model": "<b>other</b>"}}
+    page = write_report(found, tmp_path, other)
+    text = page.read_text()
+    assert "&lt;b&gt;other" in text and "<b>other" not in text
+    for shown in ("Time lines", "Roofline", "Token by token", "o_gemv_ffn, layer by layer", "Against the other"):
+        assert f">{shown}<" in text
+    assert look_at(page) == []
+
+
+def test_the_command_writes_all_three(demo: Path, tmp_path: Path) -> None:
+    given = (f"artifacts={demo.parents[1]}", f"output={tmp_path}", "max_tokens=4", "repeats=1", "prompt=Once upon")
+    run = doit("profile", "target=cpu", *given)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == str(tmp_path / "profile.html")
+    assert "\no_gemv_ffn " in run.stdout
+    run = doit("profile", "target=cpu", *given, f"against={tmp_path / 'profile.json'}", "json=1")
+    found = json.loads(run.stdout)
+    assert found == json.loads((tmp_path / "profile.json").read_text())
+    assert "Against the other" in (tmp_path / "profile.html").read_text()

@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,11 +34,16 @@ from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
 from llama_npu2.dtypes import nbytes
 from llama_npu2.manifest import NpuProgram
+from llama_npu2.profile import profile
+from llama_npu2.spans import nested
 from llama_npu2.storage import File
 from llama_npu2.validation import check_manifest
 from stages.air import parse_mlir, to_mlir
 from stages.commands.estimate import host_traffic
+from stages.commands.options import parse_options
+from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
+from stages.graph import Build
 from stages.kernels import add
 from stages.model.families import read_config
 from stages.targets.npu2_sim.objects import options
@@ -670,6 +677,70 @@ def test_bench_measures_what_the_buckets_hold(
     results = {r["test"]: r for r in json.loads(capsys.readouterr().out)["results"]}
     assert set(results) == {"read per token", "pp16", "tg2 @ 0", "tg2 @ 16"}, "nothing token by token, and no CPU limit"
     assert all(r["share"] is None and r["values"][0] > 0 for r in results.values())
+
+
+def test_a_profile_has_waiting_syncs_and_submissions(npu2: Path) -> None:
+    install()
+    llm = load(npu2, 2)
+    counts = pyxrt_standin.WORLD.counts
+    ids = llm.encode(PROMPT, raw=True)
+    llm.prefill(ids)
+    llm.reset()
+    before = dict(counts)
+    with llm.profile() as recorder:
+        started = time.perf_counter_ns()
+        llm.prefill(ids)
+        llm.decode(5)
+        wall = time.perf_counter_ns() - started
+    spans = recorder.spans()
+    done = {name: counts[name] - before[name] for name in ("submissions", "runs", "to_device", "from_device")}
+    assert Counter(span.name for span in spans)["start"] == done["submissions"]
+    assert sum(span.about["runs"] for span in spans if span.kind == "wait") == done["runs"]
+    for way in ("to_device", "from_device"):
+        synced = (span.about["bytes"] for span in spans if (span.kind, span.name) == ("sync", way.replace("_", " ")))
+        assert sum(synced) == done[way]
+    parts = nested([span for span in spans if not span.thread])
+    assert min(part.alone for part in parts) >= 0
+    assert 0.9 * wall < sum(part.alone for part in parts) <= wall
+    # A token's host programs, launch by launch, are between the submissions of its layers.
+    attended = [span.about["layer"] for span in spans if span.name == "decode_attn_kv"]
+    assert attended == list(range(llm.manifest.model["layers"]))
+    count = len(spans)
+    llm.decode(6)
+    assert len(recorder.spans()) == count
+    llm.close()
+
+
+def test_the_estimate_stands_beside_what_was_measured(npu2: Path, simulated: Path, tmp_path: Path) -> None:
+    """And on the simulator, beside what it counted."""
+    build_ = Build(parse_options({"target": "npu2-sim", "buckets": "64,128", "artifacts": str(simulated.parents[1])}))
+    install()
+    for directory in (npu2, simulated):
+        llm = load(directory, 2)
+        found = profile(llm, PROMPT, True, 3, 1)
+        llm.close()
+        found["estimate"] = estimates(build_, {name for phase in found["phases"] for name in phase["calls"]})
+        for phase in found["phases"]:
+            programs = {name for name in phase["calls"] if not llm.manifest.programs[name]["host"]}
+            assert programs and programs <= found["estimate"].keys()
+            assert sum(part["seconds"] for part in phase["parts"]) == pytest.approx(phase["mean"], rel=1e-6)
+            if directory is npu2:
+                assert programs <= phase["alone"].keys() and min(phase["alone"].values()) > 0
+            else:
+                assert programs == phase["counted"].keys()
+                for name in programs:
+                    estimate, calls = found["estimate"][name], phase["calls"][name]
+                    counted = phase["counted"][name]
+                    moved = sum(sum(amounts) for launch in counted for amounts in launch["slots"].values())
+                    weights = sum(
+                        nbytes(slot["dtype"], slot["shape"])
+                        for slot in llm.manifest.programs[name]["slots"]
+                        if slot["role"] == "weight"
+                    )
+                    assert moved >= calls * weights and estimate["milliseconds"] > 0
+        text = write_report(found, tmp_path / directory.name).read_text()
+        own = "Submissions, syncs and waiting" if directory is npu2 else "What the simulator counted"
+        assert f">{own}<" in text and ">Beside the estimate<" in text
 
 
 # The command line

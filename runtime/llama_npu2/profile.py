@@ -47,7 +47,8 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
     """`machine`: what ran on what. `peaks`: of the CPU, measured before and after: `read` in bytes, `bf16` in
     operations per second; none for the NPU.
 
-    `phases`: `prompt` and `token`. Of each `rows` and `position` of the first, `seconds` of every one, and of the
+    `phases`: `prompt` and `token`. Of each `rows` and `position` of the first, how many `calls` of each program it
+    makes, `seconds` of every one, and of the
     middle half of them `mean` seconds and `parts`: `kind` and `name` as spans have them, `program`, `layer` and number
     of a `launch`, and per prompt or token how many `calls`, `seconds` that no other part has, nanoseconds `waited` and
     `busy`, `bytes`, `operations`, `runs`. On the NPU `alone`: seconds of each program's calls, submitted one by one.
@@ -60,6 +61,13 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
     """
     text = _text(llm, raw) if prompt is None else prompt
     counted = _counted(llm, llm.encode(text, raw))
+
+    def phase(name: str, windows: Sequence[Window]) -> dict[str, Any]:
+        more = {"alone": _alone(llm, windows[-1]), "counted": counted.get(name)}
+        plan = llm.manifest.plans[windows[-1].phase.name]
+        calls = Counter(call["program"] for call in plan)
+        return _phase(name, windows, calls) | {key: value for key, value in more.items() if value}
+
     tokens = min(max(max_tokens, 2), llm.context_length - llm.position + 2)
     before = _peaks(llm)
     with _endless(llm):
@@ -70,10 +78,7 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
         "format": FORMAT,
         "machine": machine(llm),
         "peaks": {name: (before[name] + after[name]) / 2 for name in before},
-        "phases": [
-            _phase("prompt", [*prompts, first], _alone(llm, first), counted.get("prompt")),
-            _phase("token", following, _alone(llm, following[-1]), counted.get("token")),
-        ],
+        "phases": [phase("prompt", [*prompts, first]), phase("token", following)],
         "series": [_point(window) for window in following],
         "timeline": _timeline(first, following),
     }
@@ -134,20 +139,18 @@ def _generated(llm: Llama, text: str, raw: bool, tokens: int) -> list[Window]:
     return windows
 
 
-def _phase(
-    name: str, windows: Sequence[Window], alone: Mapping[str, float], counted: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _phase(name: str, windows: Sequence[Window], calls: Mapping[str, int]) -> dict[str, Any]:
     about, quarter = windows[0].phase.about, len(windows) // 4
     middle = sorted(windows, key=lambda window: window.seconds)[quarter : len(windows) - quarter]
-    found = {
+    return {
         "name": name,
+        "calls": calls,
         "rows": about["rows"],
         "position": about["position"],
         "seconds": [window.seconds for window in windows],
         "mean": statistics.mean(window.seconds for window in middle),
         "parts": _parts(middle),
     }
-    return found | ({"alone": alone} if alone else {}) | ({"counted": counted} if counted else {})
 
 
 def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ class Options(Sampling, Running):
     risky: bool = False
     keep: str = ""
     output: str = ""
+    against: str = ""
     key: str = ""
     name: str = ""
     remove: str = ""

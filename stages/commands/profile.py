@@ -1,17 +1,121 @@
-"""`doit profile`: where the time of a prompt and of a token goes."""
+"""`doit profile`: where the time of a prompt and of a token goes. Measured by the slim runtime; this makes a page and a
+trace of it, with the estimate beside what an NPU or its simulator did, and another profile with `against=FILE`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from doit.exceptions import TaskFailed
 
-from stages.commands.runtime import reply_arguments, run_runtime
+from llama_npu2.errors import UserError
+from llama_npu2.profile import FORMAT, described
+from llama_npu2.schema import Check, Invalid, list_of, load_json, mapping, one_of, positive, record, string, whole
+from stages.commands.runtime import captured_runtime, reply_arguments
+from stages.engine.files import write_atomic
+from stages.engine.places import CONFIG
 from stages.graph import Build
+from stages.model.families import read_config
+from stages.model.grouping import programs
+
+NAME = "profile"
+"""Of the directory of the report, and of the files in it."""
 
 
 def run(build: Build) -> TaskFailed | None:
     options = build.options
-    as_json = ["--json"] if options.json else []
+    other = read_profile(Path(options.against)) if options.against else None
     raw = ["--raw"] if options.raw else []
-    more = ("--profile", *as_json, *raw, *reply_arguments(build), f"--repeats={options.repeats}")
+    more = ("--profile", "--json", *raw, *reply_arguments(build), f"--repeats={options.repeats}")
     prompt = [] if options.prompt is None else [options.prompt]
-    return run_runtime(build, *more, "--", str(build.directory_as_given), *prompt)
+    measured = captured_runtime(*more, "--", str(build.directory_as_given), *prompt)
+    if isinstance(measured, TaskFailed):
+        return measured
+    found = json.loads(measured)
+    if build.target.static:
+        found["estimate"] = estimates(build, {name for phase in found["phases"] for name in phase["calls"]})
+    page = write_report(found, build.report(NAME), other)
+    print(json.dumps(found) if options.json else f"{described(found)}\n\n{page}")
+    return None
+
+
+def write_report(found: Mapping[str, Any], directory: Path, other: Mapping[str, Any] | None = None) -> Path:
+    """JSON, trace and page of a profile; returns the page."""
+    # They load jinja2 and protobuf.
+    from stages.commands.perfetto_trace import trace
+    from stages.commands.profile_page import profile_page
+
+    write_atomic(directory / f"{NAME}.json", json.dumps(found).encode())
+    write_atomic(directory / f"{NAME}.pftrace", trace(found))
+    page = directory / f"{NAME}.html"
+    profile_page(found, other).write(page)
+    return page
+
+
+def estimates(build: Build, names: set[str]) -> dict[str, Any]:
+    """What the estimate says of a call of each device program among `names`: `milliseconds`, and its `launches`."""
+    from stages.estimate import price
+    from stages.targets.npu2.modules import build_module
+
+    config = read_config(build.directory / CONFIG)
+    grouping = build.target.grouping(build.options.grouping or build.target.default_grouping)
+    made = programs(config.family, grouping, build.buckets, build.policy, build.positions)
+    bfp16 = build.options.matmul == "bfp16"
+    return {
+        program.name: price.description(
+            build_module(program, config.dimensions(), bfp16=bfp16 and program.bucket is not None)
+        )
+        for program in made
+        if program.name in names and not program.host
+    }
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """A `profile.json` of another run, checked. Raises UserError."""
+    try:
+        found: dict[str, Any] = load_json(path.read_bytes())
+        _PROFILE(found)
+    except OSError as error:
+        raise UserError(f"against={path}: {error.strerror}: give a profile.json that doit profile wrote") from None
+    except ValueError as error:
+        raise UserError(f"against={path} is not a profile ({error}): give one that doit profile wrote") from None
+    return found
+
+
+_MOST = 1e18
+
+
+def _number(value: Any) -> None:
+    """A number from 0 to `_MOST`."""
+    if type(value) not in (int, float) or not 0 <= value <= _MOST:
+        raise Invalid(value, f"a number from 0 to {_MOST:g}")
+
+
+_COUNT = whole(0, 1 << 40)
+_PART: Check = record(
+    {"kind": string, "name": string, "calls": _number, "seconds": _number},
+    {"program": string, "layer": _COUNT, "launch": _COUNT}
+    | dict.fromkeys(("waited", "busy", "bytes", "operations", "runs"), _number),
+)
+_PHASE: Check = record(
+    {
+        "name": one_of("prompt", "token"),
+        "rows": _COUNT,
+        "position": _COUNT,
+        "seconds": list_of(_number, least=1),
+        "mean": positive,
+        "parts": list_of(_PART),
+    }
+)
+_PROFILE: Check = record(
+    {
+        "format": whole(FORMAT, FORMAT),
+        "machine": record(dict.fromkeys(("model", "device", "cpu"), string)),
+        "peaks": mapping(string, positive),
+        "phases": list_of(_PHASE, 2, 2),
+        "series": list_of(list_of(_number, 3, 3), least=1),
+    }
+)
+"""What is read of another profile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from doit.exceptions import TaskFailed
 
@@ -15,13 +16,26 @@ from stages.graph import Build
 
 def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
     """It prints its own error line."""
-    command = [sys.executable, "-m", "llama_npu2", *arguments]
-    process = subprocess.Popen(command, env=python_environment())
+    process = subprocess.Popen(_command(arguments), env=python_environment())
     while (status := process.returncode) is None:
         # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
-    return TaskFailed(f"generation ended with status {status}", report=False) if status else None
+    return _failure(status) if status else None
+
+
+def captured_runtime(*arguments: str) -> str | TaskFailed:
+    """What it writes to standard output. It prints its own error line."""
+    done = subprocess.run(_command(arguments), env=python_environment(), stdout=subprocess.PIPE, text=True)
+    return _failure(done.returncode) if done.returncode else done.stdout
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "llama_npu2", *arguments]
+
+
+def _failure(status: int) -> TaskFailed:
+    return TaskFailed(f"the runtime ended with status {status}", report=False)
 
 
 def reply_arguments(build: Build) -> list[str]:

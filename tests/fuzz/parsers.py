@@ -327,6 +327,21 @@ def _prompts(scratch: Path) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
+def _profile(scratch: Path) -> Iterator[Run]:
+    """That of another run, beside one that is as it should be."""
+    from stages.commands.profile import read_profile
+    from stages.commands.profile_page import profile_page
+
+    found = json.loads((CORPUS / "profile/profile.json").read_text())
+
+    def run(name: str, content: bytes) -> None:
+        (scratch / name).write_bytes(content)
+        profile_page(found, read_profile(scratch / name))
+
+    yield run
+
+
+@contextlib.contextmanager
 def _trust(scratch: Path) -> Iterator[Run]:
     """Signatures beside a manifest, and the list of keys."""
     from llama_npu2 import trust
@@ -389,6 +404,7 @@ PARSERS = {
     "plan": Parser(_planned, _left_for_each_other, damaged_json),
     "calibration": Parser(_calibrated, files("calibration"), mutated_bytes),
     "report": Parser(_report, files("report"), damaged_json),
+    "profile": Parser(_profile, files("profile"), damaged_json),
     "prompts": Parser(_prompts, files("prompts"), mutated_bytes),
     "trust": Parser(_trust, files("trust"), mutated_bytes),
     "record": Parser(_record, files("record"), damaged_json),
