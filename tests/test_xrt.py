@@ -33,7 +33,7 @@ from llama_npu2.devices import Binding, Call, xrt
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
 from llama_npu2.dtypes import nbytes
-from llama_npu2.manifest import NpuProgram
+from llama_npu2.manifest import Manifest, NpuProgram
 from llama_npu2.profile import profile
 from llama_npu2.spans import nested
 from llama_npu2.storage import File
@@ -715,29 +715,28 @@ def test_the_estimate_stands_beside_what_was_measured(npu2: Path, simulated: Pat
     """And on the simulator, beside what it counted."""
     build_ = Build(parse_options({"target": "npu2-sim", "buckets": "64,128", "artifacts": str(simulated.parents[1])}))
     install()
+    estimate = estimates(build_, {*Manifest.open(simulated).programs})
     for directory in (npu2, simulated):
         llm = load(directory, 2)
-        found = profile(llm, PROMPT, True, 3, 1)
+        found = profile(llm, PROMPT, True, 3, 1) | {"estimate": estimate}
         llm.close()
-        found["estimate"] = estimates(build_, {name for phase in found["phases"] for name in phase["calls"]})
         for phase in found["phases"]:
             programs = {name for name in phase["calls"] if not llm.manifest.programs[name]["host"]}
-            assert programs and programs <= found["estimate"].keys()
+            assert programs and programs <= estimate.keys()
             assert sum(part["seconds"] for part in phase["parts"]) == pytest.approx(phase["mean"], rel=1e-6)
             if directory is npu2:
                 assert programs <= phase["alone"].keys() and min(phase["alone"].values()) > 0
             else:
                 assert programs == phase["counted"].keys()
                 for name in programs:
-                    estimate, calls = found["estimate"][name], phase["calls"][name]
-                    counted = phase["counted"][name]
+                    calls, counted = phase["calls"][name], phase["counted"][name]
                     moved = sum(sum(amounts) for launch in counted for amounts in launch["slots"].values())
                     weights = sum(
                         nbytes(slot["dtype"], slot["shape"])
                         for slot in llm.manifest.programs[name]["slots"]
                         if slot["role"] == "weight"
                     )
-                    assert moved >= calls * weights and estimate["milliseconds"] > 0
+                    assert moved >= calls * weights and estimate[name]["milliseconds"] > 0
         text = write_report(found, tmp_path / directory.name).read_text()
         own = "Submissions, syncs and waiting" if directory is npu2 else "What the simulator counted"
         assert f">{own}<" in text and ">Beside the estimate<" in text
