@@ -135,12 +135,17 @@ def llm(demo: Path) -> Iterator[Llama]:
 
 
 def replayed(llm: Llama, path: Path, **sampling: Any) -> list[tuple[str, str]]:
-    """Answers of a saved conversation, and those of a fresh start to each of its questions."""
+    """Answers of a saved conversation, and those of a fresh start to each of its questions, which may go on."""
     said = Conversation.load(path)
     pairs = []
     for index, turn in enumerate(said.turns):
         messages = Conversation(said.system, said.turns[:index]).messages(turn.question)
-        pairs.append((turn.answer, "".join(llm.generate(messages, **sampling))))
+        fresh = ""
+        for piece in llm.generate(messages, **sampling):
+            fresh += piece
+            if len(fresh) > len(turn.answer):
+                break
+        pairs.append((turn.answer, fresh))
     return pairs
 
 
@@ -200,14 +205,14 @@ def test_ctrl_c_stops_the_answer_only(
 ) -> None:
     """What came of it stays; the next answers are those of a fresh start, so the cache is what it should be."""
     bias, saved = endless(llm), tmp_path / "saved.json"
-    talk = terminals(*start, str(demo), "--chat", "--max-tokens=600", f"--logit-bias={bias}")
+    talk = terminals(*start, str(demo), "--chat", "--max-tokens=2000", f"--logit-bias={bias}")
     for _ in range(2):
         talk.type("Once upon a time\r")
         talk.until(r"Once upon a time\s[^>]*\w\w\w")
         talk.send(CTRL_C)
         talk.until(r"\[stopped, context \d+ of 2048 tokens \(\d+%\), ")
     talk.say(f"/save {saved}", "2 turns saved in")
-    *stopped, _ = replayed(llm, saved, max_tokens=600, logit_bias=bias)
+    *stopped, _ = replayed(llm, saved, max_tokens=2000, logit_bias=bias)
     for kept, fresh in stopped:
         assert kept and len(kept) < len(fresh) and fresh.startswith(kept)
     talk.say("/undo", "1 turn left")
@@ -216,7 +221,7 @@ def test_ctrl_c_stops_the_answer_only(
     talk.send(CTRL_C)
     talk.until(r"\[stopped, .*[1-9]\d* reused")
     talk.say(f"/save {saved}", "2 turns saved in")
-    for kept, fresh in replayed(llm, saved, max_tokens=600, logit_bias=bias):
+    for kept, fresh in replayed(llm, saved, max_tokens=2000, logit_bias=bias):
         assert kept and fresh.startswith(kept)
     talk.type("/exit\r")
     assert talk.status() == 0
@@ -301,7 +306,7 @@ def test_a_reused_prefix_gives_the_tokens_of_a_fresh_start(llm: Llama, sampling:
 
 def test_doit_chat_outlives_ctrl_c(terminals: Any, demo: Path, llm: Llama) -> None:
     """It reaches doit's process, too."""
-    given = (f"artifacts={demo.parents[1]}", f"logit_bias={endless(llm)}", "max_tokens=600")
+    given = (f"artifacts={demo.parents[1]}", f"logit_bias={endless(llm)}", "max_tokens=2000")
     talk = terminals("-m", "doit", "chat", *given)
     for _ in range(2):
         talk.type("Once upon a time\r")
@@ -364,6 +369,13 @@ def test_a_damaged_conversation_is_one_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is there and is no conversation"):
         Conversation().save(path)
     assert path.read_bytes() == content
+
+
+def test_what_is_forgotten_is_forgotten_once() -> None:
+    said = Conversation(turns=[Turn("a", "b"), Turn("c", "d")], forgotten=2)
+    said.undo()
+    said.turns.append(Turn("e", "f"))
+    assert [message["content"] for message in said.messages("g")] == ["e", "f", "g"]
 
 
 def test_a_conversation_survives_its_file(tmp_path: Path) -> None:
