@@ -39,7 +39,7 @@ from stages.manifest import write_manifest
 from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
-from stages.model.grouping import WINDOW, Program, programs
+from stages.model.grouping import WINDOW, Grouping, Program, programs
 from stages.model.plan import write_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.sources import (
@@ -195,6 +195,17 @@ class Build:
         """Every step by name."""
         return {step.name: step for step in Wiring(self).steps()}
 
+    @cached_property
+    def libraries(self) -> list[Library]:
+        """What holds the programs."""
+        return Wiring(self).libraries()
+
+    @property
+    def grouping(self) -> Grouping:
+        """For the formats of the weights."""
+        name = self.options.grouping or self.target.default_grouping
+        return self.target.grouping(name).of(known_family(self.source, self.directory / CONFIG).model_type, self.policy)
+
     def finish(self) -> None:
         """The directory is complete: remove what steps left that are no more, vouch for what was built here, and let
         others have their turn. Raises UserError."""
@@ -288,12 +299,12 @@ class Wiring:
             yield from self._calibration(self.build.calibration)
             calibrated = calibration.weights_files(self.build.layers)
         yield self._weights([self.directory / file for file in calibrated])
-        libraries = self._libraries()
+        libraries = self.libraries()
         for target in dict.fromkeys(library.target for library in libraries):
             yield from self._made_for(target, [library for library in libraries if library.target is target])
         yield self._manifest(libraries)
 
-    def _libraries(self) -> list[Library]:
+    def libraries(self) -> list[Library]:
         """The host's programs in one, which target cpu makes for all targets; each device program in its own."""
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy

@@ -13,6 +13,7 @@ from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory
+from llama_npu2.validation import view_offset
 
 _NOTHING = 0xFF
 """Every byte of scratch before a call: NaN as bf16 and f32."""
@@ -43,15 +44,21 @@ class TracedCall:
 
     def __getitem__(self, slot: str) -> np.ndarray:
         """A copy of what a slot holds, in its dtype: activations `[rows, width]` (`[width]` where a call has one row;
-        with buckets, as many rows as the bucket), weights and caches as they lie in memory. Scratch that the program
-        never stores is NaN. KeyError for a slot that the program does not have."""
+        with buckets, as many rows as the bucket), weights and caches as they lie in memory, of a cache in rows those up
+        to the call's last. Scratch that the program never stores is NaN. KeyError for a slot that the program does not
+        have."""
+        return self.seen(slot).copy()
+
+    def seen(self, slot: str) -> np.ndarray:
+        """The same without a copy: it changes with the next call."""
         spec, (name, _, view) = self._slots[slot], self._buffers[slot].partition("@")
         held = self._memory.array(name)
         if spec["role"] in ("weight", "table"):
-            return held.copy()
-        shape = tuple(self.rows if size == "seq" else size for size in spec["shape"])
-        first = (self.rows - 1) * math.prod(shape) if view == "last" else 0
-        return held.reshape(-1)[first:][: math.prod(shape)].reshape(shape).copy()
+            return held
+        known = {"seq": self.rows, "max_seq": self.position + self.rows}
+        shape = tuple(known.get(size, size) for size in spec["shape"])
+        first = view_offset(view, held[0].size, self.rows, self.position)
+        return held.reshape(-1)[first:][: math.prod(shape)].reshape(shape)
 
 
 Watch = Callable[[TracedCall], object]

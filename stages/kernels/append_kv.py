@@ -40,6 +40,29 @@ def reference_panels(k: np.ndarray, v: np.ndarray, stored: str = "bf16") -> tupl
     )
 
 
+def rows_of_panels(
+    k_panels: np.ndarray, v_panels: np.ndarray, head_dim: int, positions: int, stored: str = "bf16"
+) -> tuple[np.ndarray, np.ndarray]:
+    """The values of the first `positions` rows, f32 `[positions, kv_heads, head_dim]`, of caches as `reference_panels`
+    makes them."""
+    form, padded, half = formats()[stored], head_dim + -head_dim % PANEL_ROWS, KV_BLOCK_POSITIONS // 2
+    blocks = -(-positions // KV_BLOCK_POSITIONS)
+    (k_scales, k), (v_scales, v) = (
+        np.split(panels[:blocks].reshape(blocks, panels.shape[1], -1), [KV_BLOCK_POSITIONS * form.row_elements], axis=-1)
+        for panels in (k_panels, v_panels)
+    )
+    heads = k.shape[:2]
+    k_rows = k.reshape(*heads, -1, head_dim // 2, PANEL_ROWS, 2).swapaxes(3, 4).reshape(*heads, -1, head_dim)
+    v_rows = v.reshape(*heads, -1, half, PANEL_ROWS, 2).transpose(0, 1, 3, 5, 2, 4).reshape(*heads, -1, padded)
+
+    def values(scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        by_row = scales.reshape(*rows.shape[:3], form.row_elements)
+        whole = np.concatenate([by_row, rows[..., :head_dim]], axis=-1).swapaxes(1, 2)
+        return form.dequantise(whole.reshape(-1, *whole.shape[2:])[:positions], head_dim)
+
+    return values(k_scales, k_rows), values(v_scales, v_rows)
+
+
 def _by_block(rows: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
     """Stored rows `[positions, kv_heads, scale + width]` -> their scales `[blocks, kv_heads, 128 * scale]`, and what is
     behind them `[blocks, kv_heads, 128, width]`."""

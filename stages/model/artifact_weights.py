@@ -42,21 +42,27 @@ class ArtifactWeights:
         found: str = self._spec(name)["format"]
         return found
 
+    @property
+    def held(self) -> set[str]:
+        """Names of the buffers."""
+        return set(self._places.values())
+
     def values(self, name: str) -> np.ndarray:
         """f32, of the tensor's shape."""
-        buffer, shape = self._spec(name), self.shapes[name]
-        packed = np.memmap(
-            self.manifest.directory / buffer["file"],
-            DTYPES[buffer["dtype"]],
-            "r",
-            buffer["offset"],
-            tuple(buffer["shape"]),
-        )
         together = tensors_of(self._places[name])
         rows = [self.shapes[part][0] for part in together]
-        whole = formats()[buffer["format"]].unpack(packed, buffer["layout"], (sum(rows), *shape[1:]))
-        first = sum(rows[: together.index(name)])
-        return whole[first : first + shape[0]]
+        first, form = sum(rows[: together.index(name)]), formats()[self.format(name)]
+        return form.dequantise(self.stored(self._places[name])[first:][: self.shapes[name][0]], self.shapes[name][-1])
+
+    def stored(self, buffer: str) -> np.ndarray:
+        """What a buffer of weights holds, in its format without a layout: of tensors that lie together, the rows of
+        all."""
+        spec, together = self.manifest.buffers[buffer], [self.shapes[part] for part in tensors_of(buffer)]
+        packed = np.memmap(
+            self.manifest.directory / spec["file"], DTYPES[spec["dtype"]], "r", spec["offset"], tuple(spec["shape"])
+        )
+        form, shape = formats()[spec["format"]], (sum(rows for rows, *_ in together), *together[0][1:])
+        return form.layout(spec["layout"]).unpack(packed, form.stored_shape(shape))
 
     def _spec(self, name: str) -> Mapping[str, Any]:
         """Of the buffer that a tensor lies in."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from stages.kernels import Kernel
 from stages.model.grouping import Program
 from stages.model.parts import Dim, Launch, Slot
 
@@ -20,7 +21,7 @@ Values = dict[str, np.ndarray]
 Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
-_HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "rope_qkv": slice(0, 2)}
+HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "rope_qkv": slice(0, 2)}
 """Kernels that write into rows of an interleaved cache, their last result, and which halves."""
 
 
@@ -37,22 +38,30 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     written = [slots[arg.name] for arg in kernel.args if arg.written]
-    cache = next((values[slots[a.name]] for a in kernel.args if a.name == "kv" and kernel.name not in _HALVES), None)
+    cache = next((values[slots[a.name]] for a in kernel.args if a.name == "kv" and kernel.name not in HALVES), None)
     if cache is not None:
         until = known["pos"] + known.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
         known = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | known
-    if "table" in known:
-        known["x"] = np.atleast_2d(known["x"])
-    out = kernel.reference(**{name: _shaped(name, known) for name in inspect.signature(kernel.reference).parameters})
-    results = out if isinstance(out, tuple) else (out,)
-    for slot, result in zip(written, results, strict=True):
-        if kernel.name in _HALVES and slot == written[-1]:
+    for slot, result in zip(written, results(kernel, known), strict=True):
+        if kernel.name in HALVES and slot == written[-1]:
             rows = values[slot][known["pos"] :][: known.get("rows", 1)]
-            halves = rows[:, :, _HALVES[kernel.name]]
+            halves = rows[:, :, HALVES[kernel.name]]
             halves[...] = result.reshape(halves.shape)
         else:
             values[slot] = result
+
+
+def results(kernel: Kernel, known: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """What a kernel writes, by its reference; `known`: what it is given, by the names of the reference's parameters."""
+    if "table" in known:
+        known = {**known, "x": np.atleast_2d(known["x"])}
+    parameters = inspect.signature(kernel.reference).parameters
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        out = kernel.reference(*(known[arg.name] for arg in kernel.args if not arg.written), cols=known["cols"])
+    else:
+        out = kernel.reference(**{name: _shaped(name, known) for name in parameters})
+    return out if isinstance(out, tuple) else (out,)
 
 
 def _half(cache: np.ndarray, which: int, until: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.grouping import Grouping, Program
+from stages.model.parts import Launch, Part
 from stages.model.policy import Policy
 
 
@@ -36,6 +37,9 @@ class Modules(Protocol):
 
     def sources(self, programs: Sequence[Program]) -> list[str]:
         """C++ sources that a library of these programs links, as `<kernel set>/<stem>`."""
+
+    def launches(self, part: Part) -> tuple[Launch, ...]:
+        """What a program runs of a part, in order."""
 
     def expected(self, source: str) -> dict[str, Any]:
         """What generated source expects of the objects of a C++ source, for `write_objects`. JSON."""

@@ -92,6 +92,13 @@ class Grouped:
         _, scales, numbers = self.parts(stored)
         return np.ascontiguousarray(scales).view(self.scale_type).astype(np.float32, copy=False), numbers
 
+    def steps(self, stored: np.ndarray) -> np.ndarray:
+        """f32 `[..., groups]`: what the numbers of a group are multiplied with."""
+        if not self.factors:
+            return self.scaled_parts(stored)[0][..., 0]
+        factors, scales, _ = self.parts(stored)
+        return scales[..., 0] * factors[..., :1]
+
     def panel_bytes(self, stored_bytes: int) -> int:
         """Of the panel of a tensor whose rows have so many bytes before packing."""
         groups = (stored_bytes - self.header) // (self.scales + self.group)

@@ -119,7 +119,12 @@ def for_array(grouped: Grouped, form: Format) -> Format:
         partial(_paired_shape, grouped), unpack=partial(from_pairs, grouped), stretches=partial(to_pairs, grouped)
     )
     arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS), "paired_lanes": paired}
-    return replace(form, layouts=arranged, cut=lambda rows, cols, *more: cut(grouped, rows, -(-cols // GROUP), *more))
+    return replace(
+        form,
+        layouts=arranged,
+        cut=lambda rows, cols, *more: cut(grouped, rows, -(-cols // GROUP), *more),
+        steps=grouped.steps,
+    )
 
 
 def _cut_of(grouped: Grouped, step: int, shape: Shape, together: int = 1) -> Cut:

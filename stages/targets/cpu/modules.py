@@ -41,6 +41,11 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     }
 
 
+def launches(part: Part) -> tuple[Launch, ...]:
+    """What a program runs of a part."""
+    return fuse(part)
+
+
 def sources(programs: Sequence[Program]) -> list[str]:
     """C++ sources that a library of these programs links."""
     return _sources((part for program in programs for part in program.parts), _support(programs))

@@ -18,6 +18,7 @@ from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
 from stages.model.grouping import WINDOW, Program
 from stages.model.grouping import programs as derive_programs
+from stages.model.parts import Launch, Part
 from stages.model.policy import Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
@@ -44,6 +45,11 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     chosen |= {"window": program.window, "weights": options["weights"]}
     # Products of a token are bound by memory, and stay exact.
     return {**chosen, "bfp16": bool(options["bfp16"] and program.bucket)}
+
+
+def launches(part: Part) -> tuple[Launch, ...]:
+    """What a program runs of a part."""
+    return part.launches
 
 
 def sources(programs: Sequence[Program]) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from stages.model.grouping import Program
 from stages.targets.npu2 import modules as npu2
-from stages.targets.npu2.modules import SUFFIX, arguments, expected, fingerprint
+from stages.targets.npu2.modules import SUFFIX, arguments, expected, fingerprint, launches
 
-__all__ = ["COSTS", "SUFFIX", "arguments", "expected", "fingerprint", "sources", "write_module"]
+__all__ = ["COSTS", "SUFFIX", "arguments", "expected", "fingerprint", "launches", "sources", "write_module"]
 
 DEVICE = "sim/device"
 COSTS = False

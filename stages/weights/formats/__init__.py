@@ -79,7 +79,8 @@ class Format:
     `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
     the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
     for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them; `cut(rows, cols, together)` where a core
-    takes panels of so many at a time.
+    takes panels of so many at a time. `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are multiplied
+    with.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Format:
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
     grid: Callable[..., Grid] | None = None
     cut: Callable[..., Any] | None = None
+    steps: Callable[[np.ndarray], np.ndarray] | None = None
 
     def layout(self, name: str) -> Layout:
         return PLAIN if name == "plain" else self.layouts[name]

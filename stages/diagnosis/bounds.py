@@ -1,0 +1,381 @@
+"""How far a right launch may be from its reference, by the number formats on its way.
+
+Both compute the same function of the same inputs, but sum in other orders: before a result is rounded, they are a small
+`error` apart. Rounded, they are the same unless the border between two numbers of bf16 lies between them: `chance`. Then
+they differ by a unit in the last place. Roundings that a kernel makes on its way count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.diagnosis.sites import Site
+from stages.kernels import HOST_SET, add, gemm
+from stages.kernels.grouped import integer_product
+from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION
+from stages.weights.formats import formats, w8a8
+
+U = 2.0**-8
+"""Unit roundoff of bf16: half a unit in the last place, at most, of what is rounded."""
+U32 = 2.0**-24
+"""That of f32."""
+SURE = 8.0
+"""Roundings are independent and as often up as down, so that a sum of n of them grows like sqrt(n): with this factor a
+bound fails with a probability of 2 exp(-SURE^2 / 2) = 3e-14 (Higham and Mary, SIAM J. Sci. Comput. 41 (2019), theorem
+2.4)."""
+LEAST = 2.0**-126
+"""What is smaller in magnitude, kernels may take for zero."""
+FIXED_VALUES, FIXED_BITS = 512, 13
+"""The host multiplies weights in groups with inputs in fixed point: so many share a unit, 2^-13 of the power of two of
+the largest (kernel_src/cpu/fixed_point.h)."""
+WITH_MINIMUM = 16
+"""A minimum is subtracted from numbers up to fifteen times a scale: terms are so much larger than their difference."""
+BLOCK_FLOAT = 2.0**-7
+"""Of the largest of eight values, which share an exponent: what each of them may be off by."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Relative errors of what a kernel set computes in f32, or in pairs of bf16 (kernel_src/aie2p/tile.h): the
+    activation, a rotated pair, the reciprocal root, a score of attention; and of a weight that attention gives a
+    position, which is rounded to bf16."""
+
+    activation: float
+    rotation: float
+    root: float
+    score: float
+    weight: float
+
+
+ARITHMETIC = {
+    HOST_SET: Arithmetic(activation=2.0**-16, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U),
+    # A pair of bf16 keeps 2^-17, a product of two 2^-16; an activation has eight of these. Both a weight and the sum that
+    # it is divided by are rounded.
+    "aie2p": Arithmetic(activation=2.0**-13, rotation=2.0**-16, root=2.0**-15, score=2.0**-16, weight=2 * U),
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one result, elementwise. `limit`: most that it may be off by; `chance`: of being another number at all.
+    `rounded`: what else of its size was rounded on the way to it, and may have been rounded wrong."""
+
+    limit: np.ndarray
+    chance: np.ndarray
+    rounded: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight `[rows, cols]` (or `[cols]`), as it is stored."""
+
+    stored: np.ndarray
+    format: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """f32."""
+        return formats()[self.format].dequantise(self.stored, self.shape[-1])
+
+    @cached_property
+    def magnitudes(self) -> np.ndarray:
+        return np.abs(self.values)
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """f32 `[rows, groups]`: the magnitude of one step of the numbers."""
+        form = formats()[self.format]
+        assert form.steps is not None
+        return np.abs(form.steps(self.stored))
+
+    def by_groups(self, size: int) -> np.ndarray:
+        """Values `[rows, groups, size]`, zeros behind the last."""
+        return _groups(self.values, size)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a launch is judged by: `known` by arguments and scalars, weights among them as `weights`; `results` of the
+    reference; `bfp16`: whether products of a prompt are in block floating point."""
+
+    site: Site
+    known: Mapping[str, Any]
+    weights: Mapping[str, Weight]
+    results: tuple[np.ndarray, ...]
+    bfp16: bool
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ARITHMETIC[self.site.kernel_set]
+
+    def wide(self, name: str) -> np.ndarray:
+        return np.asarray(self.known[name], np.float32)
+
+
+def ulp(values: np.ndarray) -> np.ndarray:
+    """A unit in the last place of bf16, f32."""
+    exponents = np.frexp(np.abs(np.asarray(values, np.float32)))[1]
+    return np.ldexp(np.float32(1), np.maximum(exponents - 8, -133)).astype(np.float32)
+
+
+def spreads(given: Given) -> tuple[Spread, ...]:
+    """Of each result of a launch."""
+    return _SPREADS.get(given.site.operation, _unknown)(given)
+
+
+def _exactly(shape: tuple[int, ...]) -> Spread:
+    return Spread(np.zeros(shape), np.zeros(shape))
+
+
+def _exact(given: Given) -> tuple[Spread, ...]:
+    return tuple(_exactly(result.shape) for result in given.results)
+
+
+def _of_rows(given: Given) -> tuple[Spread, ...]:
+    """Values of weights, rounded."""
+    values = given.results[0].astype(np.float32)
+    exact = given.site.format == "bf16"
+    return (_rounded(values, np.zeros(values.shape) if exact else WITH_MINIMUM * 4 * U32 * np.abs(values) + LEAST),)
+
+
+def _rounded(values: np.ndarray, error: np.ndarray) -> Spread:
+    """Of one rounding of what is off by `error`; where that is zero, of the same number."""
+    unit = ulp(np.abs(np.asarray(values, np.float32)) + error)
+    limit = np.where(error > 0, error + unit + LEAST, 0)
+    return Spread(limit, np.minimum(1, error / unit))
+
+
+def _product(given: Given, weight: str = "weight") -> tuple[np.ndarray, Spread]:
+    """The rounded product of `x` and a weight, and how far it may be off: not at all where numbers are whole."""
+    x, of = np.atleast_2d(given.known["x"]), given.weights[weight]
+    if given.site.format == w8a8.FORMAT.name:
+        product = integer_product(x, of.stored).astype(bfloat16)
+        return product, _rounded(product, np.zeros(product.shape))
+    product = gemm.reference(x, of.values)
+    return product, _rounded(product, _product_error(given, x.astype(np.float32), of))
+
+
+def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
+    """`[rows, out]`: of a product before it is rounded, the reference's own sums included."""
+    site, cols, size = given.site, x.shape[-1], np.abs(x) @ weight.magnitudes.T
+    error = 2 * SURE * np.sqrt(cols) * U32 * size
+    if site.format != "bf16":
+        on_array = site.kernel_set != HOST_SET
+        error += _lifted(x, weight) if on_array else WITH_MINIMUM * error + _fixed_point(x, weight)
+    if given.bfp16 and site.operation.startswith("gemm"):
+        error += _block_float(x, weight)
+    return error
+
+
+def _fixed_point(x: np.ndarray, weight: Weight) -> np.ndarray:
+    """What rounding `x` to whole units costs: half of one for each input."""
+    blocks = _groups(x, FIXED_VALUES)
+    largest = np.abs(blocks).max(axis=-1)
+    halves = np.where(largest > 0, 2.0 ** (np.frexp(largest)[1] - 2 - FIXED_BITS), 0)
+    squares = np.square(weight.by_groups(FIXED_VALUES)).sum(axis=-1)
+    return SURE * np.sqrt(np.square(halves) @ squares.T)
+
+
+def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:
+    """Cores multiply numbers with 128 (and a sign or a zero point) on top, taken off again with a group's sum; then go
+    on with sums of groups as pairs of bf16."""
+    inputs, steps = _groups(x, GROUP), weight.steps
+    sums = np.abs(inputs).sum(axis=-1)
+    lifted = SURE * np.sqrt(GROUP) * U32 * 3 * LIFT * np.sqrt(np.square(sums) @ np.square(steps).T)
+    values = weight.by_groups(GROUP)
+    products = np.einsum("rgi,ogi->rog", inputs, values)
+    minima = (np.abs(values).max(axis=-1) + WITH_MINIMUM * steps) * np.abs(inputs.sum(axis=-1))[:, None]
+    return lifted + 3 * SURE * 2.0**-16 * np.sqrt(np.square(np.abs(products) + minima).sum(axis=-1))
+
+
+def _block_float(x: np.ndarray, weight: Weight) -> np.ndarray:
+    """Each value is off by at most `BLOCK_FLOAT` of the largest of its block, on both sides."""
+    of_x, of_weight = (np.abs(_groups(m, 8)).max(axis=-1).repeat(8, axis=-1)[:, : m.shape[1]] for m in (x, weight.values))
+    cross = of_x @ weight.magnitudes.T + np.abs(x) @ of_weight.T + BLOCK_FLOAT * of_x @ of_weight.T
+    return BLOCK_FLOAT * cross
+
+
+def _groups(matrix: np.ndarray, size: int) -> np.ndarray:
+    """`[rows, cols]` -> `[rows, groups, size]`, zeros behind the last."""
+    return np.pad(matrix, [(0, 0), (0, -matrix.shape[-1] % size)]).reshape(len(matrix), -1, size)
+
+
+def _of_product(given: Given) -> tuple[Spread, ...]:
+    return (_product(given)[1],)
+
+
+def _of_sums(given: Given) -> tuple[Spread, ...]:
+    """Of a product that stays in f32, and is hardly ever the same number."""
+    if given.site.format == w8a8.FORMAT.name:
+        return _exact(given)
+    error = _product_error(given, np.atleast_2d(given.wide("x")), given.weights["weight"])
+    return (Spread(error, np.ones(error.shape)),)
+
+
+def _of_residual(given: Given) -> tuple[Spread, ...]:
+    product, first = _product(given)
+    limit = np.where(first.limit > 0, first.limit + ulp(np.abs(given.results[0].astype(np.float32)) + first.limit), 0)
+    return (Spread(limit, first.chance, (product.astype(np.float32),)),)
+
+
+def _of_activation(given: Given, products: tuple[tuple[np.ndarray, Spread], ...]) -> tuple[Spread, ...]:
+    """silu(gate) * up, whose slope is at most 1.1 in `gate`."""
+    (gate, of_gate), (up, of_up) = products
+    g, u = np.abs(gate.astype(np.float32)), np.abs(up.astype(np.float32))
+    result = np.abs(given.results[0].astype(np.float32).reshape(g.shape))
+    error = given.arithmetic.activation * result
+    last = _rounded(result, error + LEAST)
+    limit = 1.1 * of_gate.limit * (u + of_up.limit) + g * of_up.limit + last.limit
+    return (Spread(limit, np.minimum(1, of_gate.chance + of_up.chance + last.chance)),)
+
+
+def _of_two_products(given: Given) -> tuple[Spread, ...]:
+    return _of_activation(given, (_product(given, "gate"), _product(given, "up")))
+
+
+def _of_paired_product(given: Given) -> tuple[Spread, ...]:
+    both, spread = _product(given)
+    halves = (np.split(part, 2, axis=-1) for part in (both, spread.limit, spread.chance))
+    return _of_activation(given, tuple((p, Spread(limit, chance)) for p, limit, chance in zip(*halves, strict=True)))
+
+
+def _of_silu(given: Given) -> tuple[Spread, ...]:
+    return _of_activation(given, tuple((given.known[name], _exactly(given.known[name].shape)) for name in ("gate", "up")))
+
+
+def _of_norm(given: Given, which: int = 0, x: np.ndarray | None = None) -> tuple[Spread, ...]:
+    """Rounded before and after the product with the weight, which is exact."""
+    rows = given.wide("x") if x is None else x.astype(np.float32)
+    cols, weight = rows.shape[-1], np.abs(given.wide("weight"))
+    normed = rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + given.known["eps"])
+    error = (given.arithmetic.root + SURE * np.sqrt(cols) * U32) * np.abs(normed)
+    first = _rounded(normed, error)
+    result = np.abs(given.results[which].astype(np.float32).reshape(normed.shape))
+    limit = weight * first.limit
+    return (Spread(limit + ulp(result + limit), first.chance),)
+
+
+def _of_sum_and_norm(given: Given) -> tuple[Spread, ...]:
+    total = add.reference(given.known["a"], given.known["b"])
+    return (_exactly(total.shape), *_of_norm(given, 1, total))
+
+
+def _rotation(given: Given, x: np.ndarray, angles: np.ndarray, result: np.ndarray) -> Spread:
+    """Of rows of heads `[rows, width]`: two products and their sum."""
+    rows = np.abs(np.asarray(x, np.float32))
+    cos, sin = np.split(np.abs(angles[given.known["pos"] :][: len(rows), None]), 2, axis=-1)
+    first, second = np.split(rows.reshape(len(rows), -1, angles.shape[-1]), 2, axis=-1)
+    size = np.concatenate([first * cos + second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
+    return _rounded(result.reshape(rows.shape), given.arithmetic.rotation * size)
+
+
+def _of_rotation(given: Given) -> tuple[Spread, ...]:
+    return (_rotation(given, np.atleast_2d(given.known["x"]), given.known["table"], given.results[0]),)
+
+
+def _of_token_rotation(given: Given) -> tuple[Spread, ...]:
+    """Queries and the position behind them; the new row of the cache, of which V is as it was."""
+    x, table, known = np.atleast_2d(given.known["x"]), given.known["table"], given.known
+    head_dim, (placed, row) = known["head_dim"], given.results
+    ends = known["heads"] * head_dim, (known["heads"] + known["kv_heads"]) * head_dim
+    q, k, _ = np.split(x, ends, axis=-1)
+    angles = table[:, :head_dim]
+    of_q = _rotation(given, q, angles, placed[:-POSITION])
+    of_k = _rotation(given, k, angles, np.ascontiguousarray(row[:, 0]))
+    exact = np.zeros(POSITION)
+
+    def with_v(part: np.ndarray) -> np.ndarray:
+        halves = part.reshape(known["kv_heads"], head_dim)
+        return np.stack([halves, np.zeros(halves.shape)], axis=1)
+
+    return (
+        Spread(np.append(of_q.limit, exact), np.append(of_q.chance, exact)),
+        Spread(with_v(of_k.limit), with_v(of_k.chance)),
+    )
+
+
+def _of_attention(given: Given) -> tuple[Spread, ...]:
+    """Weights of positions are rounded, and scores are as far off as their sums are."""
+    known, arithmetic = given.known, given.arithmetic
+    heads, kv_heads = known["heads"], known["kv_heads"]
+    rows = given.wide("q")[: given.results[0].size] if given.results[0].ndim == 1 else given.wide("q")
+    q = rows.reshape(len(np.atleast_2d(rows)), kv_heads, heads // kv_heads, -1)
+    k, v = (given.wide(which).reshape(len(known[which]), kv_heads, -1) for which in "kv")
+    seq, (length, _, head_dim) = len(q), k.shape
+    scores, sizes = (_scores(*pair) for pair in ((q, k), (np.abs(q), np.abs(k))))
+    scores[..., np.arange(length) > known["pos"] + np.arange(seq)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max()
+    error = (arithmetic.weight + of_scores + length * U32) * _weighted(weights, np.abs(v))
+    if given.site.format != "bf16":
+        error += _fixed_point_attention(q, k, v, weights)
+    error = error.reshape(given.results[0].shape)
+    unit = ulp(np.abs(given.results[0].astype(np.float32)) + error)
+    return (Spread(error + unit, np.minimum(1, error / unit)),)
+
+
+def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """`[kv_heads, group, seq, positions]`."""
+    scores: np.ndarray = np.einsum("sgmd,pgd->gmsp", q, k) / np.sqrt(q.shape[-1])
+    return scores
+
+
+def _weighted(weights: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """`[seq, kv_heads, group, head_dim]`."""
+    return np.einsum("gmsp,pgd->sgmd", weights, v)
+
+
+def _fixed_point_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Over a cache in 8 bits numbers are off by half a unit, 2^-14 of the largest: those of a row of q, and those of
+    weights times scales of a block (kernel_src/cpu/kv_format.h)."""
+    half = 2.0 ** -(1 + FIXED_BITS)
+    most = np.abs(q).max(axis=-1, keepdims=True) * np.abs(k).sum(axis=-1).max() / np.sqrt(q.shape[-1])
+    errors = 2 * half * most * _weighted(weights, np.abs(v))
+    scales = np.abs(v).max(axis=-1, keepdims=True) / w8a8.MOST
+    numbers = np.divide(np.abs(v), scales, out=np.zeros_like(v), where=scales != 0)
+    scaled = weights * scales[..., 0].T[:, None, None]
+    for first in range(0, len(v), KV_BLOCK_POSITIONS):
+        block = slice(first, first + KV_BLOCK_POSITIONS)
+        errors += half * np.einsum("gms,gd->sgmd", scaled[..., block].max(axis=-1), numbers[block].sum(axis=0))
+    return errors
+
+
+def _unknown(given: Given) -> tuple[Spread, ...]:
+    """Of a kernel of which nothing is said here: its reference, but for the last place."""
+    units = [ulp(result.astype(np.float32)) for result in given.results]
+    return tuple(Spread(unit, np.ones(unit.shape)) for unit in units)
+
+
+_SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
+    **dict.fromkeys(("add", "append_kv", "append_kv_panels"), _exact),
+    **dict.fromkeys(("embed", "embed_rows", "unpack", "unpack_paired"), _of_rows),
+    **dict.fromkeys(("gemm", "gemv", "gemm_kv"), _of_product),
+    **dict.fromkeys(("gemm_add", "gemv_add"), _of_residual),
+    **dict.fromkeys(("gemm_silu", "gemv_silu"), _of_two_products),
+    **dict.fromkeys(("gemv_f32", "gemv_rows_f32"), _of_sums),
+    **dict.fromkeys(("rope", "rope_kv"), _of_rotation),
+    **dict.fromkeys(
+        (
+            "flash_attention",
+            "flash_attention_panels",
+            "decode_attention_kv",
+            "decode_attention_panels",
+            "token_attention",
+        ),
+        _of_attention,
+    ),
+    "gemv_swiglu": _of_paired_product,
+    "silu_and_mul": _of_silu,
+    "rms_norm": _of_norm,
+    "add_rms_norm": _of_sum_and_norm,
+    "rope_qkv": _of_token_rotation,
+}
+"""By what a kernel computes, whatever the format."""

@@ -1,0 +1,145 @@
+"""The launches of a plan, each at its place: as the programs of an artifact directory make them, fused ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llama_npu2.manifest import Manifest
+from stages.engine.places import CONFIG
+from stages.graph import Build
+from stages.kernels import HOST_SET, Arg, Kernel, kernels
+from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
+from stages.model.families import read_config
+from stages.model.importers import PLAIN
+from stages.model.parts import Launch, Slot
+from stages.targets import Target
+from stages.weights.formats import w8a8
+
+PLAIN_FORMATS = {"i32", *PLAIN}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One launch of one call. `call`, `index`: its place in the phase and in the call, from 0; `layer`: None outside of
+    the layers; `slots`, `names`, `buffers`: by the kernel's arguments, what the part says of them, what they are called
+    in the program, and what is bound. `window`: of the cache, where the program attends over one. `fused`: launches of
+    the part that it does in one. `kernel_set`: whose kernel runs."""
+
+    phase: str
+    call: int
+    index: int
+    program: str
+    layer: int | None
+    launch: Launch
+    slots: Mapping[str, Slot]
+    names: Mapping[str, str]
+    buffers: Mapping[str, str]
+    window: int | None
+    kernel_set: str
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.launch.kernel
+
+    @property
+    def format(self) -> str:
+        """Of the weights or the cache that it reads, where that is no plain one; else bf16."""
+        return next((arg.format for arg in self.kernel.args if arg.format not in PLAIN_FORMATS), "bf16")
+
+    @property
+    def base(self) -> str:
+        """The kernel of bf16 weights and caches that does the same, if there is one; else its own name."""
+        name = self.kernel.name.removeprefix(f"{self.format}_")
+        return name if name in kernels() else self.kernel.name
+
+    @property
+    def operation(self) -> str:
+        """What it computes, whatever the format."""
+        return self.kernel.name.removeprefix(f"{self.format}_")
+
+    @property
+    def judged_by(self) -> Kernel:
+        """Whose reference says what is right. Of weights in groups, values are enough; whole numbers on both sides, and
+        what unpacks, need what is stored."""
+        return kernels()[self.base] if self.of_values else self.kernel
+
+    @property
+    def of_values(self) -> bool:
+        return self.base in kernels() and (self.base == self.kernel.name or not self._whole_numbers)
+
+    @property
+    def _whole_numbers(self) -> bool:
+        return self.format == w8a8.FORMAT.name and any(arg.name == "x" for arg in self.kernel.args)
+
+    @property
+    def written(self) -> tuple[Arg, ...]:
+        return tuple(arg for arg in self.kernel.args if arg.written)
+
+    @property
+    def read(self) -> tuple[Arg, ...]:
+        return tuple(arg for arg in self.kernel.args if not arg.written)
+
+    @property
+    def ends_layer(self) -> str:
+        """The argument that is a layer's output, where it is one of this launch's."""
+        return next((arg.name for arg in self.written if self.slots[arg.name].buffer == "x.{next}"), "")
+
+    @property
+    def place(self) -> str:
+        """For people, layers counted from 1."""
+        where = "outside of the layers" if self.layer is None else f"layer {self.layer + 1}"
+        return f"launch {self.index + 1} of {self.program}, {where}, {self.phase}"
+
+    @property
+    def does(self) -> str:
+        """`gemm_add: x attn_out, weight wo, residual x_residual -> proj`."""
+        slots = self.names
+        reads = ", ".join(slots[arg.name] for arg in self.read)
+        return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
+
+
+def sites(build: Build, manifest: Manifest) -> dict[str, list[list[Site]]]:
+    """Of every phase of the directory's plans, call by call."""
+    programs = {program.name: (program, library.target) for library in build.libraries for program in library.programs}
+    config = read_config(build.directory / CONFIG)
+
+    def phase(name: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[list[Site]]:
+        chain = _chain(build.grouping, name)
+        placed = cover(chained(config.family, chain, config.layers, build.policy), build.grouping.groups)
+        for at, (call, (_, parts)) in enumerate(zip(calls, placed, strict=True)):
+            yield list(_launches(name, at, call, parts, *programs[call["program"]]))
+
+    return {name: list(phase(name, calls)) for name, calls in manifest.plans.items()}
+
+
+def _chain(grouping: Grouping, phase: str) -> Chain:
+    if phase == "prefill_chunk":
+        return replace(grouping.prompt, end=())
+    return grouping.prompt if phase.startswith("prefill") else grouping.token
+
+
+def _launches(
+    phase: str, at: int, call: Mapping[str, Any], parts: Sequence[Placed], program: Program, target: Target
+) -> Iterator[Site]:
+    bound = {slot.name: ref.partition("@")[0] for slot, ref in zip(program.slots, call["buffers"], strict=True)}
+    index = 0
+    for placed, wired in zip(parts, program.wiring, strict=True):
+        for launch in target.modules.launches(placed.part):
+            names = {arg: wired[slot] for arg, slot in launch.args.items()}
+            slots = {arg: placed.part.slot(slot) for arg, slot in launch.args.items()}
+            yield Site(
+                phase=phase,
+                call=at,
+                index=index,
+                program=program.name,
+                layer=placed.layer if placed.inside else None,
+                launch=launch,
+                slots=slots,
+                names=names,
+                buffers={arg: bound[name] for arg, name in names.items()},
+                window=program.window,
+                kernel_set=HOST_SET if program.host else target.kernel_set,
+            )
+            index += 1
