@@ -18,7 +18,7 @@ from ml_dtypes import bfloat16
 from stages.diagnosis.sites import Site
 from stages.kernels import HOST_SET, add, gemm
 from stages.kernels.grouped import integer_product
-from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION
+from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
 from stages.weights.formats import formats, w8a8
 
 U = 2.0**-8
@@ -32,8 +32,8 @@ bound fails with a probability of 2 exp(-SURE^2 / 2) = 3e-14 (Higham and Mary, S
 LEAST = 2.0**-126
 """What is smaller in magnitude, kernels may take for zero."""
 FIXED_VALUES, FIXED_BITS = 512, 13
-"""The host multiplies weights in groups with inputs in fixed point: so many share a unit, 2^-13 of the power of two of
-the largest (kernel_src/cpu/fixed_point.h)."""
+"""Where the host multiplies in fixed point, so many inputs share a unit, 2^-13 of the power of two of the largest
+(kernel_src/cpu/fixed_point.h)."""
 WITH_MINIMUM = 16
 """A minimum is subtracted from numbers up to fifteen times a scale: terms are so much larger than their difference."""
 BLOCK_FLOAT = 2.0**-7
@@ -125,6 +125,15 @@ def ulp(values: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), np.maximum(exponents - 8, -133)).astype(np.float32)
 
 
+def in_fixed_point(x: np.ndarray) -> np.ndarray:
+    """Rows as products with weights in groups take them, f32."""
+    rows = np.atleast_2d(x).astype(np.float32)
+    blocks = _groups(rows, FIXED_VALUES)
+    unit = np.exp2(np.frexp(np.abs(blocks).max(axis=-1, keepdims=True))[1] - np.float32(1 + FIXED_BITS))
+    fixed: np.ndarray = (np.rint(blocks / unit) * unit).reshape(len(rows), -1)[:, : rows.shape[-1]].reshape(x.shape)
+    return fixed
+
+
 def spreads(given: Given) -> tuple[Spread, ...]:
     """Of each result of a launch."""
     return _SPREADS.get(given.site.operation, _unknown)(given)
@@ -164,23 +173,16 @@ def _product(given: Given, weight: str = "weight") -> tuple[np.ndarray, Spread]:
 
 def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
     """`[rows, out]`: of a product before it is rounded, the reference's own sums included."""
-    site, cols, size = given.site, x.shape[-1], np.abs(x) @ weight.magnitudes.T
-    error = 2 * SURE * np.sqrt(cols) * U32 * size
-    if site.format != "bf16":
-        on_array = site.kernel_set != HOST_SET
-        error += _lifted(x, weight) if on_array else WITH_MINIMUM * error + _fixed_point(x, weight)
-    if given.bfp16 and site.operation.startswith("gemm"):
-        error += _block_float(x, weight)
-    return error
-
-
-def _fixed_point(x: np.ndarray, weight: Weight) -> np.ndarray:
-    """What rounding `x` to whole units costs: half of one for each input."""
-    blocks = _groups(x, FIXED_VALUES)
-    largest = np.abs(blocks).max(axis=-1)
-    halves = np.where(largest > 0, 2.0 ** (np.frexp(largest)[1] - 2 - FIXED_BITS), 0)
-    squares = np.square(weight.by_groups(FIXED_VALUES)).sum(axis=-1)
-    return SURE * np.sqrt(np.square(halves) @ squares.T)
+    site, size = given.site, np.abs(x) @ weight.magnitudes.T
+    sums = SURE * np.sqrt(x.shape[-1]) * U32 * size
+    if site.format == "bf16":
+        block_float = given.bfp16 and site.operation.startswith("gemm")
+        return 2 * sums + (_block_float(x, weight) if block_float else 0)
+    if site.kernel_set != HOST_SET:
+        return sums + _lifted(x, weight)
+    # Sums of groups are exact (inputs are in fixed point here, too); three operations join each to those before.
+    groups = 3 * np.ceil(x.shape[-1] / SHORT_GROUP)
+    return sums + SURE * np.sqrt(groups) * U32 * WITH_MINIMUM * size
 
 
 def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.diagnosis.bounds import SURE, Given, Spread, Weight, spreads, ulp
+from stages.diagnosis.bounds import SURE, Given, Spread, Weight, in_fixed_point, spreads, ulp
 from stages.diagnosis.record import Recorder, Sample
 from stages.diagnosis.sites import Site
 from stages.model.artifact_weights import ArtifactWeights
@@ -138,6 +138,11 @@ class Judge:
         tables = {arg: self.recorder.tables[name] for arg, name in bound.items() if name in self.recorder.tables}
         held = {arg: weight.values if site.of_values else weight.stored for arg, weight in weights.items()}
         known = {**scalars, **sample.values, **tables, **held}
+        # A prompt on the array multiplies with what was unpacked before.
+        unpacked = (arg.name for arg in site.read if arg.matrix and arg.name not in weights)
+        weights |= {name: Weight(known[name], "bf16", known[name].shape) for name in unpacked}
+        if site.fixed_point and "x" in known:
+            known["x"] = in_fixed_point(known["x"])
         return Given(site, known, weights, _reference(site, known), self.bfp16 and sample.rows > 1)
 
 

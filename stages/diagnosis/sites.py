@@ -11,6 +11,7 @@ from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.kernels import HOST_SET, Arg, Kernel, kernels
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
+from stages.kernels.grouped import GROUPED
 from stages.model.families import read_config
 from stages.model.importers import PLAIN
 from stages.model.parts import Launch, Slot
@@ -67,7 +68,13 @@ class Site:
 
     @property
     def of_values(self) -> bool:
-        return self.base in kernels() and (self.base == self.kernel.name or not self._whole_numbers)
+        return self.format == "bf16" or (self.base != self.kernel.name and not self._whole_numbers)
+
+    @property
+    def fixed_point(self) -> bool:
+        """Whether it takes `x` in fixed point, as the host's products with weights in groups do."""
+        in_panels = any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in self.kernel.args)
+        return self.kernel_set == HOST_SET and in_panels and self.format in {form.name for form in GROUPED}
 
     @property
     def _whole_numbers(self) -> bool:

@@ -60,7 +60,7 @@ def results(kernel: Kernel, known: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         out = kernel.reference(*(known[arg.name] for arg in kernel.args if not arg.written), cols=known["cols"])
     else:
-        out = kernel.reference(**{name: _shaped(name, known) for name in parameters})
+        out = kernel.reference(**{name: _shaped(name, known) for name in parameters if name in known})
     return out if isinstance(out, tuple) else (out,)
 
 
