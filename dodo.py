@@ -98,6 +98,11 @@ def task_perplexity():
     return command("perplexity")
 
 
+def task_diagnose():
+    """Say where a run goes wrong: each layer against transformers, each launch against its reference; prompt=..."""
+    return command("diagnose")
+
+
 def task_quality():
     """Compare what formats of weights lose, all or weights=..., beside llama.cpp's files with peers=llama.cpp."""
     return quality()

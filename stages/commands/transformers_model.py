@@ -72,12 +72,11 @@ def logits(
     torch, _ = _packages()
     config, family = checkpoint.config, families.of(checkpoint.config)
     embedding = values(family.embedding)
-    texts = {torch.float32: exact, torch.bfloat16: rounded}
-    running = {dtype: [_torch(embedding[None, ids], dtype) for ids in some] for dtype, some in texts.items()}
+    running = _embedded(embedding, exact, rounded)
     head = embedding if config.tied else None
     del embedding
-    with torch.no_grad():
-        _through_layers(checkpoint, values, running, kv)
+    *_, norm = _through_layers(checkpoint, values, running, kv)
+    _run(norm, {"weight": values("model.norm.weight")}, running, norm)
     head = values(family.head(config)) if head is None else head
     for dtype, states in running.items():
         wide = _torch(head, dtype) if states else None
@@ -85,8 +84,31 @@ def logits(
             yield torch.nn.functional.linear(state[0], wide).float().numpy()
 
 
-def _through_layers(checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str) -> None:
-    """From the embeddings `[1, tokens, emb]` of texts, by dtype, to what the head takes."""
+def layer_outputs(
+    checkpoint: Checkpoint,
+    values: Values,
+    exact: Sequence[Sequence[int]],
+    rounded: Sequence[Sequence[int]] = (),
+    kv: str = "bf16",
+) -> Iterator[list[np.ndarray]]:
+    """What is behind each layer in turn: f32 `[len(ids), emb]`, of each text as `logits` takes and orders them. Raises
+    UserError without the verify extra."""
+    running = _embedded(values(families.of(checkpoint.config).embedding), exact, rounded)
+    for _ in _through_layers(checkpoint, values, running, kv):
+        yield [state[0].float().numpy() for states in running.values() for state in states]
+
+
+def _embedded(embedding: np.ndarray, exact: Sequence[Sequence[int]], rounded: Sequence[Sequence[int]]) -> Any:
+    """Rows of the embedding, `[1, tokens, emb]` for each text, by dtype."""
+    torch, _ = _packages()
+    texts = {torch.float32: exact, torch.bfloat16: rounded}
+    return {dtype: [_torch(embedding[None, ids], dtype) for ids in some] for dtype, some in texts.items()}
+
+
+def _through_layers(
+    checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str
+) -> Iterator[Callable[[Any], Any]]:
+    """From the embeddings of texts to what the last norm takes, a layer each time that it is asked; gives that norm."""
     model, norm = _one_layer(checkpoint)
     names = list(families.tensors(checkpoint.config))
 
@@ -98,7 +120,7 @@ def _through_layers(checkpoint: Checkpoint, values: Values, running: dict[Any, l
     for prefix in (f"model.layers.{layer}." for layer in layers):
         weights = {name.removeprefix(prefix): values(name) for name in names if name.startswith(prefix)}
         _run(model.layers[0], weights, running, forward)
-    _run(norm, {"weight": values("model.norm.weight")}, running, norm)
+        yield norm
 
 
 def rounding_cache(kv: str) -> Any:
@@ -140,4 +162,5 @@ def _run(
         if states:
             held = {name: _torch(values, dtype) for name, values in weights.items()}
             module.load_state_dict(held, assign=True)
-            running[dtype] = [forward(state) for state in states]
+            with _packages()[0].no_grad():
+                running[dtype] = [forward(state) for state in states]

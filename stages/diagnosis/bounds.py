@@ -1,8 +1,8 @@
 """How far a right launch may be from its reference, by the number formats on its way.
 
 Both compute the same function of the same inputs, but sum in other orders: before a result is rounded, they are a small
-`error` apart. Rounded, they are the same unless the border between two numbers of bf16 lies between them: `chance`. Then
-they differ by a unit in the last place. Roundings that a kernel makes on its way count alike.
+`error` apart. Rounded, they are the same unless the border between two numbers of bf16 lies between them, which has a
+`chance`; then they differ by a unit in the last place. Roundings that a kernel makes on its way count alike.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Arithmetic:
 
 ARITHMETIC = {
     HOST_SET: Arithmetic(activation=2.0**-16, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U),
-    # A pair of bf16 keeps 2^-17, a product of two 2^-16; an activation has eight of these. Both a weight and the sum that
-    # it is divided by are rounded.
+    # A pair of bf16 keeps 2^-17, a product of two 2^-16; an activation has eight of these. Both a weight and the sum
+    # that it is divided by are rounded.
     "aie2p": Arithmetic(activation=2.0**-13, rotation=2.0**-16, root=2.0**-15, score=2.0**-16, weight=2 * U),
 }
 
@@ -148,10 +148,11 @@ def _exact(given: Given) -> tuple[Spread, ...]:
 
 
 def _of_rows(given: Given) -> tuple[Spread, ...]:
-    """Values of weights, rounded."""
+    """Values of weights, rounded; numbers and minima are as large as the largest of a group."""
     values = given.results[0].astype(np.float32)
-    exact = given.site.format == "bf16"
-    return (_rounded(values, np.zeros(values.shape) if exact else WITH_MINIMUM * 4 * U32 * np.abs(values) + LEAST),)
+    if given.site.format == "bf16":
+        return (_rounded(values, np.zeros(values.shape)),)
+    return (_rounded(values, WITH_MINIMUM * U32 * _largest(values, GROUP) + LEAST),)
 
 
 def _rounded(values: np.ndarray, error: np.ndarray) -> Spread:
@@ -199,7 +200,7 @@ def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:
 
 def _block_float(x: np.ndarray, weight: Weight) -> np.ndarray:
     """Each value is off by at most `BLOCK_FLOAT` of the largest of its block, on both sides."""
-    of_x, of_weight = (np.abs(_groups(m, 8)).max(axis=-1).repeat(8, axis=-1)[:, : m.shape[1]] for m in (x, weight.values))
+    of_x, of_weight = (_largest(matrix, 8) for matrix in (x, weight.values))
     cross = of_x @ weight.magnitudes.T + np.abs(x) @ of_weight.T + BLOCK_FLOAT * of_x @ of_weight.T
     return BLOCK_FLOAT * cross
 
@@ -207,6 +208,12 @@ def _block_float(x: np.ndarray, weight: Weight) -> np.ndarray:
 def _groups(matrix: np.ndarray, size: int) -> np.ndarray:
     """`[rows, cols]` -> `[rows, groups, size]`, zeros behind the last."""
     return np.pad(matrix, [(0, 0), (0, -matrix.shape[-1] % size)]).reshape(len(matrix), -1, size)
+
+
+def _largest(matrix: np.ndarray, size: int) -> np.ndarray:
+    """`[rows, cols]`: of each value's group the largest magnitude."""
+    found: np.ndarray = np.abs(_groups(matrix, size)).max(axis=-1).repeat(size, axis=-1)[:, : matrix.shape[-1]]
+    return found
 
 
 def _of_product(given: Given) -> tuple[Spread, ...]:
@@ -249,7 +256,8 @@ def _of_paired_product(given: Given) -> tuple[Spread, ...]:
 
 
 def _of_silu(given: Given) -> tuple[Spread, ...]:
-    return _of_activation(given, tuple((given.known[name], _exactly(given.known[name].shape)) for name in ("gate", "up")))
+    gate, up = given.known["gate"], given.known["up"]
+    return _of_activation(given, ((gate, _exactly(gate.shape)), (up, _exactly(up.shape))))
 
 
 def _of_norm(given: Given, which: int = 0, x: np.ndarray | None = None) -> tuple[Spread, ...]:

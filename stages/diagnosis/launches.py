@@ -19,8 +19,8 @@ from stages.model.reference import results
 from stages.weights.formats import formats
 
 BIAS = 0.25
-"""Units in the last place. Rounded to the nearest, results are off by 0 on average; cut off, by a half: what is nearer to
-that is wrong."""
+"""Units in the last place. Rounded to the nearest, results are off by 0 on average; cut off, by a half: what is nearer
+to that is wrong."""
 SIGNIFICANT = 6.0
 """Times its standard error is a mean certainly not 0."""
 GROUPS = 16
@@ -84,7 +84,9 @@ class Finding:
         elif biased:
             mean = max(biased, key=abs)
             side = "toward zero" if mean < 0 else "away from zero"
-            self.wrong = f"results are {abs(mean):.2f} units in the last place {side} on average: not rounded to nearest"
+            self.wrong = (
+                f"results are {abs(mean):.2f} units in the last place {side} on average: not rounded to nearest"
+            )
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
@@ -137,7 +139,7 @@ class Judge:
         weights = {arg: self._weight(name) for arg, name in bound.items() if name in self.weights.held}
         tables = {arg: self.recorder.tables[name] for arg, name in bound.items() if name in self.recorder.tables}
         held = {arg: weight.values if site.of_values else weight.stored for arg, weight in weights.items()}
-        known = {**scalars, **sample.values, **tables, **held}
+        known: dict[str, Any] = {**scalars, **sample.values, **tables, **held}
         # A prompt on the array multiplies with what was unpacked before.
         unpacked = (arg.name for arg in site.read if arg.matrix and arg.name not in weights)
         weights |= {name: Weight(known[name], "bf16", known[name].shape) for name in unpacked}
@@ -199,6 +201,16 @@ def _worst(
     ours, reference = values
     index = tuple(int(i) for i in np.unravel_index(at, ours.shape))
     first = max(0, index[-1] - AROUND)
-    shown = [each[index[:-1]][first : index[-1] + AROUND + 1].astype(np.float64).tolist() for each in values]
-    error = abs(float(ours[index]) - float(reference[index]))
-    return Worst(name, site.names[name], sample.position, sample.rows, index, first, *shown, error, limit)
+    near = slice(first, index[-1] + AROUND + 1)
+    return Worst(
+        argument=name,
+        slot=site.names[name],
+        position=sample.position,
+        rows=sample.rows,
+        index=index,
+        first=first,
+        ours=ours[index[:-1]][near].astype(np.float64).tolist(),
+        reference=reference[index[:-1]][near].astype(np.float64).tolist(),
+        error=abs(float(ours[index]) - float(reference[index])),
+        limit=limit,
+    )

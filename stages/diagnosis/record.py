@@ -25,9 +25,9 @@ Values = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Sample:
-    """A launch in one call of `rows` tokens from `position` on. `values`: by the kernel's arguments, without weights and
-    tables; of what goes into a cache the new rows, of a cache that is read the values of all up to the last, as `k` and
-    `v`, f32 or bf16 `[positions, kv_heads * head_dim]`."""
+    """A launch in one call of `rows` tokens from `position` on. `values`: by the kernel's arguments, without weights
+    and tables; of what goes into a cache the new rows, of a cache that is read the values of all up to the last, as `k`
+    and `v`, f32 or bf16 `[positions, kv_heads * head_dim]`."""
 
     rows: int
     position: int
@@ -85,9 +85,9 @@ class Recorder:
         """Both caches are taken apart at once, when the first is asked for."""
         if arg.name != "k_panels":
             return {}
-        panels = (call.seen(site.names[f"{which}_panels"]) for which in "kv")
+        k, v = (call.seen(site.names[f"{which}_panels"]) for which in "kv")
         first = call.position if arg.written else 0
-        rows = rows_of_panels(*panels, self.dimensions["head_dim"], until, site.format)
+        rows = rows_of_panels(k, v, self.dimensions["head_dim"], until, site.format)
         names = [f"{which}_panels" if arg.written else which for which in "kv"]
         return {name: each[first:].reshape(until - first, -1) for name, each in zip(names, rows, strict=True)}
 

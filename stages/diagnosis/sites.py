@@ -1,4 +1,5 @@
-"""The launches of a plan, each at its place: as the programs of an artifact directory make them, fused ones included."""
+"""The launches of a plan, each at its place: as the programs of an artifact directory make them, fused where they are
+fused."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from llama_npu2.manifest import Manifest
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.kernels import HOST_SET, Arg, Kernel, kernels
-from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
 from stages.kernels.grouped import GROUPED
 from stages.model.families import read_config
+from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
 from stages.model.importers import PLAIN
 from stages.model.parts import Launch, Slot
 from stages.targets import Target
@@ -25,8 +26,8 @@ PLAIN_FORMATS = {"i32", *PLAIN}
 class Site:
     """One launch of one call. `call`, `index`: its place in the phase and in the call, from 0; `layer`: None outside of
     the layers; `slots`, `names`, `buffers`: by the kernel's arguments, what the part says of them, what they are called
-    in the program, and what is bound. `window`: of the cache, where the program attends over one. `fused`: launches of
-    the part that it does in one. `kernel_set`: whose kernel runs."""
+    in the program, and what is bound. `window`: of the cache, where the program attends over one. `kernel_set`: whose
+    kernel runs."""
 
     phase: str
     call: int
@@ -92,6 +93,11 @@ class Site:
     def ends_layer(self) -> str:
         """The argument that is a layer's output, where it is one of this launch's."""
         return next((arg.name for arg in self.written if self.slots[arg.name].buffer == "x.{next}"), "")
+
+    @property
+    def fused(self) -> bool:
+        """Whether it does several launches of the part in one, of which only the ends are in memory."""
+        return self.operation.endswith(("_add", "_silu", "_swiglu"))
 
     @property
     def place(self) -> str:

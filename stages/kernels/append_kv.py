@@ -47,10 +47,9 @@ def rows_of_panels(
     makes them."""
     form, padded, half = formats()[stored], head_dim + -head_dim % PANEL_ROWS, KV_BLOCK_POSITIONS // 2
     blocks = -(-positions // KV_BLOCK_POSITIONS)
-    (k_scales, k), (v_scales, v) = (
-        np.split(panels[:blocks].reshape(blocks, panels.shape[1], -1), [KV_BLOCK_POSITIONS * form.row_elements], axis=-1)
-        for panels in (k_panels, v_panels)
-    )
+    scales = KV_BLOCK_POSITIONS * form.row_elements
+    flat = (panels[:blocks].reshape(blocks, panels.shape[1], -1) for panels in (k_panels, v_panels))
+    (k_scales, k), (v_scales, v) = (np.split(panels, [scales], axis=-1) for panels in flat)
     heads = k.shape[:2]
     k_rows = k.reshape(*heads, -1, head_dim // 2, PANEL_ROWS, 2).swapaxes(3, 4).reshape(*heads, -1, head_dim)
     v_rows = v.reshape(*heads, -1, half, PANEL_ROWS, 2).transpose(0, 1, 3, 5, 2, 4).reshape(*heads, -1, padded)

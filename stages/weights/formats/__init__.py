@@ -79,8 +79,8 @@ class Format:
     `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
     the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
     for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them; `cut(rows, cols, together)` where a core
-    takes panels of so many at a time. `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are multiplied
-    with.
+    takes panels of so many at a time. `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are
+    multiplied with.
     """
 
     name: str
