@@ -25,6 +25,8 @@ SIGNIFICANT = 6.0
 """Times its standard error is a mean certainly not 0."""
 GROUPS = 16
 """So many rows (of heads, in attention) are enough for a mean and its error."""
+SIDES = {"magnitude": ("toward zero", "away from zero"), "value": ("down", "up")}
+"""What is off on average, and to which sides."""
 AROUND = 3
 """Values shown on each side of the worst."""
 
@@ -53,8 +55,8 @@ class Worst:
 class Finding:
     """What was seen of one launch in all its calls. `elements` of results; `differ`: how many are not the reference's
     number, `expected`: how many of these the order of sums explains at most; `ratio`: the largest error by its limit;
-    `bias`: mean error toward zero (negative) or away from it, in units in the last place, NaN where rows are too few to
-    say; `wrong`: why it is, or nothing; `means`: by result and rounding, those of rows."""
+    `bias`: mean error of magnitudes or of values, the larger one, in units in the last place, NaN where rows are too
+    few to say; `wrong`: why it is, or nothing; `means`: by result, rounding and side, those of rows."""
 
     site: Site
     calls: int = 0
@@ -66,14 +68,13 @@ class Finding:
     bias: float = float("nan")
     wrong: str = ""
     worst: Worst | None = None
-    means: dict[tuple[str, int], list[float]] = field(default_factory=dict, repr=False)
+    means: dict[tuple[str, int, str], list[float]] = field(default_factory=dict, repr=False)
 
     def judge(self) -> None:
         """Say what is wrong, once all calls are counted."""
-        biases = [(mean, error) for mean, error in map(_mean, self.means.values()) if error == error]
-        if biases:
-            self.bias = max(biases, key=lambda each: abs(each[0]))[0]
-        biased = [mean for mean, error in biases if abs(mean) >= BIAS and abs(mean) >= SIGNIFICANT * error]
+        means = [(*_mean(values), side) for (_, _, side), values in self.means.items() if len(values) >= GROUPS]
+        self.bias = max((mean for mean, _, _ in means), key=abs, default=float("nan"))
+        biased = [each for each in means if abs(each[0]) >= max(BIAS, SIGNIFICANT * each[1])]
         if self.ratio > 1:
             self.wrong = f"off by {self.largest:.3g}, {self.ratio:.3g} times as much as sums and roundings can be"
         elif self.differ > self.expected + SURE * np.sqrt(self.expected) + SURE:
@@ -82,17 +83,12 @@ class Finding:
                 f"sums explains {self.expected:.0f}"
             )
         elif biased:
-            mean = max(biased, key=abs)
-            side = "toward zero" if mean < 0 else "away from zero"
-            self.wrong = (
-                f"results are {abs(mean):.2f} units in the last place {side} on average: not rounded to nearest"
-            )
+            mean, _, side = max(biased, key=lambda each: abs(each[0]))
+            self.wrong = f"results are {abs(mean):.2f} units in the last place {SIDES[side][mean > 0]} on average"
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Of independent values, and its standard error; NaN of too few."""
-    if len(values) < GROUPS:
-        return float("nan"), float("nan")
+    """Of independent values, and its standard error."""
     return float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
@@ -182,17 +178,13 @@ def _compare(
         finding.worst = _worst(finding.site, name, sample, pair, worst, float(limit[worst]))
     if pair[0].dtype == bfloat16:
         groups = heads * (len(pair[0]) if pair[0].ndim > 1 else 1)
+        errors = np.where(np.isfinite(found - wanted), found - wanted, 0)
         for which, values in enumerate((wanted, *spread.rounded)):
-            finding.means.setdefault((name, which), []).extend(_means(found - wanted, values.ravel(), groups))
-
-
-def _means(error: np.ndarray, values: np.ndarray, groups: int) -> list[float]:
-    """Of errors along values that were rounded, in units of their last places; by groups, because those of a row may
-    have one cause."""
-    along = np.where(np.isfinite(error), error, 0) * np.sign(values)
-    sums, units = (part.reshape(groups, -1).sum(axis=-1) for part in (along, ulp(values)))
-    found: list[float] = (sums / units).tolist()
-    return found
+            unit = ulp(values).reshape(groups, -1).sum(axis=-1)
+            for side, along in (("magnitude", np.sign(values.ravel())), ("value", np.float32(1))):
+                # Errors of a row may have one cause: it counts as one.
+                sums = (errors * along).reshape(groups, -1).sum(axis=-1)
+                finding.means.setdefault((name, which, side), []).extend((sums / unit).tolist())
 
 
 def _worst(

@@ -1,0 +1,319 @@
+"""`doit diagnose`: faults put into single calls are named, right artifacts are not; what it prints and writes.
+
+Kernels that are wrong themselves are in `test_diagnose_faults.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doit.exceptions import TaskFailed
+from ml_dtypes import bfloat16
+
+from llama_npu2 import Llama, UserError, load
+from llama_npu2.devices import Submission
+from stages.commands import diagnose as command
+from stages.commands import transformers_model
+from stages.commands.diagnose import Report, diagnose
+from stages.commands.options import parse_options
+from stages.diagnosis.bounds import in_fixed_point, ulp
+from stages.diagnosis.layers import compared
+from stages.diagnosis.sites import Site, sites
+from stages.graph import Build
+from stages.kernels.append_kv import reference_panels, rows_of_panels
+from stages.weights.formats import formats
+from tests.browser import Look
+from tests.conftest import ODD_WIDTHS, build, write_checkpoint
+
+NO_PACKAGES = "torch and transformers are not installed"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Launches are judged without transformers."""
+
+    def missing(*_: Any) -> None:
+        raise UserError(NO_PACKAGES)
+
+    if not request.node.get_closest_marker("verify"):
+        monkeypatch.setattr(transformers_model, "layer_outputs", missing)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = tmp_path_factory.mktemp("diagnosed") / "diagnosed"
+    write_checkpoint(checkpoint, **ODD_WIDTHS)
+    return checkpoint
+
+
+def built(model: Path | str, artifacts: Path, **variables: str) -> Build:
+    given = {"target": "cpu", **variables}
+    build(model, artifacts, **given)
+    return Build(parse_options({"model": str(model), "artifacts": str(artifacts), **given}))
+
+
+@pytest.fixture(scope="module")
+def host(odd: Path, artifacts: Path) -> Build:
+    return built(odd, artifacts)
+
+
+@pytest.fixture(scope="module")
+def array(artifacts: Path) -> Build:
+    return built("demo", artifacts, target="npu2-sim", buckets="64,128")
+
+
+def found(build: Build, change: Callable[[Llama], object] = lambda llm: None) -> Report:
+    with contextlib.closing(load(build.directory)) as llm:
+        change(llm)
+        return diagnose(build, llm)
+
+
+def test_no_fault_is_found_where_there_is_none(host: Build, array: Build, odd: Path, artifacts: Path) -> None:
+    for one in (host, array, built(odd, artifacts, weights="int4", kv="int8")):
+        report = found(one)
+        assert report.passed and not report.layers and NO_PACKAGES in report.unsaid, report.verdict
+        assert (
+            report.verdict
+            == f"diagnose: no fault found: {len(report.findings)} launches are what their references make"
+        )
+        assert all(finding.elements for finding in report.findings)
+
+
+Change = Callable[[np.ndarray], None]
+
+
+def sign(values: np.ndarray) -> None:
+    values[..., 1] *= -1
+
+
+def index(values: np.ndarray) -> None:
+    values[...] = np.roll(values, 1, axis=-1)
+
+
+def scale(values: np.ndarray) -> None:
+    values *= values.dtype.type(1 + 2**-6)
+
+
+def rounding(values: np.ndarray) -> None:
+    """Half of what is rounded to the nearest is cut off to the number below."""
+    lower = np.arange(values.size).reshape(values.shape) % 2
+    values.view(np.uint16)[...] -= (lower * (values != 0)).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Of what one launch of one call left in a slot."""
+
+    change: Change
+    phase: str
+    kernel: str
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.change.__name__}: {self.kernel} in {self.phase}"
+
+    def __call__(self, build: Build, llm: Llama) -> Site:
+        """Makes it; returns where it is."""
+        of_phase = sites(build, llm.manifest)[self.phase]
+        site = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
+        slot = next(slot for slot in llm.manifest.programs[site.program]["slots"] if slot["name"] == self.slot(site))
+        prepare, call = llm.device.prepare, llm.calls[self.phase][site.call]
+        buffer = llm.memory.array(site.buffers[site.written[0].name])
+
+        def prepared(calls: list[Any]) -> Submission:
+            made = prepare(calls)
+            return Tampered(made, self.change, buffer, slot["shape"]) if calls[0] is call else made
+
+        llm.device.prepare = prepared
+        return site
+
+    def slot(self, site: Site) -> str:
+        return site.names[site.written[0].name]
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """A submission of one call, behind which a buffer is changed: the rows of a call in plain layout."""
+
+    made: Submission
+    change: Change
+    buffer: np.ndarray
+    shape: list[int | str]
+
+    def run(self, seq: int, pos: int) -> None:
+        self.made.run(seq, pos)
+        shape = [seq if size == "seq" else int(size) for size in self.shape]
+        values = self.buffer.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+        self.change(values)
+
+    def rest(self) -> None:
+        self.made.rest()
+
+
+ON_HOST = [
+    Fault(sign, "prefill", "gemm_silu", 1),
+    Fault(sign, "decode", "rope", 1),
+    Fault(index, "prefill", "flash_attention_panels", 1),
+    Fault(index, "decode", "gemv", 0),
+    Fault(scale, "prefill", "rms_norm", 1),
+    Fault(scale, "decode", "decode_attention_panels", 1),
+    Fault(rounding, "prefill", "gemm_add", 1),
+    Fault(rounding, "decode", "gemv_silu", 1),
+    Fault(rounding, "prefill", "flash_attention_panels", 0),
+    Fault(rounding, "decode", "decode_attention_panels", 1),
+]
+ON_ARRAY = [
+    Fault(sign, "prefill@64", "silu_and_mul", 2),
+    Fault(index, "prefill@64", "flash_attention", 1),
+    Fault(scale, "decode", "add", 3),
+    Fault(rounding, "decode", "gemv", 2),
+]
+
+
+@pytest.mark.parametrize("fault", ON_HOST, ids=str)
+def test_a_fault_in_one_call_is_named(host: Build, fault: Fault) -> None:
+    named(host, fault)
+
+
+@pytest.mark.parametrize("fault", ON_ARRAY, ids=str)
+def test_a_fault_in_one_call_of_the_array_is_named(array: Build, fault: Fault) -> None:
+    named(array, fault)
+
+
+def named(build: Build, fault: Fault) -> None:
+    where: list[Site] = []
+    report = found(build, lambda llm: where.append(fault(build, llm)))
+    first = report.wrong[0].site
+    assert (first.phase, first.call, first.index) == (where[0].phase, where[0].call, where[0].index), report.verdict
+    assert report.verdict.startswith(
+        f"diagnose: FAULT in launch {first.index + 1} of {first.program}, layer {fault.layer + 1}"
+    )
+
+
+def test_values_around_the_worst_are_shown(host: Build) -> None:
+    """One element is wrong, and everything else right."""
+
+    def one(values: np.ndarray) -> None:
+        values[..., 7] += values.dtype.type(64)
+
+    report = found(host, lambda llm: Fault(one, "decode", "gemv_add", 1)(host, llm))
+    worst = report.wrong[0].worst
+    assert worst and worst.index == (7,) and worst.first == 4 and worst.slot == "res1"
+    apart = np.subtract(worst.ours, worst.reference)
+    assert np.abs(apart[3] - 64) < 1 and not apart[[0, 1, 2, 4, 5, 6]].any()
+
+
+def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
+    """A row that is not written holds what a run before left there: the right one."""
+
+    def unwritten(llm: Llama) -> None:
+        at = sites(host, llm.manifest)["decode"]
+        call = next(call[0].call for call in at if call[0].kernel.name == "append_kv_panels")
+        llm.prefill(range(30, 78))
+        kept = llm.memory.array("k_cache.0").copy()
+        prepare, cut = llm.device.prepare, llm.calls["decode"][call]
+
+        def prepared(calls: list[Any]) -> Submission:
+            made = prepare(calls)
+            return (
+                Tampered(made, put_back, llm.memory.array("k_cache.0"), list(kept.shape)) if calls[0] is cut else made
+            )
+
+        def put_back(values: np.ndarray) -> None:
+            values[...] = before
+
+        before = kept
+        llm.device.prepare = prepared
+
+    first = found(host, unwritten).wrong[0].site
+    assert (first.kernel.name, first.phase, first.layer) == ("append_kv_panels", "decode", 0)
+
+
+@pytest.mark.verify
+def test_layers_are_compared_with_transformers(host: Build) -> None:
+    pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
+    pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
+    report = found(host)
+    assert report.passed, report.verdict
+    assert [(layer.layer, layer.part) for layer in report.layers] == [
+        (i, p) for i in (0, 1) for p in ("prompt", "tokens")
+    ]
+    assert all(layer.ours.error > 0 and layer.times < 1.5 and layer.ours.cosine > 0.999 for layer in report.layers)
+
+
+def test_a_layer_drifts_where_it_is_further_off_than_a_bit() -> None:
+    rng = np.random.default_rng(1)
+    exact = rng.standard_normal((8, 64))
+    noise = rng.standard_normal((8, 64)) * 2.0**-9
+
+    def layer(times: float, bounded: bool = True) -> Any:
+        return compared(0, list(exact + times * noise), [exact, exact + noise], None, 6, bounded)
+
+    assert [part.drifts for part in layer(1.9)] == [False, False]
+    assert [part.drifts for part in layer(2.1)] == [True, True]
+    assert [part.drifts for part in layer(2.1, bounded=False)] == [False, False]
+    assert layer(float("nan"))[0].drifts, "no number is no reason to pass"
+
+
+def test_a_report_is_printed_and_written(
+    host: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], look_at: Look
+) -> None:
+    """Of a fault: the page is looked at in a browser."""
+    monkeypatch.setattr(command, "load", lambda *given: tampered(host))
+    to = Build(
+        parse_options(
+            {"model": host.options.model, "artifacts": host.options.artifacts, "target": "cpu", "output": str(tmp_path)}
+        )
+    )
+    assert isinstance(command.run(to), TaskFailed)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2].startswith(
+        "diagnose: FAULT in launch 3 of o_ffn, layer 2, prefill: gemm_silu(normed2, w_gate, w_up) -> swiglu: off by"
+    )
+    assert printed[-1] == str(tmp_path / "diagnose.html")
+    content = json.loads((tmp_path / "diagnose.json").read_text())
+    assert content["first_launch"]["kernel"] == "gemm_silu" and content["first_launch"]["layer"] == 1
+    assert not content["passed"] and content["not_run"] == ["prefill_chunk"]
+    assert look_at(tmp_path / "diagnose.html") == []
+
+
+def tampered(build: Build) -> Llama:
+    llm = load(build.directory)
+    Fault(sign, "prefill", "gemm_silu", 1)(build, llm)
+    return llm
+
+
+def test_every_phase_is_run_if_asked_for(host: Build) -> None:
+    full = Build(
+        parse_options({"model": host.options.model, "artifacts": host.options.artifacts, "target": "cpu", "full": "1"})
+    )
+    with contextlib.closing(load(full.directory)) as llm:
+        assert diagnose(full, llm).passed
+
+
+@pytest.mark.parametrize("stored", ["bf16", "int8_rows"])
+@pytest.mark.parametrize("positions, head_dim", [(1, 2), (130, 10), (256, 64)])
+def test_rows_come_back_out_of_panels(stored: str, positions: int, head_dim: int) -> None:
+    k, v = (np.random.default_rng(s).standard_normal((positions, 3, head_dim)).astype(bfloat16) for s in (0, 1))
+    panels = reference_panels(k, v, stored)
+    for rows, given in zip(rows_of_panels(*panels, head_dim, positions, stored), (k, v), strict=True):
+        form = formats()[stored]
+        np.testing.assert_array_equal(rows, form.dequantise(form.quantise(given), head_dim))
+
+
+def test_units_in_the_last_place() -> None:
+    values = np.array([1, 1.5, 2, -3, 2.0**-20, 0], np.float32)
+    np.testing.assert_array_equal(ulp(values)[:5], np.float32([2.0**-7, 2.0**-7, 2.0**-6, 2.0**-6, 2.0**-27]))
+    assert ulp(values)[5] > 0
+
+
+def test_fixed_point_keeps_fifteen_bits() -> None:
+    x = np.array([1.9921875, 2.0**-7, 2.0**-14 * 1.5, 0], bfloat16)
+    np.testing.assert_array_equal(in_fixed_point(x), np.float32([1.9921875, 2.0**-7, 2.0**-13, 0]))

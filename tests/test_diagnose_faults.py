@@ -1,0 +1,327 @@
+"""Kernels made wrong by a sign, an index, a rounding or a scale, compiled and run: `doit diagnose` names the launch."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llama_npu2 import load
+from stages.commands.diagnose import Report, diagnose
+from stages.commands.options import parse_options
+from stages.graph import Build
+from tests.conftest import doit, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` in a file of `kernel_src` becomes `new`. `found`: kernel, phase and layer (from 0) of the first launch that
+    is wrong; `variables`: of the build."""
+
+    kind: str
+    file: str
+    old: str
+    new: str
+    found: tuple[str, str, int | None]
+    variables: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.file}: {self.found[0]}{''.join(f' {each}' for each in self.variables)}"
+
+
+def cut_off(to: str, value: str, count: str) -> str:
+    """C++ of the host that stores a vector in bf16 with the lower half of each value cut off."""
+    lower = "static_cast<bf16>(((u32v)cut)[j] >> 16)"
+    return f"{{ const f32v cut = {value}; for (int64_t j = 0; j < lanes && j < {count}; j++) ({to})[j] = {lower}; }}"
+
+
+FIRST = ("prefill", 0)
+ONE_LAYER = ("weights=bf16,w_down.1=int8",)
+
+HOST = [
+    Fault("sign", "rope.cc", "a * cosine - b * sine", "a * cosine + b * sine", ("rope", *FIRST)),
+    Fault("index", "rope.cc", "table + i / heads * head_dim", "table + (i / heads + 1) * head_dim", ("rope", *FIRST)),
+    Fault(
+        "rounding",
+        "rope.cc",
+        "store_bf16(out + d, a * cosine - b * sine, count);",
+        cut_off("out + d", "a * cosine - b * sine", "count"),
+        ("rope", *FIRST),
+    ),
+    Fault("scale", "rms_norm.cc", "static_cast<float>(cols);", "static_cast<float>(cols + 1);", ("rms_norm", *FIRST)),
+    Fault("sign", "rms_norm.cc", "normal * load_bf16", "normal * -load_bf16", ("rms_norm", *FIRST)),
+    Fault(
+        "rounding",
+        "rms_norm.cc",
+        "to_float(to_bf16(load_bf16(x + i, cols - i) * scale))",
+        "load_bf16(x + i, cols - i) * scale",
+        ("rms_norm", *FIRST),
+    ),
+    Fault("index", "append_kv_panels.cc", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", *FIRST)),
+    Fault(
+        "index",
+        "append_kv_panels.cc",
+        "offset = p % kv_block_positions",
+        "offset = (p ^ 1) % kv_block_positions",
+        ("append_kv_panels", *FIRST),
+    ),
+    Fault(
+        "scale",
+        "attention_core.h",
+        "sqrtf(static_cast<float>(head_dim))",
+        "sqrtf(static_cast<float>(head_dim + 1))",
+        ("flash_attention_panels", *FIRST),
+    ),
+    Fault(
+        "rounding",
+        "attention_core.h",
+        "store_bf16(out + d, load<f32v>(total + d) * scale, head_dim - d);",
+        cut_off("out + d", "load<f32v>(total + d) * scale", "head_dim - d"),
+        ("flash_attention_panels", *FIRST),
+    ),
+    Fault(
+        "rounding",
+        "kv_format.h",
+        "store_bf16(out + i, weight);",
+        cut_off("out + i", "weight", "lanes"),
+        ("flash_attention_panels", *FIRST),
+    ),
+    Fault(
+        "index",
+        "decode_attention.cc",
+        "attend(tile, shape, kv, pos, task, following)",
+        "attend(tile, shape, kv, pos - 1, task, following)",
+        ("decode_attention_panels", "decode", 0),
+    ),
+    Fault(
+        "index",
+        "gemm.cc",
+        "const bf16 *weights[] = {weight};\n    Gemm<StoreBf16>",
+        "const bf16 *weights[] = {weight + 2};\n    Gemm<StoreBf16>",
+        ("gemm", *FIRST),
+    ),
+    Fault(
+        "sign",
+        "epilogue.h",
+        "rounded(sums + i) + load_bf16(residual",
+        "rounded(sums + i) - load_bf16(residual",
+        ("gemm_add", *FIRST),
+    ),
+    Fault(
+        "rounding",
+        "epilogue.h",
+        "rounded(sums + i) + load_bf16(residual",
+        "load<f32v>(sums + i) + load_bf16(residual",
+        ("gemm_add", *FIRST),
+    ),
+    Fault(
+        "index",
+        "epilogue.h",
+        "silu(rounded(sums + i)) * rounded(sums + group_columns + i)",
+        "silu(rounded(sums + group_columns + i)) * rounded(sums + i)",
+        ("gemm_silu", *FIRST),
+    ),
+    Fault(
+        "rounding",
+        "epilogue.h",
+        "store_bf16(o + i, load<f32v>(sums + i), count - i);",
+        cut_off("o + i", "load<f32v>(sums + i)", "count - i"),
+        ("gemm", *FIRST),
+    ),
+    Fault("scale", "epilogue.h", "o[i] = sums[i];", "o[i] = sums[i] * 1.001f;", ("gemv_f32", "prefill", None)),
+    Fault(
+        "sign",
+        "gemv.cc",
+        "gemv_panels(weights, x, out_cols, cols, AddResidual{residual, out",
+        "gemv_panels(weights, x, out_cols, cols, AddResidual{x, out",
+        ("gemv_add", "decode", 0),
+    ),
+    Fault("index", "embed.cc", "token = tokens[row];", "token = tokens[row] ^ 1;", ("embed", "prefill", None)),
+    Fault(
+        "rounding",
+        "fixed_point.h",
+        "nearest(load_bf16(x + i, count - i) * fixed.inverse)",
+        "__builtin_convertvector(load_bf16(x + i, count - i) * fixed.inverse, i32v)",
+        ("int8_gemm_add", "prefill", 1),
+        ONE_LAYER,
+    ),
+    Fault(
+        "index",
+        "grouped_products.h",
+        "{bytes(weight)};\n    GroupedGemm<FORMAT, AddResidual>",
+        "{bytes(weight) + 16};\n    GroupedGemm<FORMAT, AddResidual>",
+        ("int8_gemm_add", "prefill", 1),
+        ONE_LAYER,
+    ),
+    Fault(
+        "sign",
+        "grouped_products.h",
+        "{bytes(weight)};\n    GroupedGemv<FORMAT, AddResidual>(weights, out_cols, cols, {residual",
+        "{bytes(weight)};\n    GroupedGemv<FORMAT, AddResidual>(weights, out_cols, cols, {x",
+        ("int8_gemv_add", "decode", 1),
+        ONE_LAYER,
+    ),
+]
+"""Of target cpu."""
+
+NPU_INT4 = ("weights=int4",)
+PROMPT = ("prefill@64", 0)
+FLOOR = "aie::tile::current().set_rounding(aie::rounding_mode::floor)"
+
+ARRAY = [
+    Fault("sign", "add.cc", "aie::add(wide,", "aie::sub(wide,", ("add", *PROMPT)),
+    Fault("scale", "rms_norm.h", "(1.0f / COLS) + eps", "(1.0f / (COLS + 1)) + eps", ("rms_norm", *PROMPT)),
+    Fault(
+        "sign",
+        "rope.h",
+        "aie::mac(aie::mac(product(second, cos), first, sin.hi)",
+        "aie::mac(aie::msc(product(second, cos), first, sin.hi)",
+        ("rope", *PROMPT),
+    ),
+    Fault("rounding", "rope.cc", "use_nearest_even()", FLOOR, ("rope", *PROMPT)),
+    Fault("index", "gemm.cc", "a + n / WIDE * DEPTH * BLOCK", "a + n % WIDE * DEPTH * BLOCK", ("gemm", *PROMPT)),
+    Fault(
+        "rounding",
+        "gemm.cc",
+        "use_nearest_even();\n    bfloat16 *out",
+        f"{FLOOR};\n    bfloat16 *out",
+        ("gemm", *PROMPT),
+    ),
+    Fault("rounding", "gemv.cc", "use_nearest_even()", FLOOR, ("gemv", "decode", 0)),
+    Fault("index", "gemv.cc", "spread(x + k)", "spread(x + (k ^ EDGE))", ("gemv", "decode", 0)),
+    Fault("scale", "silu.h", "{1.4453125f, ", "{1.4375f, ", ("silu_and_mul", *PROMPT)),
+    Fault(
+        "index",
+        "silu_and_mul.cc",
+        "(gate + i, up + i, out + i)",
+        "(up + i, gate + i, out + i)",
+        ("silu_and_mul", *PROMPT),
+    ),
+    Fault("scale", "flash_attention.h", "LOG2E / root(HD)", "LOG2E / root(HD + 1)", ("flash_attention", *PROMPT)),
+    Fault(
+        "rounding",
+        "flash_attention.h",
+        "const float *stats, bfloat16 *q) {\n    use_nearest_even()",
+        f"const float *stats, bfloat16 *q) {{\n    {FLOOR}",
+        ("flash_attention", *PROMPT),
+    ),
+    Fault(
+        "sign",
+        "grouped_gemv.cc",
+        "sum = aie::sub(sum, product(split(least)",
+        "sum = aie::add(sum, product(split(least)",
+        ("int4_gemv", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "rounding",
+        "grouped_gemv.cc",
+        'rounded, bfloat16 *out) {\n    static_assert(PANELS == 2, "gate and up");\n    use_nearest_even()',
+        f'rounded, bfloat16 *out) {{\n    static_assert(PANELS == 2, "gate and up");\n    {FLOOR}',
+        ("int4_gemv_swiglu", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "index",
+        "token_attention.cc",
+        "aie::store_v(out + (query + r) * HD + d,",
+        "aie::store_v(out + (query + (r ^ 1)) * HD + d,",
+        ("token_attention", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "sign",
+        "add_rms_norm.cc",
+        "aie::add(wide, aie::load_v<L>(rows + COLS + i))",
+        "aie::sub(wide, aie::load_v<L>(rows + COLS + i))",
+        ("add_rms_norm", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "index",
+        "rope_qkv.cc",
+        "aie::load_v<L>(v + d)",
+        "aie::load_v<L>(v + (d ^ L))",
+        ("rope_qkv", "decode@128", 0),
+        NPU_INT4,
+    ),
+]
+"""Of target npu2-sim, whose compiler is the host's."""
+
+
+@pytest.fixture(scope="module")
+def checkout(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compiled project to edit, beside a model that the array can run."""
+    root = shutil.copytree(project, tmp_path_factory.mktemp("faults") / "checkout")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_checkpoint(root / "tiles", head_dim=32, vocab_size=300, **sizes)
+    return root
+
+
+@contextlib.contextmanager
+def edited(path: Path, old: str, new: str) -> Iterator[None]:
+    text = path.read_text()
+    assert old in text, f"{path.name} has no {old!r}"
+    path.write_text(text.replace(old, new))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def diagnosed(checkout: Path, *variables: str) -> Report:
+    """What is found of what is compiled there."""
+    run = doit("compile", *variables, cwd=checkout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    given = dict(each.split("=", 1) for each in variables) | {"artifacts": str(checkout / "artifacts")}
+    build = Build(parse_options(given | {"model": str(checkout / given["model"])}))
+    with contextlib.closing(load(build.directory)) as llm:
+        return diagnose(build, llm)
+
+
+def check(checkout: Path, kernels: str, fault: Fault, *variables: str) -> None:
+    with edited(checkout / "kernel_src" / kernels / fault.file, fault.old, fault.new):
+        report = diagnosed(checkout, *variables, *fault.variables)
+    assert not report.passed
+    first = report.wrong[0]
+    print(report.verdict)
+    assert (first.site.kernel.name, first.site.phase, first.site.layer) == fault.found, report.verdict
+    if fault.variables == ONE_LAYER:
+        assert {finding.site.layer for finding in report.wrong} == {1}
+
+
+@pytest.mark.parametrize("fault", HOST, ids=str)
+def test_a_wrong_kernel_of_the_host_is_named(checkout: Path, fault: Fault) -> None:
+    check(checkout, "cpu", fault, "model=model", "target=cpu")
+
+
+@pytest.mark.parametrize("fault", ARRAY, ids=str)
+def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
+    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "buckets=64")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        ("model=model", "target=cpu"),
+        ("model=model", "target=cpu", "weights=int4", "kv=int8"),
+        ("model=model", "target=cpu", "weights=w8a8"),
+        ("model=model", "target=cpu", "weights=int6,w_down.0=int8_f32_16"),
+        ("model=tiles", "target=npu2-sim", "buckets=64"),
+        ("model=tiles", "target=npu2-sim", "buckets=64", "grouping=separate"),
+        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int4"),
+        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int8"),
+        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int6"),
+        ("model=tiles", "target=npu2-sim", "buckets=64", "matmul=bfp16"),
+    ],
+    ids=" ".join,
+)
+def test_no_fault_is_found_where_there_is_none(checkout: Path, variables: tuple[str, ...]) -> None:
+    report = diagnosed(checkout, *variables)
+    assert report.passed, report.verdict
