@@ -164,7 +164,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
         record(llm, recorder, _repeated(text, more), _behind(llm, more))
     layers, unsaid = _layers(build, weights, text, len(ids), states)
     in_order = {site: at for at, site in enumerate(recorder.samples)}
-    judged = Judge(recorder, weights, options.matmul == "bfp16").findings()
+    judged = Judge(recorder, weights, _block_float(build)).findings()
     findings = list(tqdm(judged, desc="launches", total=len(in_order), disable=None, leave=False))
     return Report(
         model=llm.manifest.model["name"],
@@ -175,6 +175,11 @@ def diagnose(build: Build, llm: Llama) -> Report:
         findings=sorted(findings, key=lambda finding: in_order[finding.site]),
         unmet=[phase for phase in llm.manifest.plans if phase not in {site.phase for site in in_order}],
     )
+
+
+def _block_float(build: Build) -> bool:
+    """Whether products of a prompt are in block floating point."""
+    return build.target.static and build.options.matmul == "bfp16"
 
 
 def _ids(build: Build, llm: Llama) -> list[int]:
@@ -211,7 +216,7 @@ def _layers(
         exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
         others = not weights.formats <= set(PLAIN)
         theirs = transformers_model.layer_outputs(source, source.tensor, [text]) if others else None
-        bounded = w8a8.FORMAT.name not in weights.formats
+        bounded = w8a8.FORMAT.name not in weights.formats and not _block_float(build)
         return list(_each_layer(states, exact, theirs, prompt, bounded)), ""
     except UserError as error:
         return [], f"layers are not compared: {error}"

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from llama_npu2.table import Column
 from stages.diagnosis.launches import Finding, Worst
-from stages.diagnosis.layers import Layer, Off
+from stages.diagnosis.layers import WORST, Layer, Off
 from stages.pages import Page, chart, colour, details, facts, note, table
 
 if TYPE_CHECKING:
@@ -77,12 +77,15 @@ def _around(worst: Worst) -> Markup:
 
 
 def _charts(layers: Sequence[Layer]) -> Iterator[Markup]:
-    for title, of in (("1 - cosine", lambda off: 1 - off.cosine), ("Largest error", lambda off: off.largest)):
+    for title, of in (
+        (f"1 - cosine of all but {WORST} % of the positions", lambda off: 1 - off.cosine),
+        ("Largest error", lambda off: off.largest),
+    ):
         numbers = table(NUMBERS, (_numbers(layer, of) for layer in layers), f"{title} by layer")
         axes = {
             "height": 340,
             "xaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 32)},
-            "yaxis": {"title": {"text": title}, "type": "log", "exponentformat": "power"},
+            "yaxis": {"title": {"text": title}, "type": "log", "nticks": 6},
         }
         label = f"{title} of each layer's output from transformers in float32 with the same weights"
         yield chart(list(_traces(layers, of)), axes, label, numbers)

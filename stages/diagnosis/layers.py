@@ -28,7 +28,7 @@ class Layer:
     """The output of a layer, from 0, for the positions of a `part` of the text: prompt or tokens. `ours` and `bf16`:
     how far the runtime, and the other program in bf16, are from that in float32 with the same weights; `checkpoint`:
     how far the runtime is from the checkpoint's weights, where the artifacts' are others. `bounded`: not where
-    activations are rounded to whole numbers too."""
+    activations are rounded to whole numbers too, or share exponents."""
 
     layer: int
     part: str
