@@ -26,6 +26,7 @@ from stages.commands.options import parse_options
 from stages.diagnosis.bounds import in_fixed_point, ulp
 from stages.diagnosis.layers import compared
 from stages.diagnosis.sites import Site, sites
+from stages.diagnosis.unfused import inside
 from stages.graph import Build
 from stages.kernels.append_kv import reference_panels, rows_of_panels
 from stages.weights.formats import formats
@@ -37,7 +38,8 @@ NO_PACKAGES = "torch and transformers are not installed"
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Launches are judged without transformers."""
+    """Launches are judged without transformers, and nothing is built to look inside fused ones."""
+    monkeypatch.setattr(command, "inside", lambda *_: [])
 
     def missing(*_: Any) -> None:
         raise UserError(NO_PACKAGES)
@@ -265,7 +267,8 @@ def test_a_layer_drifts_where_it_is_further_off_than_a_bit() -> None:
 def test_a_report_is_printed_and_written(
     host: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], look_at: Look
 ) -> None:
-    """Of a fault: the page is looked at in a browser."""
+    """Of a fault in a fused launch: it is looked into, and the page looked at in a browser."""
+    monkeypatch.setattr(command, "inside", inside)
     monkeypatch.setattr(command, "load", lambda *given: tampered(host))
     to = Build(
         parse_options(
@@ -279,6 +282,9 @@ def test_a_report_is_printed_and_written(
     )
     assert printed[-1] == str(tmp_path / "diagnose.html")
     content = json.loads((tmp_path / "diagnose.json").read_text())
+    alone = ["gemm", "add", "rms_norm", "gemm", "gemm", "silu_and_mul", "gemm", "add"]
+    assert [(launch["kernel"], launch["wrong"]) for launch in content["unfused"]] == [(name, "") for name in alone]
+    assert "  silu_and_mul(gate, up) -> swiglu: right" in printed
     assert content["first_launch"]["kernel"] == "gemm_silu" and content["first_launch"]["layer"] == 1
     assert not content["passed"] and content["not_run"] == ["prefill_chunk"]
     assert look_at(tmp_path / "diagnose.html") == []

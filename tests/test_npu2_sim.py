@@ -227,6 +227,9 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
     assert tasks == {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
     next(objects.glob("*.o")).unlink()
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}, "the same object again"
+    header = source.with_name("silu.h")
+    header.write_text(header.read_text() + '\nextern "C" int added_to_a_header() { return 7; }\n')
+    assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul", "manifest"} | linked
 
 
 def test_a_cpu_that_lacks_what_the_objects_use_is_refused(

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from doit.exceptions import TaskFailed
@@ -26,6 +26,7 @@ from stages.diagnosis.layers import MOST, WORST, Layer, compared
 from stages.diagnosis.record import Recorder
 from stages.diagnosis.record import run as record
 from stages.diagnosis.sites import sites
+from stages.diagnosis.unfused import inside
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG
 from stages.graph import Build
@@ -41,6 +42,8 @@ TOKENS = 20
 """Generated behind a prompt: enough for the mean error of one row a token (`launches.GROUPS`)."""
 SHOWN = 3
 """Wrong launches that are printed; files have all."""
+
+UNFUSED = "the same call, built so that it does each launch by itself:"
 
 COLUMNS = (
     Column("layer", right=True),
@@ -58,7 +61,8 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Report:
     """What was found. `layers`: empty where transformers could not say, and `unsaid` why; `findings`: of all launches,
-    in the order in which they first ran; `unmet`: phases that no prompt came to."""
+    in the order in which they first ran; `unmet`: phases that no prompt came to; `inside`: where the first wrong launch
+    does several in one, those of its call one by one."""
 
     model: str
     runs: str
@@ -67,6 +71,7 @@ class Report:
     unsaid: str
     findings: list[Finding]
     unmet: list[str]
+    inside: list[Finding] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[Finding]:
@@ -109,6 +114,7 @@ class Report:
             "verdict": self.verdict,
             "first_layer": self.drift.layer if self.drift else None,
             "first_launch": first,
+            "unfused": [_launch(finding) for finding in self.inside],
             "not_run": self.unmet,
             "without_layers": self.unsaid or None,
             "layers": [asdict(layer) | {"drifts": layer.drifts, "times": layer.times} for layer in self.layers],
@@ -166,7 +172,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
     in_order = {site: at for at, site in enumerate(recorder.samples)}
     judged = Judge(recorder, weights, _block_float(build)).findings()
     findings = list(tqdm(judged, desc="launches", total=len(in_order), disable=None, leave=False))
-    return Report(
+    report = Report(
         model=llm.manifest.model["name"],
         runs=llm.description,
         text=f"{len(ids)} tokens and {len(text) - len(ids)} behind them",
@@ -175,6 +181,9 @@ def diagnose(build: Build, llm: Llama) -> Report:
         findings=sorted(findings, key=lambda finding: in_order[finding.site]),
         unmet=[phase for phase in llm.manifest.plans if phase not in {site.phase for site in in_order}],
     )
+    if report.wrong and report.wrong[0].site.fused:
+        return replace(report, inside=inside(build, report.wrong[0].site, ids, len(text) - len(ids)))
+    return report
 
 
 def _block_float(build: Build) -> bool:
@@ -245,6 +254,8 @@ def lines(report: Report) -> list[str]:
         found += [report.unsaid, ""]
     for finding in report.wrong[:SHOWN]:
         found += [f"{finding.site.place}: {finding.site.does}", f"  {finding.wrong}", *_worst(finding), ""]
+    if report.inside:
+        found += [UNFUSED, *(f"  {each.site.does}: {each.wrong or 'right'}" for each in report.inside), ""]
     if len(report.wrong) > SHOWN:
         found += [f"{len(report.wrong) - SHOWN} more launches are wrong", ""]
     if report.unmet:

@@ -49,7 +49,7 @@ def page(report: Report) -> Page:
     figures = {"runs": report.runs, "text": report.text, "launches": len(report.findings), "wrong": len(report.wrong)}
     made.add("What was run", facts(figures), *_unmet(report))
     if report.wrong:
-        made.add("What is wrong", *(block for finding in report.wrong[:1] for block in _wrong(finding)))
+        made.add("What is wrong", *_wrong(report.wrong[0], report.inside))
     if report.layers:
         made.add("Layers", *_charts(report.layers))
     else:
@@ -62,10 +62,13 @@ def _unmet(report: Report) -> list[Markup]:
     return [note(f"No prompt came to {', '.join(report.unmet)}: full=1 runs all.")] if report.unmet else []
 
 
-def _wrong(finding: Finding) -> Iterator[Markup]:
+def _wrong(finding: Finding, inside: Sequence[Finding]) -> Iterator[Markup]:
     yield note(f"{finding.site.place}: {finding.site.does}: {finding.wrong}.")
     if finding.worst:
         yield _around(finding.worst)
+    if inside:
+        yield note("It does several launches in one. The same call, built so that it does each by itself:")
+        yield table(LAUNCHES, map(_line, inside), "Launches by themselves")
 
 
 def _around(worst: Worst) -> Markup:
@@ -87,7 +90,10 @@ def _charts(layers: Sequence[Layer]) -> Iterator[Markup]:
             "xaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 32)},
             "yaxis": {"title": {"text": title}, "type": "log", "nticks": 6},
         }
-        label = f"{title} of each layer's output from transformers in float32 with the same weights"
+        label = (
+            f"{title} of each layer's output from transformers in float32 with the same weights; cosines are of all "
+            f"but the worst {WORST} % of the positions"
+        )
         yield chart(list(_traces(layers, of)), axes, label, numbers)
 
 

@@ -97,7 +97,7 @@ class Site:
     @property
     def fused(self) -> bool:
         """Whether it does several launches of the part in one, of which only the ends are in memory."""
-        return self.operation.endswith(("_add", "_silu", "_swiglu"))
+        return self.kernel_set == HOST_SET and self.operation.endswith(("_add", "_silu"))
 
     @property
     def place(self) -> str:
@@ -113,8 +113,8 @@ class Site:
         return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
 
 
-def sites(build: Build, manifest: Manifest) -> dict[str, list[list[Site]]]:
-    """Of every phase of the directory's plans, call by call."""
+def sites(build: Build, manifest: Manifest, unfused: str = "") -> dict[str, list[list[Site]]]:
+    """Of every phase of the directory's plans, call by call; those of the program `unfused` as if none were joined."""
     programs = {program.name: (program, library.target) for library in build.libraries for program in library.programs}
     config = read_config(build.directory / CONFIG)
 
@@ -122,7 +122,8 @@ def sites(build: Build, manifest: Manifest) -> dict[str, list[list[Site]]]:
         chain = _chain(build.grouping, name)
         placed = cover(chained(config.family, chain, config.layers, build.policy), build.grouping.groups)
         for at, (call, (_, parts)) in enumerate(zip(calls, placed, strict=True)):
-            yield list(_launches(name, at, call, parts, *programs[call["program"]]))
+            program, target = programs[call["program"]]
+            yield list(_launches(name, at, call, parts, program, target, call["program"] != unfused))
 
     return {name: list(phase(name, calls)) for name, calls in manifest.plans.items()}
 
@@ -134,12 +135,18 @@ def _chain(grouping: Grouping, phase: str) -> Chain:
 
 
 def _launches(
-    phase: str, at: int, call: Mapping[str, Any], parts: Sequence[Placed], program: Program, target: Target
+    phase: str,
+    at: int,
+    call: Mapping[str, Any],
+    parts: Sequence[Placed],
+    program: Program,
+    target: Target,
+    fused: bool,
 ) -> Iterator[Site]:
     bound = {slot.name: ref.partition("@")[0] for slot, ref in zip(program.slots, call["buffers"], strict=True)}
     index = 0
     for placed, wired in zip(parts, program.wiring, strict=True):
-        for launch in target.modules.launches(placed.part):
+        for launch in target.modules.launches(placed.part) if fused else placed.part.launches:
             names = {arg: wired[slot] for arg, slot in launch.args.items()}
             slots = {arg: placed.part.slot(slot) for arg, slot in launch.args.items()}
             yield Site(

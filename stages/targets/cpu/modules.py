@@ -41,14 +41,15 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     }
 
 
-def launches(part: Part) -> tuple[Launch, ...]:
-    """What a program runs of a part."""
-    return fuse(part)
+def launches(part: Part, fused: bool = True) -> tuple[Launch, ...]:
+    """What a program runs of a part. `fused`: launches that can be done in one are."""
+    return fuse(part) if fused else part.launches
 
 
 def sources(programs: Sequence[Program]) -> list[str]:
     """C++ sources that a library of these programs links."""
-    return _sources((part for program in programs for part in program.parts), _support(programs))
+    found = (launch for program in programs for part in program.parts for launch in launches(part))
+    return _sources(found, _support(programs))
 
 
 def expected(source: str) -> dict[str, Any]:
@@ -60,25 +61,34 @@ def _support(programs: Sequence[Program]) -> list[str]:
     return list(_SUPPORT) if any(program.host for program in programs) else []
 
 
-def _sources(parts: Iterable[Part], support: Sequence[str]) -> list[str]:
-    stems = {launch.kernel.source for part in parts for launch in fuse(part)}
+def _sources(launches: Iterable[Launch], support: Sequence[str]) -> list[str]:
+    stems = {launch.kernel.source for launch in launches}
     return [f"{HOST_SET}/{stem}" for stem in sorted({*stems, *support})]
 
 
 def write_module(
-    directory: Path, library: str, work: Path, parts: Sequence[str], support: Sequence[str], weights: str, kv: str
+    directory: Path,
+    library: str,
+    work: Path,
+    parts: Sequence[str],
+    support: Sequence[str],
+    weights: str,
+    kv: str,
+    fused: bool = True,
 ) -> None:
     """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
-    else its build and the manifest need to know, as JSON. `weights`, `kv`: a policy's."""
+    else its build and the manifest need to know, as JSON. `weights`, `kv`: a policy's. `fused`: as in
+    `launches`."""
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
     found = [part(config.family, name, parse_policy(weights, kv)) for name in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
-    path.write_text(cpu_source(found, dimensions))
+    path.write_text(cpu_source(found, dimensions, fused))
+    run = (launch for part in found for launch in launches(part, fused))
     description = {
         "programs": {part.name: {"slots": described_slots(part, dimensions)} for part in found},
-        "objects": {f"{Path(source).name}.o": [source] for source in _sources(found, support)},
+        "objects": {f"{Path(source).name}.o": [source] for source in _sources(run, support)},
     }
     write_json(path.with_suffix(".json"), description)
 
@@ -97,21 +107,21 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
     return described
 
 
-def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float]) -> str:
-    """A translation unit with the entry points of one or more parts."""
-    called = {launch.kernel.name: launch.kernel for part in parts for launch in fuse(part)}
+def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bool = True) -> str:
+    """A translation unit with the entry points of one or more parts. `fused`: as in `launches`."""
+    called = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
     declared = prototypes(called[name] for name in sorted(called))
-    return declared + "\n" + "\n".join(_glue(part, dimensions) for part in parts)
+    return declared + "\n" + "\n".join(_glue(part, dimensions, fused) for part in parts)
 
 
-def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
+def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it."""
     index = {slot.name: i for i, slot in enumerate(part.slots)}
     lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
     written: set[str] = set()
     read: set[str] = set()
-    launches = fuse(part)
-    for launch in launches:
+    run = launches(part, fused)
+    for launch in run:
         if launch.reads() & written or launch.writes() & (written | read):
             lines.append("  worker->barrier();")
             written, read = set(), set()
@@ -121,7 +131,7 @@ def _glue(part: Part, dimensions: Mapping[str, float]) -> str:
     about = {
         "slots": described_slots(part, dimensions),
         "positions": dimensions.get("max_seq"),
-        "launches": [described_launch(part, launch, dimensions) for launch in launches],
+        "launches": [described_launch(part, launch, dimensions) for launch in run],
     }
     # What the runtime holds a manifest against before it calls this, and a profile against.
     info = f'extern "C" const char {part.name}_info[] = {json.dumps(json.dumps(about))};'

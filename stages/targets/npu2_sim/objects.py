@@ -31,8 +31,8 @@ FLAGS = (
     f"-DSIM_FENCE_BYTES={FENCE_BYTES}",
     *macros(),
 )
-HEADERS = tuple(KERNELS / name for name in ("aie2p/tile.h", "sim/device.hpp", "sim/aie_api/aie.hpp"))
-"""What the simulator's objects are made from, besides their source."""
+HEADERS = tuple(KERNELS / name for name in ("sim/device.hpp", "sim/aie_api/aie.hpp"))
+"""What the simulator's objects are made from, besides their source and the headers beside it."""
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
@@ -53,5 +53,6 @@ def compile_tile(
     path = source_file(source)
     made_by = (fingerprint(), tuple(chosen), tuple(flags))
     command = [*need_host_compiler(), *chosen, f"-I{KERNELS / 'sim'}", *flags]
+    sources = [path, *sorted(path.parent.glob("*.h")), *HEADERS]
     make = partial(compile_object, command, path, failed=f"{path.name} does not compile as {name}")
-    return cached_object(cache, Path(name).stem, made_by, [path, *HEADERS], make)
+    return cached_object(cache, Path(name).stem, made_by, sources, make)
