@@ -145,6 +145,11 @@ def _plain(value: Any) -> Any:
 
 def run(build: Build) -> TaskFailed | None:
     """`doit diagnose`: prints, and writes `diagnose.json` and `diagnose.html`."""
+    if build.target.device == "xrt":
+        raise UserError(
+            f"target={build.target.name}: nobody sees what its programs leave on the way: diagnose target=npu2-sim, "
+            "which runs the same ones"
+        )
     with contextlib.closing(load(build.directory, build.options.threads)) as llm:
         report = diagnose(build, llm)
     where = build.report("diagnose")
