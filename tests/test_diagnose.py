@@ -297,7 +297,7 @@ def tampered(build: Build) -> Llama:
 
 
 def test_an_npu_is_not_seen_into() -> None:
-    with pytest.raises(UserError, match="target=npu2: nobody sees .* diagnose target=npu2-sim"):
+    with pytest.raises(UserError, match=r"target=npu2: nobody sees .* diagnose target=npu2-sim"):
         command.run(Build(parse_options({"target": "npu2"})))
 
 
