@@ -168,7 +168,7 @@ def _compare(
     error = np.where(same, 0, np.abs(found - wanted))
     error[np.isnan(error)] = np.inf
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where(same, 0, error / limit)
+        ratio = np.where(same, 0, np.nan_to_num(error / limit, nan=np.inf, posinf=np.inf))
     worst = int(np.argmax(ratio))
     finding.elements += found.size
     finding.differ += int((~same).sum())

@@ -63,12 +63,13 @@ class Site:
 
     @property
     def judged_by(self) -> Kernel:
-        """Whose reference says what is right. Of weights in groups, values are enough; whole numbers on both sides, and
-        what unpacks, need what is stored."""
+        """Whose reference says what is right."""
         return kernels()[self.base] if self.of_values else self.kernel
 
     @property
     def of_values(self) -> bool:
+        """Whether that takes weights as values, as it does of groups; whole numbers on both sides of a product, and what
+        unpacks, need what is stored."""
         return self.format == "bf16" or (self.base != self.kernel.name and not self._whole_numbers)
 
     @property
@@ -107,7 +108,7 @@ class Site:
 
     @property
     def does(self) -> str:
-        """`gemm_add: x attn_out, weight wo, residual x_residual -> proj`."""
+        """By the slots of the program: `gemm_add(attn_out, wo, x_residual) -> res1`."""
         slots = self.names
         reads = ", ".join(slots[arg.name] for arg in self.read)
         return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
