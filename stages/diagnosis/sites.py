@@ -68,8 +68,8 @@ class Site:
 
     @property
     def of_values(self) -> bool:
-        """Whether that takes weights as values, as it does of groups; whole numbers on both sides of a product, and what
-        unpacks, need what is stored."""
+        """Whether that takes weights as values, as it does of groups; products of whole numbers, and what unpacks, take
+        what is stored."""
         return self.format == "bf16" or (self.base != self.kernel.name and not self._whole_numbers)
 
     @property
