@@ -11,7 +11,7 @@ from markupsafe import Markup
 from llama_npu2.table import Column
 from stages.diagnosis.launches import Finding, Worst
 from stages.diagnosis.layers import WORST, Layer, Off
-from stages.pages import Page, chart, colour, details, facts, note, table
+from stages.pages import Page, chart, colour, details, facts, note, table, tag
 
 if TYPE_CHECKING:
     from stages.commands.diagnose import Report
@@ -80,10 +80,7 @@ def _around(worst: Worst) -> Markup:
 
 
 def _charts(layers: Sequence[Layer]) -> Iterator[Markup]:
-    for title, of in (
-        (f"1 - cosine of all but {WORST} % of the positions", lambda off: 1 - off.cosine),
-        ("Largest error", lambda off: off.largest),
-    ):
+    for title, of in (("1 - cosine", lambda off: 1 - off.cosine), ("Largest error", lambda off: off.largest)):
         numbers = table(NUMBERS, (_numbers(layer, of) for layer in layers), f"{title} by layer")
         axes = {
             "height": 340,
@@ -133,7 +130,8 @@ def _by_layer(report: Report) -> Iterator[Markup]:
         name = f"Layer {at + 1}" if at >= 0 else "Outside of the layers"
         said = f"{name}: {len(found)} launches, {f'{wrong} wrong' if wrong else 'none wrong'}"
         opened = bool(wrong) and (None if at < 0 else at) == first
-        yield details(said, table(LAUNCHES, map(_line, found), f"Launches, {name.lower()}"), opened=opened)
+        why = [note(f"{each.site.does}, {each.site.phase}: {each.wrong}") for each in found if each.wrong]
+        yield details(said, *why, table(LAUNCHES, map(_line, found), f"Launches, {name.lower()}"), opened=opened)
 
 
 def _line(finding: Finding) -> tuple[object, ...]:
@@ -149,5 +147,5 @@ def _line(finding: Finding) -> tuple[object, ...]:
         f"{finding.expected:.0f}",
         f"{finding.ratio:.2f}",
         "-" if finding.bias != finding.bias else f"{finding.bias:+.3f}",
-        finding.wrong or "right",
+        tag("strong", "wrong", class_="bad") if finding.wrong else "right",
     )
