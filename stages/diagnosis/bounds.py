@@ -19,7 +19,7 @@ from stages.diagnosis.sites import Site
 from stages.kernels import HOST_SET, add, gemm
 from stages.kernels.grouped import integer_product
 from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
-from stages.weights.formats import formats, w8a8
+from stages.weights.formats import formats, int6, int8, w8a8
 
 U = 2.0**-8
 """Unit roundoff of bf16: half a unit in the last place, at most, of what is rounded."""
@@ -36,6 +36,8 @@ FIXED_VALUES, FIXED_BITS = 512, 13
 (kernel_src/cpu/fixed_point.h)."""
 WITH_MINIMUM = 16
 """A minimum is subtracted from numbers up to fifteen times a scale: terms are so much larger than their difference."""
+WITHOUT_MINIMUM = {int6.FORMAT.name, int8.FORMAT.name}
+"""Formats in groups that have none."""
 BLOCK_FLOAT = 2.0**-7
 """Of the largest of eight values, which share an exponent: what each of them may be off by."""
 
@@ -181,9 +183,10 @@ def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
         return 2 * sums + (_block_float(x, weight) if block_float else 0)
     if site.kernel_set != HOST_SET:
         return sums + _lifted(x, weight)
-    # Sums of groups are exact (inputs are in fixed point here, too); three operations join each to those before.
-    groups = 3 * np.ceil(x.shape[-1] / SHORT_GROUP)
-    return sums + SURE * np.sqrt(groups) * U32 * WITH_MINIMUM * size
+    # In fixed point, as inputs are here then, too, sums of groups are exact; three operations join each to the last.
+    terms = 3 * np.ceil(x.shape[-1] / SHORT_GROUP) if site.fixed_point else x.shape[-1]
+    larger = 1 if site.fixed_point and site.format in WITHOUT_MINIMUM else WITH_MINIMUM
+    return sums + SURE * np.sqrt(terms) * U32 * larger * size
 
 
 def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:
