@@ -28,7 +28,7 @@ from llama_npu2.chat import ChatTemplate
 from llama_npu2.conversation import LARGEST, Conversation, Turn
 from llama_npu2.options import Sampling
 from llama_npu2.session import Session
-from llama_npu2.terminal import blocks_end, formatted, harmless
+from llama_npu2.terminal import REMEMBERED, History, blocks_end, formatted, harmless
 from tests.conftest import ROOT
 
 ANSI = re.compile(r"\x1b\][^\x07]*\x07|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
@@ -197,6 +197,45 @@ def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> No
     again = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=1")
     again.say(UP * 3, "cut off by max_tokens")
     assert json.loads(history.read_text().splitlines()[-1]) == questions[2]
+
+
+def test_lines_without_packages(terminals: Any, demo: Path, tmp_path: Path) -> None:
+    """A message of two lines, from the history of the session before, then through a pipe."""
+    saved, command = tmp_path / "saved.json", (str(demo), "--chat", "--max-tokens=1")
+    talk = terminals("-c", PLAIN, *command)
+    talk.type("one\\\r")
+    talk.until(r"\n\. ")
+    talk.send("two\r")
+    talk.until(ANSWERED)
+    talk.type(CTRL_D)
+    assert talk.status() == 0
+    talk = terminals("-c", PLAIN, *command)
+    talk.say(UP)
+    talk.say(f"/save {saved}", "1 turn saved in")
+    assert Conversation.load(saved).turns[0].question == "one\ntwo"
+    given = f"three\\\nfour\n/save {saved}\n/nothing\n"
+    piped = [sys.executable, "-m", "llama_npu2", *command]
+    run = subprocess.run(piped, input=given, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (run.returncode, len(run.stdout.splitlines())) == (1, 1), "a command failed, and nobody saw it"
+    assert "error: /nothing is no command" in run.stderr
+    assert Conversation.load(saved).turns[0].question == "three\nfour"
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "-", *piped], capture_output=True, text=True, cwd=ROOT)
+    assert closed.stderr.endswith("error: standard input is closed: a conversation needs one\n")
+
+
+def test_the_history_is_cut_down(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for number in range(2 * REMEMBERED + 1):
+        history.append(f"{number}\n")
+    with (tmp_path / "chat_history").open("a") as file:
+        file.write("{\n[1]\n")
+    assert history.messages() == [f"{number}\n" for number in range(REMEMBERED + 1, 2 * REMEMBERED + 1)]
+    assert len((tmp_path / "chat_history").read_text().splitlines()) == REMEMBERED
+    assert stat.S_IMODE((tmp_path / "chat_history").stat().st_mode) == 0o600
+    (tmp_path / "file").write_text("")
+    for nowhere in (None, tmp_path / "file"):
+        History(nowhere).append("lost")
+        assert History(nowhere).messages() == []
 
 
 @pytest.mark.parametrize("start", [("-m", "llama_npu2"), ("-c", PLAIN)], ids=["rich", "plain"])

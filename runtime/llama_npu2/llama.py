@@ -132,12 +132,12 @@ class Llama:
         prefill, without buckets of what is not in the KV cache yet, and for each token one product with the vocabulary
         matrix.
         """
-        ids = list(token_ids)
+        ids = [int(i) for i in token_ids]
         if not 0 < first < len(ids):
             raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
+        self._in_vocabulary(ids)
         shared = 0 if self.buckets else _common_prefix(self._history, ids[: first - 1])
         self.rewind(shared)
-        self._in_vocabulary(ids)
         logits = self._logits_from(self._checked(ids[shared:-1]), first - 1 - shared)
         return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
 

@@ -16,6 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_npu2.errors import UserError
+from llama_npu2.schema import load_json
+from llama_npu2.trust import settings
+
 PROMPT = "> "
 MORE = ". "
 """In front of the further lines of a message."""
@@ -36,7 +40,9 @@ class Reader(Protocol):
 
 
 def open_reader() -> Reader:
-    """The best that there is for where the input comes from."""
+    """The best that there is for where the input comes from. Raises UserError if it comes from nowhere."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed: a conversation needs one")
     if not is_terminal():
         return Lines(PROMPT if sys.stdin.isatty() else "", None)
     history = History(_state_directory())
@@ -50,14 +56,17 @@ class History:
         self._path = directory / "chat_history" if directory else None
 
     def messages(self) -> list[str]:
-        """The last ones, the oldest first. What is damaged is left out."""
+        """The last ones, the oldest first. What is damaged is left out, and a file of twice as many is cut down."""
         found = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UserError):
             for line in self._path.read_bytes().splitlines() if self._path else ():
-                with contextlib.suppress(ValueError, RecursionError):
-                    message = json.loads(line)
+                with contextlib.suppress(ValueError):
+                    message = load_json(line)
                     if isinstance(message, str):
                         found.append(message)
+            if self._path and len(found) > 2 * REMEMBERED:
+                kept = "".join(json.dumps(message) + "\n" for message in found[-REMEMBERED:])
+                settings.replace(self._path, kept.encode(), 0o600)
         return found[-REMEMBERED:]
 
     def append(self, message: str) -> None:
