@@ -142,6 +142,19 @@ def test_a_chosen_theme_is_remembered_and_charts_follow_it(page: Page, tmp_path:
     assert len(set(fills)) == 2
 
 
+def test_what_is_printed_is_light_and_open_and_the_page_stays_as_it_was(
+    page: Page, tmp_path: Path, opened: browser.Opened
+) -> None:
+    page.write(tmp_path / "page.html")
+    with opened(tmp_path / "page.html", theme="dark") as shown:
+        state = "[document.documentElement.dataset.theme, document.querySelectorAll('details[open]').length]"
+        shown.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = {state}; }})")
+        before = shown.evaluate(state)
+        shown.pdf()
+        assert shown.evaluate("printed") == ["light", shown.evaluate("document.querySelectorAll('details').length")]
+        assert shown.evaluate(state) == before == [None, 0]
+
+
 def test_zoom(page: Page, tmp_path: Path, opened: browser.Opened) -> None:
     page.write(tmp_path / "page.html")
     with opened(tmp_path / "page.html") as shown:

@@ -249,7 +249,7 @@ def _launches(launches: Sequence[Found], opened: bool) -> Markup:
     """Of one kernel, cut in one way: they take the same of the array, for other slots."""
     one = launches[0]
     spent = sum(launch["milliseconds"] for launch in launches)
-    title = f"{one['kernel']}, {len(launches)} times, {spent:.4f} ms: {_most(one)}" + (
+    title = f"{one['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(one)}" + (
         f"; {one['tiling']}" if one["tiling"] else ""
     )
     columns = [Column("limit"), Column("taken", right=True), Column("of", right=True), Column("share", right=True)]
