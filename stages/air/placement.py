@@ -1,5 +1,6 @@
 """Where a launch's work may lie on the array. The compiler chooses, and does not say before it ran: here herds lie side
-by side from the first column on, and what is spread over tiles takes those that have least.
+by side from the first column on, what is spread over tiles takes the first that have room, the rest those that have
+least.
 """
 
 from __future__ import annotations
@@ -35,25 +36,28 @@ def tiles(segment: Segment) -> list[Tile]:
     """Of every tile that does something, from the shims up."""
     memory = [(segment.all_bytes(buffer), spread) for buffer, spread in segment.l2_tiles.items()]
     l2 = {way: list(found.values()) for way, found in segment.l2_streams.items()}
+    shim_room = (0, limits.SHIM_CHANNELS, limits.SHIM_DESCRIPTORS)
+    l2_room = (limits.L2_BYTES, limits.MEMTILE_CHANNELS, limits.MEMTILE_DESCRIPTORS)
     rows = [
-        (SHIM, [], segment.shim_streams, segment.shim_descriptors),
-        (MEMORY, memory, l2, segment.l2_descriptors),
+        (SHIM, shim_room, [], segment.shim_streams, segment.shim_descriptors),
+        (MEMORY, l2_room, memory, l2, segment.l2_descriptors),
     ]
     found = []
-    for row, stored, streams, descriptors in rows:
-        shares = [stored, *(((n, n) for n in streams[way]) for way in ("in", "out")), ((n, n) for n in descriptors)]
-        taken = zip(*map(_spread, shares), strict=True)
+    for row, (room, channels, most), stored, streams, descriptors in rows:
+        ways = (_spread(((n, n) for n in streams[way]), channels) for way in ("in", "out"))
+        taken = zip(_spread(stored, room), *ways, _spread(((n, n) for n in descriptors), most), strict=True)
         found += [Tile(column, row, *each) for column, each in enumerate(taken) if any(each)]
     return [*found, *_cores(segment)]
 
 
-def _spread(shares: Iterable[Share]) -> list[int]:
-    """Of each column."""
+def _spread(shares: Iterable[Share], room: int) -> list[int]:
+    """Of each column, which has so much room."""
     taken = [0] * limits.COLUMNS
     for amount, over in sorted(shares, key=lambda share: -share[1]):
-        least = sorted(range(limits.COLUMNS), key=lambda column: (taken[column], column))
-        for part, column in zip(range(over), itertools.cycle(least), strict=False):
-            taken[column] += amount // over + (part < amount % over)
+        part = -(-amount // over)
+        order = sorted(range(limits.COLUMNS), key=lambda c: (taken[c] if over == 1 else taken[c] + part > room, c))
+        for at, column in zip(range(over), itertools.cycle(order), strict=False):
+            taken[column] += amount // over + (at < amount % over)
     return taken
 
 
