@@ -18,6 +18,8 @@ import pytest
 WIDTHS = {"wide": 1280, "narrow": 390}
 """In pixels: a laptop, a phone."""
 THEMES = ("light", "dark")
+PATIENCE = 180_000
+"""Milliseconds that anything may take: machines that run tests do much else."""
 Look = Callable[[Path], list[str]]
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -33,7 +35,7 @@ def chromium() -> Iterator[Any]:
         pytest.skip(f"no {', '.join(known)} on PATH")
     with playwright.sync_playwright() as started:
         # The sandbox of Chromium does not start for root, as which tests run in containers.
-        browser = started.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        browser = started.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -43,6 +45,7 @@ def opened(browser: Any, path: Path, faults: list[str], width: str = "wide", the
     """A page of Playwright's that shows a file; errors and requests, failed or not, are added to `faults`."""
     viewport = {"width": WIDTHS[width], "height": 800}
     context = browser.new_context(offline=True, viewport=viewport, color_scheme=theme)
+    context.set_default_timeout(PATIENCE)
     page, address = context.new_page(), path.absolute().as_uri()
 
     def requested(request: Any) -> None:
