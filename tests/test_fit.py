@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model.plan import make_plan
 from stages.needs import Needs
-from tests.conftest import doit
+from tests.conftest import ROOT, doit
 
 
 def needs(artifacts: Path, **variables: str) -> Needs:
@@ -124,6 +125,36 @@ def test_memory_of_all_processes_counts(tmp_path: Path) -> None:
     assert 200e6 < peak_memory([sys.executable, "-c", script]) < 260e6
     with pytest.raises(UserError, match="the build failed: oh"):
         peak_memory([sys.executable, "-c", "import sys; sys.exit('oh')"])
+
+
+KEEPS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy as np
+from stages.engine.digests import Digests
+from stages.engine.files import Turn
+from stages.engine.steps import Project, Step
+from stages.needs import process_memory
+
+def act(work):
+    with ThreadPoolExecutor(1) as pool:
+        list(pool.map(lambda size: np.ones(size << 20, np.uint8).sum(), [20] * 8))
+    (work / "out").write_text("made")
+
+here = Path(sys.argv[1])
+step = Step(Project(here, Digests(here / "digests"), Turn(here / "lock")), "step", "", act, (here / "out",))
+before = process_memory()["RssAnon"]
+assert step.run() is None
+print(process_memory()["RssAnon"] - before)
+"""
+
+
+def test_a_step_gives_its_memory_back(tmp_path: Path) -> None:
+    """Also that of its threads: glibc would keep 20 MB."""
+    run = subprocess.run([sys.executable, "-c", KEEPS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 10 << 20
 
 
 @pytest.mark.slow
