@@ -25,6 +25,8 @@ from stages.sharing.records import Blob, canonical
 from stages.sharing.remotes import BLOCK, Remote
 
 _FINGERPRINT = "SHA256:"
+_STRANGERS = 16
+"""Under a name that are looked at: anybody may have put there as many as they like."""
 
 
 class Damaged(UserError):
@@ -65,7 +67,7 @@ class Store:
     def check_strangers(self, name: str) -> None:
         """Raises Untrusted, which says how to trust them, where others than those whom the user trusts say something
         under a name; UserError if that is damaged, or the remote cannot list it."""
-        for other in self.remote.names(name):
+        for other in self.remote.names(name)[:_STRANGERS]:
             if data := self.remote.read(other, MAX_BYTES):
                 verify(data, purpose(name), f"{name} of {self.remote.url}")
 
