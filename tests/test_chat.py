@@ -71,7 +71,7 @@ class Terminal:
     def send(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def until(self, pattern: str, seconds: float = 60) -> str:
+    def until(self, pattern: str, seconds: float = 120) -> str:
         """What is printed up to the end of the first match, without escape sequences."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self._seen)):
