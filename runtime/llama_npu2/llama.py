@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
+from operator import setitem
 from pathlib import Path
 from typing import Any, cast
 
@@ -230,7 +231,7 @@ class Llama:
 
     def _run(self, phase: str, ids: list[int]) -> None:
         about = {"rows": len(ids), "position": self.position}
-        self._timed("host", "copy tokens", np.copyto, self._tokens[: len(ids)], ids)
+        self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         self._timed("phase", phase, self._phases[phase].run, len(ids), self.position, about=about)
         self._history += ids
 
