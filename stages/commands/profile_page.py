@@ -44,7 +44,8 @@ def profile_page(found: Profile, other: Profile | None = None) -> Page:
     if any("counted" in phase for phase in phases):
         page.add("What the simulator counted", *(block for phase in phases for block in _counted(phase)))
     if found.get("estimate"):
-        page.add("Beside the estimate", *(_estimated(phase, found["estimate"]) for phase in phases))
+        blocks = (block for phase in phases for block in _estimated(phase, found["estimate"]))
+        page.add("Beside the estimate", *blocks)
     if other:
         page.add("Against the other", *_compared(found, other))
     return page
@@ -148,21 +149,26 @@ def _counted(phase: Phase) -> Iterator[Markup]:
         yield details(label, table(titles, rows, label), table(columns, slots, f"{label}: DDR by slot"))
 
 
-def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Markup:
-    """Programs as they were measured, each submitted alone where that was done, and as the estimate has them."""
-    titles = ("calls", "measured, ms", "estimate, ms", "measured / estimate")
-    rows, alone = [], phase.get("alone", {})
-    for name, count in phase["calls"].items():
-        if name in estimate:
-            wanted = count * estimate[name]["milliseconds"]
-            spent, ratio = "", ""
-            if name in alone:
-                spent, ratio = f"{1e3 * alone[name]:.3f}", f"{1e3 * alone[name] / wanted:.2f}"
-            rows.append([name, count, spent, f"{wanted:.3f}", ratio])
+def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
+    """Programs as the estimate has them, beside what each took submitted alone where that was measured."""
+    alone = phase.get("alone", {})
+    titles = ("calls", "estimate, ms", *(("measured, ms", "measured / estimate") if alone else ()))
+    calls = {name: count for name, count in phase["calls"].items() if name in estimate}
+    rows = []
+    for name, count in calls.items():
+        wanted = count * estimate[name]["milliseconds"]
+        measured = [f"{1e3 * alone[name]:.3f}", f"{1e3 * alone[name] / wanted:.2f}"] if alone else []
+        rows.append([name, count, f"{wanted:.3f}", *measured])
     label = f"Programs of a {phase['name']} beside the estimate"
-    return details(
-        label, table([Column("program"), *(Column(t, right=True) for t in titles)], rows, label), opened=True
-    )
+    yield tag("h3", label)
+    yield table([Column("program"), *(Column(title, right=True) for title in titles)], rows, label)
+    columns = [Column("kernel"), Column("launches", right=True), Column("ms", right=True), Column("limit")]
+    for name in calls:
+        launches = (
+            [each["kernel"], each["launches"], f"{each['milliseconds']:.4f}", each["limit"]]
+            for each in estimate[name]["launches"]
+        )
+        yield details(f"{name}, a call by the estimate", table(columns, launches, f"{name}, of a {phase['name']}"))
 
 
 def _compared(found: Profile, other: Profile) -> Iterator[Markup]:
