@@ -3,7 +3,7 @@
 doit compile [model=...] [target=...]     build what is stale
 doit run prompt="..."                     build what is stale, then generate
 doit list                                 every task with a sentence
-doit why                                  what is stale, and why
+doit why [STEP]                           what is stale, and what changed
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from stages.commands.tasks import command, estimate, group, quality, report_complete, selftest, step
-from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
+from stages.engine.doit_tasks import DOIT_CONFIG, NAMES  # noqa: F401 - doit reads the former
 
 
 def task_checkpoint():
@@ -169,5 +169,5 @@ def task_pull():
 
 
 def task_why():
-    """Say for each step whether it is current, and if not, why."""
-    return command("why", built=False)
+    """Say for each step, or for those named behind it, whether it is current, and if not, what changed; json=1."""
+    return command("why", built=False, pos_arg=NAMES)

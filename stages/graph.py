@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llama_npu2 import trust
 from llama_npu2.cpu_features import cpu_features
 from llama_npu2.errors import UserError
+from stages.engine import definitions
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, read_json, write_atomic
 from stages.engine.objects import source_file
@@ -210,6 +211,7 @@ class Build:
         """The directory is complete: remove what steps left that are no more, vouch for what was built here, and let
         others have their turn. Raises UserError."""
         self.project.prune(self.steps)
+        definitions.settle(self.project, {step.module for step in self.steps.values()})
         self._vouch()
         self.project.digests.save()
         self.project.turn.give_up()

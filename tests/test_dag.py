@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -219,7 +220,44 @@ def test_new_compiler_version_recompiles(built: Path, tmp_path: Path) -> None:
     assert "object:cpu/rope" in ran(doit("object:cpu/rope", "model=model", cwd=built, env=other))
     said = dict(line.split(maxsplit=1) for line in doit("why", "model=model", cwd=built, env=other).stdout.splitlines())
     assert said["object:cpu/rope"] == said["weights"] == "current"
-    assert said["object:cpu/gemm"] == said["elf:o_ffn"] == "its tool changed"
+    changed = r'its tool: ".+" -> "other compiler 99 for \w+"'
+    assert re.fullmatch(changed, said["object:cpu/gemm"]) and re.match(changed, said["elf:o_ffn"])
+
+
+def test_why_names_what_was_edited(built: Path) -> None:
+    """Functions, classes, imports; headers; the checkpoint's files; what comes behind whom; and says so without
+    running anything."""
+
+    def edit(path: str, before: str, after: str) -> None:
+        text = (built / path).read_text()
+        assert before in text
+        (built / path).write_text(text.replace(before, after, 1))
+
+    def why(*arguments: str) -> dict[str, dict]:
+        said = doit("why", *arguments, "model=model", "json=1", cwd=built)
+        assert said.returncode == 0, said.stderr
+        return {each["step"]: each for each in json.loads(said.stdout)}
+
+    def texts(finding: dict) -> list[str]:
+        return [text for change in finding["changes"] for text in change["text"]]
+
+    before = snapshot(built / BUILT)
+    edit("stages/weights/packing.py", "def pack_weights(", "LIMIT = 3\n\n\ndef pack_weights(")
+    edit("stages/weights/packing.py", "def _write_blob(", "def _write_all(")
+    edit("stages/targets/cpu/programs.py", "\nfrom stages.targets", "\nimport stages.needs\nfrom stages.targets")
+    edit("kernel_src/cpu/epilogue.h", "namespace ISA {", "namespace ISA {  // each")
+    edit("model/config.json", '"rope_theta": 10000.0', '"rope_theta": 500.0')
+    said = why()
+    edited = "code stages/weights/packing.py: LIMIT, _write_all added; _write_blob removed"
+    assert texts(said["weights"]) == [edited]
+    assert "code stages/needs.py is imported now" in texts(said["elf:o_ffn"])
+    assert texts(said["object:cpu/gemm"]) == ["header kernel_src/cpu/epilogue.h changed"]
+    assert said["object:cpu/rope"]["state"] == "current"
+    assert texts(said["checkpoint"]) == ["input model/config.json changed"]
+    assert (said["tokenizer"]["state"], said["tokenizer"]["behind"]) == ("behind", ["checkpoint"])
+    assert why("elf:o_ffn")["elf:o_ffn"]["behind"] == ["checkpoint", "object:cpu/gemm"]
+    assert set(why("elf", "plan")) == {"plan", *(name for name in said if name.startswith("elf:"))}
+    assert snapshot(built / BUILT) == before
 
 
 def without_compiler(tmp_path: Path) -> dict[str, str]:

@@ -48,9 +48,10 @@ def group(name: str) -> Iterator[Task]:
     yield from (step(of) for of in _steps if of.startswith(f"{name}:"))
 
 
-def command(name: str, built: bool = True) -> Task:
-    """A command as a doit task; `built`: it uses the artifacts, once they are complete."""
-    return command_task(partial(_run, name), [_build.finish] if built else [], ["manifest"] if built else [])
+def command(name: str, built: bool = True, **more: Any) -> Task:
+    """A command as a doit task; `built`: it uses the artifacts, once they are complete. `more`: of the task."""
+    action = partial(_run, name, _build)
+    return command_task(action, [_build.finish] if built else [], ["manifest"] if built else []) | more
 
 
 def estimate() -> Task:
@@ -61,7 +62,7 @@ def estimate() -> Task:
 def quality() -> Task:
     """The comparison of formats as a doit task: it needs no programs."""
     needs = ["tokenizer", *(["calibration"] if _build.calibration else [])]
-    return command_task(partial(_run, "quality"), [], needs)
+    return command_task(partial(_run, "quality", _build), [], needs)
 
 
 def selftest() -> Task:
@@ -75,8 +76,8 @@ def report_complete() -> Task:
     return command_task(_say_complete, [_build.finish], ["manifest"])
 
 
-def _run(name: str, build: Build = _build) -> TaskFailed | bool | None:
-    outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(build)
+def _run(name: str, build: Build, *names: str) -> TaskFailed | bool | None:
+    outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(build, *names)
     return outcome
 
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 import stat
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import xxhash
@@ -84,4 +84,17 @@ class Digests:
 def _listed(directory: Path, digest: Callable[[Path], str | None]) -> bytes:
     """Names and digests of all files below a directory."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return json.dumps([(path.relative_to(directory).as_posix(), digest(path)) for path in files]).encode()
+    return _listing((path.relative_to(directory).as_posix(), digest(path)) for path in files)
+
+
+def _listing(files: Iterable[tuple[str, str | None]]) -> bytes:
+    return json.dumps(list(files)).encode()
+
+
+def digest_of_files(label: str, files: Mapping[str, str]) -> str | None:
+    """What `Digests.of` says of the path `label` where `files` are all there are, by label with their digests."""
+    below = sorted(path for path in map(PurePath, files) if path.is_relative_to(label))
+    if label in files or not below:
+        return files.get(label)
+    listing = _listing((path.relative_to(label).as_posix(), files[path.as_posix()]) for path in below)
+    return xxhash.xxh3_128_hexdigest(listing)

@@ -13,7 +13,10 @@ from doit.reporter import ConsoleReporter
 from llama_npu2.errors import UserError
 from stages.engine.steps import Step
 
-Action = Callable[[], TaskFailed | bool | None]
+Action = Callable[..., TaskFailed | bool | None]
+
+NAMES = "names"
+"""`pos_arg` of a task that takes words of the command line: its action gets them one by one."""
 
 
 class OneLineReporter(ConsoleReporter):
@@ -108,9 +111,9 @@ def command_task(action: Action, before: Sequence[Action], needs: Sequence[str])
     }
 
 
-def _reported(action: Action) -> TaskFailed | bool | None:
+def _reported(action: Action, names: Sequence[str] | None = None) -> TaskFailed | bool | None:
     try:
-        return action()
+        return action(*(names or ()))
     except UserError as error:
         return TaskFailed(str(error))
     except OSError as error:

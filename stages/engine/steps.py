@@ -12,8 +12,9 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,15 +22,16 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
-from llama_npu2.schema import anything, list_of, load_json, mapping, record, text
-from stages.engine import memory
+from llama_npu2.schema import anything, list_of, load_json, mapping, record, text, whole
+from stages.engine import definitions, memory
+from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.vouching import MAC, Vouching, is_native
 
-FOREIGN = "was not built by you, and nobody whom you trust signed it"
+FOREIGN = Change("trust", "was not built by you, and nobody whom you trust signed it")
 """Why native code of others is not current."""
 BESIDE = (trust.LOCAL, trust.SIGNATURE, PROVENANCE)
 """What is said of the manifest."""
@@ -44,7 +46,7 @@ _RECEIPT = record(
         "inputs": mapping(_TEXT, anything),
         "outputs": mapping(_TEXT, _TEXT),
     },
-    {MAC: _TEXT},
+    {MAC: _TEXT, "sizes": mapping(_TEXT, whole(0, 1 << 60))},
 )
 
 
@@ -140,7 +142,7 @@ class Project:
             (work / label).replace(places[label])
         for label in gone:
             places[label].unlink(missing_ok=True)
-        told = {**receipt, "outputs": made}
+        told = {**receipt, "outputs": made, "sizes": {label: (root / label).stat().st_size for label in made}}
         told[MAC] = self.vouching.mac(path.stem, told)
         write_atomic(path, json.dumps(told, indent=1, sort_keys=True).encode())
 
@@ -246,30 +248,51 @@ class Step:
         declared = {self.project.label(p): p for p in self.inputs}
         return declared.get(label) or self.project.located(label)
 
-    def why_stale(self) -> str | None:
-        """The first reason to run, or None if the step is current."""
+    def changes(self) -> Iterator[Change]:
+        """All reasons to run, as they are found; none if the step is current."""
         receipt = self.receipt()
         if receipt is None:
-            return "not built yet"
-        key = self._key(receipt)
-        for part, value in key.items():
-            if receipt["key"].get(part) != value:
-                return f"its {part} changed"
+            label = self.project.label(self.receipt_path)
+            there = self.receipt_path.exists()
+            yield Change("receipt", f"receipt {label} is damaged" if there else "not built yet", label)
+            return
+        found = False
+        for change in chain(self._key_changes(receipt), self._input_changes(receipt), self._output_changes(receipt)):
+            found = True
+            yield change
+        if not found and not self.project.vouching.is_trusted(self.receipt_path.stem, receipt):
+            yield FOREIGN
+
+    def _key_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
+        for part, value in self._key(dict(receipt)).items():
+            if (was := receipt["key"].get(part)) != value:
+                yield key_change(part, was, value)
+
+    def _input_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
+        if self.params is None:
+            return
         recorded = receipt["inputs"]
-        if self.params is not None:
-            declared = {self.project.label(p) for p in self.inputs}
-            if added := sorted(declared - recorded.keys()):
-                return f"new input {added[0]}"
-            if removed := sorted(set(receipt.get("declared", ())) - declared):
-                return f"input {removed[0]} is gone"
-            for label, digest in recorded.items():
-                if self._digest(self.located(label)) != digest:
-                    return f"input {label} changed"
+        declared = {self.project.label(p) for p in self.inputs}
+        for label in sorted(declared - recorded.keys()):
+            yield Change("input", f"new input {label}", label)
+        for label in sorted(set(receipt["declared"]) - declared):
+            yield Change("input", f"input {label} is gone", label, recorded.get(label))
+        for label, digest in recorded.items():
+            if (found := self._digest(self.located(label))) != digest:
+                yield input_change(label, digest, found)
+
+    def _output_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
         for label, digest in receipt["outputs"].items():
-            found = self._digest(self.project.directory / label)
-            if found != digest:
-                return f"output {label} {'is missing' if found is None else 'was altered'}"
-        return None if self.project.vouching.is_trusted(self.receipt_path.stem, receipt) else FOREIGN
+            path, size = self.project.directory / label, receipt.get("sizes", {}).get(label)
+            found = self._digest(path)
+            here = path.stat().st_size if found else 0
+            if found != digest or size not in (None, here):
+                yield output_change(label, digest, found, (size, here))
+
+    def why_stale(self) -> str | None:
+        """The first reason to run, or None if the step is current."""
+        change = next(self.changes(), None)
+        return change.text if change else None
 
     def is_own(self) -> bool:
         """Whether this user made its native outputs. Raises UserError."""
@@ -294,13 +317,13 @@ class Step:
 
     def _build(self) -> None:
         work = self.project.place((WORK / file_name(self.name)).as_posix())
-        stale = self.why_stale()
+        stale = next(self.changes(), None)
         if stale is None:
             return
         if stale == FOREIGN:
             where = self.project.directory
             raise UserError(
-                f"{self.name} in {where} {FOREIGN}: doit trust key={where} takes the directory as it is, "
+                f"{self.name} in {where} {FOREIGN.text}: doit trust key={where} takes the directory as it is, "
                 "doit clean removes it"
             )
         key, shared = self._key(None), self.project.shared
@@ -316,6 +339,7 @@ class Step:
                 "declared": sorted(self.project.label(p) for p in self.inputs),
                 "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
             }
+            definitions.keep(self.project, self.module)
             self.project.commit(self.name, work, receipt)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Why steps would run: each with what changed, in words, and with the steps whose output it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from stages.engine.changes import Change, abridged, differences, shown
+from stages.engine.definitions import OUTSIDE, Definitions, of_module, recorded
+from stages.engine.digests import digest_of_files
+from stages.engine.steps import Step
+
+CURRENT, BEHIND, STALE, MISSING = "current", "behind", "stale", "missing"
+"""States: it will not run; it may, as one before it will; it will; it never ran."""
+
+
+@dataclass
+class Finding:
+    """What is the matter with a step. `changes`: its own reasons to run. `behind`: steps before it with such reasons,
+    whose outputs it reads, itself or through others. `reads`, `after`: the steps right before it, by whether it reads
+    of them."""
+
+    step: Step
+    changes: list[Change]
+    reads: list[str]
+    after: list[str]
+    behind: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        if any(change.kind == "receipt" for change in self.changes):
+            return MISSING
+        return STALE if self.changes else BEHIND if self.behind else CURRENT
+
+    @property
+    def roots(self) -> list[str]:
+        """The steps with reasons of their own that those which read of this one are behind."""
+        return [*self.behind, *([self.step.name] if self.changes else [])]
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """All that there is to say, a line each; nothing of a step that is current."""
+        said = [line for change in self.changes for line in explain(self.step, change)]
+        return said + [f"behind {name}: its outputs may change" for name in self.behind]
+
+    def to_json(self) -> dict[str, Any]:
+        """`changes`: kind, file (or empty), what was and what is, and the sentences of each."""
+        changes = [
+            {
+                "kind": change.kind,
+                "file": change.what,
+                "differences": [
+                    {"of": path, "was": shown(was), "now": shown(now)} for path, was, now in _parts(self.step, change)
+                ],
+                "text": explain(self.step, change),
+            }
+            for change in self.changes
+        ]
+        return {"step": self.step.name, "state": self.state, "changes": changes, "behind": self.behind}
+
+
+def examine(steps: Mapping[str, Step]) -> dict[str, Finding]:
+    """What is the matter with each of `steps`, in an order in which they can run. Raises UserError."""
+    makers = _Makers(steps.values())
+    before = {name: _before(step, makers) for name, step in steps.items()}
+    findings: dict[str, Finding] = {}
+    for name in TopologicalSorter({name: reads | after for name, (reads, after) in before.items()}).static_order():
+        step, (reads, after) = steps[name], before[name]
+        finding = Finding(step, [], sorted(reads), sorted(after))
+        finding.changes += (change for change in step.changes() if not makers.will_restore(step, change))
+        roots = {root for each in reads for root in findings[each].roots}
+        finding.behind = [root for root in findings if root in roots]
+        findings[name] = finding
+    return findings
+
+
+def _before(step: Step, makers: _Makers) -> tuple[set[str], set[str]]:
+    """Names of the steps of whose outputs this one reads, and of others that only come first."""
+    receipt = step.receipt() or {"inputs": {}}
+    paths = {*step.inputs, *map(step.project.directory.__truediv__, receipt["inputs"])}
+    reads = {maker.name for path in paths if (maker := makers.of(path)) and maker is not step}
+    return reads, {name for name in step.after if name in makers.names} - reads
+
+
+class _Makers:
+    """Who writes what."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self._by_output = {output: step for step in steps for output in step.outputs}
+        self.names = {step.name for step in self._by_output.values()}
+
+    def of(self, path: Path) -> Step | None:
+        """The step that writes a file, or the directory that it is in."""
+        return next((self._by_output[p] for p in (path, *path.parents) if p in self._by_output), None)
+
+    def will_restore(self, step: Step, change: Change) -> bool:
+        """Whether a step's input is what its maker left no more, but was when the step read it."""
+        maker = self.of(step.project.directory / change.what) if change.kind == "input" else None
+        receipt = maker.receipt() if maker else None
+        return receipt is not None and digest_of_files(change.what, receipt["outputs"]) == change.was
+
+
+def explain(step: Step, change: Change) -> list[str]:
+    """A change in words: a line for each difference, where there are several."""
+    match change.kind:
+        case "params":
+            parts = _parts(step, change)
+            return [f"parameter {path}: {abridged(was)} -> {abridged(now)}" for path, was, now in parts]
+        case "tool":
+            return [f"its tool: {shown(change.was)} -> {shown(change.now)}"]
+        case "code":
+            return list(_explain_code(step, change)) or [f"{change.text}, by empty lines"]
+    return [change.text]
+
+
+def _parts(step: Step, change: Change) -> list[tuple[str, Any, Any]]:
+    """What of a change differs: where, and both values."""
+    if change.kind == "code":
+        then = recorded(step.project, str(change.was))
+        return list(differences(then, of_module(step.project, step.module))) if then is not None else []
+    return list(differences(change.was, change.now)) if change.kind in ("params", "tool") else []
+
+
+def _explain_code(step: Step, change: Change) -> Iterator[str]:
+    """A line for each file of the project whose code changed."""
+    then = recorded(step.project, str(change.was))
+    if then is None:
+        yield f"{change.text} (in what is not known: the record of how it was is gone)"
+        return
+    now = of_module(step.project, step.module)
+    for file in sorted({*then, *now}):
+        if file not in now:
+            yield f"code {file} is not imported any more"
+        elif file not in then:
+            yield f"code {file} is imported now"
+        elif said := _explain_file(then, now, file):
+            yield f"code {file}: {said}"
+
+
+def _explain_file(then: Definitions, now: Definitions, file: str) -> str:
+    was, new = then[file], now[file]
+    kinds = {
+        "changed": [name for name in new if was.get(name, new[name]) != new[name] and name != OUTSIDE],
+        "added": [name for name in new if name not in was and name != OUTSIDE],
+        "removed": [name for name in was if name not in new and name != OUTSIDE],
+    }
+    said = [f"{', '.join(names)} {kind}" for kind, names in kinds.items() if names]
+    outside = was.get(OUTSIDE) != new.get(OUTSIDE)
+    return "; ".join(said) or ("imports or comments outside of definitions changed" if outside else "")
