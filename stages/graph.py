@@ -18,7 +18,7 @@ from llama_npu2.cpu_features import cpu_features
 from llama_npu2.errors import UserError
 from stages.engine import definitions
 from stages.engine.digests import Digests
-from stages.engine.files import Turn, read_json, write_atomic
+from stages.engine.files import read_json, write_atomic
 from stages.engine.objects import source_file
 from stages.engine.places import (
     CACHE,
@@ -36,6 +36,7 @@ from stages.engine.places import (
     lock_file,
 )
 from stages.engine.steps import Project, Step
+from stages.engine.turn import Turn
 from stages.manifest import write_manifest
 from stages.model import calibration
 from stages.model.checkpoint import Checkpoint

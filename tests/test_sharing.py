@@ -18,8 +18,8 @@ from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
-from stages.engine.files import Turn
 from stages.engine.steps import Project, Step
+from stages.engine.turn import Turn
 from stages.sharing import remotes
 from stages.sharing.cache import Cache
 from stages.sharing.records import Blob, check_labels

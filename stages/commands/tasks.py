@@ -17,7 +17,7 @@ from doit.exceptions import InvalidDodoFile, TaskFailed
 
 from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
-from stages.engine.doit_tasks import command_task, doit_task
+from stages.engine.doit_tasks import COMPLETE, command_task, doit_task
 from stages.graph import Build
 from stages.selftest.graph import Probes
 
@@ -73,13 +73,9 @@ def selftest() -> Task:
 
 def report_complete() -> Task:
     """The task that builds everything and says so."""
-    return command_task(_say_complete, [_build.finish], ["manifest"])
+    return command_task(_build.finish, [], ["manifest"]) | {"meta": {COMPLETE: str(_build.directory_as_given)}}
 
 
 def _run(name: str, build: Build, *names: str) -> TaskFailed | bool | None:
     outcome: TaskFailed | bool | None = import_module(f"stages.commands.{name}").run(build, *names)
     return outcome
-
-
-def _say_complete() -> None:
-    print(f"{_build.directory_as_given} is up to date", flush=True)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from doit.exceptions import BaseFail, TaskFailed
 from doit.reporter import ConsoleReporter
 
 from llama_npu2.errors import UserError
+from stages.engine.progress import show_on
 from stages.engine.steps import Step
+
+if TYPE_CHECKING:
+    from stages.engine.display import Display
+
+LAST = "last"
+"""In `meta` of a step's task: how many seconds it took last, or None."""
+COMPLETE = "complete"
+"""In `meta` of a command's: the directory that is up to date behind it."""
 
 Action = Callable[..., TaskFailed | bool | None]
 
@@ -20,31 +30,85 @@ NAMES = "names"
 
 
 class OneLineReporter(ConsoleReporter):
-    """Names what runs; says nothing of what is up to date; a failure is one line unless it is a defect."""
+    """Names what runs, on a terminal also while it does; says nothing of what is up to date; a failure is one line
+    unless it is a defect."""
 
     desc = "one line per task that runs, one line per failure"
 
     def __init__(self, outstream: Any, options: Any) -> None:
         super().__init__(outstream, options)
         self._said: set[str] = set()
+        self._started = time.monotonic()
+        self._display: Display | None = None
+        self._ran = self._current = 0
+
+    def initialize(self, tasks, selected_tasks) -> None:
+        steps = [task for task in _needed(tasks, selected_tasks) if _is_step(task)]
+        if steps and self.outstream.isatty():
+            # It takes longer to import than most builds that are up to date.
+            from stages.engine.display import Display, is_terminal
+
+            if is_terminal(self.outstream):
+                before = {task.name: task.meta[LAST] for task in steps if task.meta[LAST] is not None}
+                self._display = Display(self.outstream, len(steps), before)
+                show_on(self._display)
+
+    def get_status(self, task) -> None:
+        if self._display and task.actions and not _is_step(task):
+            self._display.rest()  # it prints what it likes
 
     def execute_task(self, task) -> None:
-        if task.actions and not (task.meta or {}).get("quiet"):
-            self.write(f"{task.title()}\n")
+        if _is_step(task):
+            if self._display:
+                self._display.begin(task.name)
+            else:
+                self.write(f"{task.title()}\n")
+
+    def add_success(self, task) -> None:
+        if _is_step(task):
+            self._ran += 1
+            if self._display:
+                self._display.end(task.name)
+        elif complete := (task.meta or {}).get(COMPLETE):
+            seconds = time.monotonic() - self._started
+            self.write(f"{complete} is up to date: {self._ran} steps run, {self._current} current, {seconds:.1f} s\n")
 
     def skip_uptodate(self, task) -> None:
-        pass
+        if _is_step(task):
+            self._current += 1
+            if self._display:
+                self._display.skip()
 
     def add_failure(self, task, fail: BaseFail) -> None:
         message = fail.get_msg() if fail.traceback else fail.message
+        if self._display and _is_step(task):
+            self._display.end(task.name, done=False)
         if fail.report and message not in self._said:
             # Tasks that run at the same time may miss the same tool.
             self._said.add(message)
             print(f"error: {message}", file=sys.stderr, flush=True)
 
     def complete_run(self) -> None:
+        if self._display:
+            self._display.rest()
+            show_on(None)
         if self.runtime_errors:
             self.write("\n".join(self.runtime_errors) + "\n")
+
+
+def _is_step(task: Any) -> bool:
+    return LAST in (task.meta or {})
+
+
+def _needed(tasks: Mapping[str, Any], selected: Iterable[str]) -> list[Any]:
+    """What is selected, and what that depends on."""
+    found: dict[str, Any] = {}
+    todo = list(selected)
+    while todo:
+        if (name := todo.pop()) not in found:
+            found[name] = tasks[name]
+            todo += tasks[name].task_dep
+    return list(found.values())
 
 
 def _interrupted(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -96,6 +160,7 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
         "targets": [output.as_posix() for output in step.outputs],
         "task_dep": sorted({maker[p] for p in step.inputs if p in maker} | set(step.after)),
         "clean": [step.clean],
+        "meta": {LAST: step.project.durations.last.get(step.name)},
         "verbosity": 2,
     }
 
@@ -106,7 +171,6 @@ def command_task(action: Action, before: Sequence[Action], needs: Sequence[str])
     return {
         "actions": [partial(_reported, each) for each in (*before, action)],
         "task_dep": list(needs),
-        "meta": {"quiet": True},
         "verbosity": 2,
     }
 

@@ -7,13 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 import xxhash
 
 from llama_npu2.errors import REMEDY, UserError
@@ -101,45 +99,6 @@ def write_atomic(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
         raise
-
-
-class Turn:
-    """One process at a time: the holder of a lock file. A second one says that it waits, and waits."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = filelock.FileLock(path)
-
-    def take(self) -> None:
-        """Returns at once if this process has it already."""
-        if self._lock.is_locked:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(blocking=False)
-        except filelock.Timeout:
-            print(f"waiting for another process that builds {self.path.stem}", file=sys.stderr, flush=True)
-            self._lock.acquire()
-        except OSError:
-            pass  # what cannot be written needs no lock; a step that has to write will say so
-
-    def try_take(self) -> bool:
-        """Whether this process has it now, without waiting."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(blocking=False)
-        except (filelock.Timeout, OSError):
-            return False
-        return True
-
-    def give_up(self) -> None:
-        self._lock.release(force=True)
-
-    def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *_: object) -> None:
-        self.give_up()
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from llama_npu2.schema import load_json
-from stages.engine.files import Turn
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
 from stages.engine.steps import RECEIPTS, WORK, load_receipt, remove_empty
+from stages.engine.turn import Turn
 
 RECENT = 3600
 """Seconds for which nothing is removed that no lock guards."""

@@ -19,6 +19,7 @@ from llama_npu2.errors import UserError
 from stages.engine.files import read_json
 from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
+from stages.engine.progress import Bar, say, speaker
 
 _ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 
@@ -57,15 +58,20 @@ def write_objects(
             # Whoever tidies the cache may remove what was just found in it.
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(compiled.path, directory / name)
+                bar.update()
                 return compiled.read
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        Bar(total=len(objects), desc="objects", disable=speaker() is None) as bar,
+    ):
         read = list(pool.map(make, objects, objects.values()))
     return sorted({path for paths in read for path in paths})
 
 
 def run_compiler(command: Sequence[str], failed: str) -> None:
     """Run a compiler or linker. A failure is one UserError: `failed` and what it complains of."""
+    say(f"waiting for {Path(command[0]).name}")
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise UserError(f"{failed}: {complaint(run.stderr)}")

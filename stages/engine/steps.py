@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,8 +28,11 @@ from stages.engine import definitions, memory
 from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.code import Code
 from stages.engine.digests import Digests
-from stages.engine.files import Turn, content_digest, content_sha256, fsync_path, write_atomic
+from stages.engine.durations import Durations
+from stages.engine.files import content_digest, content_sha256, fsync_path, write_atomic
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
+from stages.engine.progress import running
+from stages.engine.turn import Turn
 from stages.engine.vouching import MAC, Vouching, is_native
 
 FOREIGN = Change("trust", "was not built by you, and nobody whom you trust signed it")
@@ -39,6 +43,7 @@ RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
 
 _TEXT = text(r"[^\x00\ud800-\udfff]*", "text")
+_PARTS = {"key", "declared", "inputs", "outputs", "sizes", MAC}
 _RECEIPT = record(
     {
         "key": mapping(_TEXT, anything),
@@ -79,6 +84,10 @@ class Project:
         return Code(self.digests)
 
     @functools.cached_property
+    def durations(self) -> Durations:
+        return Durations(self.digests.path.parent, self.directory)
+
+    @functools.cached_property
     def vouching(self) -> Vouching:
         return Vouching(self.directory, self.digests)
 
@@ -109,6 +118,8 @@ class Project:
     def prune(self, steps: Iterable[str]) -> None:
         """Remove what steps left that are no more, and what never arrived: `steps` are all there are."""
         shutil.rmtree(self.directory / INCOMING, ignore_errors=True)
+        for half in (self.directory / RECEIPTS).glob(".*"):  # of a process that was killed
+            half.unlink(missing_ok=True)
         current = set(map(self.receipt_path, steps))
         gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current)
         kept = {label for path in current for label in (load_receipt(path) or {}).get("outputs", ())} if gone else ()
@@ -173,7 +184,8 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
-    return receipt if all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
+    complete = receipt.keys() <= _PARTS and receipt.get("sizes", receipt["outputs"]).keys() == receipt["outputs"].keys()
+    return receipt if complete and all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
 
 
 def _is_name(label: str) -> bool:
@@ -305,7 +317,8 @@ class Step:
     def run(self) -> TaskFailed | None:
         """Bring the outputs up to date. A user's mistake becomes a failed task with its one line."""
         try:
-            self._build()
+            with running(self.name):
+                self._build()
         except UserError as error:
             return TaskFailed(str(error))
         except OSError as error:
@@ -326,7 +339,7 @@ class Step:
                 f"{self.name} in {where} {FOREIGN.text}: doit trust key={where} takes the directory as it is, "
                 "doit clean removes it"
             )
-        key, shared = self._key(None), self.project.shared
+        key, shared, started = self._key(None), self.project.shared, time.monotonic()
         before = {p: self._digest(p) for p in self.inputs}
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -346,7 +359,9 @@ class Step:
             memory.give_back()
         if fetched is not None:
             print(f"{self.name}: fetched", flush=True)
-        elif shared:
+            return
+        self.project.durations.note(self.name, time.monotonic() - started)
+        if shared:
             shared.offer(self)
 
     def clean(self) -> None:

@@ -25,13 +25,13 @@ import numpy as np
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from llama_npu2.errors import UserError, first_line
 from llama_npu2.storage import Directory
 from llama_npu2.text import Tokenizer
 from stages.engine.files import file_digests, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
+from stages.engine.progress import Bar
 from stages.kernels import kernels
 from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
@@ -127,7 +127,7 @@ def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, w
         entering = read_activations(directory / activations_file(layer))
         run = _RoundedLayer(checkpoint, buffers, layer, executor, entering, wanted)
         about = f"calibrating layer {layer + 1} of {checkpoint.config.layers}"
-        for launch, slots in tqdm(list(run.launches()), desc=about, disable=None):
+        for launch, slots in Bar(list(run.launches()), desc=about):
             run.provide(launch, slots)
             wanted.step(launch, slots)
             run.step(launch, slots)

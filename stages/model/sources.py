@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError, first_line
-from stages.engine.files import Turn, atomic_directory, read_json, write_json
+from stages.engine.files import atomic_directory, read_json, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
+from stages.engine.progress import Bar
+from stages.engine.turn import Turn
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import Config
@@ -178,12 +179,10 @@ class HubSource:
 
     def _download(self, patterns: Sequence[str]) -> Path:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars
 
-        if not sys.stderr.isatty():
-            disable_progress_bars()
         with self._explained():
-            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns)))
+            wanted = list(patterns)
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=wanted, tqdm_class=Bar))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

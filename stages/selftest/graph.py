@@ -7,9 +7,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from stages.engine.files import Turn
 from stages.engine.places import lock_file
 from stages.engine.steps import Project, Step
+from stages.engine.turn import Turn
 from stages.graph import Build, Library, Wiring
 from stages.selftest.build import write_manifest, write_module
 from stages.selftest.probes import Probe, probes

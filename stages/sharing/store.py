@@ -21,6 +21,7 @@ from llama_npu2.trust import sign, trusted_keys, verify
 from llama_npu2.trust.envelopes import MAX_BYTES, own_key
 from llama_npu2.trust.keys import from_environment
 from stages.engine.digests import Digests
+from stages.engine.progress import Bar
 from stages.sharing.records import Blob, canonical
 from stages.sharing.remotes import BLOCK, Remote
 
@@ -161,8 +162,8 @@ def _hex(fingerprint: str) -> str:
     return base64.b64decode(fingerprint.removeprefix(_FINGERPRINT) + "=").hex()
 
 
-def _progress(what: str, total: int) -> tqdm:
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None if total else True)
+def _progress(what: str, total: int) -> Bar:
+    return Bar(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None if total else True)
 
 
 def warn(line: str) -> None:

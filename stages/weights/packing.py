@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from stages.engine.files import file_digests, write_json
 from stages.engine.places import WEIGHTS
+from stages.engine.progress import Bar
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import TABLES
@@ -42,7 +42,7 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calib
     (out / "weights").mkdir(parents=True)
     with (
         ThreadPoolExecutor(WRITERS) as pool,
-        tqdm(total=len(files), desc="packing weights", unit="file", disable=None) as bar,
+        Bar(total=len(files), desc="packing weights", unit="file") as bar,
     ):
 
         def write(item: tuple[str, list[Tensor]]) -> dict:

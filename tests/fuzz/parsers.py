@@ -180,8 +180,9 @@ def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
 def _receipt(scratch: Path) -> Iterator[Run]:
     """A step with one input and one output, both of which hold `x`. Nothing outside of its directory changes."""
     from stages.engine.digests import Digests
-    from stages.engine.files import Turn, content_digest
+    from stages.engine.files import content_digest
     from stages.engine.steps import Project, Step
+    from stages.engine.turn import Turn
 
     directory, outside = scratch / "model/cpu", scratch / "outside"
     directory.mkdir(parents=True)

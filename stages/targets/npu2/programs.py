@@ -20,6 +20,7 @@ from stages import air
 from stages.air import limits
 from stages.engine.files import read_json, write_atomic, write_json
 from stages.engine.objects import complaint, linked
+from stages.engine.progress import say
 from stages.targets.npu2.kernel_name import instructions, kernel_name, rename
 from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
@@ -166,6 +167,7 @@ def command_line(job: Job) -> list[str]:
 
 def _run(command: Sequence[str], directory: Path, time_limit: int) -> tuple[int | None, str]:
     """Exit status (None: out of time) and everything the command said."""
+    say(f"waiting for {Path(command[0]).name}")
     with (directory / "log").open("w+b") as log:
         child = subprocess.Popen(
             command,

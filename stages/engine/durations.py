@@ -1,0 +1,49 @@
+"""How long steps took when they ran last, for people: nothing depends on it, and no artifact holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from filelock import FileLock
+
+from llama_npu2.schema import load_json
+from stages.engine.files import write_atomic
+from stages.engine.places import lock_file
+
+
+class Durations:
+    """Of one artifact directory, in a JSON file of all, which may be deleted at any time."""
+
+    def __init__(self, artifacts: Path, directory: Path) -> None:
+        self._path = artifacts / ".durations.json"
+        self._directory = directory.relative_to(artifacts).as_posix()
+        self._lock = lock_file(artifacts, "durations")
+
+    @cached_property
+    def last(self) -> Mapping[str, float]:
+        """Seconds by step, as they were known when this was asked first."""
+        return self._seconds()
+
+    def _seconds(self) -> dict[str, float]:
+        known = self._all().get(self._directory)
+        pairs = known.items() if isinstance(known, dict) else ()
+        return {step: seconds for step, seconds in pairs if isinstance(seconds, (int, float))}
+
+    def note(self, step: str, seconds: float) -> None:
+        """Remember that of a step. Where that cannot be written, it is not known."""
+        with contextlib.suppress(OSError):
+            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._lock):
+                every = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
+                write_atomic(self._path, json.dumps(every, indent=1, sort_keys=True).encode())
+
+    def _all(self) -> dict[str, object]:
+        try:
+            known = load_json(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}

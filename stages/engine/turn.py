@@ -1,0 +1,51 @@
+"""One process at a time builds an artifact directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import filelock
+
+from stages.engine.progress import waiting
+
+_PATIENCE = 1.0
+"""Seconds of waiting before somebody is told."""
+
+
+class Turn:
+    """One process at a time: the holder of a lock file. A second one waits, and soon says so."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = filelock.FileLock(path)
+
+    def take(self) -> None:
+        """Returns at once if this process has it already."""
+        if self._lock.is_locked:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=_PATIENCE)
+        except filelock.Timeout:
+            with waiting(f"waiting for another process that builds {self.path.stem}"):
+                self._lock.acquire()
+        except OSError:
+            pass  # what cannot be written needs no lock; a step that has to write will say so
+
+    def try_take(self) -> bool:
+        """Whether this process has it now, without waiting."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except (filelock.Timeout, OSError):
+            return False
+        return True
+
+    def give_up(self) -> None:
+        self._lock.release(force=True)
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()

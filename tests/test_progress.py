@@ -1,0 +1,170 @@
+"""What a build shows on a terminal while it runs, whichever of doit's runners runs it, and what it shows elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.engine.durations import Durations
+from stages.engine.turn import Turn
+from tests.conftest import ROOT
+
+DODO = """
+import sys, time
+from functools import partial
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from llama_npu2.errors import UserError
+from stages.engine.digests import Digests
+from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
+from stages.engine.progress import Bar, say
+from stages.engine.steps import Project, Step
+from stages.engine.turn import Turn
+
+artifacts = Path({artifacts!r})
+turn = Turn(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+
+def act(name, work):
+    print(f"{{name}} printed")
+    print(f"{{name}} warned", file=sys.stderr)
+    if Path("broken").exists():
+        raise UserError("it is [broken]")
+    for _ in Bar(range(4), desc="packing"):
+        time.sleep(0.1)
+    say("waiting for [tool]")
+    time.sleep(0.4)
+    (work / name).write_text("x")
+
+def step(name, *inputs):
+    paths = tuple(project.directory / each for each in inputs)
+    return Step(project, name, "", partial(act, name), (project.directory / name,), paths)
+
+steps = [step("first"), step("second"), step("third", "first", "second")]
+
+def task_first():
+    return doit_task(steps[0], steps)
+def task_second():
+    return doit_task(steps[1], steps)
+def task_third():
+    return doit_task(steps[2], steps)
+def task_compile():
+    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+def task_speak():
+    return command_task(lambda: print("terminal", sys.stdout.isatty()), [], ["third"])
+"""
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+MOVE = re.compile(r"\x1b\[[0-9;?]*[A-Zhl]|\r")
+COMPLETE = r"artifacts/model/cpu is up to date: 3 steps run, 0 current, \d+\.\d s"
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Path:
+    """A directory with a dodo.py of three steps, which take a second each."""
+    paths, artifacts = [str(ROOT), str(ROOT / "runtime")], str(tmp_path / "artifacts")
+    (tmp_path / "dodo.py").write_text(DODO.format(paths=paths, artifacts=artifacts))
+    return tmp_path
+
+
+def on_terminal(build: Path, *arguments: str, react: Callable[[str, int], None] | None = None) -> tuple[int, str]:
+    """Exit status and all that a terminal of 100 columns got; `react` sees it as it grows, with the terminal."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(build)
+        os.environ.update(TERM="xterm", COLUMNS="100")
+        os.execv(sys.executable, [sys.executable, "-m", "doit", *arguments])
+    seen, deadline = b"", time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                seen += os.read(terminal, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+        if react:
+            react(seen.decode(errors="replace"), terminal)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode()
+
+
+def lines(seen: str) -> list[str]:
+    """What was shown, without what moves the cursor or colours it."""
+    return [line.rstrip() for line in MOVE.sub("\n", COLOUR.sub("", seen)).splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("runner", [[], ["-n", "2"], ["-n", "2", "-P", "thread"]], ids=["serial", "process", "thread"])
+def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
+    status, seen = on_terminal(build, *runner, "compile")
+    assert status == 0, seen
+    shown = lines(seen)
+    for step in ("first", "second", "third"):
+        drawn = [line for line in shown if re.match(rf"\S {step} ", line)]
+        assert any(re.search(r"\d\.\d s packing: [0-4] of 4$", line) for line in drawn)
+        assert any(line.endswith("waiting for [tool]") for line in drawn)
+        assert f"{step} printed" in shown and f"{step} warned" in shown
+    # What is done stays, with its time.
+    assert all(any(re.fullmatch(rf"{step} \d\.\d s", line) for line in shown) for step in ("first", "second", "third"))
+    assert any(line.startswith("2 of 3 steps") for line in shown)
+    assert re.fullmatch(COMPLETE, shown[-1])
+    assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0, "the cursor is there again"
+    assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
+
+
+def test_elsewhere_a_line_per_step(build: Path) -> None:
+    command = [sys.executable, "-m", "doit", "compile"]
+    run = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
+    expected = [line for step in ("first", "second", "third") for line in (step, f"{step} printed")]
+    assert run.stdout.splitlines()[:-1] == expected and re.fullmatch(COMPLETE, run.stdout.splitlines()[-1])
+    assert run.stderr.splitlines() == ["first warned", "second warned", "third warned"]
+    again = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
+    assert again.stdout.startswith("artifacts/model/cpu is up to date: 0 steps run, 3 current, ")
+
+
+def test_what_is_waited_for(build: Path) -> None:
+    turn = Turn(build / "artifacts/.locks/model-cpu.lock")
+    turn.take()
+
+    def react(seen: str, terminal: int) -> None:
+        if any(re.search(r"waiting for another process that builds model-cpu +\d", line) for line in lines(seen)):
+            turn.give_up()
+
+    status, seen = on_terminal(build, "-n", "2", "compile", react=react)
+    assert status == 0 and re.fullmatch(COMPLETE, lines(seen)[-1]), seen
+
+
+def test_a_command_has_the_terminal_to_itself(build: Path) -> None:
+    (build / "artifacts/model/cpu").mkdir(parents=True)
+    status, seen = on_terminal(build, "speak")
+    assert status == 0 and lines(seen)[-1] == "terminal True"
+
+
+def test_a_failure_stays_one_line(build: Path) -> None:
+    (build / "broken").touch()
+    status, seen = on_terminal(build, "compile")
+    assert status == 1 and lines(seen).count("error: it is [broken]") == 1
+    assert not any(line.startswith("first 0") for line in lines(seen)), "it is not done"
+    assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize("runner", [[], ["-n", "2"]], ids=["serial", "process"])
+def test_ctrl_c_ends_in_one_line(runner: list[str], build: Path) -> None:
+    pressed = []
+
+    def react(seen: str, terminal: int) -> None:
+        if "packing" in seen and not pressed:
+            pressed.append(os.write(terminal, b"\x03"))
+
+    status, seen = on_terminal(build, *runner, "compile", react=react)
+    assert status == -signal.SIGINT and "Traceback" not in seen
+    assert lines(seen)[-1] == "interrupted: the next run goes on from here"
+    assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0
