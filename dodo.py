@@ -168,6 +168,11 @@ def task_pull():
     return command("pull", built=False)
 
 
+def task_graph():
+    """Show the steps as a page and as JSON: the state of each and why, what it took and wrote, what depends on it."""
+    return command("graph", built=False)
+
+
 def task_why():
     """Say for each step, or for those named behind it, whether it is current, and if not, what changed; json=1."""
     return command("why", built=False, pos_arg=NAMES)

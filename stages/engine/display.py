@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from stages.engine.durations import clock
 from stages.engine.progress import Channel, taken
 
 _PER_SECOND = 4
@@ -148,15 +149,6 @@ class Display:
             table.add_row(task.shown, clock(task.seconds), Text(", ".join(filter(None, said)), style="dim"))
         table.add_row(Text(f"{self._done} of {self._total} steps"), "", ProgressBar(self._total, self._done, width=30))
         return table
-
-
-def clock(seconds: float) -> str:
-    """`4.2 s`, `1:07`, `1:02:03`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def is_terminal(stream: Any) -> bool:

@@ -47,3 +47,12 @@ class Durations:
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}
+
+
+def clock(seconds: float) -> str:
+    """`4.2 s`, `1:07`, `1:02:03`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

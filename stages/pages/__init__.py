@@ -7,6 +7,20 @@ notation, for drawings and charts alike. Knows no models and no targets.
 """
 
 from stages.pages.blocks import chart, colour, details, facts, note, preformatted, svg, table, tag
+from stages.pages.graph import Node, graph
 from stages.pages.page import Page
 
-__all__ = ["Page", "chart", "colour", "details", "facts", "note", "preformatted", "svg", "table", "tag"]
+__all__ = [
+    "Node",
+    "Page",
+    "chart",
+    "colour",
+    "details",
+    "facts",
+    "graph",
+    "note",
+    "preformatted",
+    "svg",
+    "table",
+    "tag",
+]

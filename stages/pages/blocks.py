@@ -60,11 +60,13 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]], label: st
     return _scrolling(tag("table", tag("thead", head), tag("tbody", *lines)), label)
 
 
-def svg(width: float, height: float, label: str, *shapes: Markup, zoom: bool = False) -> Markup:
-    """A drawing of `width` x `height` pixels, which scrolls where there is less room. `zoom`: with buttons for that."""
+def svg(width: float, height: float, label: str, *shapes: Markup, zoom: bool = False, role: str = "img") -> Markup:
+    """A drawing of `width` x `height` pixels, which scrolls where there is less room. `zoom`: with buttons for that.
+    `role`: `group` where what is in it can be chosen."""
     box = f"0 0 {width:g} {height:g}"
     # How large it is drawn is for the style alone, so that buttons can change it.
-    drawn = tag("svg", tag("title", label), *shapes, viewBox=box, role="img", width=f"{width:g}", height=f"{height:g}")
+    named = {"role": role, "aria_label": label if role != "img" else None}
+    drawn = tag("svg", tag("title", label), *shapes, viewBox=box, width=f"{width:g}", height=f"{height:g}", **named)
     scrolling = _scrolling(drawn, label)
     return tag("div", _ZOOM, scrolling, class_="zoom") if zoom else scrolling
 
