@@ -82,6 +82,7 @@ def on_terminal(build: Path, *arguments: str, react: Callable[[str, int], None] 
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(build)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who started the tests may ignore it
         os.environ.update(TERM="xterm", COLUMNS="100")
         os.execv(sys.executable, [sys.executable, "-m", "doit", *arguments])
     seen, deadline = b"", time.monotonic() + 120

@@ -168,11 +168,14 @@ def test_definitions_tell_changes_apart(before: bytes, after: bytes, changed: se
     )
 
 
-def test_receipts(compiled: Build) -> None:
+def test_each_flipped_bit_of_a_receipt(compiled: Build) -> None:
     step = compiled.steps["elf:o_ffn"]
     content = step.receipt_path.read_bytes()
     step.receipt_path.write_bytes(content[:100])
     assert sentences(step) == ["receipt build/receipts/elf-o_ffn.json is damaged"]
+    for place in range(len(content)):
+        step.receipt_path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert sentences(step) == ["receipt build/receipts/elf-o_ffn.json is damaged"]
     step.receipt_path.unlink()
     assert sentences(step) == ["not built yet"]
     assert states(compiled)["elf:o_ffn"] == MISSING and states(compiled)["manifest"] == BEHIND

@@ -30,10 +30,9 @@ _PATIENCE = 1.0
 
 @dataclass
 class _Task:
-    """What runs or waits: since when, in seconds of the monotonic clock, and what it is doing."""
+    """What runs or waits, and since when, in seconds of the monotonic clock."""
 
     shown: Spinner
-    doing: str = ""
     since: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -53,6 +52,7 @@ class Display:
         self._console = Console(file=stream, highlight=False)
         self._total, self._before = total, before
         self._running: dict[str, _Task] = {}
+        self._doing: dict[str, str] = {}  # a step in a process of its own may speak before it is known to run
         self._waiting: _Task | None = None
         self._done = 0
         self._live: Live | None = None
@@ -121,8 +121,8 @@ class Display:
             match message:
                 case {"line": str(text)}:
                     self._console.print(Text(text), soft_wrap=True)
-                case {"step": str(step), "doing": str(text)} if task := self._running.get(step):
-                    task.doing = text
+                case {"step": str(step), "doing": str(text)}:
+                    self._doing[step] = text
                 case {"mark": int(mark)}:
                     with self._heard:
                         self._marks = mark
@@ -145,7 +145,7 @@ class Display:
             table.add_row(self._waiting.shown, clock(self._waiting.seconds))
         for step, task in list(self._running.items()):
             last = self._before.get(step, 0.0)
-            said = [task.doing, f"last time {clock(last)}" if last > _PATIENCE < task.seconds else ""]
+            said = [self._doing.get(step, ""), f"last time {clock(last)}" if last > _PATIENCE < task.seconds else ""]
             table.add_row(task.shown, clock(task.seconds), Text(", ".join(filter(None, said)), style="dim"))
         table.add_row(Text(f"{self._done} of {self._total} steps"), "", ProgressBar(self._total, self._done, width=30))
         return table

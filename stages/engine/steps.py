@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
@@ -43,6 +44,9 @@ RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
 
 _TEXT = text(r"[^\x00\ud800-\udfff]*", "text")
+CHECKSUM = "xxh3"
+"""Of all else in a receipt, hex: one that is damaged, and was not forged, is as good as none."""
+
 _PARTS = {"key", "declared", "inputs", "outputs", "sizes", MAC}
 _RECEIPT = record(
     {
@@ -51,7 +55,7 @@ _RECEIPT = record(
         "inputs": mapping(_TEXT, anything),
         "outputs": mapping(_TEXT, _TEXT),
     },
-    {MAC: _TEXT, "sizes": mapping(_TEXT, whole(0, 1 << 60))},
+    {MAC: _TEXT, CHECKSUM: _TEXT, "sizes": mapping(_TEXT, whole(0, 1 << 60))},
 )
 
 
@@ -155,14 +159,14 @@ class Project:
             places[label].unlink(missing_ok=True)
         told = {**receipt, "outputs": made, "sizes": {label: (root / label).stat().st_size for label in made}}
         told[MAC] = self.vouching.mac(path.stem, told)
-        write_atomic(path, json.dumps(told, indent=1, sort_keys=True).encode())
+        _write_receipt(path, told)
 
     def adopt(self) -> None:
         """Take what all steps left as if it had been built here. Raises UserError."""
         for path in sorted((self.directory / RECEIPTS).glob("*.json")):
             if receipt := load_receipt(path):
                 receipt[MAC] = self.vouching.mac(path.stem, receipt)
-                write_atomic(path, json.dumps(receipt, indent=1, sort_keys=True).encode())
+                _write_receipt(path, receipt)
 
     def _holds(self, label: str, digest: str, made: Path) -> bool:
         """Whether an output is there already. For native code a digest that can be forged does not do."""
@@ -181,11 +185,22 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
     try:
         receipt: dict[str, Any] = load_json(path.read_bytes())
         _RECEIPT(receipt)
-    except (OSError, ValueError):
+        intact = receipt.pop(CHECKSUM, None) in (None, _checksum(receipt)) and receipt.keys() <= _PARTS
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not intact:
         return None
     labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
-    complete = receipt.keys() <= _PARTS and receipt.get("sizes", receipt["outputs"]).keys() == receipt["outputs"].keys()
-    return receipt if complete and all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
+    return receipt if all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
+
+
+def _write_receipt(path: Path, receipt: Mapping[str, Any]) -> None:
+    whole = {**receipt, CHECKSUM: _checksum(receipt)}
+    write_atomic(path, json.dumps(whole, indent=1, sort_keys=True).encode())
+
+
+def _checksum(receipt: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(receipt, sort_keys=True).encode())
 
 
 def _is_name(label: str) -> bool:
