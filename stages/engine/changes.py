@@ -74,6 +74,11 @@ def shown(value: Any) -> str:
     return "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False)
 
 
+def plain(text: str) -> str:
+    """For a terminal: labels come with directories that others made, and may hold what moves the cursor."""
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
+
+
 def abridged(value: Any) -> str:
     """The same, the end of what is long left out."""
     text = shown(value)

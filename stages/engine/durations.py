@@ -31,7 +31,7 @@ class Durations:
     def _seconds(self) -> dict[str, float]:
         known = self._all().get(self._directory)
         pairs = known.items() if isinstance(known, dict) else ()
-        return {step: seconds for step, seconds in pairs if isinstance(seconds, (int, float))}
+        return {step: seconds for step, seconds in pairs if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9}
 
     def note(self, step: str, seconds: float) -> None:
         """Remember that of a step. Where that cannot be written, it is not known."""

@@ -134,7 +134,7 @@ def _cached(cache: Path) -> Iterator[Unneeded]:
 
 
 def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
-    for left in sorted((*artifacts.glob(".fit-*"), *artifacts.glob("..digests.json.*"))):
+    for left in sorted((*artifacts.glob(".fit-*"), *artifacts.glob("..d*.json.*"))):
         yield _item("abandoned work", [left])
 
 

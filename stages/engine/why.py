@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from stages.engine.changes import Change, abridged, differences, shown
+from stages.engine.changes import Change, abridged, differences, plain, shown
 from stages.engine.definitions import OUTSIDE, Definitions, of_module, recorded
 from stages.engine.digests import digest_of_files
 from stages.engine.steps import Step
@@ -44,7 +44,7 @@ class Finding:
     @cached_property
     def sentences(self) -> list[str]:
         """All that there is to say, a line each; nothing of a step that is current."""
-        said = [line for change in self.changes for line in explain(self.step, change)]
+        said = [plain(line) for change in self.changes for line in explain(self.step, change)]
         return said + ([f"behind {', '.join(self.behind)}, which may change what it reads"] if self.behind else [])
 
     def to_json(self) -> dict[str, Any]:

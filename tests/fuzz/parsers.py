@@ -183,6 +183,7 @@ def _receipt(scratch: Path) -> Iterator[Run]:
     from stages.engine.files import content_digest
     from stages.engine.steps import Project, Step
     from stages.engine.turn import Turn
+    from stages.engine.why import examine
 
     directory, outside = scratch / "model/cpu", scratch / "outside"
     directory.mkdir(parents=True)
@@ -203,7 +204,7 @@ def _receipt(scratch: Path) -> Iterator[Run]:
         for receipt in (step.receipt_path, project.receipt_path("gone")):
             receipt.parent.mkdir(parents=True, exist_ok=True)
             receipt.write_bytes(content)
-        step.why_stale()
+        assert all(line.isprintable() for line in examine({"step": step})["step"].sentences)
         step.is_own()
         project.prune(["step"])
         if failed := step.run():
@@ -213,6 +214,38 @@ def _receipt(scratch: Path) -> Iterator[Run]:
         assert outside.read_text() == "x"
 
     yield run
+
+
+@contextlib.contextmanager
+def _definitions(scratch: Path) -> Iterator[Run]:
+    """What a step's code was when it ran, and how long steps took."""
+    from stages.engine.changes import key_change
+    from stages.engine.definitions import FOLDER
+    from stages.engine.digests import Digests
+    from stages.engine.durations import Durations
+    from stages.engine.files import content_digest
+    from stages.engine.steps import Project, Step
+    from stages.engine.turn import Turn
+    from stages.engine.why import explain
+
+    directory, left = scratch / "model/cpu", scratch / ".durations.json"
+    (directory / FOLDER).mkdir(parents=True)
+    project = Project(directory, Digests(scratch / ".digests.json"), Turn(scratch / "lock"))
+    step = Step(project, "step", "", _nothing, ())
+
+    def run(name: str, content: bytes) -> None:
+        left.write_bytes(content)
+        path = directory / FOLDER / f"before-{content_digest(left)}.json"
+        path.write_bytes(content)
+        assert explain(step, key_change("code", "before", "now"))
+        assert all(seconds >= 0 for seconds in Durations(scratch, directory).last.values())
+        path.unlink()
+
+    yield run
+
+
+def _nothing(work: Path) -> None:
+    """An action."""
 
 
 @contextlib.contextmanager
@@ -401,6 +434,7 @@ PARSERS = {
     "template": Parser(_chat("chat_template.jinja"), files("template"), mutated_bytes),
     "generation_config": Parser(_generation, files("generation_config"), damaged_json),
     "receipt": Parser(_receipt, files("receipt"), damaged_json),
+    "definitions": Parser(_definitions, files("definitions"), damaged_json),
     "digests": Parser(_digests, files("digests"), damaged_json),
     "plan": Parser(_planned, _left_for_each_other, damaged_json),
     "calibration": Parser(_calibrated, files("calibration"), mutated_bytes),
