@@ -30,7 +30,7 @@ _COLUMNS = (
     Column("why"),
     Column("took last", right=True),
     Column("wrote", right=True),
-    Column("reads of"),
+    Column("reads from"),
     Column("comes after"),
     Column("read by"),
     Column("what it does"),

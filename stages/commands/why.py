@@ -47,7 +47,7 @@ def _told(finding: Finding, findings: dict[str, Finding]) -> str:
     lines += [f"  {sentence}" for sentence in finding.sentences]
     readers = [other.step.name for other in findings.values() if name in other.reads]
     behind = [other.step.name for other in findings.values() if name in other.behind]
-    for what, others in (("reads of", finding.reads), ("comes after", finding.after), ("read by", readers)):
+    for what, others in (("reads from", finding.reads), ("comes after", finding.after), ("read by", readers)):
         if others:
             lines.append(f"  {what} {_listed(others)}")
     if behind and finding.state == STALE:

@@ -45,7 +45,9 @@ class Finding:
     def sentences(self) -> list[str]:
         """All that there is to say, a line each; nothing of a step that is current."""
         said = [plain(line) for change in self.changes for line in explain(self.step, change)]
-        return said + ([f"behind {', '.join(self.behind)}, which may change what it reads"] if self.behind else [])
+        if self.behind and self.state != MISSING:
+            said.append(f"behind {', '.join(self.behind)}, which may change what it reads")
+        return said
 
     def to_json(self) -> dict[str, Any]:
         """`changes`: kind, file (or empty), what was and what is, and the sentences of each."""
