@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class Finding:
     changes: list[Change]
     reads: list[str]
     after: list[str]
-    behind: list[str] = field(default_factory=list)
+    behind: list[str]
 
     @property
     def state(self) -> str:
@@ -66,26 +65,17 @@ class Finding:
 
 
 def examine(steps: Mapping[str, Step]) -> dict[str, Finding]:
-    """What is the matter with each of `steps`, in an order in which they can run. Raises UserError."""
+    """What is the matter with each of `steps`, which are in an order in which they can run. Raises UserError."""
     makers = _Makers(steps.values())
-    before = {name: _before(step, makers) for name, step in steps.items()}
     findings: dict[str, Finding] = {}
-    for name in TopologicalSorter({name: reads | after for name, (reads, after) in before.items()}).static_order():
-        step, (reads, after) = steps[name], before[name]
-        finding = Finding(step, [], sorted(reads), sorted(after))
-        finding.changes += (change for change in step.changes() if not makers.will_restore(step, change))
+    for name, step in steps.items():
+        # What a receipt says was read may be anything: receipts come with directories that others made.
+        reads = sorted(makers.read_by(step) & findings.keys())
+        after = sorted((set(step.after) & findings.keys()).difference(reads))
+        changes = [change for change in step.changes() if not makers.will_restore(step, change)]
         roots = {root for each in reads for root in findings[each].roots}
-        finding.behind = [root for root in findings if root in roots]
-        findings[name] = finding
+        findings[name] = Finding(step, changes, reads, after, [root for root in findings if root in roots])
     return findings
-
-
-def _before(step: Step, makers: _Makers) -> tuple[set[str], set[str]]:
-    """Names of the steps of whose outputs this one reads, and of others that only come first."""
-    receipt = step.receipt() or {"inputs": {}}
-    paths = {*step.inputs, *map(step.project.directory.__truediv__, receipt["inputs"])}
-    reads = {maker.name for path in paths if (maker := makers.of(path)) and maker is not step}
-    return reads, {name for name in step.after if name in makers.names} - reads
 
 
 class _Makers:
@@ -93,7 +83,12 @@ class _Makers:
 
     def __init__(self, steps: Iterable[Step]) -> None:
         self._by_output = {output: step for step in steps for output in step.outputs}
-        self.names = {step.name for step in self._by_output.values()}
+
+    def read_by(self, step: Step) -> set[str]:
+        """The steps that write what one reads, or read when it ran."""
+        found = (step.receipt() or {"inputs": ()})["inputs"]
+        paths = {*step.inputs, *map(step.project.directory.__truediv__, found)}
+        return {maker.name for path in paths if (maker := self.of(path))}
 
     def of(self, path: Path) -> Step | None:
         """The step that writes a file, or the directory that it is in."""
