@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from llama_npu2.manifest import Manifest
+from llama_npu2.storage import Directory
+from llama_npu2.text import Tokenizer
 from stages.commands import continuations, quality, verify, verify_report
 from stages.commands.continuations import TOKENS
 from stages.commands.options import parse_options
@@ -27,7 +29,7 @@ needs_transformers = pytest.mark.skipif(
 )
 HOSTILE = [
     Prompt("1", "The capital of France is"),
-    Prompt("a<b>&\"'", "<script>alert('\x1b[31m')</script>]]>\x00 & so on"),
+    Prompt("a<b>&\"'\uffff", "<script>alert('\x1b[31m')</script>]]>\x00 & so on"),
 ]
 
 
@@ -79,6 +81,17 @@ def test_every_position_counts_after_a_difference(last: tuple[int, ...], passed:
     assert np.allclose([first.theirs.ours, first.theirs.theirs], [second, best])
 
 
+def test_a_token_is_what_it_adds_to_the_text(demo: Path) -> None:
+    """One that ends a text has a name, and so has a part of a character, until the last of them adds it."""
+    tokenizer = Tokenizer.open(Directory(demo))
+    ids = tokenizer.encode("Here is \N{SNOWMAN}<|end_of_text|>", special_tokens=False)
+    pieces = [continuations.piece(tokenizer, ids[:at], token) for at, token in enumerate(ids)]
+    snow = next(at for at, piece in enumerate(pieces) if piece.endswith("\N{SNOWMAN}"))
+    assert pieces[-1] == "<|end_of_text|>" and snow == len(ids) - 2
+    assert "".join(pieces[: snow - 2]).strip() == "Here is"
+    assert all(piece and "\ufffd" not in piece for piece in pieces)
+
+
 @pytest.fixture(scope="module")
 def verified(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
     """All that ships, on a part of the text."""
@@ -106,9 +119,7 @@ def test_the_demo_is_right(verified: Verification, demo: Path) -> None:
     assert json.loads((demo / VERIFIED).read_text()) == json.loads(json.dumps(summary))
     kinds = [result["kind"] for result in summary["results"]]
     assert kinds == ["quality", "rounding", "exactness", *["comparison"] * len(read_prompts(SHIPPED))]
-    for comparison in verified.comparisons:
-        reply = "".join(comparison.pieces)
-        assert (len(comparison.pieces) == TOKENS and reply.isprintable()) or "\n" in reply
+    assert {len(comparison.pieces) for comparison in verified.comparisons} == {TOKENS}
     assert "".join(verified.comparisons[0].pieces).startswith(" Paris")
 
 
@@ -159,8 +170,8 @@ def test_ci_is_told(which: str, request: pytest.FixtureRequest) -> None:
     failed = [name for name, check in found.checks.items() if not check.passed]
     assert (suite.get("tests"), suite.get("failures")) == (str(len(found.checks)), str(len(failed)))
     cases = suite.findall("testcase")
-    assert [case.get("name") for case in cases] == list(found.checks)
-    assert [case.get("name") for case in cases if case.find("failure") is not None] == failed
+    assert [case.get("name") for case in cases] == [name.replace("\uffff", "\ufffd") for name in found.checks]
+    assert [case.find("failure") is not None for case in cases] == [name in failed for name in found.checks]
     assert bool(failed) == (which == "wrong")
     waited = sum(float(case.attrib["time"]) for case in cases if case.get("name") != "weights")
     assert 0 < waited < float(suite.attrib["time"])
@@ -190,7 +201,7 @@ def test_the_page_in_a_browser(wrong: Verification, tmp_path: Path, look_at: Loo
 def test_prompts_of_ones_own(demo: Path, artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As doit runs it: the files lie where the output says, and JSON on the output is the file's."""
     (tmp_path / "text").write_text("The capital of France is Paris. " * 4)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One,\\u2028two,", "id": "count"}\n\n{"prompt": "Hot"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One,\u2028two,", "id": "count"}\n\n{"prompt": "Hot"}\n')
     given = {name: str(tmp_path / name) for name in ("text", "output")} | {"prompts": str(tmp_path / "prompts.jsonl")}
     assert verify.run(Build(parse_options({"artifacts": str(artifacts), **given}))) is None
     *_, last = capsys.readouterr().out.splitlines()
