@@ -133,8 +133,8 @@ def test_answers_are_those_of_the_harness_own_model(demo: Path, tasks: Path) -> 
 
 @needs_lm_eval
 def test_what_requests_begin_with_is_processed_once(demo: Path) -> None:
-    """All choices of both questions together cost hardly more than the examples in front of them, and each of them is
-    as likely as by itself, to the bit."""
+    """The examples in front of both questions, each question, and the choices one by one, which are as likely as by
+    themselves, to the bit."""
     from lm_eval.api.instance import Instance
 
     from llama_npu2.lm_eval.model import LlamaNpu2
@@ -158,8 +158,9 @@ def test_what_requests_begin_with_is_processed_once(demo: Path) -> None:
         patched.setattr(model.llm, "_run", counted)
         together = model.loglikelihood(requests, disable_tqdm=True)
         examples_alone = len(model.tok_encode(examples))
-        of_each = [len(model.tok_encode(text + choice)) - examples_alone for text, choice in pairs]
-        assert processed < examples_alone + sum(of_each)
+        questions = {text: len(model.tok_encode(text)) for text, _ in pairs}
+        choices = sum(len(model.tok_encode(text + choice)) - questions[text] for text, choice in pairs)
+        assert processed < sum(questions.values()) - examples_alone + choices
         for request, found in zip(requests, together, strict=True):
             model.llm.reset()
             assert model.loglikelihood([request], disable_tqdm=True) == [found]
