@@ -33,6 +33,8 @@ from tests.sim_support import run
 
 ULP = 2.0**-7
 F32 = 2.0**-23
+NO_SILU = 2.0**-118
+"""More than 87 exp(-87): what the array makes at most of gates whose activation is nothing."""
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -85,19 +87,21 @@ def test_add(rows: int, cols: int) -> None:
     assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
 
 
+@pytest.mark.parametrize("exp2_ulp", [False, True])
 @pytest.mark.parametrize("rows, cols", [(64, 768), (1, 1536), (8, 48)])
-def test_silu_and_mul(rows: int, cols: int) -> None:
+def test_silu_and_mul(rows: int, cols: int, exp2_ulp: bool) -> None:
     gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
     gate[0, :40] = np.linspace(-100, 100, 40)
-    got = execute(by_element("silu_and_mul", rows, cols), gate, up, empty(rows, cols))
+    flags = ("-DAIE_SIM_EXP2_ULP",) if exp2_ulp else ()
+    got = execute(by_element("silu_and_mul", rows, cols), gate, up, empty(rows, cols), flags=flags)
     with np.errstate(over="ignore"):
         want = silu_and_mul.reference(gate, up)
-    # The core has no e^x below 2^-126: the activation of gate < -87 is zero to within that.
-    assert_close(got, want, ULP * magnitude(want) + 2.0**-110)
+    # Rounded are the exponential, silu, its product, and the reference: half a unit each.
+    assert_close(got, want, (3 if exp2_ulp else 2) * ULP * magnitude(want) + NO_SILU * magnitude(up))
 
 
 def test_silu_of_every_number() -> None:
-    """All finite bf16: hardly ever another rounding than the exact value's, so the f32 inside is good to 2^-15."""
+    """All finite bf16: within the exponential's rounding and silu's."""
     gate = np.arange(2**16, dtype=np.uint16).view(bfloat16)
     gate[~np.isfinite(gate.astype(np.float32))] = 0
     up = np.ones_like(gate)
@@ -105,10 +109,11 @@ def test_silu_of_every_number() -> None:
     got = execute(made, gate.reshape(16, -1), up.reshape(16, -1), empty(16, 2**12)).reshape(-1)
     with np.errstate(over="ignore"):
         wide = gate.astype(np.float64)
-        want = (wide / (1 + np.exp(-wide))).astype(np.float32).astype(bfloat16)
-    assert_close(got, want, ULP * magnitude(want) + 2.0**-110)
-    normal = magnitude(want) > 2.0**-110
-    assert (got != want)[normal].mean() < 2.0**-8
+        exact = wide / (1 + np.exp(-wide))
+    # What the exponential is off by counts in proportion to its part of 1 + e, and less than it where that is all.
+    small = np.exp(-np.abs(wide))
+    part = np.where(wide < 0, 1, small) / (1 + small)
+    assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
 
 
 @pytest.mark.parametrize(

@@ -1,69 +1,64 @@
-// SwiGLU's activation: out = gate / (1 + exp(-gate)) * up, bf16 in and out, f32 inside, one rounding.
+// SwiGLU's activation: out = silu(gate) * up, silu(gate) = gate / (1 + exp(-gate)), bf16 in and out, rounded where
+// transformers rounds: silu, and its product.
 //
-// The core's exponential has bf16 precision, which would leave two roundings in the result. Here e = 2^-|y|,
-// y = gate * log2(e), is 2^-n (exponent bits) times a polynomial, and 1/(1+e) on (1, 2] is two Newton steps.
-// The result is the rounding of the exact value for all but one gate in several hundred.
+// e = exp(-|gate|) comes from the core's exponential, which has bf16 precision: where the gate is negative, silu has that
+// rounding besides its own. 1/(1+e) on (1, 2] is good to 2^-13.
 #pragma once
 
 #include "tile.h"
 
 namespace {
 
-// log2(e) in three bf16: |gate| may be 100, where two would leave 2^-10.
-constexpr float LOG2E[3] = {1.4453125f, -0.00262451171875f, 7.063150405883789e-06f};
-// 2^f on [-1/2, 1/2], least maximum relative error (2^-18.5).
-constexpr float EXP2[5] = {0.999999285f, 0.693121791f, 0.240247443f, 0.0559178628f, 0.00957010221f};
+// log2(e) in two bf16: y is off by less than 2^-17 of its size.
+constexpr float LOG2E[2] = {1.4453125f, -0.00262451171875f};
+// 1/d on [1, 2] within 1/99, from d^0 on: what is left of 1 - d p(d) is the Chebyshev polynomial of degree 3.
+constexpr float INVERSE[3] = {210.0f / 99.0f, -144.0f / 99.0f, 32.0f / 99.0f};
+constexpr unsigned SIGN = 0x8000;
+// Gates below count as this, where the core's exponential ends: their activation is nothing.
+constexpr float LEAST = -87.0f;
 
-// |gate| * -log2(e), at least -127, whose power is 0.
 template <unsigned L>
-aie::vector<float, L> exponent(const aie::vector<bfloat16, L> &gate, const aie::mask<L> &negative) {
-    aie::accum<accfloat, L> y = aie::zeros<accfloat, L>();
-    for (unsigned part = 3; part-- > 0;) {
-        const aie::accum<accfloat, L> factor(aie::broadcast<float, L>(LOG2E[part]));
-        y = aie::mac(y, gate, factor.template to_vector<bfloat16>());
-    }
-    const aie::vector<float, L> signed_y = y.template to_vector<float>();
-    const aie::vector<float, L> down = aie::sub(aie::zeros<float, L>(), signed_y);
-    return aie::max(aie::select(down, signed_y, negative), aie::broadcast<float, L>(-127.0f));
+aie::vector<bfloat16, L> constant(float value) {
+    return aie::accum<accfloat, L>(aie::broadcast<float, L>(value)).template to_vector<bfloat16>();
 }
 
 template <unsigned L>
-aie::vector<float, L> exp2_f32(const aie::vector<float, L> &y) {
-    const aie::vector<float, L> whole = aie::to_float<float>(aie::to_fixed<int32>(y));
-    const Pair<L> f = split(aie::sub(y, whole));
-    aie::vector<float, L> p = aie::broadcast<float, L>(EXP2[4]);
-    for (unsigned degree = 4; degree-- > 0;)
-        p = aie::add(product(split(p), f), aie::broadcast<float, L>(EXP2[degree])).template to_vector<float>();
-    const aie::vector<bfloat16, L> power = aie::accum<accfloat, L>(power_of_two(whole)).template to_vector<bfloat16>();
-    return exact_product(p, power).template to_vector<float>();
+aie::accum<accfloat, L> wide_constant(float value) {
+    return aie::accum<accfloat, L>(aie::broadcast<float, L>(value));
 }
 
-// 1/d for d in [1, 2]: a line within 1/17, then two Newton steps.
+// exp(gate), LEAST <= gate <= 0.
 template <unsigned L>
-aie::vector<float, L> reciprocal(const aie::vector<float, L> &d) {
-    const Pair<L> divisor = split(d);
-    const auto line = aie::add(product(divisor, split<L>(-8.0f / 17.0f)), aie::broadcast<float, L>(24.0f / 17.0f));
-    aie::vector<float, L> r = line.template to_vector<float>();
-    for (unsigned step = 0; step < 2; ++step) {
-        const Pair<L> estimate = split(r);
-        const auto inverse = product(divisor, estimate).template to_vector<float>();
-        r = product(estimate, split(aie::sub(aie::broadcast<float, L>(2.0f), inverse))).template to_vector<float>();
-    }
-    return r;
+aie::vector<bfloat16, L> power(const aie::vector<bfloat16, L> &gate) {
+    const auto y = aie::mac(aie::mul(gate, constant<L>(LOG2E[0])), gate, constant<L>(LOG2E[1]));
+    return aie::exp2<bfloat16>(y.template to_vector<float>());
+}
+
+// 1/d for d in [1, 2]: a parabola, and from what it lacks, r, two more members of 1 + r + r^2 + ...
+template <unsigned L>
+Pair<L> reciprocal(const Pair<L> &d) {
+    const auto line = aie::mac(wide_constant<L>(INVERSE[1]), d.hi, constant<L>(INVERSE[2]));
+    const auto curve = aie::mac(wide_constant<L>(INVERSE[0]), d.hi, line.template to_vector<bfloat16>());
+    const aie::vector<bfloat16, L> near = curve.template to_vector<bfloat16>();
+    const auto rest = aie::msc(aie::msc(wide_constant<L>(1.0f), d.hi, near), d.lo, near);
+    const aie::vector<bfloat16, L> lacks = rest.template to_vector<bfloat16>();
+    const aie::vector<bfloat16, L> more = aie::mac(rest, lacks, lacks).template to_vector<bfloat16>();
+    return split(aie::mac(aie::accum<accfloat, L>(near), near, more));
 }
 
 // L values. What it takes is in memory anyway: a vector by reference would be put there if this is not inlined.
 template <unsigned L>
 void silu_times(const bfloat16 *gates, const bfloat16 *up, bfloat16 *out) {
-    const aie::vector<bfloat16, L> gate = aie::load_v<L>(gates);
-    const aie::vector<float, L> wide = aie::accum<accfloat, L>(gate).template to_vector<float>();
-    const aie::mask<L> negative = aie::lt(wide.template cast_to<int32>(), aie::zeros<int32, L>());
-    const aie::vector<float, L> one = aie::broadcast<float, L>(1.0f);
-    const aie::vector<float, L> e = exp2_f32(exponent(gate, negative));
-    const Pair<L> top = split(aie::select(one, e, negative));
-    const auto sigmoid = product(top, split(reciprocal(aie::add(one, e)))).template to_vector<float>();
-    const auto silu = product(gate, split(sigmoid)).template to_vector<float>();
-    aie::store_v(out, product(aie::load_v<L>(up), split(silu)).template to_vector<bfloat16>());
+    const aie::vector<bfloat16, L> least = constant<L>(LEAST), gate = aie::max(aie::load_v<L>(gates), least);
+    const aie::vector<uint16, L> sign = aie::broadcast<uint16, L>(SIGN);
+    const aie::vector<bfloat16, L> down =
+        aie::bit_or(gate.template cast_to<uint16>(), sign).template cast_to<bfloat16>();
+    const aie::vector<bfloat16, L> e = power(aie::max(down, least));
+    const aie::mask<L> negative = aie::lt(gate.template cast_to<int16>(), aie::zeros<int16, L>());
+    const Pair<L> inverse = reciprocal(split(aie::add(wide_constant<L>(1.0f), e)));
+    const auto top = aie::mul(gate, aie::select(constant<L>(1.0f), e, negative));
+    const auto silu = product(split(top), inverse).template to_vector<bfloat16>();
+    aie::store_v(out, aie::mul(aie::load_v<L>(up), silu).template to_vector<bfloat16>());
 }
 
 }  // namespace

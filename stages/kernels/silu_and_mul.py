@@ -14,7 +14,7 @@ def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
 
 
-VECTORS = 174
+VECTORS = 58
 """Vector operations for each vector of values."""
 
 KERNELS = (

@@ -27,6 +27,11 @@ struct bfloat16 {
     std::uint16_t bits;
 };
 
+inline bool operator<(bfloat16 a, bfloat16 b) {
+    const auto wide = [](bfloat16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); };
+    return wide(a) < wide(b);
+}
+
 struct accfloat {};
 struct accauto {};
 
@@ -316,7 +321,9 @@ accum<accfloat, Elems> sub(const accum<accfloat, Elems> &acc, const vector<T, El
 
 template <typename T, unsigned Elems>
 vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
-    return detail::lanewise(v1, v2, [](T a, T b) { return a < b ? b : a; });
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i] ? v2.data[i] : v1.data[i];
+    return out;
 }
 
 // Sum of the lanes, by halves: the order in which the core adds them.
@@ -353,8 +360,9 @@ accum<accfloat, Elems> mul(const vector<bfloat16, Elems> &v1, const vector<bfloa
     return mac(zeros<accfloat, Elems>(), v1, v2);
 }
 
-template <unsigned Elems>
-mask<Elems> lt(const vector<int32, Elems> &v1, const vector<int32, Elems> &v2) {
+template <typename T, unsigned Elems>
+mask<Elems> lt(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    static_assert(std::is_same_v<T, int32> || std::is_same_v<T, int16>, "what the stand-in compares");
     mask<Elems> out;
     for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i];
     return out;
