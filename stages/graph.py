@@ -98,6 +98,11 @@ class Build:
             return replace(self._held_policy(), kv=self.options.kv)
         return self.target.checked(parse_policy(self.options.weights, self.options.kv))
 
+    @property
+    def matmul(self) -> str:
+        """How the NPU projects a prompt's rows."""
+        return self.options.matmul or self.policy.matmul
+
     def _held_policy(self) -> Policy:
         """What the checkpoint holds. Before a quantised one is there, that cannot be known: it is fetched."""
         if isinstance(self.source, ArtifactsOnly):
@@ -242,7 +247,7 @@ class Build:
             "buckets": self.buckets,
             "context": self.context,
             "grouping": options.grouping or self.target.default_grouping,
-            "matmul": options.matmul,
+            "matmul": self.matmul,
         }
 
 
@@ -438,7 +443,7 @@ class Wiring:
         room = library.target.modules
         options = {
             "grouping": self.grouping_name,
-            "bfp16": self.options.matmul == "bfp16",
+            "bfp16": self.build.matmul == "bfp16",
             "weights": self.build.policy.text,
             "kv": self.build.policy.kv,
         }

@@ -22,7 +22,8 @@ PEERS = ("llama.cpp", "transformers")
 RECIPES = ("transformers", "llama.cpp")
 """Whose perplexity: see `stages.commands.perplexity`."""
 MATMULS = ("bf16", "bfp16")
-"""How the NPU projects a prompt's rows: exact products of bf16, or block floating point."""
+"""How the NPU projects a prompt's rows: exact products of bf16, or block floating point. Weights
+decide if nobody does."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Options(Sampling, Running):
     buckets: str = "128,512,2048"
     context: int = 0
     grouping: str = ""
-    matmul: str = "bf16"
+    matmul: str = ""
     weights: str = ""
     kv: str = "bf16"
     calibrate: str = ""
@@ -74,7 +75,7 @@ class Options(Sampling, Running):
             raise UserError(f"context={self.context}: must be a number of tokens, or 0 for what the target takes")
         if self.recipe not in RECIPES:
             raise UserError(f"recipe={self.recipe}: choose one of {', '.join(RECIPES)}")
-        if self.matmul not in MATMULS:
+        if self.matmul not in ("", *MATMULS):
             raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
         if self.kv not in KV_FORMATS:
             raise UserError(f"kv={self.kv}: choose one of {', '.join(KV_FORMATS)}")

@@ -72,6 +72,12 @@ class Policy:
         return self.exceptions.get(VOCAB, _VOCAB_FORMATS.get(self.matrices, self.matrices))
 
     @property
+    def matmul(self) -> str:
+        """How the NPU multiplies a prompt's rows if nobody says: in block floating point where weights have lost far
+        more than that takes, exactly where they have not (BENCHMARKS.md)."""
+        return "bfp16" if self.matrices == "int4" else "bf16"
+
+    @property
     def layers(self) -> int:
         """So many must a model have at least."""
         return max((int(layer) + 1 for _, layer in self._in_layers()), default=0)

@@ -27,7 +27,8 @@ def one_ulp(want: np.ndarray) -> np.ndarray:
 
 
 def silu(want: np.ndarray) -> np.ndarray:
-    return one_ulp(want) + LEAST_SILU
+    """Rounded are the exponential, which is off by a unit at most besides, silu, its product, and the reference."""
+    return 3 * one_ulp(want) + LEAST_SILU
 
 
 def norm(want: np.ndarray) -> np.ndarray:
