@@ -62,7 +62,7 @@ def estimates(build: Build, names: set[str]) -> dict[str, Any]:
     config = read_config(build.directory / CONFIG)
     grouping = build.target.grouping(build.options.grouping or build.target.default_grouping)
     made = programs(config.family, grouping, build.buckets, build.policy, build.positions)
-    bfp16 = build.options.matmul == "bfp16"
+    bfp16 = build.matmul == "bfp16"
     return {
         program.name: price.description(
             build_module(program, config.dimensions(), bfp16=bfp16 and program.bucket is not None)
