@@ -115,14 +115,20 @@ _NOT_DRAWN = """
     .map((each) => `not drawn: ${each.ariaLabel}`)
 """
 
-# Charts follow a new width or theme of their own accord, some frames later.
+# Charts follow a new width or theme of their own accord, in several steps, some frames later.
 _SETTLED = """new Promise((resolve) => {
-    let frames = 0;
+    let frames = 0, still = 0;
+    const watcher = new MutationObserver(() => { still = 0; });
+    document.querySelectorAll('.plot').forEach((each) => {
+        watcher.observe(each, { attributes: true, childList: true, subtree: true });
+    });
     const fits = (each) => Math.abs(each.querySelector('svg').clientWidth - each.clientWidth) < 2;
     const look = () => {
         const plots = [...document.querySelectorAll('.plot:has(svg)')].filter((each) => each.offsetWidth);
-        if (++frames > 2 && (plots.every(fits) || frames > 300)) resolve();
-        else requestAnimationFrame(look);
+        if ((++still > 20 && plots.every(fits)) || ++frames > 600) {
+            watcher.disconnect();
+            resolve();
+        } else requestAnimationFrame(look);
     };
     look();
 })"""

@@ -133,8 +133,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
 from stages.engine.digests import Digests
-from stages.engine.files import Turn
 from stages.engine.steps import Project, Step
+from stages.engine.turn import Turn
 from stages.needs import process_memory
 
 def act(work):

@@ -46,9 +46,11 @@ BLOCK_FLOAT = 2.0**-7
 class Arithmetic:
     """Relative errors of what a kernel set computes in f32, or in pairs of bf16 (kernel_src/aie2p/tile.h): the
     activation, a rotated pair, the reciprocal root, a score of attention; and of a weight that attention gives a
-    position, which is rounded to bf16."""
+    position, which is rounded to bf16. `exponential`: of that in an activation that is rounded before it is
+    multiplied; 0 where it is not."""
 
     activation: float
+    exponential: float
     rotation: float
     root: float
     score: float
@@ -56,10 +58,14 @@ class Arithmetic:
 
 
 ARITHMETIC = {
-    HOST_SET: Arithmetic(activation=2.0**-16, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U),
-    # A pair of bf16 keeps 2^-17, a product of two 2^-16; an activation has eight of these. Both a weight and the sum
+    HOST_SET: Arithmetic(
+        activation=2.0**-16, exponential=0, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U
+    ),
+    # A pair of bf16 keeps 2^-17, a product of two 2^-16; the activation's reciprocal 2^-13. Both a weight and the sum
     # that it is divided by are rounded.
-    "aie2p": Arithmetic(activation=2.0**-13, rotation=2.0**-16, root=2.0**-15, score=2.0**-16, weight=2 * U),
+    "aie2p": Arithmetic(
+        activation=2.0**-12, exponential=U, rotation=2.0**-16, root=2.0**-15, score=2.0**-16, weight=2 * U
+    ),
 }
 
 
@@ -242,10 +248,23 @@ def _of_activation(given: Given, products: tuple[tuple[np.ndarray, Spread], ...]
     (gate, of_gate), (up, of_up) = products
     g, u = np.abs(gate.astype(np.float32)), np.abs(up.astype(np.float32))
     result = np.abs(given.results[0].astype(np.float32).reshape(g.shape))
+    inputs = 1.1 * of_gate.limit * (u + of_up.limit) + g * of_up.limit
+    if given.arithmetic.exponential:
+        limit = inputs + u * _rounded_silu(gate.astype(np.float32), given.arithmetic)
+        return (Spread(limit + ulp(result + limit), np.ones(limit.shape)),)
     error = given.arithmetic.activation * result
     last = _rounded(result, error + LEAST)
-    limit = 1.1 * of_gate.limit * (u + of_up.limit) + g * of_up.limit + last.limit
-    return (Spread(limit, np.minimum(1, of_gate.chance + of_up.chance + last.chance)),)
+    return (Spread(inputs + last.limit, np.minimum(1, of_gate.chance + of_up.chance + last.chance)),)
+
+
+def _rounded_silu(gate: np.ndarray, arithmetic: Arithmetic) -> np.ndarray:
+    """How far silu may be off that is rounded, and whose exp(-|gate|) is: a factor where the gate is negative, and else
+    a part of what it is divided by."""
+    small = np.exp(-np.abs(gate))
+    part = np.where(gate < 0, 1, small) / (1 + small)
+    exponential = arithmetic.exponential + np.abs(gate) * 2.0**-16
+    silu = np.abs(gate) * np.where(gate < 0, small, 1) / (1 + small)
+    return _rounded(silu, (arithmetic.activation + exponential * part) * silu + 2.0**-110).limit
 
 
 def _of_two_products(given: Given) -> tuple[Spread, ...]:
