@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_npu2 import Llama, UserError, load
-from llama_npu2.devices import Call
-from llama_npu2.trace import TracedCall, traced_phases
+from llama_npu2 import Llama, load
+from llama_npu2.trace import TracedCall
 from stages.model.sources import DEMO
 
 IDS = [2038, *range(70, 100)]
@@ -94,10 +93,3 @@ def test_slots_are_read_in_their_shapes(llm: Llama) -> None:
         llm.prefill(IDS)
     assert shapes["tokens"] == (len(IDS),) and shapes["swiglu"] == (len(IDS), 768) and shapes["normed"] == (256,)
     assert shapes["wo"] == tuple(llm.manifest.buffers["model.layers.0.self_attn.o_proj.weight"]["shape"])
-
-
-def test_an_npu_says_that_it_is_not_traced(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(llm.manifest.target, "device", "xrt")  # type: ignore[arg-type]
-    calls: dict[str, list[Call]] = {}
-    with pytest.raises(UserError, match="cannot be traced: trace artifacts of target=npu2-sim or target=cpu"):
-        traced_phases(llm.manifest, llm.device, llm.memory, calls, print)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import fcntl
 import gc
 import inspect
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ from llama_npu2.manifest import Manifest, NpuProgram
 from llama_npu2.profile import profile
 from llama_npu2.spans import nested
 from llama_npu2.storage import File
+from llama_npu2.trace import TracedCall
 from llama_npu2.validation import check_manifest
 from stages.air import parse_mlir, to_mlir
+from stages.commands import transformers_model
+from stages.commands.diagnose import diagnose
 from stages.commands.estimate import host_traffic
 from stages.commands.options import parse_options
 from stages.commands.profile import estimates, write_report
@@ -52,6 +56,7 @@ from tests import pyxrt_standin
 from tests.conftest import ROOT, build, change_manifest
 from tests.pyxrt_standin import NEWEST, Facts, declared, install, release
 from tests.sim_support import objects
+from tests.test_diagnose import ON_ARRAY
 
 ROWS, COLS = 4, 64
 PROMPT = "The capital of France is"
@@ -634,6 +639,54 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
         "prompt": crossed[0] + crossed[1] - crossed[2],
         "token": crossed[2],
     }
+
+
+def _traced(directory: Path, tokens: int) -> tuple[list[tuple[str, str, Any, dict[str, bytes]]], list[int]]:
+    """What each call of a prompt and of tokens left in its slots but weights; and the tokens, as many again behind the
+    trace."""
+    seen: list[tuple[str, str, Any, dict[str, bytes]]] = []
+
+    def watch(call: TracedCall) -> None:
+        slots = {slot: call[slot].tobytes() for slot in call.slots if call.role(slot) not in ("weight", "table")}
+        seen.append((call.phase, call.program, call.layer, slots))
+
+    with contextlib.closing(load(directory, 2)) as llm:
+        with llm.trace(watch):
+            found = [int(np.argmax(llm.prefill(llm.encode(PROMPT, raw=True))))]
+            while len(found) < tokens:
+                found.append(int(np.argmax(llm.decode(found[-1]))))
+        while len(found) < 2 * tokens:
+            found.append(int(np.argmax(llm.decode(found[-1]))))
+    return seen, found
+
+
+def test_a_trace_shows_what_the_simulators_does(npu2: Path, simulated: Path, expected: list[int]) -> None:
+    """Scratch, too; nothing of it is held behind it."""
+    install()
+    (ours, tokens), (wanted, _) = _traced(npu2, 4), _traced(simulated, 4)
+    assert tokens == expected
+    assert [call[:3] for call in ours] == [call[:3] for call in wanted]
+    for (*call, found), (*_, slots) in zip(ours, wanted, strict=True):
+        assert [name for name in slots if found[name] != slots[name]] == [], call
+
+
+def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise UserError("launches alone")
+
+    install()
+    monkeypatch.setattr(transformers_model, "layer_outputs", missing)
+    given = {"model": "demo", "target": "npu2-sim", "buckets": "64,128", "artifacts": str(artifacts)}
+    described = Build(parse_options(given))
+    with contextlib.closing(load(npu2, 2)) as llm:
+
+        def changed(values: np.ndarray) -> None:
+            ON_ARRAY[0].change(values)
+            llm.buffer(site.buffers[site.written[0].name]).push()
+
+        site = replace(ON_ARRAY[0], change=changed)(described, llm)
+        (first, *_) = diagnose(described, llm).wrong
+    assert (first.site.phase, first.site.call, first.site.index) == (site.phase, site.call, site.index)
 
 
 def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:

@@ -97,13 +97,15 @@ class Llama:
     @contextlib.contextmanager
     def trace(self, watch: Watch) -> Iterator[None]:
         """While it is entered, `watch` gets every call (`trace.TracedCall`) of prefill, decode and generate once it
-        ran, and may read what the call's slots hold. Results are what they are without. Raises UserError on an NPU."""
-        whole = self._phases
-        self._phases = dict(traced_phases(self.manifest, self.device, self.memory, self.calls, watch))
+        ran, and may read what the call's slots hold. Results are what they are without."""
+        whole, traced = self._phases, traced_phases(self.manifest, self.device, self.memory, self.calls, watch)
+        self._phases = dict(traced)
         try:
             yield
         finally:
             self._phases = whole
+            for phase in traced.values():
+                phase.rest()
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[Recorder]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.devices import Call, Device, Submission
-from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory
 from llama_npu2.validation import view_offset
@@ -45,8 +44,8 @@ class TracedCall:
     def __getitem__(self, slot: str) -> np.ndarray:
         """A copy of what a slot holds, in its dtype: activations `[rows, width]` (`[width]` where a call has one row;
         with buckets, as many rows as the bucket), weights and caches as they lie in memory, of a cache in rows those up
-        to the call's last. Scratch that the program never stores is NaN. KeyError for a slot that the program does not
-        have."""
+        to the call's last. Scratch that a host program never stores is NaN; what an NPU's does not is what lay there.
+        KeyError for a slot that the program does not have."""
         return self.seen(slot).copy()
 
     def seen(self, slot: str) -> np.ndarray:
@@ -75,23 +74,24 @@ class TracedPhase:
             self._watch(call.run(self._phase, seq, pos))
 
     def rest(self) -> None:
-        """Holds nothing that is scarce."""
+        for call in self._calls:
+            call.submission.rest()
 
 
 @dataclass(frozen=True)
 class TracedSubmission:
-    """One call of a plan, as `spec` has it."""
+    """One call of a plan, as `spec` has it. `scratch`: buffers that show what is not stored in them."""
 
     spec: Mapping[str, Any]
     slots: Mapping[str, Mapping[str, Any]]
+    scratch: Sequence[str]
     submission: Submission
     memory: Memory
 
     def run(self, phase: str, seq: int, pos: int) -> TracedCall:
         buffers = dict(zip(self.slots, self.spec["buffers"], strict=True))
-        for name, slot in self.slots.items():
-            if slot["role"] == "scratch":
-                self.memory.array(buffers[name]).view(np.uint8)[...] = _NOTHING
+        for name in self.scratch:
+            self.memory.array(name).view(np.uint8)[...] = _NOTHING
         self.submission.run(seq, pos)
         return TracedCall(
             phase, self.spec["program"], self.spec.get("layer"), seq, pos, self.slots, buffers, self.memory
@@ -101,15 +101,21 @@ class TracedSubmission:
 def traced_phases(
     manifest: Manifest, device: Device, memory: Memory, calls: Mapping[str, Sequence[Call]], watch: Watch
 ) -> dict[str, TracedPhase]:
-    """Every phase of a manifest, call by call. Raises UserError where the host does not see what programs leave."""
-    if manifest.target["device"] == "xrt":
-        raise UserError(
-            f"{manifest.directory}: an NPU's buffers cannot be traced: trace artifacts of target=npu2-sim or target=cpu"
-        )
+    """Every phase of a manifest, call by call. On an NPU each is a submission of its own, behind which all that
+    it wrote comes to the host."""
+    on_array = manifest.target["device"] == "xrt"
+    for name in manifest.buffers:
+        memory.array(name)  # from now on the host sees it
 
     def traced(phase: str) -> Iterator[TracedSubmission]:
         for spec, call in zip(manifest.plans[phase], calls[phase], strict=True):
-            slots = {slot["name"]: slot for slot in manifest.programs[spec["program"]]["slots"]}
-            yield TracedSubmission(spec, slots, device.prepare([call]), memory)
+            program = manifest.programs[spec["program"]]
+            slots = {slot["name"]: slot for slot in program["slots"]}
+            scratch = [
+                buffer
+                for slot, buffer in zip(slots.values(), spec["buffers"], strict=True)
+                if slot["role"] == "scratch" and (program["host"] or not on_array)
+            ]
+            yield TracedSubmission(spec, slots, scratch, device.prepare([call]), memory)
 
     return {phase: TracedPhase(phase, list(traced(phase)), watch) for phase in calls}
