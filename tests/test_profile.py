@@ -92,7 +92,16 @@ def test_launches_move_and_multiply_what_the_model_has(llm: Llama) -> None:
 
 
 def test_spans_add_up_to_what_clocks_say(llm: Llama) -> None:
+    """The most of several replies: what else a machine does lands between spans, too."""
     list(llm.generate("Once upon a time", max_tokens=2))
+    shares = [_covered(llm) for _ in range(5)]
+    assert all(share < 1 for share in shares), "no time is counted twice"
+    # Python between the spans takes the rest, some microseconds of a token, which with this model takes a hundred.
+    assert max(shares) > 0.8
+
+
+def _covered(llm: Llama) -> float:
+    """By spans, of the time of a reply."""
     native = llm.device.native_seconds
     with llm.profile() as recorder:
         started = time.perf_counter()
@@ -104,13 +113,11 @@ def test_spans_add_up_to_what_clocks_say(llm: Llama) -> None:
     assert {part.span.name for part in parts if part.span.kind == "host"} == {
         "template", "tokenise", "copy tokens", "copy logits", "sample", "detokenise"
     }  # fmt: skip
-    covered = sum(part.alone for part in parts) / 1e9
-    # Python between the spans takes the rest, some microseconds of a token, which with this model takes a hundred.
-    assert 0.8 * wall < covered < wall
     teams = [part.span for part in parts if part.span.kind == "native"]
     assert sum(span.end - span.start for span in teams) / 1e9 == pytest.approx(native, rel=0.05)
     inside = [part.span for part in parts if part.span.kind == "program"]
     assert 0.8 * native < sum(span.end - span.start for span in inside) / 1e9 < native
+    return sum(part.alone for part in parts) / 1e9 / wall
 
 
 def test_a_profile_changes_nothing_and_ends(llm: Llama) -> None:

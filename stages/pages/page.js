@@ -49,6 +49,7 @@
     },
   });
 
+  const drawnAt = new WeakMap();
   const draw = (figure) => {
     const plot = figure.querySelector(".plot");
     if (!plot || !plot.offsetWidth) return;
@@ -57,7 +58,10 @@
     if (narrow.matches && layout.height && layout.showlegend !== false) layout.height += 12 * data.length;
     plot.style.minHeight = layout.height ? `${layout.height}px` : "";
     const shown = colours({ ...layout, template: template() });
-    Plotly.react(plot, colours(data), shown, { responsive: true, displayModeBar: false });
+    // At another width it is drawn anew: a legend with more lines than before would stay over the bars.
+    if (plot.clientWidth !== drawnAt.get(plot)) Plotly.purge(plot);
+    drawnAt.set(plot, plot.clientWidth);
+    Plotly.react(plot, colours(data), shown, { displayModeBar: false });
   };
   const drawAll = (within = document) => {
     if (typeof Plotly === "undefined") return;
@@ -228,7 +232,11 @@
     document.querySelectorAll(".graph").forEach(walkable);
   });
   systemDark.addEventListener("change", () => show(root.dataset.theme));
-  narrow.addEventListener("change", () => drawAll());
+  let resized;
+  addEventListener("resize", () => {
+    cancelAnimationFrame(resized);
+    resized = requestAnimationFrame(() => drawAll());
+  });
   // Charts that nobody saw were not drawn: they had no width.
   document.addEventListener("toggle", (event) => event.target.open && drawAll(event.target), true);
 
