@@ -296,11 +296,6 @@ def tampered(build: Build) -> Llama:
     return llm
 
 
-def test_an_npu_is_not_seen_into() -> None:
-    with pytest.raises(UserError, match=r"target=npu2: nobody sees .* diagnose target=npu2-sim"):
-        command.run(Build(parse_options({"target": "npu2"})))
-
-
 def test_every_phase_is_run_if_asked_for(host: Build) -> None:
     full = Build(
         parse_options({"model": host.options.model, "artifacts": host.options.artifacts, "target": "cpu", "full": "1"})

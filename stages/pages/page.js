@@ -55,7 +55,7 @@
     if (!plot || !plot.offsetWidth) return;
     const { data, layout } = JSON.parse(figure.querySelector("script.figure").textContent);
     // On a phone a legend takes several lines.
-    if (narrow.matches && layout.height && layout.showlegend !== false) layout.height += 12 * data.length;
+    if (narrow.matches && layout.height && layout.showlegend !== false) layout.height += 20 * data.length;
     plot.style.minHeight = layout.height ? `${layout.height}px` : "";
     const shown = colours({ ...layout, template: template() });
     // At another width it is drawn anew: a legend with more lines than before would stay over the bars.
