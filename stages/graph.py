@@ -103,6 +103,11 @@ class Build:
         """How the NPU projects a prompt's rows."""
         return self.options.matmul or self.policy.matmul
 
+    @property
+    def bfp16(self) -> bool:
+        """Whether that is in block floating point."""
+        return self.matmul == "bfp16"
+
     def _held_policy(self) -> Policy:
         """What the checkpoint holds. Before a quantised one is there, that cannot be known: it is fetched."""
         if isinstance(self.source, ArtifactsOnly):
@@ -210,8 +215,12 @@ class Build:
     @property
     def grouping(self) -> Grouping:
         """For the formats of the weights."""
-        name = self.options.grouping or self.target.default_grouping
-        return self.target.grouping(name).of(known_family(self.source, self.directory / CONFIG).model_type, self.policy)
+        family = known_family(self.source, self.directory / CONFIG).model_type
+        return self.target.grouping(self.grouping_name).of(family, self.policy)
+
+    @property
+    def grouping_name(self) -> str:
+        return self.options.grouping or self.target.default_grouping
 
     def finish(self) -> None:
         """The directory is complete: remove what steps left that are no more, vouch for what was built here, and let
@@ -246,7 +255,7 @@ class Build:
             "ignore": options.ignore,
             "buckets": self.buckets,
             "context": self.context,
-            "grouping": options.grouping or self.target.default_grouping,
+            "grouping": self.grouping_name,
             "matmul": self.matmul,
         }
 
@@ -295,7 +304,7 @@ class Wiring:
     def __init__(self, build: Build) -> None:
         self.build, self.options, self.target = build, build.options, build.target
         self.directory = build.directory
-        self.grouping_name = self.options.grouping or self.target.default_grouping
+        self.grouping_name = build.grouping_name
         self.grouping = self.target.grouping(self.grouping_name)
 
     def steps(self) -> Iterator[Step]:
@@ -443,7 +452,7 @@ class Wiring:
         room = library.target.modules
         options = {
             "grouping": self.grouping_name,
-            "bfp16": self.build.matmul == "bfp16",
+            "bfp16": self.build.bfp16,
             "weights": self.build.policy.text,
             "kv": self.build.policy.kv,
         }

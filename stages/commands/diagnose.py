@@ -188,7 +188,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
 
 def _block_float(build: Build) -> bool:
     """Whether products of a prompt are in block floating point."""
-    return build.target.static and build.matmul == "bfp16"
+    return build.target.static and build.bfp16
 
 
 def _ids(build: Build, llm: Llama) -> list[int]:

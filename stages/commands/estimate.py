@@ -57,9 +57,9 @@ def _report(build: Build, machine: Machine) -> None:
 
     options, checkpoint = build.options, container(build.source.fetch())
     config = parse_config(checkpoint.fields, checkpoint.where)
-    chosen = options.bucket_list(), machine, build.matmul == "bfp16", build.policy
+    chosen = options.bucket_list(), machine, build.bfp16, build.policy
     estimates = {name: Estimate(config, name, *chosen) for name in GROUPINGS}
-    grouping = options.grouping or build.target.default_grouping
+    grouping = build.grouping_name
     build.target.grouping(grouping)
     found = figures(build.source.name, estimates, grouping)
     if build.target.device == "sim":

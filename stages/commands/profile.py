@@ -60,12 +60,11 @@ def estimates(build: Build, names: set[str]) -> dict[str, Any]:
     from stages.targets.npu2.modules import build_module
 
     config = read_config(build.directory / CONFIG)
-    grouping = build.target.grouping(build.options.grouping or build.target.default_grouping)
+    grouping = build.target.grouping(build.grouping_name)
     made = programs(config.family, grouping, build.buckets, build.policy, build.positions)
-    bfp16 = build.matmul == "bfp16"
     return {
         program.name: price.description(
-            build_module(program, config.dimensions(), bfp16=bfp16 and program.bucket is not None)
+            build_module(program, config.dimensions(), bfp16=build.bfp16 and program.bucket is not None)
         )
         for program in made
         if program.name in names and not program.host

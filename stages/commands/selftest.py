@@ -35,13 +35,13 @@ def run(probes: Probes) -> TaskFailed | None:
 def _kit(probes: Probes) -> Kit:
     model, options = probes.model, probes.options
     config = read_config(model.directory / CONFIG)
-    grouping = model.target.grouping(options.grouping or model.target.default_grouping)
+    grouping = model.target.grouping(model.grouping_name)
     return Kit(
         Manifest.open(probes.directory),
         Manifest.open(model.directory),
         config,
         programs(config.family, grouping, model.buckets),
-        model.matmul == "bfp16",
+        model.bfp16,
         options.threads,
         options.repeats,
         options.risky,

@@ -16,7 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.diagnosis.sites import Site
-from stages.kernels import HOST_SET, add, gemm
+from stages.kernels import HOST_SET, add, gemm, silu_and_mul
 from stages.kernels.grouped import integer_product
 from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
 from stages.weights.formats import formats, int6, int8, w8a8
@@ -264,7 +264,7 @@ def _rounded_silu(gate: np.ndarray, arithmetic: Arithmetic) -> np.ndarray:
     part = np.where(gate < 0, 1, small) / (1 + small)
     exponential = arithmetic.exponential + np.abs(gate) * 2.0**-16
     silu = np.abs(gate) * np.where(gate < 0, small, 1) / (1 + small)
-    return _rounded(silu, (arithmetic.activation + exponential * part) * silu + 2.0**-110).limit
+    return _rounded(silu, (arithmetic.activation + exponential * part) * silu + silu_and_mul.LEAST).limit
 
 
 def _of_two_products(given: Given) -> tuple[Spread, ...]:

@@ -17,6 +17,9 @@ def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 VECTORS = 58
 """Vector operations for each vector of values."""
 
+LEAST = 2.0**-110
+"""The core has no e^x below 2^-126: the activation of a gate below -87 is zero to within this."""
+
 KERNELS = (
     signature(
         "silu_and_mul",

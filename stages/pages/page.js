@@ -232,8 +232,11 @@
     document.querySelectorAll(".graph").forEach(walkable);
   });
   systemDark.addEventListener("change", () => show(root.dataset.theme));
-  let resized;
+  let resized, width = innerWidth;
   addEventListener("resize", () => {
+    // A phone's window grows, too, when its address bar goes.
+    if (innerWidth === width) return;
+    width = innerWidth;
     cancelAnimationFrame(resized);
     resized = requestAnimationFrame(() => drawAll());
   });
