@@ -94,19 +94,16 @@ class Build:
         """In which formats the weights and the KV cache are stored."""
         if not self.target.caches(self.options.kv):
             raise UserError(f"kv={self.options.kv}: target {self.target.name} has no kernels for it: choose target=cpu")
-        if not self.options.weights:
-            return replace(self._held_policy(), kv=self.options.kv)
-        return self.target.checked(parse_policy(self.options.weights, self.options.kv))
-
-    @property
-    def matmul(self) -> str:
-        """How the NPU projects a prompt's rows."""
-        return self.options.matmul or self.policy.matmul
+        if self.options.weights:
+            found = self.target.checked(parse_policy(self.options.weights, self.options.kv))
+        else:
+            found = replace(self._held_policy(), kv=self.options.kv)
+        return replace(found, matmul=self.options.matmul or found.usual_matmul) if self.target.static else found
 
     @property
     def bfp16(self) -> bool:
-        """Whether that is in block floating point."""
-        return self.matmul == "bfp16"
+        """Whether prompts are multiplied in block floating point."""
+        return self.policy.matmul == "bfp16"
 
     def _held_policy(self) -> Policy:
         """What the checkpoint holds. Before a quantised one is there, that cannot be known: it is fetched."""
@@ -256,7 +253,7 @@ class Build:
             "buckets": self.buckets,
             "context": self.context,
             "grouping": self.grouping_name,
-            "matmul": self.matmul,
+            "matmul": policy.matmul,
         }
 
 
@@ -368,7 +365,7 @@ class Wiring:
     def _plan(self) -> Step:
         policy = self.build.policy
         chosen: dict[str, Any] = {"buckets": self.build.buckets, "weights": policy.text, "kv": policy.kv}
-        chosen["context"] = self.build.context
+        chosen |= {"context": self.build.context, "matmul": policy.matmul}
         action = partial(write_plan, self.directory, self.grouping, self.target.kernel_set, **chosen)
         params = {"grouping": asdict(self.grouping), "set": self.target.kernel_set, **chosen}
         doc = "Derive the buffers and the order of calls."
@@ -452,7 +449,7 @@ class Wiring:
         room = library.target.modules
         options = {
             "grouping": self.grouping_name,
-            "bfp16": self.build.bfp16,
+            "matmul": self.build.policy.matmul,
             "weights": self.build.policy.text,
             "kv": self.build.policy.kv,
         }

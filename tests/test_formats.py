@@ -16,8 +16,8 @@ CASES = [
     (form.name, layout)
     for form in formats().values()
     for layout in ("plain", *form.layouts)
-    # Those whose panels take whole rows of cores are tested with other shapes (test_lanes).
-    if form.cut is None or "lanes" not in layout
+    # Those whose panels take whole rows of cores, or blocks, are tested with other shapes (test_lanes, test_bfp16).
+    if (form.cut is None or "lanes" not in layout) and layout != "pairs"
 ]
 
 

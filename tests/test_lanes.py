@@ -17,7 +17,7 @@ from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
-from stages.weights.formats import Format, formats, int4, int6, int8
+from stages.weights.formats import Format, bfp16, formats, int4, int6, int8
 from stages.weights.lanes import PADDED_ROWS, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.npu_shapes import JUDGED, model
@@ -120,7 +120,7 @@ def scalars(name: str, **sizes: int) -> list[int]:
 @pytest.mark.parametrize("rows, cols", [(64, 256), (48, 576), (32, 720), (192, 736)])
 def test_the_host_unpacks_blocks(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
     rounded, out = stored(form, rows, cols), output((rows // 8, cols // 8, 8, 8))
-    sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=0, rows=rows)
+    sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=0, rows=rows, to=0, apart=1)
     kernels(f"{form.name}_unpack", guarded(form.arrange(rounded, "lanes")), out, *sizes)
     assert_unpacked(form, out, rounded, cols)
 
@@ -138,16 +138,38 @@ def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Forma
     joined, cols = stored(form, 192, 576), 576
     for first, rows in ((0, 96), (96, 64), (160, 32)):
         out = output((rows // 8, cols // 8, 8, 8))
-        sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=first, rows=192)
+        sizes = scalars(f"{form.name}_unpack", out_cols=rows, cols=cols, first=first, rows=192, to=0, apart=1)
         kernels(f"{form.name}_unpack", guarded(form.arrange(joined, "lanes")), out, *sizes)
         assert_unpacked(form, out, joined[first : first + rows], cols)
     for which in (0, 1):
         out = output((12, cols // 8, 8, 8))
-        sizes = scalars(f"{form.name}_unpack_paired", out_cols=96, cols=cols, which=which)
+        sizes = scalars(f"{form.name}_unpack_paired", out_cols=96, cols=cols, which=which, to=0, apart=1)
         kernels(f"{form.name}_unpack_paired", guarded(form.arrange(joined, "paired_lanes")), out, *sizes)
         assert_unpacked(form, out, joined[96 * which :][:96], cols)
     with pytest.raises(UserError, match="first of a part = 8 is not a multiple of"):
-        scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192)
+        scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192, to=0, apart=1)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(64, 256), (48, 720)])
+def test_the_host_unpacks_into_block_floating_point(kernels: Kernels, form: Format, rows: int, cols: int) -> None:
+    """Bytes as the format has them of what it unpacks to bf16: of a matrix, and of each of two whose blocks take
+    turns."""
+    packed = guarded(form.arrange(stored(form, rows, cols), "lanes"))
+    where = {"out_cols": rows, "cols": cols, "first": 0, "rows": rows}
+    blocks = output((rows // 8, cols // 8, 8, 8))
+    kernels(f"{form.name}_unpack", packed, blocks, *scalars(f"{form.name}_unpack", **where, to=0, apart=1))
+    want = bfp16.FORMAT.pack(formats()["bf16"].layout("blocks").unpack(blocks, (rows, cols)), "pairs")
+    name = f"{form.name}_unpack_bfp16"
+    out = guarded(np.zeros(want.shape, np.int8))
+    kernels(name, packed, out, *scalars(name, **where, to=0, apart=1))
+    assert out.tobytes() == want.tobytes()
+    turns = guarded(np.full((2 * want.shape[0], *want.shape[1:]), 99, np.int8))
+    kernels(name, packed, turns, *scalars(name, **where, to=1, apart=2))
+    of_one, of_both = (bfp16.from_pairs(each, (n * rows, cols // 8 * 9)) for n, each in ((1, want), (2, turns)))
+    blocks_of_both = of_both.reshape(-1, 2, 8, of_both.shape[1])
+    assert blocks_of_both[:, 1].tobytes() == of_one.tobytes()
+    assert (blocks_of_both[:, 0] == 99).all(), "blocks of the other matrix were written"
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -174,7 +196,7 @@ def test_the_host_reads_halves_of_every_size(kernels: Kernels) -> None:
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
     rounded = int8.GROUPED.scaled(halves.reshape(1024, 31, 1), np.full((1024, 31, 32), 3, np.int8))
     out = output((128, 124, 8, 8))
-    sizes = scalars("int8_unpack", out_cols=1024, cols=992, first=0, rows=1024)
+    sizes = scalars("int8_unpack", out_cols=1024, cols=992, first=0, rows=1024, to=0, apart=1)
     kernels("int8_unpack", guarded(int8.FORMAT.arrange(rounded, "lanes")), out, *sizes)
     got = formats()["bf16"].layout("blocks").unpack(out, (1024, 992))
     np.testing.assert_array_equal(got, int8.FORMAT.dequantise(rounded, 992).astype(BF16))

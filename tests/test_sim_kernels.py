@@ -28,6 +28,7 @@ from stages.kernels import (
     token_attention,
 )
 from stages.weights.constants import POSITION
+from stages.weights.formats import bfp16
 from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.sim_support import run
 
@@ -202,9 +203,10 @@ def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.nda
 
 
 def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    width = tiling.out_cols * (2 if tiling.head_dim else 1)
+    width = tiling.out_width * (2 if tiling.head_dim else 1)
+    packed = bfp16.FORMAT.pack(weight, "pairs") if tiling.bfp16 else to_blocks(weight)
     out = empty(tiling.first_row + tiling.rows, width)
-    got = execute(gemm.build(tiling), x, to_blocks(weight), out)[tiling.first_row :]
+    got = execute(gemm.build(tiling), x, packed, out)[tiling.first_row :]
     if tiling.head_dim is None:
         return got
     halves = got.reshape(tiling.rows, -1, 2, tiling.head_dim)
@@ -236,17 +238,40 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
     assert_close(got, want, product_bound(x, weight, want))
 
 
-def test_gemm_in_block_floating_point() -> None:
-    """Eight values share the exponent of the largest: each is off by at most 2^-7 of it, on both sides."""
-    x, weight = random(64, 64, seed=11), random(32, 64, seed=12)
-    got = run_gemm(gemm.tile(64, 64, 32, bfp16=True), x, weight)
-    want = gemm.reference(x, weight)
-    largest = [magnitude(m).reshape(len(m), -1, 8).max(axis=2).repeat(8, axis=1) for m in (x, weight)]
-    error = 2.0**-7 * (
-        largest[0] @ magnitude(weight).T + magnitude(x) @ largest[1].T + 2.0**-7 * largest[0] @ largest[1].T
-    )
-    assert_close(got, want, error + product_bound(x, weight, want))
-    assert (got != want).mean() > 0.3, "the emulation is not there"
+def in_block_float(values: np.ndarray) -> np.ndarray:
+    return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
+
+
+@pytest.mark.parametrize(
+    "rows, cols, out_cols, options",
+    [
+        (64, 64, 32, {}),
+        (128, 256, 256, {}),
+        (192, 720, 176, {}),
+        (64, 48, 64, {"head_dim": 32, "first_row": 64}),
+    ],
+    ids=str,
+)
+def test_gemm_in_block_floating_point(rows: int, cols: int, out_cols: int, options: dict) -> None:
+    """The core makes of `x` what the host makes of the weight. Also where streams of the weight end inside lines."""
+    x, weight = random(rows, cols, seed=11), random(out_cols, cols, seed=12)
+    got = run_gemm(gemm.tile(rows, cols, out_cols, **options, bfp16=True), x, weight)
+    block_x, block_weight = in_block_float(x), in_block_float(weight)
+    want = gemm.reference(block_x, block_weight)
+    assert_close(got, want, product_bound(block_x, block_weight, want))
+    assert (want != gemm.reference(x, weight)).mean() > 0.3
+
+
+@pytest.mark.parametrize("bfp16", [False, True])
+@pytest.mark.parametrize("rows, cols, out_cols", [(64, 64, 32), (128, 240, 144)])
+def test_gemm_swiglu(rows: int, cols: int, out_cols: int, bfp16: bool) -> None:
+    """The bits of two products and their activation, each a launch of its own."""
+    x, weight = random(rows, cols, seed=21), random(2 * out_cols, cols, seed=22, scale=0.2)
+    weight[:8] *= 20
+    gate, up = (part.reshape(out_cols, cols) for part in weight.reshape(-1, 2, 8, cols).transpose(1, 0, 2, 3))
+    got = run_gemm(gemm.tile(rows, cols, 2 * out_cols, bfp16=bfp16, swiglu=True), x, weight)
+    alone = [run_gemm(gemm.tile(rows, cols, out_cols, bfp16=bfp16), x, each) for each in (gate, up)]
+    assert got.tobytes() == execute(by_element("silu_and_mul", rows, out_cols), *alone, empty(rows, out_cols)).tobytes()
 
 
 @pytest.mark.parametrize(

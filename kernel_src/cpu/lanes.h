@@ -1,6 +1,6 @@
 // Weights in groups as the array takes them (stages/weights/lanes.py has the order), read by the host: what it embeds
-// tokens with, makes a prompt's logits of, and writes as blocks of bf16 for the array's products of prompts. Included
-// inside each instruction set.
+// tokens with, makes a prompt's logits of, and writes as blocks for the array's products of prompts. Included inside
+// each instruction set, behind block_float.h.
 //
 // Panels of `lanes` outputs are cut into `chunks` of as many groups; the last may have groups behind the matrix.
 namespace ISA {
@@ -84,26 +84,51 @@ private:
     }
 };
 
-// out bf16 [out_cols/8][cols/8][8 inputs][8 outputs], of every `step`th panel of `weight` from panel `start` on.
-template <class Format>
-static void unpack_blocks(const Format &format, const uint8_t *weight, bf16 *out, int64_t out_cols, int64_t cols,
-                          int64_t start, int64_t step, Worker &worker) {
+// A matrix in 8x8 blocks of bf16 [rows/8][cols/8][8 inputs][8 outputs].
+struct Blocks {
+    bf16 *out;
+    int64_t cols;
+
+    // Block `row`, `column` and those of the next outputs, `apart` from one another, of values f32 [8][outputs].
+    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t outputs) const {
+        alignas(64) bf16 rounded[most_lanes];
+        for (int64_t k = 0; k < edge; k++) {
+            for (int64_t l = 0; l < outputs; l += lanes) store_bf16(rounded + l, load<f32v>(values + k * outputs + l));
+            for (int64_t l = 0; l < outputs; l += edge) {
+                const int64_t block = (row + l / edge * apart) * (cols / edge) + column;
+                memcpy(out + (block * edge + k) * edge, rounded + l, edge * sizeof(bf16));
+            }
+        }
+    }
+};
+
+// The same in block floating point.
+struct FloatBlocks {
+    int8_t *out;
+    int64_t cols;
+
+    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t outputs) const {
+        uint8_t rows[most_lanes * row_bytes];
+        for (int64_t l = 0; l < outputs; l += lanes) to_block_float(values + l, outputs, rows + l * row_bytes);
+        for (int64_t l = 0; l < outputs; l += edge)
+            memcpy(block_float_at(out, cols, row + l / edge * apart, column), rows + l * row_bytes, block_bytes);
+    }
+};
+
+// Every `step`th panel of `weight` from panel `start` on; the first eight outputs become block `to` of `out`.
+template <class Format, class Result>
+static void unpack_panels(const Format &format, const uint8_t *weight, const Result &out, int64_t out_cols,
+                          int64_t to, int64_t apart, int64_t start, int64_t step, Worker &worker) {
     const int64_t panels = out_cols / format.lanes;
     alignas(64) float values[group_inputs * most_lanes];
-    alignas(64) bf16 rounded[most_lanes];
     Chunks chunks(worker, panels * format.groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
             const int64_t panel = at / format.groups, first = at % format.groups * group_inputs;
             format.widen(weight + (start + panel * step) * format.panel_bytes, at % format.groups, values);
-            const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
-            for (int64_t k = 0; k < inputs; k++) {
-                for (int64_t l = 0; l < format.lanes; l += lanes)
-                    store_bf16(rounded + l, load<f32v>(values + k * format.lanes + l));
-                const int64_t column = (first + k) / edge * edge * edge + (first + k) % edge * edge;
-                for (int64_t l = 0; l < format.lanes; l += edge)
-                    memcpy(out + (panel * format.lanes + l) * cols + column, rounded + l, edge * sizeof(bf16));
-            }
+            const int64_t row = to + panel * format.lanes / edge * apart;
+            for (int64_t k = 0; k < group_inputs && first + k < out.cols; k += edge)
+                out.put(row, (first + k) / edge, apart, values + k * format.lanes, format.lanes);
         }
 }
 

@@ -57,7 +57,7 @@ def _report(build: Build, machine: Machine) -> None:
 
     options, checkpoint = build.options, container(build.source.fetch())
     config = parse_config(checkpoint.fields, checkpoint.where)
-    chosen = options.bucket_list(), machine, build.bfp16, build.policy
+    chosen = options.bucket_list(), machine, build.policy
     estimates = {name: Estimate(config, name, *chosen) for name in GROUPINGS}
     grouping = build.grouping_name
     build.target.grouping(grouping)
@@ -108,17 +108,15 @@ class Estimate:
         grouping: str,
         buckets: Sequence[int],
         machine: Machine,
-        bfp16: bool = False,
         policy: Policy = BF16,
         depth: int = DEPTH,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
-        self.buckets, self.machine, self.bfp16, self.policy = buckets, machine, bfp16, policy
-        self.depth = depth
+        self.buckets, self.machine, self.policy, self.depth = buckets, machine, policy, depth
 
     def at(self, depth: int, buckets: Sequence[int]) -> Estimate:
         """The same behind other positions, with other buckets."""
-        return Estimate(self.config, self.name, buckets, self.machine, self.bfp16, self.policy, depth)
+        return Estimate(self.config, self.name, buckets, self.machine, self.policy, depth)
 
     @property
     def window(self) -> int:
@@ -131,7 +129,7 @@ class Estimate:
         found = programs(self.config.family, self.grouping, self.buckets, self.policy, self.window)
         found = [p for p in found if p.window in (None, self.window)]
         dims = self.config.dimensions()
-        return {p.name: build_module(p, dims, bfp16=bool(self.bfp16 and p.bucket)) for p in found if not p.host}
+        return {p.name: build_module(p, dims) for p in found if not p.host}
 
     @cached_property
     def rows(self) -> dict[str, list[Priced]]:

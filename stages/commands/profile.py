@@ -63,9 +63,7 @@ def estimates(build: Build, names: set[str]) -> dict[str, Any]:
     grouping = build.target.grouping(build.grouping_name)
     made = programs(config.family, grouping, build.buckets, build.policy, build.positions)
     return {
-        program.name: price.description(
-            build_module(program, config.dimensions(), bfp16=build.bfp16 and program.bucket is not None)
-        )
+        program.name: price.description(build_module(program, config.dimensions()))
         for program in made
         if program.name in names and not program.host
     }

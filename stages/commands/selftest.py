@@ -56,7 +56,7 @@ def _about(probes: Probes) -> dict[str, Any]:
         "target": probes.target.name,
         "model": probes.model.source.name,
         "grouping": options.grouping or probes.target.default_grouping,
-        "matmul": probes.model.matmul,
+        "matmul": probes.model.policy.matmul,
         "buckets": options.buckets,
         "risky": options.risky,
         "tools": built["key"].get("tool", ""),

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama
 from llama_npu2.trace import TracedCall
 from stages.diagnosis.sites import Site
 from stages.kernels import Arg
 from stages.kernels.append_kv import rows_of_panels
+from stages.kernels.unpack import written_part
 from stages.model.reference import HALVES
-from stages.weights.formats import formats
+from stages.weights.formats import bfp16, formats
 
 STALE = 0x44
 """Every byte of the caches before a run, so that a row that should have been written shows: 785 as bf16, 68 as i8.
@@ -68,7 +70,18 @@ class Recorder:
             return self._of_cache(site, arg, call, held)
         sizes = self.sizes(site, call.rows, call.position)
         shape = tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
-        return {arg.name: formats()[slot.format].layout(arg.layout(site.kernel_set)).unpack(held, shape).copy()}
+        form, layout = formats()[slot.format], arg.layout(site.kernel_set)
+        if slot.format != bfp16.FORMAT.name:
+            return {arg.name: self._part(site, arg, form.layout(layout).unpack(held, shape).copy())}
+        # Its values are bf16's.
+        return {arg.name: self._part(site, arg, form.unpack(held, layout, shape).astype(bfloat16))}
+
+    @staticmethod
+    def _part(site: Site, arg: Arg, values: np.ndarray) -> np.ndarray:
+        """What a launch writes of a matrix where it does not write all."""
+        scalars = site.launch.scalars
+        whole = "apart" not in scalars or not arg.written
+        return values if whole else written_part(values, scalars).reshape(-1, values.shape[-1])
 
     def _of_cache(self, site: Site, arg: Arg, call: TracedCall, held: np.ndarray) -> Values:
         sizes, until = self.dimensions, call.position + call.rows

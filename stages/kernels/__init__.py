@@ -31,7 +31,7 @@ KV_FORMATS: Mapping[str, str] = {"bf16": "bf16", "int8": "int8_rows"}
 """What `kv=` says -> the format of a KV cache in panels, for which there are kernels."""
 
 Sizes = Mapping[str, Any]
-"""Values of a launch's scalars by name, and of the build's options (`bfp16`)."""
+"""Values of a launch's scalars by name."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,9 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Cost, Sizes, add, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, format_kernel, matrix, signature, silu_and_mul
+from stages.weights import lanes
+from stages.weights.formats import bfp16 as block_float
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
@@ -35,6 +39,13 @@ def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarra
     return silu_and_mul.reference(reference(x, gate), reference(x, up))
 
 
+def reference_swiglu(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The same of weights in one matrix `[2 * out_cols, cols]`: eight rows of the gate's, eight of the other's, in
+    turn."""
+    gate, up = (weight.reshape(-1, 2, limits.BLOCK, weight.shape[1])[:, which] for which in (0, 1))
+    return reference_silu(x, gate.reshape(-1, weight.shape[1]), up.reshape(-1, weight.shape[1]))
+
+
 TILE = 64
 """Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
 
@@ -50,7 +61,8 @@ class Tiling:
     weights pass by: a memory tile sends once what it was given once, because the compiler counts who takes a buffer,
     and not how often.
     `head_dim`: the output is the V halves of `[K | V]` heads, from `first_row` on; None: plain rows.
-    `bfp16`: the core multiplies in block floating point, eight values to an exponent: faster, less exact.
+    `bfp16`: the weight is in block floating point, which a core makes of `x` too: faster, less exact.
+    `swiglu`: blocks of eight columns of the product are in turn a gate's and what it is for; a core makes one of two.
     """
 
     rows: int
@@ -64,6 +76,7 @@ class Tiling:
     head_dim: int | None = None
     first_row: int = 0
     bfp16: bool = False
+    swiglu: bool = False
 
     @property
     def block_m(self) -> int:
@@ -83,9 +96,35 @@ class Tiling:
         return self.rows // self.block_m, self.out_cols // self.block_n
 
     @property
+    def out_n(self) -> int:
+        """Columns of `out` that a core makes at a time."""
+        return self.tile_n // (2 if self.swiglu else 1)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of `out`."""
+        return self.out_cols // (2 if self.swiglu else 1)
+
+    @property
+    def run(self) -> int:
+        """Elements of the weight for a stretch of `tile_k` inputs that lie together: a row of blocks, or in block
+        floating point of two rows of them, whose streams on the core begin at whole lines (`_line`)."""
+        return self.tile_k // limits.BLOCK * (2 * _BFP_BLOCK if self.bfp16 else limits.BLOCK**2)
+
+    @property
+    def runs(self) -> int:
+        """Of a tile of the weight."""
+        return self.tile_n // (block_float.PAIR if self.bfp16 else limits.BLOCK)
+
+    @property
+    def weight_tile(self) -> tuple[int, int]:
+        """`runs`, and the elements of L1 that each has."""
+        return self.runs, lanes.padded(self.run, limits.ALIGNMENT_BYTES) if self.bfp16 else self.run
+
+    @property
     def variant(self) -> Variant:
-        block_float = {"BFP": 1} if self.bfp16 else {}
-        return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **block_float)
+        more = {name: 1 for name, chosen in (("BFP", self.bfp16), ("SWIGLU", self.swiglu)) if chosen}
+        return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **more)
 
     @property
     def macs(self) -> int:
@@ -94,22 +133,38 @@ class Tiling:
     @property
     def costs(self) -> Mapping[str, Cost]:
         vectors = self.tile_m * self.tile_n // limits.VECTOR
+        macs = self.tile_m * self.tile_n * self.tile_k
+        # SwiGLU takes half as many vectors of half as many values each as a product has of 64.
+        activation = vectors * (silu_and_mul.VECTORS + 2) if self.swiglu else 0
         return {
             "gemm_zero": Cost(vectors=2 * vectors),
-            "gemm_step": Cost(self.tile_m * self.tile_n * self.tile_k, "bf16_bfp16" if self.bfp16 else "bf16"),
-            "gemm_out": Cost(vectors=9 * vectors // 2),
+            "gemm_step": Cost(macs, "bf16_x_bfp16" if self.bfp16 else "bf16"),
+            "gemm_out": Cost(vectors=9 * vectors // 2 + activation),
         }
 
     def __str__(self) -> str:
         return (
             f"gemm {self.rows}x{self.cols}x{self.out_cols}: herd {limits.COLUMNS}x{self.herd_rows}, tile "
             f"{self.tile_m}x{self.tile_k}x{self.tile_n}, {self.x_chunk} columns of x at a time"
-            f"{', out V halves of KV' if self.head_dim else ''}"
+            f"{', out V halves of KV' if self.head_dim else ''}{', SwiGLU' if self.swiglu else ''}"
         )
 
 
+_BFP_BLOCK = limits.BLOCK * block_float.BYTES
+"""Bytes of a block in block floating point."""
+
+_LINES = 32
+"""Inputs whose blocks of two columns in block floating point end with a line."""
+
+
 def tile(
-    rows: int, cols: int, out_cols: int, head_dim: int | None = None, first_row: int = 0, bfp16: bool = False
+    rows: int,
+    cols: int,
+    out_cols: int,
+    head_dim: int | None = None,
+    first_row: int = 0,
+    bfp16: bool = False,
+    swiglu: bool = False,
 ) -> Tiling:
     """Least DDR traffic first: large output tiles. Steps of a core are even in number (`limits.steady`) wherever a
     shape allows it."""
@@ -118,14 +173,17 @@ def tile(
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
+    deep = _LINES if bfp16 and cols % _LINES == 0 else limits.BLOCK
     candidates = [
-        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16)
+        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16, swiglu)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for chunk in limits.divisors(cols, 2 * limits.BLOCK, max(2 * limits.BLOCK, min(CHUNK, cols // 2)))[:1]
+        for chunk in limits.divisors(cols, max(deep, 2 * limits.BLOCK), max(2 * deep, min(CHUNK, cols // 2)))[:1]
         for k in limits.divisors(chunk, limits.BLOCK, TILE)
         if herd_rows * n % (head_dim or 1) == 0
     ]
+    # Streams of a weight in block floating point begin at lines: what lies between them is a dimension more in L1.
+    candidates = [c for c in candidates if c.weight_tile[1] == c.run or c.run <= limits.WRAP]
     limits.first(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", range(len(candidates)))
     candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
@@ -143,28 +201,33 @@ def tile(
 def _l1(p: Tiling) -> tuple[int, int, int]:
     """Bytes of accumulators, `x` tiles and weight tiles on one core."""
     copies = limits.copies(p.core_steps)
-    tiles = (p.tile_m * p.tile_k, p.tile_k * p.tile_n)
-    return F32 * p.tile_m * p.tile_n, copies * BF16 * tiles[0], copies * BF16 * tiles[1]
+    weight = math.prod(p.weight_tile) * (1 if p.bfp16 else BF16)
+    return F32 * p.tile_m * p.tile_n, copies * BF16 * p.tile_m * p.tile_k, copies * weight
 
 
 def _l2(p: Tiling) -> tuple[int, int]:
     """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
-    return 2 * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.tile_n
+    return 2 * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.out_n
 
 
 def ddr_bytes(p: Tiling) -> int:
     """DDR bytes of the whole product."""
     down, across = p.steps
-    return BF16 * (p.rows * p.cols * across + p.cols * p.out_cols * down + p.rows * p.out_cols)
+    weight = p.cols * p.out_cols * (block_float.BYTES / limits.BLOCK if p.bfp16 else BF16)
+    return int(BF16 * p.rows * (p.cols * across + p.out_width) + weight * down)
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`),
-    `out`: bf16 `[rows][out_cols]`, or `[first_row + rows][2 * out_cols]` for the V halves."""
+    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`), or such in
+    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[first_row + rows][2 * out_cols]` for the
+    V halves, `[rows][out_cols / 2]` of SwiGLU."""
     p = tiling
-    width = p.out_cols * (2 if p.head_dim else 1)
+    width = p.out_width * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
-    b = air.Builder("gemm", {name: air.memref_type(shape) for name, shape in shapes.items()})
+    types = {name: air.memref_type(shape) for name, shape in shapes.items()}
+    if p.bfp16:
+        types["weight"] = air.memref_type(block_float.pairs_shape((p.out_cols, p.cols // limits.BLOCK * block_float.BYTES)), "i8")
+    b = air.Builder("gemm", types)
     with b.launch(*p.steps) as (i, j), b.segment():
         _stream(b, p, i * p.block_m, j)
     return b.finish()
@@ -191,9 +254,9 @@ def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index
 
 def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
     """Output rows from `row`, column block `j`: one herd over all of `cols`, then L2 to DDR."""
-    m, n, r = p.tile_m, p.tile_n, p.herd_rows
+    m, n, r = p.tile_m, p.out_n, p.herd_rows
     with b.alloc(air.L2, (limits.COLUMNS, r, m, n)) as (staged,):
-        with b.herd(limits.COLUMNS, r) as tile, b.alloc(air.L1, (2, m, n)) as (acc,):
+        with b.herd(limits.COLUMNS, r) as tile, b.alloc(air.L1, (2, m, p.tile_n)) as (acc,):
             b.call(p.variant, "gemm_zero", acc)
             _accumulate(b, p, acc, j * r + tile[1], tile, fetch)
             b.call(p.variant, "gemm_out", acc)
@@ -204,51 +267,73 @@ def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
 
 def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
     """`acc += x @ weight[:, col]`, in steps of `tile_k`."""
-    m, n, k, e = p.tile_m, p.tile_n, p.tile_k, limits.BLOCK
-    with b.loop(p.core_steps) as step, b.alloc(air.L1, (m // e, k // e, e, e), (n // e, k // e, e, e)) as (a, w):
+    m, k, e = p.tile_m, p.tile_k, limits.BLOCK
+    weight = (p.weight_tile, "i8" if p.bfp16 else "bf16")
+    with b.loop(p.core_steps) as step, b.alloc(air.L1, (m // e, k // e, e, e), weight) as (a, w):
         fetch(a, step, tile)
-        b.dma(w, b.args["weight"].at((col * (n // e), n // e, p.cols * e), (step * (k * e), k * e, 1)))
+        source = b.args["weight"].at((col * p.runs, p.runs, p.core_steps * p.run), (step * p.run, p.run, 1))
+        b.dma(w if p.weight_tile[1] == p.run else w.at((0, p.runs, p.weight_tile[1]), (0, p.run, 1)), source)
         b.call(p.variant, "gemm_step", a, w, acc)
 
 
 def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
     """Where the 8x8 blocks of a finished tile go in L2 so that its rows come out whole."""
-    m, n, e = p.tile_m, p.tile_n, limits.BLOCK
+    m, n, e = p.tile_m, p.out_n, limits.BLOCK
     place = ((tile[0], 1, p.herd_rows * m * n), (tile[1], 1, m * n))
     return (*place, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
 
 
 def _drain(p: Tiling, row: Index, j: Number) -> Dims:
     """The block in DDR. The offset of the column dimension stays 0, as in `_keep`."""
-    m, n, r, hd = p.tile_m, p.tile_n, p.herd_rows, p.head_dim
+    m, n, r, hd, width = p.tile_m, p.out_n, p.herd_rows, p.head_dim, p.out_width
     if hd is None:
-        return ((0, limits.COLUMNS, m * p.out_cols), (row, m, p.out_cols), (j * r, r, n), (0, n, 1))
+        return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))
     heads, wide = r * n // hd, 2 * p.out_cols
     return ((0, limits.COLUMNS, m * wide), (row + p.first_row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
 
 
-_WEIGHT = matrix("weight")
 _PARAMS = "rows cols out_cols"
 
 
-def _cut(sizes: Sizes) -> Tiling:
+def _cut(sizes: Sizes, **more: bool) -> Tiling:
     """`pos` and `head_dim`: of a product that goes into the V halves of an interleaved cache."""
     kv = {"head_dim": sizes["head_dim"], "first_row": sizes["pos"]} if "head_dim" in sizes else {}
-    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, bfp16=sizes.get("bfp16", False))
+    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, **more)
 
+
+def _cut_swiglu(sizes: Sizes, **more: bool) -> Tiling:
+    return tile(sizes["rows"], sizes["cols"], 2 * sizes["out_cols"], swiglu=True, **more)
+
+
+def _on_array(weight: Arg, **more: bool) -> Iterator[Kernel]:
+    """Products of a prompt that only the array makes so. `more`: of `Tiling`, for weights in a format."""
+    cut, cut_swiglu = functools.partial(_cut, **more), functools.partial(_cut_swiglu, **more)
+    for name, params, computed, tiling in (
+        ("gemm_kv", f"{_PARAMS} pos head_dim", reference, cut),
+        ("gemm_swiglu", _PARAMS, reference_swiglu, cut_swiglu),
+    ):
+        named = format_kernel(name, weight.format)
+        device = {"host": False, "tiling": tiling, "program": build}
+        yield signature(named, ("x", weight), params, computed, source="gemm", **device)
+
+
+_WEIGHT = matrix("weight")
+_BLOCK_FLOAT = Arg("weight", "bfp16", layouts={"aie2p": "pairs"}, matrix=True)
 
 KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
     signature("gemm_silu", ("x", matrix("gate"), matrix("up")), _PARAMS, reference_silu, source="gemm"),
+    *_on_array(_WEIGHT),
     signature(
-        "gemm_kv",
-        ("x", _WEIGHT),
-        f"{_PARAMS} pos head_dim",
+        "bfp16_gemm",
+        ("x", _BLOCK_FLOAT),
+        _PARAMS,
         reference,
         source="gemm",
         host=False,
-        tiling=_cut,
+        tiling=functools.partial(_cut, bfp16=True),
         program=build,
     ),
+    *_on_array(_BLOCK_FLOAT, bfp16=True),
 )

@@ -25,6 +25,7 @@ from stages.kernels import (
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
+from stages.kernels.unpack import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
 from stages.weights.lanes import PADDED_ROWS, Cut, padded
@@ -157,15 +158,9 @@ def _of_lanes(stored: Format) -> Iterator[Kernel]:
         ("unpack", "lanes", "first rows", _part_of_rows(stored)),
         ("unpack_paired", "paired_lanes", "which", _one_of_two(stored)),
     ):
-        yield signature(
-            format_kernel(name, stored.name),
-            (Arg("weight", stored.name, layouts={HOST_SET: layout}),),
-            f"out_cols cols {params}",
-            _unpacked(stored),
-            writes=(Arg("out", written=True, layouts={HOST_SET: "blocks"}),),
-            source=source,
-            derived=derived,
-        )
+        weight = Arg("weight", stored.name, layouts={HOST_SET: layout})
+        for made in ("bf16", "bfp16"):
+            yield unpacking(name, weight, params, _unpacked(stored), made, source=source, derived=derived)
 
 
 def _unpacked(stored: Format) -> Callable[..., np.ndarray]:

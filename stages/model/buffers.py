@@ -85,6 +85,7 @@ PLANNED = record(
     {
         "weights": string,
         "kv": string,
+        "matmul": string,
         "context": whole(1, 1 << 31),
         "buffers": BUFFERS,
         "phases": mapping(string, list_of(record({"program": string, "buffers": list_of(string), "layer": anything}))),

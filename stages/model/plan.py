@@ -58,12 +58,13 @@ def write_plan(
     weights: str,
     kv: str,
     context: int,
+    matmul: str,
 ) -> None:
-    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`, `kv`: a policy's.
-    `context`: as in `with_context`."""
+    """Step action: the plan of the configuration in the artifact `directory`, as JSON. `weights`, `kv`, `matmul`: a
+    policy's. `context`: as in `with_context`."""
     config = with_context(read_config(directory / CONFIG), context)
-    plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(weights, kv))
-    write_json(work / PLAN, asdict(plan) | {"weights": weights, "kv": kv, "context": config.max_seq})
+    plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(weights, kv, matmul))
+    write_json(work / PLAN, asdict(plan) | {"weights": weights, "kv": kv, "matmul": matmul, "context": config.max_seq})
     write_json(work / PACKING, {name: asdict(buffer) for name, buffer in plan.buffers.items() if buffer.packed})
 
 

@@ -36,11 +36,13 @@ _LONGEST_EXACT = 1024
 class Policy:
     """`matrices`: the format of every weight of a product that `exceptions` (a slot, `vocab`, or a slot in one layer as
     in `w_down.0` -> format) does not name. Vectors, those of norms, stay as they are. `text`: as `weights=` says it.
-    `kv`: of the KV cache, as `kv=` says it."""
+    `kv`: of the KV cache, as `kv=` says it. `matmul`: what the NPU multiplies a prompt's rows with, as `matmul=` says
+    it: bf16, or bfp16, which the host makes of weights in every format."""
 
     matrices: str = "bf16"
     exceptions: Mapping[str, str] = field(default_factory=dict, hash=False)
     kv: str = "bf16"
+    matmul: str = "bf16"
 
     @property
     def text(self) -> str:
@@ -72,7 +74,7 @@ class Policy:
         return self.exceptions.get(VOCAB, _VOCAB_FORMATS.get(self.matrices, self.matrices))
 
     @property
-    def matmul(self) -> str:
+    def usual_matmul(self) -> str:
         """How the NPU multiplies a prompt's rows if nobody says: in block floating point where weights have lost far
         more than that takes, exactly where they have not (BENCHMARKS.md)."""
         return "bfp16" if self.matrices == "int4" else "bf16"
@@ -114,8 +116,8 @@ class Policy:
 BF16 = Policy()
 
 
-def parse_policy(text: str, kv: str = "bf16") -> Policy:
-    """What `weights=` says, bf16 where that is nothing, and `kv=`. Raises UserError."""
+def parse_policy(text: str, kv: str = "bf16", matmul: str = "bf16") -> Policy:
+    """What `weights=` says, bf16 where that is nothing, `kv=` and `matmul=`. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
     _known("weights", matrices, matrix_formats())
     exceptions: dict[str, str] = {}
@@ -127,7 +129,7 @@ def parse_policy(text: str, kv: str = "bf16") -> Policy:
             raise UserError(f"weights={text}: {slot}: weights of layers are named as in w_down.0.1")
         _known(f"weights={text}", name, matrix_formats())
         exceptions |= {f"{named}.{int(layer)}": name for layer in layers} or {named: name}
-    return Policy(matrices, exceptions, kv)
+    return Policy(matrices, exceptions, kv, matmul)
 
 
 def _is_layer(text: str) -> bool:

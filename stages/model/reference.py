@@ -14,6 +14,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.kernels import Kernel
+from stages.kernels.unpack import written_part
 from stages.model.grouping import Program
 from stages.model.parts import Dim, Launch, Slot
 
@@ -48,6 +49,9 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
             rows = values[slot][known["pos"] :][: known.get("rows", 1)]
             halves = rows[:, :, HALVES[kernel.name]]
             halves[...] = result.reshape(halves.shape)
+        elif "apart" in known:
+            part = written_part(values[slot], known)
+            part[...] = result.reshape(part.shape)
         else:
             values[slot] = result
 

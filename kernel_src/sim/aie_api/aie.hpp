@@ -27,6 +27,11 @@ struct bfloat16 {
     std::uint16_t bits;
 };
 
+// Only in memory and in block vectors: a byte of eight values that share an exponent, or of their exponent.
+struct bfp16ebs8 {
+    std::uint8_t byte;
+};
+
 inline bool operator<(bfloat16 a, bfloat16 b) {
     const auto wide = [](bfloat16 value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16); };
     return wide(a) < wide(b);
@@ -125,7 +130,8 @@ inline void require_aligned(const void *pointer, unsigned bytes) {
         throw Fault{"unaligned vector access"};
 }
 
-// Block floating point: eight values along K share the exponent of the largest and keep 8-bit signed mantissas.
+// Block floating point: eight values along K share the exponent of the largest and keep 8-bit signed mantissas. What is
+// not finite stays.
 inline void share_exponent(float (&row)[8]) {
     float largest = 0.0f;
     for (float value : row) largest = __builtin_fmaxf(largest, __builtin_fabsf(value));
@@ -133,6 +139,12 @@ inline void share_exponent(float (&row)[8]) {
     float quantum = __builtin_ldexpf(1.0f, __builtin_ilogbf(largest) - 6);
     if (__builtin_nearbyintf(largest / quantum) > 127.0f) quantum *= 2.0f;
     for (float &value : row) value = round_integer(value / quantum) * quantum;
+}
+
+// Of a block in memory: its exponent, biased by 127, then mantissas, whose 1 is 2^-6.
+inline void widen_block(const bfp16ebs8 *block, float (&row)[8]) {
+    for (unsigned i = 0; i < 8; ++i)
+        row[i] = __builtin_ldexpf(static_cast<float>(static_cast<std::int8_t>(block[1 + i].byte)), block[0].byte - 133);
 }
 
 }  // namespace sim
@@ -191,6 +203,40 @@ public:
     sim::stored_t<T> data[Elems * sim::lanes<T>::bits / (8 * sizeof(sim::stored_t<T>))];
 };
 
+// Values of blocks of eight. That each block has 8 bits of mantissas and one exponent has been seen to.
+template <typename T, unsigned Elems>
+class block_vector {
+public:
+    static_assert(std::is_same_v<T, bfp16ebs8> && Elems == 64, "the stand-in has block vectors of 64 values");
+    using value_type = T;
+    static constexpr unsigned size() { return Elems; }
+
+    float data[Elems];
+};
+
+// Block vectors one behind the other, from a whole line on.
+template <typename T, unsigned Elems>
+class block_vector_input_buffer_stream {
+public:
+    block_vector_input_buffer_stream(const T *ptr) {
+        sim::require_aligned(ptr, 64);
+        at = ptr;
+    }
+
+    block_vector<T, Elems> pop() {
+        block_vector<T, Elems> out;
+        for (unsigned i = 0; i < Elems; i += 8, at += 9) {
+            float row[8];
+            sim::widen_block(at, row);
+            std::memcpy(out.data + i, row, sizeof row);
+        }
+        return out;
+    }
+
+private:
+    const T *at;
+};
+
 template <typename Tag, unsigned Elems>
 class alignas(64) accum {
 public:
@@ -215,9 +261,16 @@ public:
     }
 
     template <typename T>
-    vector<T, Elems> to_vector(int = 0) const {
-        vector<T, Elems> out;
-        if constexpr (std::is_same_v<T, bfloat16>) {
+    auto to_vector(int = 0) const {
+        std::conditional_t<std::is_same_v<T, bfp16ebs8>, block_vector<T, Elems>, vector<T, Elems>> out;
+        if constexpr (std::is_same_v<T, bfp16ebs8>) {
+            for (unsigned i = 0; i < Elems; i += 8) {
+                float row[8];
+                std::memcpy(row, data + i, sizeof row);
+                sim::share_exponent(row);
+                std::memcpy(out.data + i, row, sizeof row);
+            }
+        } else if constexpr (std::is_same_v<T, bfloat16>) {
             const rounding_mode rounding = sim::mode;
             for (unsigned i = 0; i < Elems; ++i) out.data[i] = sim::narrow(data[i], rounding);
         } else {
@@ -438,10 +491,25 @@ vector<TR, Elems> exp2(const vector<float, Elems> &v) {
 inline float inv(float a) { return 1.0f / a; }
 inline float invsqrt(float a) { return 1.0f / __builtin_sqrtf(a); }
 
+namespace detail {
+
+template <typename Vec>
+struct transposed {
+    const Vec &of;
+};
+
+}  // namespace detail
+
+template <typename Vec>
+detail::transposed<Vec> op_transpose(const Vec &v) {
+    return {v};
+}
+
 template <unsigned M_Elems, unsigned K_Elems, unsigned N_Elems, typename TypeA, typename TypeB = TypeA,
           typename AccumTag = accauto>
 struct mmul {
-    static_assert(std::is_same_v<TypeA, bfloat16> && std::is_same_v<TypeB, bfloat16>);
+    static_assert(std::is_same_v<TypeA, TypeB> &&
+                  (std::is_same_v<TypeA, bfloat16> || std::is_same_v<TypeA, bfp16ebs8>));
     static_assert((M_Elems == 8 || M_Elems == 4) && K_Elems == 8 && (N_Elems == 4 || N_Elems == 8));
     static constexpr unsigned M = M_Elems;
     static constexpr unsigned K = K_Elems;
@@ -461,12 +529,16 @@ struct mmul {
         return acc.template to_vector<T>(shift);
     }
 
-    mmul &mul(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b) {
+    mmul &mul(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b)
+        requires std::is_same_v<TypeA, bfloat16>
+    {
         acc = zeros<accfloat, size_C>();
         return mac(a, b);
     }
 
-    mmul &mac(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b) {
+    mmul &mac(const vector<TypeA, size_A> &a, const vector<TypeB, size_B> &b)
+        requires std::is_same_v<TypeA, bfloat16>
+    {
         float wide_a[M][K], wide_b[K][N];
         for (unsigned i = 0; i < size_A; ++i) wide_a[i / K][i % K] = sim::widen(a.data[i]);
         for (unsigned i = 0; i < size_B; ++i) wide_b[i / N][i % N] = sim::widen(b.data[i]);
@@ -476,6 +548,16 @@ struct mmul {
         for (unsigned m = 0; m < M; ++m)
             for (unsigned k = 0; k < K; ++k)
                 for (unsigned n = 0; n < N; ++n) acc.data[m * N + n] += wide_a[m][k] * wide_b[k][n];
+        sim::counters.macs += M * K * N;
+        return *this;
+    }
+
+    mmul &mac(const block_vector<TypeA, size_A> &a, const detail::transposed<block_vector<TypeB, size_B>> &b)
+        requires std::is_same_v<TypeA, bfp16ebs8>
+    {
+        for (unsigned m = 0; m < M; ++m)
+            for (unsigned k = 0; k < K; ++k)
+                for (unsigned n = 0; n < N; ++n) acc.data[m * N + n] += a.data[m * K + k] * b.of.data[n * K + k];
         sim::counters.macs += M * K * N;
         return *this;
     }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.kernels import Kernel, format_kernel, kernels
+from stages.kernels.unpack import unpack_kernel
 from stages.model.policy import BF16, Policy
 from stages.weights.formats import formats
 
@@ -52,7 +53,7 @@ class Joined:
     paired: bool = False
 
     def unpack(self, part: Slot) -> tuple[str, dict[str, Dim]]:
-        """The kernel that makes bf16 of one of them, and its scalars."""
+        """The kernel that takes one of them out, and its scalars that say where it lies."""
         rows, cols = part.shape
         sizes: dict[str, Dim] = {"out_cols": rows, "cols": cols}
         if self.paired:
@@ -136,10 +137,12 @@ def joined_weights(family: str) -> tuple[Joined, ...]:
 
 
 UNPACK, UNPACK_JOINED = "unpack_", "unpack_joined_"
-"""In front of a part's name: what makes bf16 of its weights of other formats, each by itself or joined."""
+"""In front of a part's name: what makes those of its weights that are stored otherwise what a prompt is multiplied
+with (`Policy.matmul`), stored each by itself or joined."""
 
 UNPACKED = "unpacked."
-"""In front of the buffers that it makes."""
+"""In front of the buffers that it makes. Those in bfp16 take turns, so that the host makes a layer's while the NPU runs
+the layer before; those in bf16, twice as large, do not."""
 
 
 @functools.cache
@@ -152,7 +155,7 @@ def part(family: str, name: str, policy: Policy = BF16) -> Part:
     chosen = replace(policy, exceptions={**policy.exceptions, **others})
     if name.startswith(UNPACK):
         joined = joined_weights(family) if name.startswith(UNPACK_JOINED) else ()
-        return _unpacking(name, _stored_slots(made, chosen), joined)
+        return _unpacking(name, _stored_slots(made, chosen), _multiplied(family, base, chosen), joined, chosen)
     return made if chosen == BF16 else replace(_stored(made, chosen), name=name)
 
 
@@ -164,28 +167,59 @@ def layer_part(family: str, name: str, layer: int, policy: Policy = BF16) -> Par
 
 
 def unpacked(family: str, name: str, policy: Policy, how: str) -> tuple[Part | None, Part]:
-    """A part whose products take bf16 whatever its weights are stored in, and in front of it the one that unpacks them,
-    None where there is nothing to unpack. What is unpacked lies in buffers that all layers share. `how`: `UNPACK` or
-    `UNPACK_JOINED`."""
-    wanted, plain = part(family, how + name, policy), part(family, name)
-    outputs = (wanted.slot(launch.args["out"]) for launch in wanted.launches)
-    made = {slot.buffer.removeprefix(UNPACKED): slot.buffer for slot in outputs}
-    slots = tuple(replace(s, role="input", buffer=made[s.name]) if s.name in made else s for s in plain.slots)
-    return (wanted if made else None), replace(plain, slots=slots)
+    """A part whose products take what `policy.matmul` says whatever its weights are stored in, and in front of it the
+    one that unpacks them, None where there is nothing to unpack. What is unpacked lies in buffers that layers share.
+    `how`: `UNPACK` or `UNPACK_JOINED`."""
+    wanted, products = part(family, how + name, policy), _multiplied(family, name, policy)
+    made = {slot.name: slot.buffer for slot in wanted.slots if slot.role == "output"}
+
+    def bound(slot: Slot) -> Slot:
+        buffer = made.get(_made(slot.name, policy))
+        return replace(slot, role="input", buffer=buffer, joins=()) if buffer else slot
+
+    return (wanted if made else None), replace(products, slots=tuple(map(bound, products.slots)))
 
 
-def _unpacking(name: str, stored: Iterable[Slot], joined: Iterable[Joined]) -> Part:
+def _multiplied(family: str, name: str, policy: Policy) -> Part:
+    """A part with the weights of a prompt's products in the format that they take. Those that its family has paired are
+    one, where both are unpacked."""
+    module = _family(family)
+    made, paired = module.PARTS[name](), getattr(module, "PAIRED", {}).get(name)
+    if paired and _joins_of(paired()) <= {slot.name for slot in _unpacks(_stored_slots(made, policy), policy)}:
+        made = paired()
+    return made if policy.matmul == BF16.matmul else _stored(made, Policy(policy.matmul))
+
+
+def _joins_of(made: Part) -> set[str]:
+    return {name for slot in made.slots for name in slot.joins}
+
+
+def _unpacks(stored: Iterable[Slot], policy: Policy) -> Iterator[Slot]:
+    """Of a part's slots, as they are stored, those of weights that its products take otherwise."""
+    return (slot for slot in stored if slot.role == "weight" and len(slot.shape) == 2 and slot.format != policy.matmul)
+
+
+def _unpacking(name: str, stored: Iterable[Slot], products: Part, joined: Iterable[Joined], policy: Policy) -> Part:
     b = PartBuilder()
     wholes = {part: each for each in joined for part in each.parts}
-    for slot in stored:
-        if slot.role == "weight" and slot.format != "bf16":
-            whole = wholes.get(slot.name, Joined(slot, {slot.name: 0}))
-            if whole.slot.name not in (known.name for known in b.slots):
-                b.slots.append(replace(whole.slot, format=slot.format))
-            out = b.slot(f"{slot.name}_bf16", slot.shape, "output", buffer=UNPACKED + slot.name)
-            kernel, scalars = whole.unpack(slot)
-            b.launch(format_kernel(kernel, slot.format), {"weight": whole.slot.name, "out": out}, **scalars)
+    targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
+    turn = "{turn}." if policy.matmul != BF16.matmul else ""
+    for slot in _unpacks(stored, policy):
+        whole, target = wholes.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
+        weight = replace(whole.slot, format=slot.format)
+        buffer = f"{UNPACKED}{turn}{target.name}"
+        out = replace(target, name=_made(target.name, policy), role="output", buffer=buffer, joins=())
+        b.slots += [each for each in (weight, out) if each not in b.slots]
+        kernel, scalars = whole.unpack(slot)
+        place = {"to": (target.joins or (slot.name,)).index(slot.name), "apart": max(len(target.joins), 1)}
+        args = {"weight": weight.name, "out": out.name}
+        b.launch(format_kernel(unpack_kernel(kernel, policy.matmul), slot.format), args, **scalars, **place)
     return b.build(name)
+
+
+def _made(name: str, policy: Policy) -> str:
+    """What an unpacking part calls what it makes for a slot."""
+    return f"{name}_{policy.matmul}"
 
 
 def joins(family: str, policy: Policy) -> bool:
@@ -215,8 +249,9 @@ def _stored(part: Part, policy: Policy) -> Part:
     known = {slot.name: slot for slot in slots}
 
     def stored(launch: Launch) -> Launch:
-        bound = ((arg, known[launch.args[arg.name]]) for arg in launch.kernel.args)
-        (name,) = {slot.format for arg, slot in bound if arg.matrix or slot.keeps} or {"bf16"}
+        bound = [(arg, known[launch.args[arg.name]]) for arg in launch.kernel.args]
+        matrices = {slot.format for arg, slot in bound if arg.matrix}
+        (name,) = matrices or {slot.format for _, slot in bound if slot.keeps} or {"bf16"}
         return replace(launch, kernel=kernels()[format_kernel(launch.kernel.name, name)])
 
     return replace(part, slots=slots, launches=tuple(map(stored, part.launches)))

@@ -94,8 +94,9 @@ def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
     return b.build(name)
 
 
-def _o_ffn(name: str, rows: _Rows) -> Part:
-    """Output projection, residual, RMS norm, SwiGLU feed-forward, residual: 15 slots, 8 launches."""
+def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
+    """Output projection, residual, RMS norm, SwiGLU feed-forward, residual: 15 slots, 8 launches. `paired`: gate and up
+    are one product with SwiGLU in it (12 slots, 6 launches)."""
     b = PartBuilder()
     attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
     wo = _weight(b, "wo")
@@ -104,10 +105,13 @@ def _o_ffn(name: str, rows: _Rows) -> Part:
     res1 = b.slot("res1", rows.act("emb"), "scratch")
     norm_w = _weight(b, "ffn_norm_w")
     normed = b.slot("normed2", rows.act("emb"), "scratch")
-    w_gate = _weight(b, "w_gate")
-    gate = b.slot("gate", rows.act("ffn"), "scratch")
-    w_up = _weight(b, "w_up")
-    up = b.slot("up", rows.act("ffn"), "scratch")
+    if paired:
+        b.slots.append(_GATE_UP)
+    else:
+        w_gate = _weight(b, "w_gate")
+        gate = b.slot("gate", rows.act("ffn"), "scratch")
+        w_up = _weight(b, "w_up")
+        up = b.slot("up", rows.act("ffn"), "scratch")
     swiglu = b.slot("swiglu", rows.act("ffn"), "scratch")
     w_down = _weight(b, "w_down")
     down = b.slot("down", rows.act("emb"), "scratch")
@@ -115,9 +119,13 @@ def _o_ffn(name: str, rows: _Rows) -> Part:
     rows.project(b, attn_out, wo, proj, "q_dim", "emb")
     b.launch("add", {"a": x_residual, "b": proj, "out": res1}, rows=rows.rows, cols="emb")
     b.launch("rms_norm", {"x": res1, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
-    rows.project(b, normed, w_gate, gate, "emb", "ffn")
-    rows.project(b, normed, w_up, up, "emb", "ffn")
-    b.launch("silu_and_mul", {"gate": gate, "up": up, "out": swiglu}, rows=rows.rows, cols="ffn")
+    if paired:
+        args = {"x": normed, "weight": _GATE_UP.name, "out": swiglu}
+        b.launch("gemm_swiglu", args, rows=rows.rows, cols="emb", out_cols="ffn")
+    else:
+        rows.project(b, normed, w_gate, gate, "emb", "ffn")
+        rows.project(b, normed, w_up, up, "emb", "ffn")
+        b.launch("silu_and_mul", {"gate": gate, "up": up, "out": swiglu}, rows=rows.rows, cols="ffn")
     rows.project(b, swiglu, w_down, down, "ffn", "emb")
     b.launch("add", {"a": res1, "b": down, "out": output}, rows=rows.rows, cols="emb")
     return b.build(name)
@@ -305,3 +313,6 @@ PARTS: dict[str, Callable[[], Part]] = {
     # Where the vocabulary matrix lies in rows, the host's.
     "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
 }
+
+PAIRED: dict[str, Callable[[], Part]] = {"o_ffn": lambda: _o_ffn("o_ffn", _PROMPT, paired=True)}
+"""Parts of a prompt where weights that the host unpacks for it are one matrix: eight rows of each in turn."""

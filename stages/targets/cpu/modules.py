@@ -13,7 +13,7 @@ from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
 from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
-from stages.model.policy import parse_policy
+from stages.model.policy import BF16, parse_policy
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
@@ -38,6 +38,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "support": _support(programs),
         "weights": options["weights"],
         "kv": options["kv"],
+        "matmul": options["matmul"],
     }
 
 
@@ -74,14 +75,15 @@ def write_module(
     support: Sequence[str],
     weights: str,
     kv: str,
+    matmul: str = BF16.matmul,
     fused: bool = True,
 ) -> None:
     """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
-    else its build and the manifest need to know, as JSON. `weights`, `kv`: a policy's. `fused`: as in
-    `launches`."""
+    else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
+    `fused`: as in `launches`."""
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
-    found = [part(config.family, name, parse_policy(weights, kv)) for name in parts]
+    found = [part(config.family, name, parse_policy(weights, kv, matmul)) for name in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions, fused))

@@ -19,7 +19,7 @@ from stages.model.families import read_config
 from stages.model.grouping import WINDOW, Program
 from stages.model.grouping import programs as derive_programs
 from stages.model.parts import Launch, Part
-from stages.model.policy import Policy, parse_policy
+from stages.model.policy import BF16, Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
 
@@ -42,9 +42,9 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
     """What `write_module` takes for a library of one program."""
     (program,) = programs
     chosen = {"grouping": options["grouping"], "entry": program.entry, "bucket": program.bucket}
-    chosen |= {"window": program.window, "weights": options["weights"]}
-    # Products of a token are bound by memory, and stay exact.
-    return {**chosen, "bfp16": bool(options["bfp16"] and program.bucket)}
+    # Tokens do not multiply with what prompts are multiplied with.
+    matmul = options["matmul"] if program.bucket else BF16.matmul
+    return {**chosen, "window": program.window, "weights": options["weights"], "matmul": matmul}
 
 
 def launches(part: Part) -> tuple[Launch, ...]:
@@ -72,19 +72,19 @@ def write_module(
     bucket: int | None,
     window: int | None,
     weights: str,
-    bfp16: bool,
+    matmul: str,
     support: Sequence[str] = (),
     priced: bool = True,
 ) -> None:
     """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, and what the
     estimate says of its launches, both as JSON. Raises UserError where one call would take too long.
 
-    `weights`: a policy's text. `support`: C++ sources whose objects it links besides its tile functions. `priced`:
+    `weights`, `matmul`: a policy's. `support`: C++ sources whose objects it links besides its tile functions. `priced`:
     whether the estimate's time of one call is written too; it is no input of what is built, so that another constant of
     the estimate re-links nothing.
     """
-    policy = parse_policy(weights)
-    write(_module(directory, grouping, entry, (bucket, window), policy, bfp16), library, work, support, priced)
+    policy = parse_policy(weights, matmul=matmul)
+    write(_module(directory, grouping, entry, (bucket, window), policy), library, work, support, priced)
 
 
 def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
@@ -101,14 +101,14 @@ def write(module: Module, library: str, work: Path, support: Sequence[str] = (),
 
 
 def _module(
-    directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy, bfp16: bool
+    directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy
 ) -> Module:
     config = read_config(directory / CONFIG)
     bucket, window = sizes
     buckets = [bucket] if bucket else ()
     found = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or WINDOW)
     program = next(p for p in found if p.entry == entry and p.window == window)
-    return build_module(program, config.dimensions(), bfp16=bfp16)
+    return build_module(program, config.dimensions())
 
 
 def description(library: str, module: Module, support: Sequence[str]) -> dict[str, Any]:
@@ -165,16 +165,15 @@ class Module:
         ]
 
 
-def build_module(program: Program, dimensions: Dimensions, pos: int = 0, bfp16: bool = False) -> Module:
+def build_module(program: Program, dimensions: Dimensions, pos: int = 0) -> Module:
     """The module of a program; its bucket's first row is at `pos`.
 
-    `dimensions`: of `Config.dimensions`. `bfp16`: see `stages.kernels.gemm.Tiling`. UserError names the hardware limit
-    that a shape breaks.
+    `dimensions`: of `Config.dimensions`. UserError names the hardware limit that a shape breaks.
     """
     rows = program.bucket or 1
     known = {**dimensions, "seq": rows, "max_seq": pos + rows, "window": program.window or 0, "pos": pos}
     launches = list(_launches(program, known))
-    tilings = [_tile(kernel, {**sizes, "bfp16": bfp16}) for kernel, _, sizes in launches]
+    tilings = [_tile(kernel, sizes) for kernel, _, sizes in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
     stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
     return Module(program, stitched, tuple(kernel for kernel, _, _ in launches), tuple(tilings))

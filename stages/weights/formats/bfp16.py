@@ -1,0 +1,85 @@
+"""bfp16: block floating point as the array's matrix unit takes it, 8 values along a row to an exponent: `x = 2^(e - 133) m`.
+
+A block is 9 bytes: the exponent, biased by 127 as that of f32, then the mantissas, 8 bits with their sign. (AMD's
+`bfp16ebs8`; programming_examples/ml/block_datatypes of mlir-aie reads it so.) No checkpoint is stored so: the host makes
+it for prompts of weights in other formats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.weights.constants import BLOCK
+from stages.weights.formats import Format, Layout, Shape
+
+BYTES = 1 + BLOCK
+"""Of the values that share an exponent."""
+
+LOWEST = 8
+"""Exponent of the smallest blocks, so that numbers below those with all bits, which the host takes for zero, are zero,
+and what mantissas are made with is a number of f32."""
+
+_SCALE = 133
+"""What an exponent is more than that of a mantissa's 1."""
+
+PAIR = 2 * BLOCK
+"""Rows whose blocks take turns: so a core has one stream of what it multiplies two blocks of its results with."""
+
+
+def quantise(values: np.ndarray) -> np.ndarray:
+    """`[..., n]`, rounded to bf16 before -> i8 `[..., 9 * ceil(n / 8)]`, zeros behind the last value.
+
+    To the nearest, ties to even, as the matrix unit converts bf16 itself: the largest of a block has 7 bits, and the
+    exponent is one more where that would be rounded up to 128.
+    """
+    rounded = values.astype(bfloat16).astype(np.float32)
+    padding = [(0, 0)] * (rounded.ndim - 1) + [(0, -rounded.shape[-1] % BLOCK)]
+    blocks = np.pad(rounded, padding).reshape(*rounded.shape[:-1], -1, BLOCK)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    exponents = np.where(largest > 0, np.maximum(np.frexp(largest)[1] + 126, LOWEST), LOWEST)
+    exponents += np.rint(np.ldexp(largest, _SCALE - exponents)) > 127
+    mantissas = np.rint(np.ldexp(blocks, _SCALE - exponents)).astype(np.int8)
+    stored = np.concatenate([exponents.astype(np.uint8).view(np.int8), mantissas], axis=-1)
+    return stored.reshape(*rounded.shape[:-1], -1)
+
+
+def dequantise(stored: np.ndarray, n: int) -> np.ndarray:
+    """Stored -> f32 `[..., n]`, exact."""
+    blocks = stored.reshape(*stored.shape[:-1], -1, BYTES)
+    exponents = blocks[..., :1].view(np.uint8).astype(np.int32)
+    values = np.ldexp(blocks[..., 1:].astype(np.float32), exponents - _SCALE)
+    return values.reshape(*stored.shape[:-1], -1)[..., :n]
+
+
+def pairs_shape(shape: Shape) -> Shape:
+    """Of stored rows: `[rows/16, blocks, 2, 72 bytes]`."""
+    rows, stored_bytes = shape
+    if rows % PAIR:
+        raise ValueError(f"{rows} rows are not a whole number of pairs of {BLOCK}")
+    return rows // PAIR, stored_bytes // BYTES, 2, BLOCK * BYTES
+
+
+def to_pairs(stored: np.ndarray) -> np.ndarray:
+    """Stored rows i8 `[rows, bytes]` -> blocks of 8 rows, along the rows, those of two times eight rows in turn."""
+    pairs, blocks, *_ = shape = pairs_shape(stored.shape)
+    by_block = stored.reshape(pairs, 2, BLOCK, blocks, BYTES).transpose(0, 3, 1, 2, 4)
+    return np.ascontiguousarray(by_block).reshape(shape)
+
+
+def from_pairs(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Stored rows of their blocks."""
+    pairs, blocks, *_ = pairs_shape(shape)
+    by_block = packed.reshape(pairs, blocks, 2, BLOCK, BYTES).transpose(0, 2, 3, 1, 4)
+    return np.ascontiguousarray(by_block).reshape(shape)
+
+
+FORMAT = Format(
+    "bfp16",
+    "i8",
+    quantise,
+    dequantise,
+    values=BLOCK,
+    elements=BYTES,
+    layouts={"pairs": Layout(pairs_shape, to_pairs, from_pairs)},
+)
