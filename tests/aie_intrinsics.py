@@ -115,6 +115,10 @@ v32accfloat mac_elem_32_conf(v32bfloat16, v32bfloat16, v32accfloat, int, int, in
 v64accfloat mul_elem_64(v64bfloat16, v64bfloat16);
 v64bfp16ebs8 to_v64bfp16ebs8(v64accfloat); v64accfloat mul_8x8_8x8T(v64bfp16ebs8, v64bfp16ebs8);
 v64accfloat mac_8x8_8x8T_conf(v64bfp16ebs8, v64bfp16ebs8, v64accfloat, int, int, int);
+v64accfloat mac_8x8_8x8T_conf(v64bfp16ebs8, bool, v64bfp16ebs8, bool, v64accfloat, int, int, int);
+void fifo_ld_fill(v64bfp16ebs8_unaligned *&, fifo_state_t &);
+v64bfp16ebs8 fifo_ld_pop(v64bfp16ebs8_unaligned *&, fifo_state_t &);
+v64bfp16ebs8 undef_v64bfp16ebs8();
 v16acc32 shuffle(v16acc32, v16acc32, unsigned);
 """
 

@@ -50,6 +50,8 @@ VARIANTS = (
     Variant.of("silu_and_mul", COUNT=2048),
     Variant.of("gemm", TM=64, TK=32, TN=128),
     Variant.of("gemm", TM=64, TK=32, TN=128, BFP=1),
+    Variant.of("gemm", TM=8, TK=24, TN=16, BFP=1),
+    Variant.of("gemm", TM=64, TK=32, TN=128, BFP=1, SWIGLU=1),
     Variant.of("gemm", TM=24, TK=64, TN=48),
     Variant.of("gemv", BLOCKED=1, ROWS=8, KC=512, COLS=2048),
     Variant.of("gemv", BLOCKED=0, ROWS=16, KC=512, COLS=2048),
@@ -84,8 +86,9 @@ def test_tile_functions_compile(variant: Variant, compiler: list[str], tmp_path:
     run([str(CLANG), *options, str(whole), "-o", str(made)])
     code = made.read_text()
     assert re.findall(r"declare .*@(_Z\d+\w+z)\(", code) == [], "intrinsics without a declaration that fits"
-    scalars = r"\[16 x (?:float|bfloat)\]"
-    assert re.findall(rf"alloca (?!{scalars})[^\n]*", code) == []
+    # What is handed to functions without a body lies in memory here: the state of a stream, which registers hold.
+    elsewhere = r'\[16 x (?:float|bfloat)\]|%"class\.aie::block_vector_input_buffer_stream"'
+    assert re.findall(rf"alloca (?!{elsewhere})[^\n]*", code) == []
 
 
 def run(command: list[str]) -> None:

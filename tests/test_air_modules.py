@@ -15,7 +15,9 @@ from stages.air.analysis import launches, trip_count
 from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
 from stages.model.config import Config
+from stages.model.grouping import programs
 from stages.model.parts import Slot
+from stages.model.policy import parse_policy
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
@@ -264,13 +266,20 @@ def test_channels_keep_their_ends_when_stitched() -> None:
     assert len(declared) == 4 and ends == set(declared), "one for each product"
 
 
-@pytest.mark.parametrize("name", ["prefill_layer", "decode_layer"])
-def test_block_floating_point_is_another_object_and_nothing_else(name: str) -> None:
-    program = device_program(name)
-    exact, fast = (build_module(program, LLAMA.dimensions(), bfp16=bfp16) for bfp16 in (False, True))
-    assert fast.text().replace("_bfp1_", "_") == exact.text()
-    changed = {v.stem for v in fast.variants} - {v.stem for v in set(fast.variants) & set(exact.variants)}
-    assert changed == ({"gemm"} if name == "prefill_layer" else set())
+def test_block_floating_point_is_what_prompts_are_multiplied_with() -> None:
+    """Gate and up are one launch then, whatever the weights are stored in. Tokens know nothing of it."""
+    for weights in ("bf16", "int4"):
+        exact, fast = (
+            {p.name: p for p in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights, matmul=matmul))}
+            for matmul in ("bf16", "bfp16")
+        )
+        launched = [launch.kernel.name for part in fast["prefill_layer.128"].parts for launch in part.launches]
+        assert [name for name in launched if "gemm" in name] == [
+            *("bfp16_gemm", "bfp16_gemm", "bfp16_gemm_kv"),
+            *("bfp16_gemm", "bfp16_gemm_swiglu", "bfp16_gemm"),
+        ]
+        tokens = [name for name, program in exact.items() if not program.host and program.bucket is None]
+        assert tokens and all(exact[name] == fast[name] for name in tokens)
 
 
 def test_unknown_grouping_is_refused() -> None:

@@ -23,7 +23,7 @@ from stages.commands.estimate_figures import figures
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
-from stages.estimate.flow import launch_work
+from stages.estimate.flow import call_work, launch_work
 from stages.estimate.price import program_milliseconds
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
@@ -171,8 +171,19 @@ def test_steps_that_share_no_descriptors_are_awaited(shared: int, awaited: int) 
 
 def test_block_floating_point_products_are_faster() -> None:
     exact, block = gemm.tile(512, 2048, 2048), gemm.tile(512, 2048, 2048, bfp16=True)
-    times = [time_of(gemm.build(tiling), tiling.costs).by["multiply"] for tiling in (exact, block)]
-    assert times[0] / times[1] == pytest.approx(MACHINE.macs_bf16_bfp16 / MACHINE.macs_bf16)
+    times = [spend(call_work(each.costs["gemm_step"]), MACHINE).by["multiply"] / each.tile_k for each in (exact, block)]
+    assert times[0] / times[1] == pytest.approx(MACHINE.macs_bf16_x_bfp16 / MACHINE.macs_bf16)
+    assert gemm.ddr_bytes(block) < gemm.ddr_bytes(exact)
+    whole = [time_of(gemm.build(each), each.costs).seconds for each in (exact, block)]
+    assert whole[1] < whole[0] / 2
+
+
+def test_columns_of_the_array_are_filled_at_the_same_time() -> None:
+    """What passes through one column's L2 does not wait for what passes through the others'."""
+    tiling = gemm.tile(512, 2048, 512, bfp16=True)
+    time = time_of(gemm.build(tiling), dict.fromkeys(tiling.costs, Cost()), replace(MACHINE, ddr_gbps=1e9))
+    of_a_column = 2 * tiling.tile_m * tiling.cols / MACHINE.stream_gbps / 1e9
+    assert of_a_column < time.by["stream"] < 1.5 * of_a_column
 
 
 def test_attention_skips_the_arithmetic_that_causality_masks() -> None:
@@ -373,11 +384,11 @@ def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[
     return variant, "rope_qkv", arguments, tiling.costs["rope_qkv"].vectors
 
 
-def _gemm(function: str, m: int, n: int, k: int) -> tuple[Any, str, list[Any], int]:
-    tiling = gemm.Tiling(m, k, n, 1, m, n, k, k)
+def _gemm(function: str, m: int, n: int, k: int, **more: bool) -> tuple[Any, str, list[Any], int]:
+    tiling = gemm.Tiling(m, k, n, 1, m, n, k, k, **more)
     arguments = {"gemm_zero": [], "gemm_step": [buffer(2 * m * k), buffer(2 * k * n)], "gemm_out": []}
-    # 2x2 blocks of 8x8: c in and out, 12 each; per step of 8, four operands of two loads.
-    fed = m * n // 256 * (4 * 12 + k // 8 * 4 * 2 * 2) if function == "gemm_step" else 0
+    # 2x2 blocks of 8x8: c in and out, 12 each; per step of 8, four operands of two loads, or two that are converted.
+    fed = m * n // 256 * (4 * 12 + k // 8 * (2 * 4 if tiling.bfp16 else 4 * 2 * 2)) if function == "gemm_step" else 0
     return tiling.variant, function, [*arguments[function], buffer(4 * m * n)], tiling.costs[function].vectors + fed
 
 
@@ -444,6 +455,8 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _gemm("gemm_zero", 64, 128, 32),
         lambda: _gemm("gemm_step", 64, 128, 32),
         lambda: _gemm("gemm_out", 64, 128, 32),
+        lambda: _gemm("gemm_step", 64, 128, 32, bfp16=True),
+        lambda: _gemm("gemm_out", 64, 128, 32, swiglu=True),
         lambda: _attention("fa_init", 64, 64, 64),
         lambda: _attention("fa_step", 64, 64, 64),
         lambda: _attention("fa_step", 32, 64, 128),
@@ -527,7 +540,7 @@ def test_a_bad_report_is_one_line(tmp_path: Path, content: Any, fragment: str) -
 def module_step(tmp_path: Path, model: str, grouping: str, entry: str, bucket: int | None) -> Path:
     write_json(tmp_path / CONFIG, PRESETS[model])
     library = f"{entry}.{bucket}" if bucket else entry
-    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, None, "bf16", bfp16=False)
+    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, None, "bf16", "bf16")
     return tmp_path / "work" / MODULES / library
 
 

@@ -487,7 +487,7 @@ def test_constants_are_those_of_the_machine() -> None:
         assert found[name] == pytest.approx(value), name
     gemm: Any = probes()["rate_gemm"].source
     assert found["macs_bf16"] == pytest.approx(gemm.macs / 1000)
-    assert found["macs_bf16_bfp16"] == pytest.approx(gemm.macs / 1000)
+    assert found["macs_bf16_x_bfp16"] == pytest.approx(gemm.macs / 1000)
     assert 0 < found["vector_cycles"] < 1000
     assert found["silu_and_mul_values_per_cycle"] == pytest.approx(probes()["rate_silu_and_mul"].source.values / 1000)  # type: ignore[union-attr]
 

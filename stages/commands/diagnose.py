@@ -170,7 +170,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
         record(llm, recorder, _repeated(text, more), _behind(llm, more))
     layers, unsaid = _layers(build, weights, text, len(ids), states)
     in_order = {site: at for at, site in enumerate(recorder.samples)}
-    judged = Judge(recorder, weights, _block_float(build)).findings()
+    judged = Judge(recorder, weights).findings()
     findings = list(tqdm(judged, desc="launches", total=len(in_order), disable=None, leave=False))
     report = Report(
         model=llm.manifest.model["name"],
@@ -184,11 +184,6 @@ def diagnose(build: Build, llm: Llama) -> Report:
     if report.wrong and report.wrong[0].site.fused:
         return replace(report, inside=inside(build, report.wrong[0].site, ids, len(text) - len(ids)))
     return report
-
-
-def _block_float(build: Build) -> bool:
-    """Whether products of a prompt are in block floating point."""
-    return build.target.static and build.bfp16
 
 
 def _ids(build: Build, llm: Llama) -> list[int]:
@@ -225,7 +220,7 @@ def _layers(
         exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
         others = not weights.formats <= set(PLAIN)
         theirs = transformers_model.layer_outputs(source, source.tensor, [text]) if others else None
-        bounded = w8a8.FORMAT.name not in weights.formats and not _block_float(build)
+        bounded = w8a8.FORMAT.name not in weights.formats and not build.bfp16
         return list(_each_layer(states, exact, theirs, prompt, bounded)), ""
     except UserError as error:
         return [], f"layers are not compared: {error}"

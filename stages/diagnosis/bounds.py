@@ -18,8 +18,8 @@ from ml_dtypes import bfloat16
 from stages.diagnosis.sites import Site
 from stages.kernels import HOST_SET, add, gemm, silu_and_mul
 from stages.kernels.grouped import integer_product
-from stages.weights.constants import GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
-from stages.weights.formats import formats, int6, int8, w8a8
+from stages.weights.constants import BLOCK, GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
+from stages.weights.formats import bfp16, formats, int6, int8, w8a8
 
 U = 2.0**-8
 """Unit roundoff of bf16: half a unit in the last place, at most, of what is rounded."""
@@ -39,7 +39,7 @@ WITH_MINIMUM = 16
 WITHOUT_MINIMUM = {int6.FORMAT.name, int8.FORMAT.name}
 """Formats in groups that have none."""
 BLOCK_FLOAT = 2.0**-7
-"""Of the largest of eight values, which share an exponent: what each of them may be off by."""
+"""Of the largest of eight inputs, which share an exponent: what each of them may be off by."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,12 @@ class Weight:
 @dataclass(frozen=True)
 class Given:
     """What a launch is judged by: `known` by arguments and scalars, weights among them as `weights`; `results` of the
-    reference; `bfp16`: whether products of a prompt are in block floating point."""
+    reference."""
 
     site: Site
     known: Mapping[str, Any]
     weights: Mapping[str, Weight]
     results: tuple[np.ndarray, ...]
-    bfp16: bool
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -163,6 +162,17 @@ def _of_rows(given: Given) -> tuple[Spread, ...]:
     return (_rounded(values, WITH_MINIMUM * U32 * _largest(values, GROUP) + LEAST),)
 
 
+def _of_float_rows(given: Given) -> tuple[Spread, ...]:
+    """The same in block floating point, whose steps are a 128th to a 64th of the largest of a block: a value may be one
+    more, or all of its block where that has another exponent."""
+    values = given.results[0].astype(np.float32)
+    if given.site.kernel.arg("weight").format == "bf16":
+        return (_exactly(values.shape),)
+    step = _largest(values, BLOCK) / 64 + LEAST
+    error = WITH_MINIMUM * U32 * _largest(values, GROUP)
+    return (Spread(2 * step, np.minimum(1, 2 * 2 * BLOCK * error / step)),)
+
+
 def _rounded(values: np.ndarray, error: np.ndarray) -> Spread:
     """Of one rounding of what is off by `error`; where that is zero, of the same number."""
     unit = ulp(np.abs(np.asarray(values, np.float32)) + error)
@@ -184,9 +194,10 @@ def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
     """`[rows, out]`: of a product before it is rounded, the reference's own sums included."""
     site, size = given.site, np.abs(x) @ weight.magnitudes.T
     sums = SURE * np.sqrt(x.shape[-1]) * U32 * size
+    if site.format == bfp16.FORMAT.name:
+        return 2 * sums + BLOCK_FLOAT * _largest(x, BLOCK) @ weight.magnitudes.T
     if site.format == "bf16":
-        block_float = given.bfp16 and site.operation.startswith("gemm")
-        return 2 * sums + (_block_float(x, weight) if block_float else 0)
+        return 2 * sums
     if site.kernel_set != HOST_SET:
         return sums + _lifted(x, weight)
     # In fixed point, as inputs are here then, too, sums of groups are exact; three operations join each to the last.
@@ -205,13 +216,6 @@ def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:
     products = np.einsum("rgi,ogi->rog", inputs, values)
     minima = (np.abs(values).max(axis=-1) + WITH_MINIMUM * steps) * np.abs(inputs.sum(axis=-1))[:, None]
     return lifted + 3 * SURE * 2.0**-16 * np.sqrt(np.square(np.abs(products) + minima).sum(axis=-1))
-
-
-def _block_float(x: np.ndarray, weight: Weight) -> np.ndarray:
-    """Each value is off by at most `BLOCK_FLOAT` of the largest of its block, on both sides."""
-    of_x, of_weight = (_largest(matrix, 8) for matrix in (x, weight.values))
-    cross = of_x @ weight.magnitudes.T + np.abs(x) @ of_weight.T + BLOCK_FLOAT * of_x @ of_weight.T
-    return BLOCK_FLOAT * cross
 
 
 def _groups(matrix: np.ndarray, size: int) -> np.ndarray:
@@ -275,6 +279,17 @@ def _of_paired_product(given: Given) -> tuple[Spread, ...]:
     both, spread = _product(given)
     halves = (np.split(part, 2, axis=-1) for part in (both, spread.limit, spread.chance))
     return _of_activation(given, tuple((p, Spread(limit, chance)) for p, limit, chance in zip(*halves, strict=True)))
+
+
+def _of_product_in_turns(given: Given) -> tuple[Spread, ...]:
+    """Of one whose columns are in turn eight of the gate's and eight of the other's."""
+    both, spread = _product(given)
+
+    def half(part: np.ndarray, which: int) -> np.ndarray:
+        return part.reshape(len(part), -1, 2, BLOCK)[:, :, which].reshape(len(part), -1)
+
+    halves = ((half(both, which), Spread(half(spread.limit, which), half(spread.chance, which))) for which in (0, 1))
+    return _of_activation(given, tuple(halves))
 
 
 def _of_silu(given: Given) -> tuple[Spread, ...]:
@@ -389,6 +404,7 @@ def _unknown(given: Given) -> tuple[Spread, ...]:
 _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     **dict.fromkeys(("add", "append_kv", "append_kv_panels"), _exact),
     **dict.fromkeys(("embed", "embed_rows", "unpack", "unpack_paired"), _of_rows),
+    **dict.fromkeys(("unpack_bfp16", "unpack_paired_bfp16"), _of_float_rows),
     **dict.fromkeys(("gemm", "gemv", "gemm_kv"), _of_product),
     **dict.fromkeys(("gemm_add", "gemv_add"), _of_residual),
     **dict.fromkeys(("gemm_silu", "gemv_silu"), _of_two_products),
@@ -404,6 +420,7 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
         ),
         _of_attention,
     ),
+    "gemm_swiglu": _of_product_in_turns,
     "gemv_swiglu": _of_paired_product,
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,

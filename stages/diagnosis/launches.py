@@ -94,11 +94,10 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class Judge:
-    """Compares what a recorder has. `bfp16`: prompts' products are in block floating point."""
+    """Compares what a recorder has."""
 
     recorder: Recorder
     weights: ArtifactWeights
-    bfp16: bool = False
 
     def __post_init__(self) -> None:
         # Those of a layer: each is read from the file once for all phases.
@@ -141,7 +140,7 @@ class Judge:
         weights |= {name: Weight(known[name], "bf16", known[name].shape) for name in unpacked}
         if site.fixed_point and "x" in known:
             known["x"] = in_fixed_point(known["x"])
-        return Given(site, known, weights, _reference(site, known), self.bfp16 and sample.rows > 1)
+        return Given(site, known, weights, _reference(site, known))
 
 
 def _place(site: Site) -> float:

@@ -44,7 +44,9 @@ def inside(build: Build, site: Site, prompt: Sequence[int], tokens: int) -> list
 def _library(build: Build, program: str, work: Path) -> Path:
     """Of one program of the host, by the rooms that build it otherwise."""
     policy = build.policy
-    modules.write_module(build.directory, program, work, [program], [], policy.text, policy.kv, policy.matmul, fused=False)
+    modules.write_module(
+        build.directory, program, work, [program], [], policy.text, policy.kv, policy.matmul, fused=False
+    )
     module = work / MODULES / f"{program}{modules.SUFFIX}"
     for source in sorted({source for source, *_ in asked(module).values()}):
         objects.write_objects(

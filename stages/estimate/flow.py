@@ -72,8 +72,13 @@ class _Launch:
     def _turn(self, block: Block) -> Work:
         """One of many passes over a block whose buffers are there once: each has to be let go of before it is filled
         again, and is let go of when all have passed that touch it."""
-        parts = list(self._parts(block))
-        buffers = {buffer for _, _, touched in parts for buffer in touched}
+        return self._chained(list(self._parts(block)))
+
+    @staticmethod
+    def _chained(parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:
+        """Parts that wait for one another where they touch the same buffer."""
+        # In order, so that of chains which take equally long it is always the same that is named.
+        buffers = list(dict.fromkeys(buffer for _, _, touched in parts for buffer in touched))
         chains = [Serial(*(work for _, work, touched in parts if buffer in touched)) for buffer in buffers]
         return Overlap(*chains, *(work for _, work, touched in parts if not touched))
 
@@ -87,13 +92,12 @@ class _Launch:
         if isinstance(op, HerdOp):
             return self._core(op.body.block)
         if isinstance(op, scf.ForOp):
-            return self._pipeline(analysis.trip_count(op, self.name), [w for _, w, _ in self._parts(op.body.block)])
+            return self._pipeline(analysis.trip_count(op, self.name), list(self._parts(op.body.block)))
         return Amount(STREAM, self._bytes(op) / self.streams.get(op, 1))
 
-    @staticmethod
-    def _pipeline(times: int, parts: Sequence[Work]) -> Work:
+    def _pipeline(self, times: int, parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:
         """Passes over buffers that are there twice: all parts at once, after the first and up to the last."""
-        return Serial(*parts, Repeat(times - 1, Overlap(*parts)))
+        return Serial(self._chained(parts), Repeat(times - 1, Overlap(*(work for _, work, _ in parts))))
 
     def _touched(self, op: Operation) -> set[SSAValue]:
         inside = {result for inner in op.walk() for result in inner.results}

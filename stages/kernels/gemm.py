@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -134,8 +134,7 @@ class Tiling:
     def costs(self) -> Mapping[str, Cost]:
         vectors = self.tile_m * self.tile_n // limits.VECTOR
         macs = self.tile_m * self.tile_n * self.tile_k
-        # SwiGLU takes half as many vectors of half as many values each as a product has of 64.
-        activation = vectors * (silu_and_mul.VECTORS + 2) if self.swiglu else 0
+        activation = vectors // 2 * silu_and_mul.VECTORS if self.swiglu else 0
         return {
             "gemm_zero": Cost(vectors=2 * vectors),
             "gemm_step": Cost(macs, "bf16_x_bfp16" if self.bfp16 else "bf16"),
@@ -219,14 +218,16 @@ def ddr_bytes(p: Tiling) -> int:
 
 def build(tiling: Tiling) -> AirModule:
     """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`), or such in
-    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[first_row + rows][2 * out_cols]` for the
-    V halves, `[rows][out_cols / 2]` of SwiGLU."""
+    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[first_row + rows][2 * out_cols]` for
+    the V halves, `[rows][out_cols / 2]` of SwiGLU."""
     p = tiling
     width = p.out_width * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
     types = {name: air.memref_type(shape) for name, shape in shapes.items()}
     if p.bfp16:
-        types["weight"] = air.memref_type(block_float.pairs_shape((p.out_cols, p.cols // limits.BLOCK * block_float.BYTES)), "i8")
+        types["weight"] = air.memref_type(
+            block_float.pairs_shape((p.out_cols, p.cols // limits.BLOCK * block_float.BYTES)), "i8"
+        )
     b = air.Builder("gemm", types)
     with b.launch(*p.steps) as (i, j), b.segment():
         _stream(b, p, i * p.block_m, j)
@@ -295,26 +296,29 @@ def _drain(p: Tiling, row: Index, j: Number) -> Dims:
 _PARAMS = "rows cols out_cols"
 
 
-def _cut(sizes: Sizes, **more: bool) -> Tiling:
+def _cut(sizes: Sizes, bfp16: bool = False) -> Tiling:
     """`pos` and `head_dim`: of a product that goes into the V halves of an interleaved cache."""
     kv = {"head_dim": sizes["head_dim"], "first_row": sizes["pos"]} if "head_dim" in sizes else {}
-    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, **more)
+    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, bfp16=bfp16)
 
 
-def _cut_swiglu(sizes: Sizes, **more: bool) -> Tiling:
-    return tile(sizes["rows"], sizes["cols"], 2 * sizes["out_cols"], swiglu=True, **more)
+def _cut_swiglu(sizes: Sizes, bfp16: bool = False) -> Tiling:
+    return tile(sizes["rows"], sizes["cols"], 2 * sizes["out_cols"], bfp16=bfp16, swiglu=True)
 
 
-def _on_array(weight: Arg, **more: bool) -> Iterator[Kernel]:
-    """Products of a prompt that only the array makes so. `more`: of `Tiling`, for weights in a format."""
-    cut, cut_swiglu = functools.partial(_cut, **more), functools.partial(_cut_swiglu, **more)
-    for name, params, computed, tiling in (
-        ("gemm_kv", f"{_PARAMS} pos head_dim", reference, cut),
-        ("gemm_swiglu", _PARAMS, reference_swiglu, cut_swiglu),
-    ):
-        named = format_kernel(name, weight.format)
-        device = {"host": False, "tiling": tiling, "program": build}
-        yield signature(named, ("x", weight), params, computed, source="gemm", **device)
+def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[..., Any] = reference) -> Kernel:
+    """A product of a prompt that only the array makes so."""
+    cut = _cut_swiglu if computed is reference_swiglu else _cut
+    return signature(
+        format_kernel(name, weight.format),
+        ("x", weight),
+        params,
+        computed,
+        source="gemm",
+        host=False,
+        tiling=functools.partial(cut, bfp16=weight.format == "bfp16"),
+        program=build,
+    )
 
 
 _WEIGHT = matrix("weight")
@@ -324,16 +328,7 @@ KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
     signature("gemm_silu", ("x", matrix("gate"), matrix("up")), _PARAMS, reference_silu, source="gemm"),
-    *_on_array(_WEIGHT),
-    signature(
-        "bfp16_gemm",
-        ("x", _BLOCK_FLOAT),
-        _PARAMS,
-        reference,
-        source="gemm",
-        host=False,
-        tiling=functools.partial(_cut, bfp16=True),
-        program=build,
-    ),
-    *_on_array(_BLOCK_FLOAT, bfp16=True),
+    _on_array("gemm", _BLOCK_FLOAT),
+    *(_on_array("gemm_kv", weight, f"{_PARAMS} pos head_dim") for weight in (_WEIGHT, _BLOCK_FLOAT)),
+    *(_on_array("gemm_swiglu", weight, computed=reference_swiglu) for weight in (_WEIGHT, _BLOCK_FLOAT)),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, Arg, Kernel, Sizes, format_kernel, signature
+from stages.kernels import HOST_SET, Arg, Kernel, format_kernel, signature
 from stages.weights.constants import BLOCK
 from stages.weights.formats import bfp16
 
@@ -53,7 +53,7 @@ def unpacking(
 
 
 def written_part(out: np.ndarray, known: Mapping[str, Any]) -> np.ndarray:
-    """What a launch with the scalars `known` writes of a matrix `[rows, cols]`: a view of that as `[blocks, 8, cols]`."""
+    """What a launch with the scalars `known` writes of a matrix `[rows, cols]`: a view of it, `[blocks, 8, cols]`."""
     return out.reshape(-1, known["apart"], BLOCK, out.shape[-1])[:, known["to"]]
 
 

@@ -16,7 +16,7 @@ def write_module(name: str, work: Path, support: Sequence[str], priced: bool) ->
     """MLIR of a probe and its description; `support`: sources that the target's programs link besides; `priced`: see
     `stages.targets.npu2.modules.write_module`."""
     probe = probes()[name]
-    write(build_module(probe.program, {}, bfp16=probe.bfp16), name, work, support, priced)
+    write(build_module(probe.program, {}), name, work, support, priced)
 
 
 def write_manifest(

@@ -29,7 +29,7 @@ TIMED = (
     *RATES,
 )
 
-MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_bfp16"}
+MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
 
 
 def constants(times: Times) -> dict[str, float]:

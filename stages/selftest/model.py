@@ -19,6 +19,7 @@ from stages.model.grouping import Program
 from stages.selftest import bounds
 from stages.selftest.raw import said
 from stages.selftest.trial import DISPATCHES, Verdict, dispatch, in_the_norm, judge_in_the_norm, written
+from stages.targets.npu2.objects import KERNEL_SET
 from stages.weights.formats import formats
 
 PROMPT = "The capital of France is"
@@ -96,6 +97,16 @@ def _tensor(manifest: Manifest, name: str, shape: tuple[int, ...]) -> np.ndarray
     return formats()[spec["format"]].unpack(packed.reshape(spec["shape"]), spec["layout"], shape)
 
 
+def _stored(program: Program, slot: str, values: np.ndarray) -> np.ndarray:
+    """What a program's slot holds, where that is not in elements of its values, as it lies in memory."""
+    for part, wired in zip(program.parts, program.wiring, strict=True):
+        for own in part.slots:
+            form = formats()[own.format]
+            if wired[own.name] == slot and form.values > 1:
+                return form.pack(values, part.layout_of(own.name, KERNEL_SET))
+    return values
+
+
 class Model:
     """A model's artifacts on the device."""
 
@@ -128,7 +139,7 @@ class Model:
             if slot["role"] in ("weight", "table"):
                 given[slot["name"]] = binding
             elif slot["role"] == "input":
-                given[slot["name"]] = moment.before[slot["name"]]
+                given[slot["name"]] = _stored(self._programs[name], slot["name"], moment.before[slot["name"]])
         times, results = [], []
         for _ in range(DISPATCHES):
             started = time.perf_counter()

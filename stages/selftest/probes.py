@@ -35,7 +35,6 @@ class Probe:
     values: Callable[[], Values]
     expected: Callable[[Values], Values]
     bound: Bound
-    bfp16: bool = False
     source: Resident | Streams | None = None
 
     @property
@@ -77,7 +76,6 @@ def _kernel_probe(
     shapes: Shapes,
     bound: Bound,
     sizes: Mapping[str, Any],
-    bfp16: bool = False,
     repeats: int = 1,
 ) -> Probe:
     """A kernel of the table, alone; `sizes`: its scalars."""
@@ -100,7 +98,7 @@ def _kernel_probe(
         evaluate(program, dict(sizes), known)
         return {"out": known["out"].reshape(shapes["out"])}
 
-    return Probe(name, about, program, values, expected, bound, bfp16)
+    return Probe(name, about, program, values, expected, bound)
 
 
 def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
@@ -145,10 +143,10 @@ def _gemm_shapes(rows: int, cols: int, out_cols: int, spread: int = 1) -> dict[s
 
 
 def _gemm(
-    name: str, about: str, rows: int, cols: int, outs: int, bound: Bound = _product, bfp16: bool = False
+    name: str, about: str, rows: int, cols: int, outs: int, bound: Bound = _product, kernel: str = "gemm"
 ) -> Probe:
     shapes, sizes = _gemm_shapes(rows, cols, outs), {"rows": rows, "cols": cols, "out_cols": outs}
-    return _kernel_probe(name, about, "gemm", shapes, bound, sizes, bfp16)
+    return _kernel_probe(name, about, kernel, shapes, bound, sizes)
 
 
 def _gemv(name: str, about: str, outs: int, cols: int, kernel: str = "gemv", repeats: int = 1) -> Probe:
@@ -202,7 +200,7 @@ def _tile_functions() -> list[Probe]:
         _gemv("gemv_f32", "weight times vector, rows, f32", 2048, 256, "gemv_f32"),
         _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512),
         _gemm("gemm_stream", "product in bf16, x passes through L2", 64, 4608, 64),
-        _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, bfp16=True),
+        _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, "bfp16_gemm"),
         _kernel_probe(
             "gemm_kv",
             "product into a cache",

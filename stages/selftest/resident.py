@@ -19,6 +19,7 @@ from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm,
 from stages.selftest import bounds
 from stages.weights.constants import BLOCK
 from stages.weights.formats.bf16 import from_blocks
+from stages.weights.formats.bfp16 import PAIR
 
 if TYPE_CHECKING:
     from stages.air import AirModule, MemRef, Variant
@@ -34,13 +35,19 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Tile:
-    """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last."""
+    """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last. `values`: the
+    shape of what is in it, where that is in block floating point."""
 
     name: str
     shape: Shape
     dtype: str = "bf16"
     filled: bool = False
     drained: int = 0
+    values: Shape = ()
+
+    @property
+    def format(self) -> str:
+        return "bfp16" if self.values else self.dtype
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,14 @@ class Resident:
     def kernel(self) -> Kernel:
         """For a part: the filled tiles, flat, and `out`."""
         (drained,) = (tile for tile in self.tiles if tile.drained)
-        args = [Arg(tile.name, tile.dtype) for tile in self.tiles if tile.filled]
+        args = [Arg(tile.name, tile.format) for tile in self.tiles if tile.filled]
         device: dict[str, Any] = {"tiling": lambda sizes: self, "program": build}
         args.append(Arg("out", drained.dtype, written=True))
         return Kernel(self.name, tuple(args), (), self.source, self.reference, host=False, **device)
 
     def slots(self) -> dict[str, Shape]:
-        """Shapes in DDR, by argument."""
-        filled: dict[str, Shape] = {tile.name: (math.prod(tile.shape),) for tile in self.tiles if tile.filled}
+        """Shapes of what is in DDR, by argument."""
+        filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
         return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
 
     def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -96,17 +103,18 @@ class Resident:
         return np.broadcast_to(self.error(want, *self._filled(values)).reshape(-1), want.shape)
 
     def _filled(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-        return [values[tile.name].reshape(tile.shape) for tile in self.tiles if tile.filled]
+        return [values[tile.name].reshape(tile.values or tile.shape) for tile in self.tiles if tile.filled]
 
 
 def build(resident: Resident) -> AirModule:
     """Arguments: the filled tiles and `out`, flat."""
     dtypes = {tile.name: tile.dtype for tile in resident.tiles if tile.filled}
     dtypes["out"] = next(tile.dtype for tile in resident.tiles if tile.drained)
-    types = {name: air.memref_type(shape, dtypes[name]) for name, shape in resident.slots().items()}
+    shapes = resident.slots() | {tile.name: (math.prod(tile.shape),) for tile in resident.tiles if tile.filled}
+    types = {name: air.memref_type(shape, dtypes[name]) for name, shape in shapes.items()}
     b = air.Builder(resident.name, types)
-    shapes = [(tile.shape, tile.dtype) for tile in resident.tiles]
-    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, *shapes) as buffers:
+    tiles = [(tile.shape, tile.dtype) for tile in resident.tiles]
+    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, *tiles) as buffers:
         named = dict(zip((tile.name for tile in resident.tiles), buffers, strict=True))
         for tile in resident.tiles:
             if tile.filled:
@@ -164,11 +172,15 @@ def _tiling(kernel: str, **sizes: Any) -> Any:
 
 def product(name: str, calls: int, bfp16: bool = False) -> Resident:
     """gemm's step."""
-    p = _tiling("gemm", rows=ROWS, cols=EMB, out_cols=EMB, bfp16=bfp16)
+    p = _tiling("bfp16_gemm" if bfp16 else "gemm", rows=ROWS, cols=EMB, out_cols=EMB)
     m, n, k = p.tile_m, p.tile_n, p.tile_k
+    weight = Tile("w", _blocks(n, k), filled=True)
+    if bfp16:
+        weight = Tile("w", p.weight_tile, "i8", filled=True, values=(n // PAIR, k // BLOCK, 2, BLOCK, BLOCK))
 
     def reference(count: int, a: np.ndarray, w: np.ndarray) -> np.ndarray:
-        return _to_tile(_to_rows(a) @ _weight(w).T * count)
+        wide = w.astype(np.float32).transpose(0, 2, 3, 1, 4).reshape(n, k) if bfp16 else _weight(w)
+        return _to_tile(_to_rows(a) @ wide.T * count)
 
     return Resident(
         name,
@@ -178,7 +190,7 @@ def product(name: str, calls: int, bfp16: bool = False) -> Resident:
         lambda: p.variant,
         (
             Tile("a", _blocks(m, k), filled=True),
-            Tile("w", _blocks(n, k), filled=True),
+            weight,
             Tile("c", (2 * m * n,), drained=m * n),
         ),
         ("gemm_step", "a", "w", "c"),

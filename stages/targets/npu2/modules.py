@@ -100,9 +100,7 @@ def write(module: Module, library: str, work: Path, support: Sequence[str] = (),
         write_json(path.with_suffix(".cost.json"), cost)
 
 
-def _module(
-    directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy
-) -> Module:
+def _module(directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy) -> Module:
     config = read_config(directory / CONFIG)
     bucket, window = sizes
     buckets = [bucket] if bucket else ()

@@ -1,8 +1,8 @@
-"""bfp16: block floating point as the array's matrix unit takes it, 8 values along a row to an exponent: `x = 2^(e - 133) m`.
+"""bfp16: block floating point as the array multiplies it, 8 values along a row to an exponent: `x = 2^(e - 133) m`.
 
-A block is 9 bytes: the exponent, biased by 127 as that of f32, then the mantissas, 8 bits with their sign. (AMD's
-`bfp16ebs8`; programming_examples/ml/block_datatypes of mlir-aie reads it so.) No checkpoint is stored so: the host makes
-it for prompts of weights in other formats.
+A block is 9 bytes: the exponent, biased by 127 as that of f32, then the mantissas, 8 bits with their sign (AMD's
+`bfp16ebs8`; mlir-aie's programming_examples/ml/block_datatypes reads it so). No checkpoint is stored so: the host makes
+it for prompts, of weights in other formats.
 """
 
 from __future__ import annotations
