@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import inspect
+import itertools
 import json
 import operator
 import os
@@ -702,6 +703,31 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     assert [token["submissions"] for token in others] == [1] * len(others)
     crossing = host_traffic(read_config(ROOT / "models/demo/config.json"), attends=True)["token"]
     assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
+
+
+def test_the_host_unpacks_a_layer_while_the_array_runs_the_one_before(artifacts: Path, tmp_path: Path) -> None:
+    """Into buffers that take turns. Were there one, it would wait; the bits are the same."""
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    install()
+
+    def one_buffer(manifest: dict[str, Any]) -> None:
+        for call in itertools.chain(*manifest["plans"].values()):
+            call["buffers"] = [name.replace("unpacked.1.", "unpacked.0.") for name in call["buffers"]]
+
+    found = []
+    for name, change, ahead in (("turns", lambda manifest: None, True), ("one", one_buffer, False)):
+        change_manifest(as_npu2(simulated, tmp_path / name), change)
+        with contextlib.closing(load(tmp_path / name, 2)) as llm, llm.profile() as recorder:
+            found.append(llm.prefill(llm.encode(PROMPT, raw=True)).tobytes())
+            layers = llm.manifest.model["layers"]
+        spans = recorder.spans()
+        started = [span.end for span in spans if (span.kind, span.name) == ("submit", "start")]
+        waited = [span.start for span in spans if span.kind == "wait"]
+        for layer in range(1, layers):
+            unpacked = [span for span in spans if "unpack" in span.name and span.about.get("layer") == layer]
+            assert started[layer - 1] < min(span.start for span in unpacked) or not ahead
+            assert (max(span.end for span in unpacked) < waited[layer - 1]) == ahead
+    assert found[0] == found[1]
 
 
 def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: Path) -> None:

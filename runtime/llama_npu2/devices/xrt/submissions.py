@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,8 @@ _BUSY = ("NEW", "QUEUED", "SUBMITTED")
 
 
 class XrtSubmission:
-    """A phase as alternating stretches of host calls and device calls."""
+    """A phase as alternating stretches of host calls and device calls. While the device runs, the host goes on with
+    what is next if it touches nothing that the device does: unpacks the weights of the layer after."""
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
@@ -48,14 +50,28 @@ class XrtSubmission:
             for access in self._inputs:
                 if access.buffer.shown:
                     access.buffer.host_newer.add(*access.read(seq, pos))
-            for stretch in self._stretches:
-                stretch.run(seq, pos)
+            self._run_stretches(seq, pos)
             for buffer in session.buffers:
                 if buffer.shown:
                     buffer.from_device(0, buffer.nbytes)
         except UserError as error:
             session.lost = str(error)
             raise
+
+    def _run_stretches(self, seq: int, pos: int) -> None:
+        running: _Device | None = None
+        for stretch in self._stretches:
+            if running and (isinstance(stretch, _Device) or stretch.touched & running.touched):
+                running.finish()
+                running = None
+            stretch.run(seq, pos)
+            if isinstance(stretch, _Device):
+                running = stretch
+            elif running:
+                # What the device runs next needs it, and the device is busy anyway.
+                stretch.hand_over(seq, pos)
+        if running:
+            running.finish()
 
     def rest(self) -> None:
         """Its runs have copies of their programs' instructions, for which the driver's heap has little room."""
@@ -73,6 +89,7 @@ class _Host:
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._accesses = list(accesses(calls))
+        self.touched = {access.buffer for access in self._accesses}
         self._native: Submission = session.cpu.prepare(calls)
 
     def run(self, seq: int, pos: int) -> None:
@@ -86,6 +103,12 @@ class _Host:
                 buffer.host_newer.add(*written)
         self._native.run(seq, pos)
 
+    def hand_over(self, seq: int, pos: int) -> None:
+        """Make what it wrote visible to the device."""
+        for access in self._accesses:
+            if access.writes:
+                access.buffer.to_device(*access.written(seq, pos))
+
     def release(self) -> None:
         """Holds nothing of the device."""
 
@@ -97,16 +120,23 @@ class _Device:
         self._session = session
         self._calls = calls
         self._accesses = list(accesses(calls))
+        self.touched = {access.buffer for access in self._accesses}
         self._groups: list[_Single | _List] = []
 
     def run(self, seq: int, pos: int) -> None:
+        """All but the last submission, which is started: `finish` waits for it."""
         if not self._groups:
             # At first use: all phases are prepared then, and not every bucket gets used.
             self._groups = list(self._grouped())
         for access in self._accesses:
             self._hand_over(access, seq, pos)
-        for group in self._groups:
-            group.run(seq, pos)
+        for group in self._groups[:-1]:
+            group.start(seq, pos)
+            group.finish()
+        self._groups[-1].start(seq, pos)
+
+    def finish(self) -> None:
+        self._groups[-1].finish()
 
     def release(self) -> None:
         for group in self._groups:
@@ -190,15 +220,19 @@ class _Single:
     def __init__(self, session: Session, run: _Run) -> None:
         self._session, self._run = session, run
 
-    def run(self, seq: int, pos: int) -> None:
-        session, run, about = self._session, self._run, self._run.about | {"runs": 1}
+    def start(self, seq: int, pos: int) -> None:
+        session, run = self._session, self._run
         session.timed("submit", "arguments", run.move, seq, pos)
         session.counts.submissions += 1
         session.counts.runs += 1
-        with failures(f"{run.where}: cannot run", "see dmesg, the NPU may be gone"):
+        with self._failures():
             session.timed("submit", "start", run.run.start)
-            session.running = partial(run.run.wait, TIMEOUT_MS)
-            waited = session.timed("wait", run.name, session.running, about=about)
+        session.running = partial(run.run.wait, TIMEOUT_MS)
+
+    def finish(self) -> None:
+        session, run, about = self._session, self._run, self._run.about | {"runs": 1}
+        with self._failures():
+            waited = session.timed("wait", run.name, run.run.wait, TIMEOUT_MS, about=about)
             state = run.run.state()
         if state == session.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED:
             session.running = None
@@ -207,6 +241,9 @@ class _Single:
             session.running = None
         # A run that is still under way keeps its state; that the wait ended is then the news.
         raise run.failed(waited.name if state.name.endswith(_BUSY) else state.name)
+
+    def _failures(self) -> contextlib.AbstractContextManager[None]:
+        return failures(f"{self._run.where}: cannot run", "see dmesg, the NPU may be gone")
 
     def release(self) -> None:
         self._run.release()
@@ -222,7 +259,7 @@ class _List:
             for run in runs:
                 self._list.add(run.run)
 
-    def run(self, seq: int, pos: int) -> None:
+    def start(self, seq: int, pos: int) -> None:
         session = self._session
         for run in self._runs:
             session.timed("submit", "arguments", run.move, seq, pos)
@@ -231,6 +268,9 @@ class _List:
         session.running = self._list.wait
         with failures(f"{self._runs[0].where} and the calls after it cannot run", "see dmesg, the NPU may be gone"):
             session.timed("submit", "start", self._list.execute)
+
+    def finish(self) -> None:
+        session = self._session
         try:
             # The bindings offer no usable time limit here; the driver's ends a run that hangs.
             names = " ".join(dict.fromkeys(run.name for run in self._runs))
