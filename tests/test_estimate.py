@@ -52,11 +52,12 @@ from stages.kernels import (
     rope,
     token_attention,
 )
+from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
-from tests.npu_shapes import MODELS
+from tests.npu_shapes import JUDGED, MODELS
 from tests.vector_ops import buffer, count
 
 LLAMA = MODELS["llama-3.2-1b"]
@@ -259,6 +260,25 @@ def test_a_token_is_its_calls_submissions_and_host_work() -> None:
     # Attention streams the cache: 1024 positions of 2 x 512 values in 16 layers.
     deeper = estimate.token(depth=2048).by["host"] - token.by["host"]
     assert deeper == pytest.approx(16 * 1024 * 2 * 512 * 2 / (MACHINE.host_read_gbps * GBPS))
+
+
+@pytest.mark.parametrize(("matmul", "beside"), [("bfp16", True), ("bf16", False)])
+@pytest.mark.parametrize("copy_gbps", [MACHINE.host_copy_gbps, 0.001])
+def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(
+    matmul: str, beside: bool, copy_gbps: float
+) -> None:
+    """Where buffers take turns it unpacks all layers but the first while the one before runs."""
+    machine = replace(MACHINE, host_copy_gbps=copy_gbps)
+    estimate = Estimate(JUDGED["demo"], "fused", [128], machine, parse_policy("int4", matmul=matmul))
+    moments = list(estimate.moments(128))
+    unpacked = [moment.time.seconds for moment in moments if "unpack" in moment.what]
+    array = sum(row.time.seconds for row in estimate.rows["prefill_layer.128"])
+    # The first stretch embeds as well, and waits for nothing in any case.
+    first, later = unpacked[0], unpacked[1:]
+    assert len(later) == JUDGED["demo"].layers - 1 and min(unpacked[0], array) > 0
+    alone = max(0.0, first - array) if beside else first
+    assert later == pytest.approx([alone] * len(later), rel=0.1, abs=5e-6)
+    assert (copy_gbps == 0.001 or not beside) == (min(later) > 0)
 
 
 def test_a_prompts_logits_are_made_where_the_grouping_says() -> None:

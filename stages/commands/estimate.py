@@ -80,10 +80,16 @@ def _report(build: Build, machine: Machine) -> None:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Calls that follow one another on one side: device programs by name, or parts for the host."""
+    """Parts that follow one another on one side; `device`: the programs that the array runs them as, none: the host
+    does."""
 
-    device: tuple[str, ...]
-    host: tuple[Placed, ...]
+    parts: tuple[Placed, ...]
+    device: tuple[str, ...] = ()
+
+    def touched(self) -> set[str]:
+        """Buffers that both sides know, weights and tables aside."""
+        slots = ((at, slot) for at in self.parts for slot in at.part.slots)
+        return {at.buffer(slot) for at, slot in slots if slot.role not in ("weight", "table")}
 
 
 ARRAY_SIDE, HOST_SIDE = "array", "host"
@@ -147,10 +153,21 @@ class Estimate:
     def moments(self, bucket: int | None = None, depth: int | None = None) -> Iterator[Moment]:
         """Of a prompt that fills a bucket, else of a token behind `depth` positions: what happens, in order."""
         behind = 0 if bucket else self.depth if depth is None else depth
-        crossing = self.host_traffic(bucket or 1)["prompt" if bucket else "token"]
+        crossing = host_traffic(self.config, self.name, bucket or 1, self.grouping.windowed)
+        running: list[Moment] = []
+        touched: set[str] = set()
         for stretch in self.stretches(bucket):
-            yield from self._device(stretch) if stretch.device else self._host(stretch, bucket or 1, behind)
-        yield Moment(HOST_SIDE, "copies", "to and from the device", spend(Amount(HOST_COPY, crossing), self.machine))
+            if stretch.device:
+                running, touched = list(self._device(stretch)), stretch.touched()
+                yield from running
+            elif touched & stretch.touched():
+                yield self._host(stretch, bucket or 1, behind)
+            else:
+                yield _longer(self._host(stretch, bucket or 1, behind), running)
+        crossing_bytes = crossing["prompt" if bucket else "token"]
+        yield Moment(
+            HOST_SIDE, "copies", "to and from the device", spend(Amount(HOST_COPY, crossing_bytes), self.machine)
+        )
 
     def traffic(self) -> tuple[int, int]:
         """(DDR bytes, weight bytes) of one token: every device program as often as a token calls it."""
@@ -168,7 +185,7 @@ class Estimate:
         for _, part in groupby(calls, lambda call: call[0] is None):
             found = list(part)
             names = tuple(self._program(group, bucket) for group, _ in found if group)
-            yield Stretch(names, () if names else tuple(placed for _, parts in found for placed in parts))
+            yield Stretch(tuple(placed for _, parts in found for placed in parts), names)
 
     def _program(self, group: Group, bucket: int | None) -> str:
         size = bucket if group.prompt else self.window if group.windowed else None
@@ -180,8 +197,8 @@ class Estimate:
         return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(bucket))}
 
     def _unpacked(self, stretches: Iterable[Stretch]) -> int:
-        """Bytes of the weights that the host makes bf16 of."""
-        parts = (placed.part for stretch in stretches for placed in stretch.host)
+        """Bytes that the host makes of weights."""
+        parts = (placed.part for stretch in stretches if not stretch.device for placed in stretch.parts)
         slots = (slot for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
         return sum(_bytes(slot, self.config.dimensions()) for slot in slots)
 
@@ -192,12 +209,20 @@ class Estimate:
         for name in stretch.device:
             yield from (Moment(ARRAY_SIDE, name, row.title, row.time) for row in self.rows[name])
 
-    def _host(self, stretch: Stretch, rows: int, depth: int) -> Iterator[Moment]:
-        """One native call, which streams what its parts touch."""
+    def _host(self, stretch: Stretch, rows: int, depth: int) -> Moment:
+        """One native call, which streams what its parts touch, and hands over what it unpacks."""
         dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
-        moved = sum(_host_bytes(placed, dims) for placed in stretch.host)
-        spent = spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved)), self.machine)
-        yield Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.host), spent)
+        moved = sum(_host_bytes(placed, dims) for placed in stretch.parts)
+        copied = Amount(HOST_COPY, self._unpacked([stretch]))
+        spent = spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved), copied), self.machine)
+        return Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.parts), spent)
+
+
+def _longer(host: Moment, running: Iterable[Moment]) -> Moment:
+    """What is left of the host's part when the array has done what it does at the same time."""
+    busy = sum(moment.time.seconds for moment in running if moment.side == ARRAY_SIDE)
+    left = max(0.0, 1 - busy / host.time.seconds)
+    return replace(host, what=f"{host.what}, beside the array", time=host.time * left) if busy else host
 
 
 def total(rows: Iterable[Priced]) -> Time:
