@@ -98,7 +98,13 @@ class Build:
             found = self.target.checked(parse_policy(self.options.weights, self.options.kv))
         else:
             found = replace(self._held_policy(), kv=self.options.kv)
-        return replace(found, matmul=self.options.matmul or found.usual_matmul) if self.target.static else found
+        return self.multiplied(found)
+
+    def multiplied(self, policy: Policy) -> Policy:
+        """A policy with what prompts are multiplied with: what `matmul=` says, or is usual for it."""
+        if not self.target.static:
+            return policy
+        return replace(policy, matmul=self.options.matmul or policy.usual_matmul)
 
     @property
     def bfp16(self) -> bool:

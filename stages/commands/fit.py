@@ -80,7 +80,7 @@ def policies(build: Build) -> list[Policy]:
     if build.options.weights:
         return [build.policy]
     formats = (name for name in matrix_formats() if build.target.runs(name))
-    return [parse_policy(name, build.options.kv) for name in formats]
+    return [build.multiplied(parse_policy(name, build.options.kv)) for name in formats]
 
 
 def needs_of(build: Build, policy: Policy) -> Needs:
