@@ -185,7 +185,7 @@ ARRAY = [
         ("rope", *PROMPT),
     ),
     Fault("rounding", "rope.cc", "use_nearest_even()", FLOOR, ("rope", *PROMPT)),
-    Fault("index", "gemm.cc", "b + n % WIDE * DEPTH * BLOCK", "b + (n + 1) % WIDE * DEPTH * BLOCK", ("gemm", *PROMPT)),
+    Fault("index", "gemm.cc", "b + n % WIDE * COLUMN", "b + (n + 1) % WIDE * COLUMN", ("gemm", *PROMPT)),
     Fault(
         "rounding",
         "gemm.cc",

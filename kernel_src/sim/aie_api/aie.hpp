@@ -542,9 +542,6 @@ struct mmul {
         float wide_a[M][K], wide_b[K][N];
         for (unsigned i = 0; i < size_A; ++i) wide_a[i / K][i % K] = sim::widen(a.data[i]);
         for (unsigned i = 0; i < size_B; ++i) wide_b[i / N][i % N] = sim::widen(b.data[i]);
-#if AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16
-        if constexpr (N == 8) share_exponents(wide_a, wide_b);
-#endif
         for (unsigned m = 0; m < M; ++m)
             for (unsigned k = 0; k < K; ++k)
                 for (unsigned n = 0; n < N; ++n) acc.data[m * N + n] += wide_a[m][k] * wide_b[k][n];
@@ -563,16 +560,6 @@ struct mmul {
     }
 
 private:
-    static void share_exponents(float (&a)[M][K], float (&b)[K][N]) {
-        for (unsigned m = 0; m < M; ++m) sim::share_exponent(a[m]);
-        for (unsigned n = 0; n < N; ++n) {
-            float column[K];
-            for (unsigned k = 0; k < K; ++k) column[k] = b[k][n];
-            sim::share_exponent(column);
-            for (unsigned k = 0; k < K; ++k) b[k][n] = column[k];
-        }
-    }
-
     accum_type acc;
 };
 
