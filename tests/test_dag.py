@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.engine.digests import Digests
 from tests.conftest import doit, ran, snapshot, write_checkpoint
 
 COMPILE = ("compile", "model=model")
@@ -166,6 +167,16 @@ def test_a_receipt_cannot_remove_what_is_not_its_directory_s(built: Path) -> Non
         (receipts / "weights.json").write_text(json.dumps(receipt))
         assert doit(*COMPILE, cwd=built).returncode == 0
         assert victim.read_text() == "keep me"
+
+
+def test_a_receipt_cannot_have_a_directory_read(built: Path) -> None:
+    """What an action discovered are files: another receipt could name the root of the file system."""
+    path, named = built / BUILT / "build/receipts/elf-o_ffn.json", built / "named"
+    named.mkdir()
+    receipt = json.loads(path.read_text())
+    del receipt["xxh3"]
+    path.write_text(json.dumps(receipt | {"inputs": receipt["inputs"] | {str(named): Digests(built / "d").of(named)}}))
+    assert "elf:o_ffn" in ran(doit(*COMPILE, cwd=built))
 
 
 STEPS_FROM_ELSEWHERE = """

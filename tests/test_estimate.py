@@ -42,7 +42,6 @@ from stages.estimate.work import (
 )
 from stages.kernels import (
     Cost,
-    add_rms_norm,
     flash_attention,
     gemm,
     gemv,
@@ -377,23 +376,21 @@ def _gemv(function: str, rows: int, chunk: int, blocked: bool) -> tuple[Any, str
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors
 
 
-def _grouped_gemv(weights: str, rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
-    tiling = kernels()[f"{weights}_gemv"].tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
-    arguments = [buffer(tiling.cut.chunk_bytes), buffer(2 * tiling.cut.inputs), 1, buffer(4 * tiling.cut.lanes)]
-    return tiling.variant, "grouped_gemv_step", arguments, tiling.costs["grouped_gemv_step"].scheduled
+def _grouped_gemv(kernel: str, rows: int, cols: int, last: bool = False) -> tuple[Any, str, list[Any], int]:
+    """Of a step's first chunk, or of its `last`, of which outputs are made."""
+    sizes = {"out_cols": rows, "cols": cols, **({"eps": 1e-5} if "norm" in kernel else {})}
+    tiling = kernels()[kernel].tiling(sizes)  # type: ignore[misc]
+    sums, out = buffer(4 * tiling.panels * tiling.cut.lanes), buffer(tiling.element * tiling.kept)
+    index, row = (tiling.core_chunks - 1 if last else 0), [0] if tiling.adds else []
+    arguments = [buffer(tiling.cut.chunk_bytes), buffer(2 * tiling.width), index, *row, sums, out]
+    outputs = tiling.output_vectors if last else 0
+    return tiling.variant, "grouped_gemv_step", arguments, tiling.costs["grouped_gemv_step"].scheduled + outputs
 
 
-def _swiglu(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
-    tiling = kernels()["int4_gemv_swiglu"].tiling({"out_cols": rows, "cols": cols})  # type: ignore[misc]
-    lanes = tiling.cut.lanes
-    arguments = [buffer(8 * lanes), buffer(4 * lanes), buffer(2 * lanes)]
-    return tiling.variant, "grouped_gemv_silu", arguments, tiling.costs["grouped_gemv_silu"].vectors
-
-
-def _add_norm(cols: int) -> tuple[Any, str, list[Any], int]:
-    tiling, variant = add_rms_norm.tile(cols, 1e-5), air.Variant.of("add_rms_norm", COLS=cols)
-    arguments = [buffer(6 * cols), buffer(2 * cols), buffer(2 * cols), 1e-5]
-    return variant, "add_rms_norm", arguments, tiling.costs["add_rms_norm"].vectors
+def _grouped_norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
+    tiling = kernels()["int4_norm_gemv"].tiling({"out_cols": rows, "cols": cols, "eps": 1e-5})  # type: ignore[misc]
+    cost = tiling.costs["grouped_gemv_begin"].vectors
+    return tiling.variant, "grouped_gemv_begin", [buffer(2 * tiling.width), 1e-5], cost
 
 
 def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
@@ -458,20 +455,23 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _rope(2, 8, 128),
         lambda: _rope_qkv(32, 8, 64),
         lambda: _rope_qkv(9, 3, 64),
-        lambda: _add_norm(2048),
-        lambda: _add_norm(576),
         lambda: _gemv("gemv_step", 8, 1024, True),
         lambda: _gemv("gemv_step", 16, 512, False),
         lambda: _gemv("gemv_step", 2, 512, False),
         lambda: _gemv("gemv_out", 8, 512, True),
-        lambda: _grouped_gemv("int4", 2048, 2048),
-        lambda: _grouped_gemv("int4", 48, 576),
-        lambda: _grouped_gemv("int6", 2048, 2048),
-        lambda: _grouped_gemv("int6", 2048, 14336),
-        lambda: _grouped_gemv("int8", 2048, 2048),
-        lambda: _grouped_gemv("int8", 48, 576),
-        lambda: _swiglu(8192, 2048),
-        lambda: _swiglu(48, 576),
+        lambda: _grouped_gemv("int4_gemv", 2048, 2048),
+        lambda: _grouped_gemv("int4_gemv", 48, 576),
+        lambda: _grouped_gemv("int6_gemv", 2048, 2048),
+        lambda: _grouped_gemv("int6_gemv", 2048, 14336),
+        lambda: _grouped_gemv("int8_gemv", 2048, 2048),
+        lambda: _grouped_gemv("int8_gemv", 48, 576),
+        lambda: _grouped_gemv("int4_gemv", 2048, 2048, last=True),
+        lambda: _grouped_gemv("int8_gemv_add", 48, 576, last=True),
+        lambda: _grouped_gemv("int4_norm_gemv_swiglu", 8192, 2048, last=True),
+        lambda: _grouped_gemv("int8_norm_gemv_swiglu", 48, 576, last=True),
+        lambda: _grouped_gemv("int6_norm_gemv_f32", 1024, 256, last=True),
+        lambda: _grouped_norm(2048, 2048),
+        lambda: _grouped_norm(48, 576),
         lambda: _gemm("gemm_zero", 64, 128, 32),
         lambda: _gemm("gemm_step", 64, 128, 32),
         lambda: _gemm("gemm_out", 64, 128, 32),

@@ -1,12 +1,20 @@
 // PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
-// x [STEPS * GROUPS * GROUP], of which COLS are given, acc f32 [PANELS][LANES], out bf16 [LANES]: the sums of the one
-// panel, or SwiGLU's activation of those of two, gate and up.
+// x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm. acc f32 [PANELS][LANES], out [OUTS]: LANES
+// for each step, the sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's activation of those of
+// two, gate and up.
 #include "grouped.h"
+#if NORM
+#include "rms_norm.h"
+#endif
 
 #ifndef PANELS
 #define PANELS 1
 #else
 #include "silu.h"
+#endif
+
+#ifndef ROW_STEP
+#define ROW_STEP 0
 #endif
 
 namespace {
@@ -83,43 +91,83 @@ void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
 
 }  // namespace
 
-// Also the inputs behind COLS, which numbers of 0 are multiplied with.
-extern "C" void AIE_FN(grouped_gemv_zero)(bfloat16 *x, float *acc) {
-    for (unsigned panel = 0; panel < PANELS; ++panel) aie::store_v(acc + panel * LANES, aie::zeros<float, LANES>());
-    const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
-    for (unsigned k = COLS; k < STEPS * GROUPS * GROUP; ++k) x[k] = zero;
-}
-
-extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 step, float *acc) {
-    use_nearest_even();
-    const unsigned at = PANELS == 1 ? step : step % STEPS, panel = PANELS == 1 ? 0 : step / STEPS;
-    add_chunk(chunk, x + at * (GROUPS * GROUP), acc + panel * LANES);
-}
-
 namespace {
+
+constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
+
+// Inputs behind COLS, which numbers of 0 are multiplied with.
+void pad(bfloat16 *x) {
+    const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
+    for (unsigned k = COLS; k < INPUTS; ++k) x[k] = zero;
+}
+
+#if KEEP
+using Out = float;
+#else
+using Out = bfloat16;
 
 void round_sums(const float *acc, bfloat16 *out) {
     aie::store_v(out, aie::accum<accfloat, LANES>(aie::load_v<LANES>(acc)).template to_vector<bfloat16>());
 }
+#endif
+
+// What is made of a step's sums; `residual` is that of its rows, for ADD.
+void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *out) {
+#if KEEP
+    aie::store_v(out, aie::load_v<LANES>(acc));
+#elif PANELS == 2
+    bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);
+    round_sums(acc, rounded);
+    round_sums(acc + LANES, rounded + LANES);
+    silu_times<LANES>(rounded, rounded + LANES, out);
+#else
+    round_sums(acc, out);
+#if ADD
+    const aie::accum<accfloat, LANES> sum(aie::load_v<LANES>(out));
+    aie::store_v(out, aie::add(sum, aie::load_v<LANES>(residual)).template to_vector<bfloat16>());
+#endif
+#endif
+}
+
+// The chunk that a core takes as its `index`th begins, adds to or ends the sums of a panel, and ends a step with them.
+void take(const uint8 *chunk, const bfloat16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
+    use_nearest_even();
+    const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
+    float *sums = acc + panel * LANES;
+    if (at == 0) aie::store_v(sums, aie::zeros<float, LANES>());
+    add_chunk(chunk, x + at * (GROUPS * GROUP), sums);
+    if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, residual + step * ROW_STEP, out + step * LANES);
+}
 
 }  // namespace
 
-#if PANELS == 1
+#if NORM
 
-extern "C" void AIE_FN(grouped_gemv_out)(const float *acc, bfloat16 *out) {
+// x [INPUTS], behind it the norm's weight.
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float eps) {
     use_nearest_even();
-    round_sums(acc, out);
+    norm_row(x, x + INPUTS, x, eps);
+    pad(x);
 }
 
 #else
 
-// rounded: bf16 [PANELS][LANES].
-extern "C" void AIE_FN(grouped_gemv_silu)(const float *acc, bfloat16 *rounded, bfloat16 *out) {
-    static_assert(PANELS == 2, "gate and up");
-    use_nearest_even();
-    round_sums(acc, rounded);
-    round_sums(acc + LANES, rounded + LANES);
-    silu_times<LANES>(rounded, rounded + LANES, out);
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x) { pad(x); }
+
+#endif
+
+#if ADD
+
+// Behind x [INPUTS] lies the residual: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
+extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, int32 row, float *acc,
+                                          Out *out) {
+    take(chunk, x, index, x + INPUTS + row, acc, out);
+}
+
+#else
+
+extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, float *acc, Out *out) {
+    take(chunk, x, index, x, acc, out);
 }
 
 #endif

@@ -164,8 +164,8 @@ void Channel::clear() {
     state_->taken.assign(static_cast<std::size_t>(state_->wide_x * state_->wide_y), 0);
 }
 
-void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
-                  std::int64_t runs, std::int64_t run) {
+void Channel::put(Launch &launch, std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start,
+                  const Pattern &from, std::int64_t runs, std::int64_t run) {
     if (x < 0 || y < 0 || x >= state_->size_x || y >= state_->size_y)
         refuse("puts into a channel entry that is not there");
     check_address("source", src, start, from, run);
@@ -177,6 +177,7 @@ void Channel::put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_
         item.insert(item.end(), source, source + run);
     }
     state_->items[static_cast<std::size_t>(x * state_->size_y + y)].push_back(std::move(item));
+    if (src.slot >= 0) launch.traffic[2 * src.slot] += runs * run;
 }
 
 void Channel::get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to,

@@ -59,7 +59,7 @@ public:
     Channel(std::int64_t size_x, std::int64_t size_y, std::int64_t wide_x, std::int64_t wide_y);
     ~Channel();
     Channel(const Channel &) = delete;
-    void put(std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
+    void put(Launch &launch, std::int64_t x, std::int64_t y, const Buffer &src, std::int64_t start, const Pattern &from,
              std::int64_t runs, std::int64_t run);
     void get(std::int64_t x, std::int64_t y, const Buffer &dst, std::int64_t start, const Pattern &to,
              std::int64_t runs, std::int64_t run);

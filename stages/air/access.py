@@ -18,8 +18,6 @@ from stages.air.analysis import Dims, Side
 from stages.air.dialect import (
     L3,
     ChannelGetOp,
-    ChannelPutOp,
-    DmaMemcpyNdOp,
     HerdOp,
     LaunchOp,
     SegmentOp,
@@ -135,17 +133,16 @@ def accesses(launch: LaunchOp, where: str) -> list[Access]:
 
     UserError where a transfer is not one that can be evaluated; `where` names the launch."""
     found = []
-    for op in analysis.walk_ops(launch, DmaMemcpyNdOp):
-        for side, written in zip(analysis.sides(op, where), (True, False), strict=True):
+    for op in analysis.moves(launch):
+        for side, written in analysis.ends(op, where):
+            if side.space == L3 and isinstance(op, ChannelGetOp):
+                raise UserError(f"{where}: a channel ends in DDR, whose transfers have no order that can be known")
             if side.space == L3:
                 found.append(_access(op, side, written, where))
-    ends = (op for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp))
-    if any(analysis.end(op, where).space == L3 for op in ends):
-        raise UserError(f"{where}: a channel ends in DDR, whose transfers have no order that can be known")
     return found
 
 
-def _access(op: DmaMemcpyNdOp, side: Side, written: bool, where: str) -> Access:
+def _access(op: Operation, side: Side, written: bool, where: str) -> Access:
     slot = str(analysis.root(side.value).name_hint)
     variables = _variables(op, side, where)
     places = {value: np.arange(count).reshape(_shape(list(variables), value)) for value, count in variables.items()}

@@ -26,6 +26,9 @@ from stages.air.dialect import (
     memory_space,
 )
 
+Move = DmaMemcpyNdOp | ChannelPutOp | ChannelGetOp
+"""A transfer, or one end of it."""
+
 Dims = tuple[tuple[int, int], ...]
 """(size, stride) per dimension, outermost first, in elements."""
 
@@ -53,6 +56,10 @@ def walk_ops(op: Operation, *kinds: type[Op]) -> Iterator[Op]:
     return (inner for inner in op.walk() if isinstance(inner, kinds))
 
 
+def moves(op: Operation) -> Iterator[Move]:
+    return (inner for inner in op.walk() if isinstance(inner, Move))
+
+
 def name_of(op: Operation, fallback: str) -> str:
     name = getattr(op, "sym_name", None)
     return fallback if name is None else name.data
@@ -62,11 +69,21 @@ def name_of(op: Operation, fallback: str) -> str:
 
 
 def trip_count(loop: scf.ForOp, where: str) -> int:
-    bounds = [constant_of(v) for v in (loop.lb, loop.ub, loop.step)]
+    return _steps((loop.lb, loop.ub, loop.step), where)
+
+
+def _steps(loop: Sequence[SSAValue], where: str) -> int:
+    bounds = [constant_of(v) for v in loop]
     if None in bounds:
         raise UserError(f"{where}: loop bounds must be constants")
     low, high, step = (b for b in bounds if b is not None)
     return max(0, -(-(high - low) // step))
+
+
+def grid(loops: scf.ParallelOp) -> tuple[int, ...]:
+    """Steps in each dimension."""
+    bounds = zip(loops.lowerBound, loops.upperBound, loops.step, strict=True)
+    return tuple(_steps(each, "a parallel loop") for each in bounds)
 
 
 def executions(op: Operation, where: str) -> int:
@@ -76,6 +93,8 @@ def executions(op: Operation, where: str) -> int:
     while parent is not None:
         if isinstance(parent, scf.ForOp):
             times *= trip_count(parent, where)
+        elif isinstance(parent, scf.ParallelOp):
+            times *= math.prod(grid(parent))
         elif isinstance(parent, LaunchOp):
             times *= math.prod(parent.shape())
         parent = parent.parent_op()
@@ -112,12 +131,14 @@ def root(value: SSAValue) -> SSAValue:
 
 
 def tile_axes(value: SSAValue) -> frozenset[int]:
-    """Which tile coordinates (0 column, 1 row) of the enclosing herd a value depends on."""
+    """Which tile coordinates (0 column, 1 row) of the enclosing herd, or of what a segment does for each tile of one, a
+    value depends on."""
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
-        if isinstance(parent, HerdOp):
-            return frozenset(axis for axis, tile in enumerate(parent.ids) if tile is value)
-        return frozenset()
+        tiles: Sequence[SSAValue] = ()
+        if isinstance(parent, HerdOp | scf.ParallelOp):
+            tiles = parent.ids if isinstance(parent, HerdOp) else parent.body.block.args
+        return frozenset(axis for axis, tile in enumerate(tiles) if tile is value)
     assert isinstance(value.owner, Operation)
     return frozenset().union(*(tile_axes(operand) for operand in value.owner.operands))
 
@@ -199,6 +220,13 @@ def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
 def end(op: ChannelPutOp | ChannelGetOp, where: str) -> Side:
     """The buffer at a channel."""
     return _side(op.buffer, op.offsets, op.sizes, op.strides, where)
+
+
+def ends(op: Move, where: str) -> tuple[tuple[Side, bool], ...]:
+    """The buffers of a transfer, or of one end of it, and whether they are written."""
+    if isinstance(op, DmaMemcpyNdOp):
+        return tuple(zip(sides(op, where), (True, False), strict=True))
+    return ((end(op, where), isinstance(op, ChannelGetOp)),)
 
 
 def _side(

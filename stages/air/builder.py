@@ -246,6 +246,21 @@ class Builder:
         scope.insert.pop()
         self.emit(scf.ForOp(first, last, step, [], block))
 
+    @contextmanager
+    def parallel(self, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
+        """What a segment does for each core of a herd of that shape, all at once."""
+        first, step = self.index(0), self.index(1)
+        sizes = [self.index(size) for size in (columns, rows)]
+        block = Block(arg_types=[IndexType()] * 2)
+        scope = self._scopes[-1]
+        scope.owned.update(block.args)
+        scope.insert.append(block)
+        x, y = block.args
+        yield Index(self, x), Index(self, y)
+        block.add_op(scf.ReduceOp())
+        scope.insert.pop()
+        self.emit(scf.ParallelOp([first] * 2, sizes, [step] * 2, Region(block)))
+
     # memory and calls
 
     @contextmanager

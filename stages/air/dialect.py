@@ -321,13 +321,15 @@ class ChannelOp(IRDLOperation):
 
     def print(self, printer: Printer) -> None:
         size, wide = (", ".join(str(n.value.data) for n in part) for part in (self.size, self.broadcast_shape))
-        printer.print_string(f" @{self.sym_name.data} [{size}] {{broadcast_shape = [{wide}]}}")
+        broadcast = "" if size == wide else f" {{broadcast_shape = [{wide}]}}"
+        printer.print_string(f" @{self.sym_name.data} [{size}]{broadcast}")
 
     @classmethod
     def parse(cls, parser: Parser) -> Self:
         name = parser.parse_symbol_name().data
         size = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
-        parser.parse_punctuation("{")
+        if parser.parse_optional_punctuation("{") is None:
+            return cls(name, size, size)
         parser.parse_keyword("broadcast_shape")
         parser.parse_punctuation("=")
         wide = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)

@@ -57,6 +57,14 @@ class Transfer:
     src: Side | Fifo
 
     @property
+    def tiles(self) -> tuple[int, ...]:
+        """Columns and rows of the tiles that it is made for, each at a place of its own; none if it is made once."""
+        if self.herd is not None:
+            return self.herd.shape()
+        each = enclosing(self.op, scf.ParallelOp)
+        return analysis.grid(each) if each else ()
+
+    @property
     def buffers(self) -> list[Side]:
         return [side for side in (self.dst, self.src) if isinstance(side, Side)]
 
@@ -71,8 +79,13 @@ class Transfer:
         return self.src if self.dst.space == space else self.dst
 
     def stream(self) -> Stream:
-        """Transfers between the same two ends take turns on one stream."""
-        return self.dst.key, self.src.key
+        """Transfers between the same two ends take turns on one stream, and those from DDR to one channel."""
+        return self.dst.key, None if self.direct and self.herd is None else self.src.key
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is between DDR and cores."""
+        return self.herd is not None or (isinstance(self.dst, Fifo) and self.src.space == L3)
 
     @staticmethod
     def of(op: Operation, herd: HerdOp | None, where: str) -> Transfer:
@@ -104,7 +117,7 @@ class Buffer:
 def streams(segment: SegmentOp, where: str) -> dict[Operation, int]:
     """Over how many streams, one per memory tile, each transfer between DDR and L2 is spread."""
     counted = Segment(segment, where)
-    return {each.op: counted.streams(each) for each in counted.transfers if each.herd is None}
+    return {each.op: counted.streams(each) for each in counted.transfers if not each.tiles}
 
 
 class Segment:
@@ -116,10 +129,7 @@ class Segment:
     def __init__(self, op: SegmentOp, where: str, ping_pong: bool = True) -> None:
         self.op, self.where, self.ping_pong = op, where, ping_pong
         self.herds = list(analysis.walk_ops(op, HerdOp))
-        self.transfers = [
-            Transfer.of(moving, enclosing(moving, HerdOp), where)
-            for moving in analysis.walk_ops(op, DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
-        ]
+        self.transfers = [Transfer.of(moving, enclosing(moving, HerdOp), where) for moving in analysis.moves(op)]
 
     def uses(self) -> Iterator[Use]:
         """Of every limit, those of one tile several times."""
@@ -176,8 +186,12 @@ class Segment:
             yield Use(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
 
     def copies(self, buffer: SSAValue) -> int:
-        """2 for a buffer that lives in a loop: the compiler makes a ping-pong of it, and a third for an odd step."""
+        """2 for a buffer that lives in a loop, or that one fills from DDR: the compiler makes a ping-pong of it, and a
+        third for an odd step."""
         loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
+        if isinstance(loop, SegmentOp):
+            filling = (t.op for t in self.transfers if t.side(L3) and t.dst.key is buffer)
+            loop = next((around for op in filling if (around := enclosing(op, scf.ForOp))), None)
         if not self.ping_pong or not isinstance(loop, scf.ForOp):
             return 1
         return 2 + analysis.trip_count(loop, self.where) % 2
@@ -203,7 +217,7 @@ class Segment:
         """Over how many memory tiles each buffer of L2 is spread."""
         tiles = dict.fromkeys(analysis.allocations(self.op, L2), limits.COLUMNS)
         for transfer in self.transfers:
-            found = transfer.side(L2) if transfer.herd is None else None
+            found = None if transfer.tiles else transfer.side(L2)
             if found is not None:
                 buffer = analysis.root(found[0].value)
                 tiles[buffer] = min(tiles[buffer], self.streams(transfer))
@@ -225,30 +239,30 @@ class Segment:
 
     def one_part(self, transfer: Transfer, side: Side) -> Dims:
         """Folded dimensions of what one memory tile takes of a transfer."""
-        spread = self.streams(transfer) if transfer.herd is None else 1
+        spread = 1 if transfer.tiles else self.streams(transfer)
         return side.dims[1:] if spread > 1 and len(side.dims) > 1 and side.dims[0][0] == spread else side.dims
 
     def streams(self, transfer: Transfer) -> int:
         """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the
         buffer can be spread over, because the herd cuts it and the transfer names that dimension first."""
-        if transfer.herd is not None:
-            shape = transfer.herd.shape()
-            return math.prod(shape[axis] for axis in transfer.far(L1).axes())
+        if transfer.tiles:
+            told = transfer.src if transfer.herd is None else transfer.far(L1)
+            return math.prod(transfer.tiles[axis] for axis in told.axes())
         l2, ddr = transfer.far(L3), transfer.side(L3)
         if ddr is None:
             return 1
-        cuts = {axis: herd.shape()[axis] for herd in self.herds for axis in self._herd_axes(herd, l2.key)}
+        cuts = self._cuts(l2.key)
         parts = cuts[min(cuts)] if cuts else 1
         named = next((size for size in ddr[0].sizes if size != 1), 1) == parts
         return parts if named else 1
 
-    def _herd_axes(self, herd: HerdOp, buffer: object) -> frozenset[int]:
-        """Tile axes by which a herd cuts an L2 buffer into parts."""
-        cuts: frozenset[int] = frozenset()
-        for transfer in self.transfers:
-            found = transfer.side(L2) if transfer.herd is herd else None
+    def _cuts(self, buffer: object) -> dict[int, int]:
+        """Into how many parts tiles cut an L2 buffer, by the axis of the tiles."""
+        cuts: dict[int, int] = {}
+        for transfer in filter(lambda each: each.tiles, self.transfers):
+            found = transfer.side(L2)
             if found is not None and found[0].key is buffer:
-                cuts |= found[0].axes()
+                cuts |= {axis: transfer.tiles[axis] for axis in found[0].axes()}
         return cuts
 
     # shims
@@ -262,7 +276,7 @@ class Segment:
         for transfer in self.transfers:
             if found_side := transfer.side(L3):
                 tasks[transfer.stream()] += self._tasks(transfer, found_side[0])
-                staged |= {transfer.stream()} if transfer.herd is None else set()
+                staged |= set() if transfer.direct else {transfer.stream()}
         for stream, count in tasks.items():
             waiting = PING_PONG_TASKS if stream in staged else 0
             yield Use("queue entries of a shim channel per launch step", count, limits.QUEUE_DEPTH + waiting)
@@ -275,7 +289,7 @@ class Segment:
         direct: Streams = {"in": {}, "out": {}}
         for transfer in self.transfers:
             if found := transfer.side(L3):
-                kind = direct if transfer.herd is not None else staged
+                kind = direct if transfer.direct else staged
                 kind["in" if found[1] == "out" else "out"][transfer.stream()] = self.streams(transfer)
         return {way: [*staged[way].values(), *sorted(direct[way].values())[-limits.TILE_CHANNELS :]] for way in staged}
 

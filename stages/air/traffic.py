@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import MemRefType
 
 from stages.air import analysis
 from stages.air.builder import AirModule
-from stages.air.dialect import L3, DmaMemcpyNdOp, HerdOp, LaunchOp, enclosing
+from stages.air.dialect import L3, HerdOp, LaunchOp, enclosing
 
 
 @dataclass
@@ -53,8 +53,8 @@ def count_launch(launch: LaunchOp) -> Traffic:
     segment = analysis.segment_of(launch)
     sizes = {str(arg.name_hint): analysis.buffer_bytes(arg) for arg in launch.args if isinstance(arg.type, MemRefType)}
     traffic = Traffic(analysis.name_of(segment, "launch"), sizes)
-    for transfer in analysis.walk_ops(launch, DmaMemcpyNdOp):
-        _count_dma(transfer, traffic)
+    for transfer in analysis.moves(launch):
+        _count_transfer(transfer, traffic)
     for call in analysis.walk_ops(launch, func.CallOp):
         herd = enclosing(call, HerdOp)
         tiles = 1 if herd is None else math.prod(herd.shape())
@@ -62,9 +62,10 @@ def count_launch(launch: LaunchOp) -> Traffic:
     return traffic
 
 
-def _count_dma(op: DmaMemcpyNdOp, traffic: Traffic) -> None:
+def _count_transfer(op: analysis.Move, traffic: Traffic) -> None:
     herd = enclosing(op, HerdOp)
-    for side, counter in zip(analysis.sides(op, traffic.name), (traffic.written, traffic.read), strict=True):
+    for side, written in analysis.ends(op, traffic.name):
+        counter = traffic.written if written else traffic.read
         if side.space == L3:
             streams = 1 if herd is None else math.prod(herd.shape()[axis] for axis in side.axes())
             slot = str(analysis.root(side.value).name_hint)

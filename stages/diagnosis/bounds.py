@@ -16,7 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.diagnosis.sites import Site
-from stages.kernels import HOST_SET, add, gemm, silu_and_mul
+from stages.kernels import HOST_SET, gemm, rms_norm, silu_and_mul
 from stages.kernels.grouped import integer_product
 from stages.weights.constants import BLOCK, GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
@@ -182,12 +182,28 @@ def _rounded(values: np.ndarray, error: np.ndarray) -> Spread:
 
 def _product(given: Given, weight: str = "weight") -> tuple[np.ndarray, Spread]:
     """The rounded product of `x` and a weight, and how far it may be off: not at all where numbers are whole."""
-    x, of = np.atleast_2d(given.known["x"]), given.weights[weight]
+    x, of_x = _multiplied(given)
+    of = given.weights[weight]
     if given.site.format == w8a8.FORMAT.name:
         product = integer_product(x, of.stored).astype(bfloat16)
         return product, _rounded(product, np.zeros(product.shape))
     product = gemm.reference(x, of.values)
-    return product, _rounded(product, _product_error(given, x.astype(np.float32), of))
+    return product, _rounded(product, _product_error(given, x.astype(np.float32), of) + _carried(of_x, of))
+
+
+def _multiplied(given: Given) -> tuple[np.ndarray, Spread]:
+    """What a product multiplies with, `[rows, cols]`: `x`, or its norm, and how far that may be off."""
+    x = np.atleast_2d(given.known["x"])
+    if "norm" not in given.known:
+        return x, _exactly(x.shape)
+    normed = rms_norm.reference(x, given.known["norm"], given.known["eps"])
+    return normed, _norm(given, x.astype(np.float32), given.wide("norm"), normed)
+
+
+def _carried(of_x: Spread, weight: Weight) -> np.ndarray:
+    """Of a product, what comes of inputs that are off, each by itself."""
+    carried: np.ndarray = SURE * np.sqrt((of_x.chance * np.square(of_x.limit)) @ np.square(weight.values).T)
+    return carried
 
 
 def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
@@ -237,7 +253,8 @@ def _of_sums(given: Given) -> tuple[Spread, ...]:
     """Of a product that stays in f32, and is hardly ever the same number."""
     if given.site.format == w8a8.FORMAT.name:
         return _exact(given)
-    error = _product_error(given, np.atleast_2d(given.wide("x")), given.weights["weight"])
+    (x, of_x), weight = _multiplied(given), given.weights["weight"]
+    error = _product_error(given, x.astype(np.float32), weight) + _carried(of_x, weight)
     return (Spread(error, np.ones(error.shape)),)
 
 
@@ -297,21 +314,19 @@ def _of_silu(given: Given) -> tuple[Spread, ...]:
     return _of_activation(given, ((gate, _exactly(gate.shape)), (up, _exactly(up.shape))))
 
 
-def _of_norm(given: Given, which: int = 0, x: np.ndarray | None = None) -> tuple[Spread, ...]:
+def _of_norm(given: Given) -> tuple[Spread, ...]:
+    return (_norm(given, given.wide("x"), given.wide("weight"), given.results[0]),)
+
+
+def _norm(given: Given, rows: np.ndarray, weight: np.ndarray, result: np.ndarray) -> Spread:
     """Rounded before and after the product with the weight, which is exact."""
-    rows = given.wide("x") if x is None else x.astype(np.float32)
-    cols, weight = rows.shape[-1], np.abs(given.wide("weight"))
+    cols = rows.shape[-1]
     normed = rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + given.known["eps"])
     error = (given.arithmetic.root + SURE * np.sqrt(cols) * U32) * np.abs(normed)
     first = _rounded(normed, error)
-    result = np.abs(given.results[which].astype(np.float32).reshape(normed.shape))
-    limit = weight * first.limit
-    return (Spread(limit + ulp(result + limit), first.chance),)
-
-
-def _of_sum_and_norm(given: Given) -> tuple[Spread, ...]:
-    total = add.reference(given.known["a"], given.known["b"])
-    return (_exactly(total.shape), *_of_norm(given, 1, total))
+    size = np.abs(result.astype(np.float32).reshape(normed.shape))
+    limit = np.abs(weight) * first.limit
+    return Spread(limit + ulp(size + limit), first.chance)
 
 
 def _rotation(given: Given, x: np.ndarray, angles: np.ndarray, result: np.ndarray) -> Spread:
@@ -405,10 +420,10 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     **dict.fromkeys(("add", "append_kv", "append_kv_panels"), _exact),
     **dict.fromkeys(("embed", "embed_rows", "unpack", "unpack_paired"), _of_rows),
     **dict.fromkeys(("unpack_bfp16", "unpack_paired_bfp16"), _of_float_rows),
-    **dict.fromkeys(("gemm", "gemv", "gemm_kv"), _of_product),
+    **dict.fromkeys(("gemm", "gemv", "gemm_kv", "norm_gemv"), _of_product),
     **dict.fromkeys(("gemm_add", "gemv_add"), _of_residual),
     **dict.fromkeys(("gemm_silu", "gemv_silu"), _of_two_products),
-    **dict.fromkeys(("gemv_f32", "gemv_rows_f32"), _of_sums),
+    **dict.fromkeys(("gemv_f32", "gemv_rows_f32", "norm_gemv_f32"), _of_sums),
     **dict.fromkeys(("rope", "rope_kv"), _of_rotation),
     **dict.fromkeys(
         (
@@ -421,10 +436,9 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
         _of_attention,
     ),
     "gemm_swiglu": _of_product_in_turns,
-    "gemv_swiglu": _of_paired_product,
+    "norm_gemv_swiglu": _of_paired_product,
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,
-    "add_rms_norm": _of_sum_and_norm,
     "rope_qkv": _of_token_rotation,
 }
 """By what a kernel computes, whatever the format."""

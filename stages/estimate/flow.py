@@ -15,7 +15,7 @@ from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
 from stages.air import analysis
-from stages.air.dialect import L2, ChannelGetOp, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp
+from stages.air.dialect import L2, HerdOp, LaunchOp
 from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
@@ -35,8 +35,6 @@ from stages.estimate.work import (
     multiply,
 )
 from stages.kernels import Cost
-
-_MOVES = (DmaMemcpyNdOp, ChannelPutOp, ChannelGetOp)
 
 
 def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: int) -> tuple[Work, Traffic]:
@@ -85,12 +83,14 @@ class _Launch:
     def _parts(self, block: Block) -> Iterator[tuple[Operation, Work, set[SSAValue]]]:
         """What takes time in a block of a segment, in order, and the L2 buffers it touches that the block knows."""
         for op in block.ops:
-            if isinstance(op, (*_MOVES, HerdOp, scf.ForOp)):
+            if isinstance(op, analysis.Move | HerdOp | scf.ForOp | scf.ParallelOp):
                 yield op, self._part(op), self._touched(op)
 
     def _part(self, op: Operation) -> Work:
         if isinstance(op, HerdOp):
             return self._core(op.body.block)
+        if isinstance(op, scf.ParallelOp):
+            return Serial(*(work for _, work, _ in self._parts(op.body.block)))
         if isinstance(op, scf.ForOp):
             return self._pipeline(analysis.trip_count(op, self.name), list(self._parts(op.body.block)))
         return Amount(STREAM, self._bytes(op) / self.streams.get(op, 1))
@@ -101,7 +101,7 @@ class _Launch:
 
     def _touched(self, op: Operation) -> set[SSAValue]:
         inside = {result for inner in op.walk() for result in inner.results}
-        ends = [side for move in analysis.walk_ops(op, *_MOVES) for side in self._sides(move)]
+        ends = [side for move in analysis.moves(op) for side in self._sides(move)]
         return {buffer for side in ends if side.space == L2 and (buffer := analysis.root(side.value)) not in inside}
 
     # cores
@@ -112,7 +112,7 @@ class _Launch:
         for op in block.ops:
             if isinstance(op, scf.ForOp):
                 parts.append(self._loop(op))
-            elif isinstance(op, _MOVES):
+            elif isinstance(op, analysis.Move):
                 parts.append(Amount(STREAM, self._bytes(op)))
             elif isinstance(op, func.CallOp):
                 parts.append(call_work(self._cost(op)))
@@ -122,7 +122,7 @@ class _Launch:
         block, times = op.body.block, analysis.trip_count(op, self.name)
         if any(isinstance(inner, scf.ForOp) for inner in block.ops):
             return Repeat(times, self._core(block))
-        moves = [Amount(STREAM, self._bytes(inner)) for inner in block.ops if isinstance(inner, _MOVES)]
+        moves = [Amount(STREAM, self._bytes(inner)) for inner in block.ops if isinstance(inner, analysis.Move)]
         costs = [self._cost(inner) for inner in block.ops if isinstance(inner, func.CallOp)]
         shares = {cost.share for cost in costs} | {1.0}
         share = min(shares)
@@ -139,10 +139,8 @@ class _Launch:
     # transfers
 
     def _sides(self, op: Operation) -> tuple[analysis.Side, ...]:
-        if isinstance(op, DmaMemcpyNdOp):
-            return analysis.sides(op, self.name)
-        assert isinstance(op, ChannelPutOp | ChannelGetOp)
-        return (analysis.end(op, self.name),)
+        assert isinstance(op, analysis.Move)
+        return tuple(side for side, _ in analysis.ends(op, self.name))
 
     def _bytes(self, op: Operation) -> int:
         return self._sides(op)[0].bytes

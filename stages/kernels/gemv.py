@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, rms_norm, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -41,10 +41,21 @@ def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray) -> np.ndarra
     return silu_and_mul.reference(reference(gate, x), reference(up, x))
 
 
-def reference_swiglu(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The same of a gate's and an up's rows that lie one behind the other: `weight` `[2 * out_cols, cols]`."""
+def reference_norm(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+    """The product of `x`'s RMS norm, whose weight is `norm` bf16 `[cols]`."""
+    return reference(weight, rms_norm.reference(x, norm, eps))
+
+
+def reference_norm_f32(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+    """The same without rounding."""
+    return reference_f32(weight, rms_norm.reference(x, norm, eps))
+
+
+def reference_norm_swiglu(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+    """SwiGLU of such products, of a gate's and an up's rows that lie one behind the other: `weight` `[2 * out_cols,
+    cols]`."""
     gate, up = np.split(weight, 2)
-    return reference_silu(gate, up, x)
+    return reference_silu(gate, up, rms_norm.reference(x, norm, eps))
 
 
 TILE_BYTES = 16384
@@ -204,7 +215,21 @@ KERNELS = (
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
     # Of weights in formats that the array takes as they are stored.
-    signature("gemv_swiglu", (Arg("weight", matrix=True), "x"), _PARAMS, reference_swiglu, source="gemv", host=False),
+    *(
+        signature(
+            name, (Arg("weight", matrix=True), "x", "norm"), f"{_PARAMS} eps:float", made, source="gemv", host=False
+        )
+        for name, made in (("norm_gemv", reference_norm), ("norm_gemv_swiglu", reference_norm_swiglu))
+    ),
+    signature(
+        "norm_gemv_f32",
+        (Arg("weight", matrix=True), "x", "norm"),
+        f"{_PARAMS} eps:float",
+        reference_norm_f32,
+        writes=(Arg("out", "f32", written=True),),
+        source="gemv",
+        host=False,
+    ),
     signature(
         "gemv_f32",
         (Arg("weight", layouts={"cpu": "panels", "aie2p": "padded"}, matrix=True), "x"),

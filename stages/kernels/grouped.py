@@ -108,14 +108,19 @@ def _on_array(kernel: Kernel, stored: Format) -> dict[str, Any]:
     if stored.cut is None or kernel.name not in _LAYOUTS:
         return {}
     cut, dtype, pairs = stored.cut, kernel.arg("out").format, _LAYOUTS[kernel.name] == "paired_lanes"
+    adds = any(arg.name == "residual" for arg in kernel.args)
 
     def cut_launch(sizes: Sizes) -> grouped_gemv.Tiling:
-        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs)
+        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, sizes.get("eps"), adds)
 
     return {"tile_source": "grouped_gemv", "tiling": cut_launch, "program": grouped_gemv.build}
 
 
-_LAYOUTS = {"gemv": "lanes", "gemv_swiglu": "paired_lanes", "gemv_f32": "padded_lanes"}
+_LAYOUTS = {
+    **dict.fromkeys(("gemv", "gemv_add", "norm_gemv"), "lanes"),
+    "norm_gemv_swiglu": "paired_lanes",
+    **dict.fromkeys(("gemv_f32", "norm_gemv_f32"), "padded_lanes"),
+}
 """Products that the array makes of weights in groups, and how these lie; those of prompts read them in bf16."""
 
 

@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Cost, silu_and_mul
-from stages.kernels.gemv import hand_out
+from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
 from stages.weights.constants import LANES
 from stages.weights.lanes import Cut, padded
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, MemRef, Number, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Every core of `columns` x `herd_rows` takes a panel in each of `steps` steps, chunk by chunk. A column's panels
     lie together, in the order in which its cores take them; those of a step come to L2 while those before are read.
-    `pairs`: a panel of a gate's and one of an up's, which a core makes one of SwiGLU's activation of.
+    `x` comes to all cores at once, and stays; so do their outputs, until all are there.
+
+    `pairs`: a panel of a gate's and one of an up's, which a core makes one of SwiGLU's activation of. `eps`: of the RMS
+    norm that every core first makes of `x`, whose weight comes with it; None: of none. `adds`: a residual comes with
+    `x` and is added.
     """
 
     cut: Cut
@@ -31,11 +34,18 @@ class Tiling:
     columns: int
     herd_rows: int
     pairs: bool = False
+    eps: float | None = None
+    adds: bool = False
 
     @property
     def panels(self) -> int:
         """That a core takes in a step."""
         return 2 if self.pairs else 1
+
+    @property
+    def core_chunks(self) -> int:
+        """Of those."""
+        return self.panels * self.cut.chunks
 
     @property
     def core_bytes(self) -> int:
@@ -47,17 +57,53 @@ class Tiling:
         return self.cut.panels // (self.columns * self.herd_rows)
 
     @property
+    def beside(self) -> int:
+        """Elements that come with `x`, behind it: a norm's weight, or a residual."""
+        return self.cols if self.eps is not None else self.out_cols if self.adds else 0
+
+    @property
     def launches(self) -> list[int]:
-        """Steps of each: a task runs its descriptors only so often."""
-        count = -(-self.steps // limits.RUNS)
+        """Steps of each: a task runs its descriptors only so often, and a core keeps its outputs of all."""
+        most = min(limits.RUNS, max(1, self._room() // (self.cut.lanes * self.element)))
+        count = -(-self.steps // most)
         most = -(-self.steps // count)
         most += most % 2 if count > 1 else 0
         return [min(most, self.steps - start) for start in range(0, self.steps, most)]
 
     @property
+    def kept(self) -> int:
+        """Outputs that a core keeps."""
+        return _aligned(max(self.launches) * self.cut.lanes)
+
+    @property
+    def element(self) -> int:
+        return F32 if self.dtype == "f32" else BF16
+
+    def _room(self) -> int:
+        """Bytes of L1 that chunks, `x` and what comes with it, and sums leave to outputs."""
+        sums = self.panels * self.cut.lanes * (F32 + BF16)
+        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Elements of what comes to every core."""
+        second = {"residual" if self.adds else "norm": self.beside} if self.beside else {}
+        return {"x": self.cols, **second}
+
+    @property
+    def width(self) -> int:
+        """Elements that come to every core."""
+        return _aligned(self.cut.inputs + self.beside)
+
+    @property
     def variant(self) -> Variant:
-        panels = {"PANELS": self.panels} if self.pairs else {}
-        return air.Variant.of("grouped_gemv", COLS=self.cols, STEPS=self.cut.chunks, **_macros(self.cut), **panels)
+        shape = {"COLS": self.cols, "OUTS": self.kept, "STEPS": self.cut.chunks, **_macros(self.cut)}
+        if self.pairs:
+            shape["PANELS"] = self.panels
+        if self.adds:
+            shape |= {"ADD": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
+        shape |= {name: 1 for name, wanted in (("KEEP", self.dtype == "f32"), ("NORM", self.eps is not None)) if wanted}
+        return air.Variant.of("grouped_gemv", **shape)
 
     @property
     def macs(self) -> int:
@@ -68,20 +114,28 @@ class Tiling:
         made, turn = self.cut.grouped.numbers.bits, LANES // self.cut.lanes
         of_numbers, of_group, of_chunk = _VECTORS[made]
         group = int(self.cut.lanes * (of_numbers + turn)) + of_group + turn
-        out = 3 + self.cut.lanes // 16
+        norm = 0 if self.eps is None else rms_norm.row_vectors(self.cols)
         return {
-            "grouped_gemv_zero": Cost(vectors=self.panels * self.cut.lanes // 16),
-            "grouped_gemv_step": Cost(scheduled=self.cut.chunk_groups * group + of_chunk),
-            "grouped_gemv_out": Cost(vectors=out),
-            "grouped_gemv_silu": Cost(vectors=2 * out + silu_and_mul.VECTORS),
+            "grouped_gemv_begin": Cost(vectors=norm),
+            "grouped_gemv_step": Cost(
+                vectors=-(-self.output_vectors // self.core_chunks), scheduled=self.cut.chunk_groups * group + of_chunk
+            ),
         }
+
+    @property
+    def output_vectors(self) -> int:
+        """Vector operations that a step's outputs take, besides its chunks."""
+        lanes = self.panels * self.cut.lanes // 16
+        rounded = self.panels * 3 + lanes
+        return lanes + rounded + (silu_and_mul.VECTORS if self.pairs else 6 if self.adds else 0)
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"
+        norm = ", of a norm" if self.eps is not None else ""
         return (
-            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups: herd {self.columns}x{self.herd_rows}, "
-            f"{panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of {self.cut.chunk_bytes} bytes, "
-            f"steps {'+'.join(map(str, self.launches))}"
+            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups{norm}{', residual' if self.adds else ''}: herd "
+            f"{self.columns}x{self.herd_rows}, {panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of "
+            f"{self.cut.chunk_bytes} bytes, steps {'+'.join(map(str, self.launches))}"
         )
 
 
@@ -96,7 +150,20 @@ def _macros(found: Cut) -> dict[str, int]:
     return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}
 
 
-def tile(cut: Callable[..., Cut], out_cols: int, cols: int, dtype: str = "bf16", pairs: bool = False) -> Tiling:
+def _aligned(elements: int) -> int:
+    """Elements of a buffer behind which another is aligned."""
+    return padded(elements, limits.ALIGNMENT_BYTES // BF16)
+
+
+def tile(
+    cut: Callable[..., Cut],
+    out_cols: int,
+    cols: int,
+    dtype: str = "bf16",
+    pairs: bool = False,
+    eps: float | None = None,
+    adds: bool = False,
+) -> Tiling:
     """So many cores that loading another takes longer than what it saves. `cut`: of the weight's format. Logits, which
     are f32, have as many rows as fill the array."""
     what = f"gemv {out_cols}x{cols}"
@@ -108,9 +175,11 @@ def tile(cut: Callable[..., Cut], out_cols: int, cols: int, dtype: str = "bf16",
         for rows in range(limits.ROWS, 0, -1)
         if found.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(found, out_cols, cols, dtype, *herd, pairs) for herd in herds]
+    tilings = [Tiling(found, out_cols, cols, dtype, *herd, pairs, eps, adds) for herd in herds]
     tilings = [p for p in tilings if all(_runs(p.columns * p.herd_rows, steps) for steps in p.launches)]
     limits.first(what, "a herd that the compiler can place", range(len(tilings)))
+    tilings = [p for p in tilings if _fits_l1(p)]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(tilings)))
     tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
     limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(tilings)))
     return min(tilings, key=_operations)
@@ -142,59 +211,73 @@ def _operations(p: Tiling) -> float:
     return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * longest
 
 
+def _fits_l1(p: Tiling) -> bool:
+    """Whether the outputs of a launch fit beside what a core holds besides."""
+    return p._room() >= p.kept * p.element
+
+
 def _l2(p: Tiling) -> int:
-    """Bytes of the panels and outputs of a column, as often as the compiler copies what a loop of such steps fills."""
-    element = F32 if p.dtype == "f32" else BF16
-    return max(map(limits.copies, p.launches)) * p.herd_rows * (p.core_bytes + p.cut.lanes * element)
+    """Bytes of a column's panels, as often as the compiler copies what a loop of such steps fills, and of outputs."""
+    panels = max(map(limits.copies, p.launches)) * p.herd_rows * p.core_bytes
+    outputs = p.herd_rows * p.kept * p.element
+    return panels + outputs
 
 
 def build(tiling: Tiling) -> AirModule:
     """Arguments `weight`: i8 `[panels][panel bytes]` (layout `lanes`; `paired_lanes` has twice as many), `x`: bf16
-    `[cols]`, `out`: a row per lane."""
+    `[cols]`, `norm`: bf16 `[cols]` or `residual`: bf16 `[out_cols]` if there is one, `out`: a row per lane."""
     p = tiling
     weight = air.memref_type((p.panels * p.cut.panels, p.cut.panel_bytes), "i8")
-    shapes = {"weight": weight, "x": air.memref_type((p.cols,))}
+    shapes = {"weight": weight} | {name: air.memref_type((size,)) for name, size in p.rows.items()}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.cut.panels * p.cut.lanes,), p.dtype)})
     start = 0
     for steps in p.launches:
-        with b.launch(), b.segment(), b.loop(steps) as step:
-            _step(b, p, step + start)
+        with b.launch(), b.segment():
+            _some_steps(b, p, start, steps)
         start += steps
     return b.finish()
 
 
-def _step(b: Builder, p: Tiling, step: Number) -> None:
-    """What every core takes at a time."""
-    share, lanes = p.core_bytes, p.cut.lanes
-    run, rows = p.herd_rows * share, p.herd_rows * lanes
-    with b.alloc(air.L2, ((p.columns, run), "i8"), ((p.columns, rows), p.dtype)) as (weight, out):
-        b.dma(weight, b.args["weight"].at((0, p.columns, p.steps * run), (step * run, run, 1)))
-        with (
-            b.herd(p.columns, p.herd_rows) as (tx, ty),
-            b.alloc(air.L1, (p.cut.inputs,), ((p.panels * lanes,), "f32")) as (x, acc),
-        ):
-            whole = x if p.cut.inputs == p.cols else x.at((0, p.cols, 1))
-            b.dma(whole, b.args["x"].at((0, p.cols, 1)))
-            b.call(p.variant, "grouped_gemv_zero", x, acc)
-            _accumulate(b, p, x, weight.at((tx, 1, run), (ty, 1, share), (0, share, 1)), acc)
-            mine = out.at((tx, 1, rows), (ty, 1, lanes), (0, lanes, 1))
-            if p.pairs:
-                _hand_out_pair(b, p, acc, mine)
-            else:
-                hand_out(b, p.variant, "grouped_gemv_out", p.dtype, acc, mine, lanes)
-        b.dma(b.args["out"].at((0, p.columns, p.steps * rows), (step * rows, rows, 1)), out)
-
-
-def _accumulate(b: Builder, p: Tiling, x: MemRef, panels: MemRef, acc: MemRef) -> None:
-    """The products of a core's panels, over their chunks."""
-    *place, (_, _, one) = zip(panels.offsets, panels.sizes, panels.strides, strict=True)
-    with b.loop(p.panels * p.cut.chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
-        b.dma(chunk, panels.at(*place, (j * p.cut.chunk_bytes, p.cut.chunk_bytes, one)))
-        b.call(p.variant, "grouped_gemv_step", chunk, x, j, acc)
-
-
-def _hand_out_pair(b: Builder, p: Tiling, acc: MemRef, to: MemRef) -> None:
+def _some_steps(b: Builder, p: Tiling, start: int, steps: int) -> None:
+    """Of a launch: those from `start` on."""
     lanes = p.cut.lanes
-    with b.alloc(air.L1, (p.panels * lanes,), (lanes,)) as (rounded, out):
-        b.call(p.variant, "grouped_gemv_silu", acc, rounded, out)
-        b.dma(to, out)
+    mine, column = steps * lanes, p.steps * p.herd_rows * lanes
+    fed = b.channel((p.columns, p.herd_rows), (p.columns, p.herd_rows))
+    with b.alloc(air.L2, ((p.columns, p.herd_rows * p.core_bytes), "i8")) as (panels,), b.loop(steps) as step:
+        _feed(b, p, fed, panels, step + start)
+    rows = b.channel((1, 1), (p.columns, p.herd_rows))
+    for name, size in p.rows.items():
+        b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
+    with b.alloc(air.L2, ((p.columns, p.herd_rows * mine), p.dtype)) as (out,):
+        with (
+            b.herd(p.columns, p.herd_rows) as tile,
+            b.alloc(air.L1, (p.width,), ((p.panels * lanes,), "f32"), ((p.kept,), p.dtype)) as (x, acc, made),
+        ):
+            b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
+            if p.beside:
+                b.get(rows, tile, x.at((p.cut.inputs, p.beside, 1)))
+            b.call(p.variant, "grouped_gemv_begin", x, *(() if p.eps is None else (p.eps,)))
+            _multiply(b, p, start, steps, fed, tile, x, acc, made)
+            place = ((tile[0], 1, p.herd_rows * mine), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
+            b.dma(out.at(*place, (0, lanes, 1)), made if mine == p.kept else made.at((0, mine, 1)))
+        b.dma(b.args["out"].at((0, p.columns, column), (start * p.herd_rows * lanes, p.herd_rows * mine, 1)), out)
+
+
+def _feed(b: Builder, p: Tiling, fed: Channel, panels: MemRef, step: Number) -> None:
+    """A step's panels: to L2, a run for each column, then chunk by chunk to the cores."""
+    share, run, chunk = p.core_bytes, p.herd_rows * p.core_bytes, p.cut.chunk_bytes
+    b.dma(panels, b.args["weight"].at((0, p.columns, p.steps * run), (step * run, run, 1)))
+    with b.parallel(p.columns, p.herd_rows) as (tx, ty), b.loop(p.core_chunks) as j:
+        b.put(fed, (tx, ty), panels.at((tx, 1, run), (ty, 1, share), (j * chunk, chunk, 1)))
+
+
+def _multiply(
+    b: Builder, p: Tiling, start: int, steps: int, fed: Channel, tile: tuple[Index, Index], *core: MemRef
+) -> None:
+    """The products of all steps, chunk by chunk: one loop, because the compiler doubles what any loop takes in. `core`:
+    its `x`, sums and outputs."""
+    x, acc, made = core
+    row = ((tile[0] * p.steps + start) * p.herd_rows + tile[1]) * p.cut.lanes if p.adds else 0
+    with b.loop(steps * p.core_chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
+        b.get(fed, tile, chunk)
+        b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds else ()), acc, made)

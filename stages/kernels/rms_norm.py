@@ -41,10 +41,15 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        return {"rms_norm": Cost(vectors=self.tile_rows * (self.cols // lanes(self.cols) * 10 + 16))}
+        return {"rms_norm": Cost(vectors=self.tile_rows * row_vectors(self.cols))}
 
     def __str__(self) -> str:
         return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
+
+
+def row_vectors(cols: int) -> int:
+    """Vector operations that the norm of a row takes."""
+    return cols // lanes(cols) * 10 + 16
 
 
 def tile(rows: int, cols: int, eps: float) -> Tiling:

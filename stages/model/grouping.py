@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stages.model.families import families
 from stages.model.parts import Part, Slot, joins, layer_part, part, unpacked
 from stages.model.policy import BF16, Policy
 
@@ -57,18 +56,16 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Placed:
-    """A part at its place in a phase; `layer` counts on behind the last one, `inside`: one of the layers' parts;
-    `next_norm`: the weight of the norm behind its layer."""
+    """A part at its place in a phase; `layer` counts on behind the last one, `inside`: one of the layers' parts."""
 
     part: Part
     layer: int
     inside: bool
-    next_norm: str = ""
 
     def reference(self, slot: Slot, head: str = "") -> str:
         """The buffer bound to a slot, with its view: `name`, `name@pos` or `name@last`."""
         turns = {"turn": self.layer % 2, "next": (self.layer + 1) % 2}
-        return slot.buffer.format(layer=self.layer, head=head, next_norm=self.next_norm, **turns)
+        return slot.buffer.format(layer=self.layer, head=head, **turns)
 
     def seen(self, slot: Slot) -> str:
         """The same to parts that share a program: to a token, its last row is all that there is."""
@@ -110,9 +107,8 @@ def windows(positions: int) -> list[int]:
 
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
     """A phase of a model of so many layers, part by part."""
-    norms = [families()[family].next_norm(layer, layers) for layer in range(layers)]
     start = [Placed(part(family, name, policy), 0, False) for name in chain.start]
-    body = [Placed(made, i, True, norms[i]) for i in range(layers) for made in _layer(family, chain, i, policy)]
+    body = [Placed(made, i, True) for i in range(layers) for made in _layer(family, chain, i, policy)]
     return [*start, *body, *(Placed(part(family, name, policy), layers, False) for name in chain.end)]
 
 

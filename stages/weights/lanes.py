@@ -22,6 +22,9 @@ PANEL_BYTES = limits.L2_BYTES // 4 - 2048
 """At most, of a panel of `LANES` outputs: two rows of a column's cores have one each, which come to L2 while the ones
 before are read. Longer rows have panels of half as many outputs."""
 
+NORMED = 4096
+"""Inputs up to which there is room for the weight of their norm, however few outputs a product has."""
+
 PADDED_ROWS = limits.COLUMNS * limits.ROWS * LANES
 """What rows of a vocabulary are a multiple of: a panel for every core."""
 
@@ -94,14 +97,19 @@ def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
     for lanes in (LANES, LANES // 2):
         counts = range(2, max(groups, 2) + 2, 2) if rows % lanes == 0 else ()
         tried = [Cut(grouped, groups, rows // lanes, lanes, count, -(-groups // count)) for count in counts]
-        fitting = [each for each in tried if fits(each)]
+        fitting = [each for each in tried if fits(each)] or [each for each in tried if fits(each, beside=False)]
         whole = [each for each in fitting if each.groups % each.chunks == 0 and each.chunks <= 2 * fitting[0].chunks]
         yield from (whole or fitting)[:1]
 
 
-def fits(each: Cut) -> bool:
-    """Whether a core holds two chunks, the inputs, its sums and what is made of them."""
-    return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 4 * each.lanes, 4 * each.lanes)
+def fits(each: Cut, beside: bool = True) -> bool:
+    """Whether a core holds two chunks, the inputs, its sums, and what is made of them: its share of the logits, or
+    less. `beside`: and what may come with the inputs. A residual has as many values as there are outputs, a norm's
+    weight as there are inputs, which are not many more then (`NORMED`)."""
+    rows = each.panels * each.lanes
+    extra = min(each.inputs, max(rows, NORMED)) if beside else 0
+    outputs = 4 * -(-rows // (limits.COLUMNS * limits.ROWS)) if beside else 4 * each.lanes
+    return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 2 * extra, 12 * each.lanes, outputs)
 
 
 def for_array(grouped: Grouped, form: Format) -> Format:

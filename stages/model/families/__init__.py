@@ -24,8 +24,7 @@ class Family:
     shape of all that a checkpoint must hold, in model order. `embedding`: the tensor of the embedding; `head`: the one
     that makes the logits. `ignored`: patterns of tensors that old exporters wrote beside the weights. `residual`:
     patterns of those whose products are added to the activations, which random ones keep small. `matrices`: slots of
-    weights of products of the layers, and what `{layer}` makes their tensors' names. `norms`: of the norm that a layer
-    begins with, with `{layer}`, and of the one behind the last."""
+    weights of products of the layers, and what `{layer}` makes their tensors' names."""
 
     model_type: str
     architectures: tuple[str, ...]
@@ -36,12 +35,6 @@ class Family:
     ignored: tuple[str, ...]
     residual: tuple[str, ...]
     matrices: Mapping[str, str]
-    norms: tuple[str, str]
-
-    def next_norm(self, layer: int, layers: int) -> str:
-        """The tensor of the norm behind a layer, of so many."""
-        each, last = self.norms
-        return each.format(layer=layer + 1) if layer + 1 < layers else last
 
 
 @functools.cache

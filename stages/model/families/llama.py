@@ -103,5 +103,4 @@ FAMILY = Family(
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight"),
     residual=("*.o_proj.weight", "*.down_proj.weight"),
     matrices={slot: tensor for slot, (tensor, shape) in WEIGHTS.items() if len(shape) == 2},
-    norms=(WEIGHTS["norm_w"][0], FINAL_NORM),
 )

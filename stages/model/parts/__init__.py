@@ -30,7 +30,7 @@ class Slot:
 
     `buffer` names what is bound to it, `{layer}` being the part's layer, `{turn}` and `{next}` the parity of this layer
     and the next (two activations take turns, so that no launch reads and writes one), `{head}` the tensor of the LM
-    head, `{next_norm}` the weight of the norm behind the layer. `keeps`: the buffer outlives a call (a cache). `joins`:
+    head. `keeps`: the buffer outlives a call (a cache). `joins`:
     slots of weights, of which it is several, one behind the other.
     """
 

@@ -131,71 +131,54 @@ def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
     return b.build(name)
 
 
-_NORMED = "normed"
-"""The buffer of what a token's layer begins with: made at the end of the one before."""
-
-
 _ATTENDED = "attn_out.{turn}"
 """The buffer of a token's attention: read and written, one layer's and the next one's, by one program."""
 
 
-def _first_norm() -> Part:
-    """The norm that the first layer of a token begins with: 3 slots, 1 launch."""
-    b = PartBuilder()
-    x = b.slot("x_in", ("emb",), "input", buffer="x.{turn}")
-    weight = _weight(b, "norm_w")
-    b.launch("rms_norm", {"x": x, "weight": weight, "out": _normed(b)}, rows=1, cols="emb", eps="eps")
-    return b.build("first_norm")
+def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
+    """A token's row between layers."""
+    return b.slot(name, ("emb",), "input", buffer="x.{turn}")
 
 
-def _normed(b: PartBuilder) -> str:
-    return b.slot("normed", ("emb",), "output", buffer=_NORMED)
-
-
-def _qkv_gemv_rope() -> Part:
-    """Of a token's normed row: Q, K and V as one product, rotation, the cache's new row: 6 slots, 2 launches. The
+def _norm_qkv_gemv_rope() -> Part:
+    """Of a token's row: RMS norm, Q, K and V as one product, rotation, the cache's new row: 7 slots, 2 launches. The
     position comes with the rotation's angles and goes on with the queries."""
     b = PartBuilder()
-    x = b.slot("normed", ("emb",), "input", buffer=_NORMED)
+    x, norm_w = _residual_row(b), _weight(b, "norm_w")
     b.slots.append(_QKV)
     qkv = b.slot("qkv", ("qkv_dim",), "scratch")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
     q = b.slot("q_roped", ("placed_q_dim",), "output", buffer="placed_q")
     kv = _interleaved(b, "output", "@pos")
-    b.launch("gemv", {"x": x, "weight": _QKV.name, "out": qkv}, cols="emb", out_cols="qkv_dim")
+    _normed_product(b, "norm_gemv", x, norm_w, _QKV.name, qkv, "qkv_dim")
     b.launch("rope_qkv", {"x": qkv, "table": table, "q": q, "kv": kv}, pos="pos", **_HEADS)
-    return b.build("qkv_gemv_rope")
+    return b.build("norm_qkv_gemv_rope")
 
 
-def _o_gemv_ffn_norm() -> Part:
-    """Behind a token's attention: output projection, residual and RMS norm, gate and up as one product with SwiGLU in
-    it, down, residual and the next layer's norm: 14 slots, 5 launches."""
+def _normed_product(b: PartBuilder, kernel: str, x: str, norm: str, weight: str, out: str, out_cols: Dim) -> None:
+    b.launch(kernel, {"x": x, "norm": norm, "weight": weight, "out": out}, cols="emb", out_cols=out_cols, eps="eps")
+
+
+def _o_ffn_gemvs() -> Part:
+    """Behind a token's attention: output projection and residual, RMS norm with gate and up as one product and SwiGLU
+    in it, down and residual: 9 slots, 3 launches."""
     b = PartBuilder()
     attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
-    wo = _weight(b, "wo")
-    proj = b.slot("proj", ("emb",), "scratch")
-    x = b.slot("x_residual", ("emb",), "input", buffer="x.{turn}")
-    norm_w = _weight(b, "ffn_norm_w")
+    wo, x = _weight(b, "wo"), _residual_row(b, "x_residual")
     res1 = b.slot("res1", ("emb",), "scratch")
-    normed2 = b.slot("normed2", ("emb",), "scratch")
+    norm_w = _weight(b, "ffn_norm_w")
     b.slots.append(_GATE_UP)
     swiglu = b.slot("swiglu", ("ffn",), "scratch")
     w_down = _weight(b, "w_down")
-    down = b.slot("down", ("emb",), "scratch")
-    next_w = b.slot("next_norm_w", ("emb",), "weight", buffer="{next_norm}")
     output = b.slot("output", ("emb",), "output", buffer="x.{next}")
-    normed = _normed(b)
-    _TOKEN.project(b, attn_out, wo, proj, "q_dim", "emb")
-    _add_norm(b, x, proj, norm_w, res1, normed2)
-    b.launch("gemv_swiglu", {"x": normed2, "weight": _GATE_UP.name, "out": swiglu}, cols="emb", out_cols="ffn")
-    _TOKEN.project(b, swiglu, w_down, down, "ffn", "emb")
-    _add_norm(b, res1, down, next_w, output, normed)
-    return b.build("o_gemv_ffn_norm")
+    _added_product(b, attn_out, wo, x, res1, "q_dim")
+    _normed_product(b, "norm_gemv_swiglu", res1, norm_w, _GATE_UP.name, swiglu, "ffn")
+    _added_product(b, swiglu, w_down, res1, output, "ffn")
+    return b.build("o_ffn_gemvs")
 
 
-def _add_norm(b: PartBuilder, x: str, delta: str, weight: str, total: str, out: str) -> None:
-    args = {"a": x, "b": delta, "weight": weight, "total": total, "out": out}
-    b.launch("add_rms_norm", args, cols="emb", eps="eps")
+def _added_product(b: PartBuilder, x: str, weight: str, residual: str, out: str, cols: Dim) -> None:
+    b.launch("gemv_add", {"x": x, "weight": weight, "residual": residual, "out": out}, cols=cols, out_cols="emb")
 
 
 _HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
@@ -279,16 +262,27 @@ def _final_norm() -> Part:
     return b.build("final_norm")
 
 
-def _lm_head(name: str, kernel: str, x: str = "final_normed") -> Part:
-    """Vocabulary projection of one normed row. Logits stay f32: rounding them to bf16 makes ties."""
+def _vocabulary(b: PartBuilder, x: str) -> dict[str, str]:
+    """Its projection's arguments. Logits stay f32: rounding them to bf16 makes ties."""
+    weight = b.slot("w_vocab", VOCABULARY, "weight", buffer="{head}")
+    return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32")}
+
+
+def _lm_head(name: str, kernel: str) -> Part:
+    """Vocabulary projection of one normed row."""
     b = PartBuilder()
-    args = {
-        "x": b.slot("x", ("emb",), "input", buffer=x),
-        "weight": b.slot("w_vocab", VOCABULARY, "weight", buffer="{head}"),
-        "out": b.slot("logits", ("vocab",), "output", format="f32"),
-    }
-    b.launch(kernel, args, out_cols="vocab", cols="emb")
+    x = b.slot("x", ("emb",), "input", buffer="final_normed")
+    b.launch(kernel, _vocabulary(b, x), out_cols="vocab", cols="emb")
     return b.build(name)
+
+
+def _norm_lm_head() -> Part:
+    """The last RMS norm and vocabulary projection of a token's row: 4 slots, 1 launch."""
+    b = PartBuilder()
+    x, norm = _residual_row(b), b.slot("final_norm_w", ("emb",), "weight", buffer=FINAL_NORM)
+    args = {"norm": norm, **_vocabulary(b, x)}
+    b.launch("norm_gemv_f32", args, out_cols="vocab", cols="emb", eps="eps")
+    return b.build("norm_lm_head")
 
 
 PARTS: dict[str, Callable[[], Part]] = {
@@ -301,15 +295,14 @@ PARTS: dict[str, Callable[[], Part]] = {
     "flash_attn_panels": lambda: _attend_panels("flash_attn_panels", _PROMPT, "flash_attention_panels", seq="seq"),
     "decode_attn_panels": lambda: _attend_panels("decode_attn_panels", _TOKEN, "decode_attention_panels"),
     "decode_attn_kv": _decode_attn_kv,
-    "first_norm": _first_norm,
-    "qkv_gemv_rope": _qkv_gemv_rope,
+    "norm_qkv_gemv_rope": _norm_qkv_gemv_rope,
     "token_attn": _token_attn,
-    "o_gemv_ffn_norm": _o_gemv_ffn_norm,
+    "o_ffn_gemvs": _o_ffn_gemvs,
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),
     "o_gemv_ffn": lambda: _o_ffn("o_gemv_ffn", _TOKEN),
     "final_norm": _final_norm,
     "lm_head_gemv": lambda: _lm_head("lm_head_gemv", "gemv_f32"),
-    "lm_head_normed": lambda: _lm_head("lm_head_normed", "gemv_f32", _NORMED),
+    "norm_lm_head": _norm_lm_head,
     # Where the vocabulary matrix lies in rows, the host's.
     "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
 }

@@ -35,15 +35,15 @@ GROUPINGS = {
             Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
             Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
         ),
-        # Fewer and larger products, each layer's norm at the end of the one before, K and V straight into the cache.
+        # Fewer and larger products with norms and residuals in them, K and V straight into the cache.
         Grouping(
             Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
-            Chain((*_START, "first_norm"), ("qkv_gemv_rope", "token_attn", "o_gemv_ffn_norm"), ("lm_head_normed",)),
+            Chain(_START, ("norm_qkv_gemv_rope", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
             (
                 Group("prefill_layer", _PROMPT, prompt=True),
-                Group("decode_first", ("first_norm", "qkv_gemv_rope", "token_attn"), windowed=True),
-                Group("decode_layer", ("o_gemv_ffn_norm", "qkv_gemv_rope", "token_attn"), windowed=True),
-                Group("decode_last", ("o_gemv_ffn_norm", "lm_head_normed")),
+                Group("decode_first", ("norm_qkv_gemv_rope", "token_attn"), windowed=True),
+                Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv_rope", "token_attn"), windowed=True),
+                Group("decode_last", ("o_ffn_gemvs", "norm_lm_head")),
             ),
         ),
     ),

@@ -49,7 +49,15 @@ _INTEGER_OPS = {
     arith.DivUIOp: "/",
     arith.RemUIOp: "%",
 }
-_IGNORED = (scf.YieldOp, LaunchTerminatorOp, SegmentTerminatorOp, HerdTerminatorOp, func.ReturnOp, memref.DeallocOp)
+_IGNORED = (
+    scf.YieldOp,
+    scf.ReduceOp,
+    LaunchTerminatorOp,
+    SegmentTerminatorOp,
+    HerdTerminatorOp,
+    func.ReturnOp,
+    memref.DeallocOp,
+)
 
 
 def lower(module: ModuleOp, ping_pong: bool = True) -> str:
@@ -200,11 +208,11 @@ class _Lowering:
         )
 
     def _written_first(self) -> set[SSAValue]:
-        """Slots whose first transfer writes: what they held before is nobody's. Channels do not reach DDR."""
+        """Slots whose first transfer writes: what they held before is nobody's."""
         first: dict[SSAValue, bool] = {}
-        for op in analysis.walk_ops(self.module, DmaMemcpyNdOp):
-            for value, written in ((op.src, False), (op.dst, True)):
-                first.setdefault(analysis.root(value), written)
+        for op in analysis.moves(self.module):
+            for side, written in reversed(analysis.ends(op, "")):
+                first.setdefault(analysis.root(side.value), written)
         return {value for value, written in first.items() if written}
 
     def _arena(self, space: int) -> int:
@@ -224,6 +232,8 @@ class _Lowering:
             self._level(op)
         elif isinstance(op, scf.ForOp):
             self._loop(op)
+        elif isinstance(op, scf.ParallelOp):
+            self._parallel(op)
         elif isinstance(op, memref.AllocOp):
             self._alloc(op)
         elif isinstance(op, DmaMemcpyNdOp):
@@ -282,6 +292,15 @@ class _Lowering:
         self._block(op.body.block)
         self._close(1)
 
+    def _parallel(self, op: scf.ParallelOp) -> None:
+        tiles = analysis.grid(op)
+        for value, size in zip(op.body.block.args, tiles, strict=True):
+            index = self._name(value)
+            self._emit(f"for (int64_t {index} = 0; {index} < {size}; ++{index}) {{")
+            self.depth += 1
+        self._block(op.body.block)
+        self._close(len(tiles))
+
     def _alloc(self, op: memref.AllocOp) -> None:
         value = op.results[0]
         if value not in self.offsets:
@@ -307,11 +326,12 @@ class _Lowering:
     def _channel_end(self, op: ChannelPutOp | ChannelGetOp) -> None:
         side = analysis.end(op, self.where)
         name, way = op.chan_name.string_value(), "put" if isinstance(op, ChannelPutOp) else "get"
+        counted = "launch, " if way == "put" else ""
         x, y = (self._name(index) for index in op.indices)
         pattern = self._pattern(side, side.run)
         self._emit(
             f"sim::where = {json.dumps(f'{self.where} channel {name}')};",
-            f"{name}.{way}({x}, {y}, {self._name(side.value)}, {self._start(side)}, {pattern}, "
+            f"{name}.{way}({counted}{x}, {y}, {self._name(side.value)}, {self._start(side)}, {pattern}, "
             f"{side.bytes // side.run}, {side.run});",
         )
 
