@@ -390,7 +390,8 @@ def _grouped_gemv(kernel: str, rows: int, cols: int, last: bool = False) -> tupl
 def _grouped_norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
     tiling = kernels()["int4_norm_gemv"].tiling({"out_cols": rows, "cols": cols, "eps": 1e-5})  # type: ignore[misc]
     cost = tiling.costs["grouped_gemv_begin"].vectors
-    return tiling.variant, "grouped_gemv_begin", [buffer(2 * tiling.width), 1e-5], cost
+    arguments = [buffer(2 * tiling.width), buffer(4 * tiling.cut.lanes), 1e-5]
+    return tiling.variant, "grouped_gemv_begin", arguments, cost
 
 
 def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:

@@ -319,6 +319,23 @@ def test_never_written_bytes() -> None:
     assert "reads bytes that were never written" in refusal_when_run(case.module())
 
 
+@pytest.mark.parametrize("used_behind", [False, True])
+def test_what_only_a_loop_uses_does_not_outlive_its_step(used_behind: bool) -> None:
+    """The compiler moves such a buffer into the loop and makes two of it."""
+    case = Case()
+    b = case.builder
+    with case.herd(), b.alloc(L1, (2, 64)) as (kept,):
+        with b.loop(2) as step:
+            b.dma(kept.at((step * 64, 64, 1)), case.a.at((0, 64, 1)))
+            b.dma(case.out.at((0, 64, 1)), kept.at((0, 64, 1)))
+        if used_behind:
+            b.dma(case.out.at((0, 128, 1)), kept)
+    if used_behind:
+        run(case.module(), [np.ones(N, bfloat16)] * 3)
+    else:
+        assert "reads bytes that were never written" in refusal_when_run(case.module())
+
+
 def test_never_written_bytes_through_a_tile_function() -> None:
     case = Case()
     with case.herd(), case.builder.alloc(L1, (64,), (64,), (64,)) as (x, y, z):

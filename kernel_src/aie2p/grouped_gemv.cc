@@ -95,8 +95,11 @@ namespace {
 
 constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
 
-// Inputs behind COLS, which numbers of 0 are multiplied with.
-void pad(bfloat16 *x) {
+void clear(float *sums) { aie::store_v(sums, aie::zeros<float, LANES>()); }
+
+// Also inputs behind COLS, which numbers of 0 are multiplied with.
+void begin(bfloat16 *x, float *acc) {
+    for (unsigned panel = 0; panel < PANELS; ++panel) clear(acc + panel * LANES);
     const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
     for (unsigned k = COLS; k < INPUTS; ++k) x[k] = zero;
 }
@@ -129,12 +132,12 @@ void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *ou
 #endif
 }
 
-// The chunk that a core takes as its `index`th begins, adds to or ends the sums of a panel, and ends a step with them.
+// The chunk that a core takes as its `index`th begins, adds to or ends the sums of a panel, of which the last ends a step.
 void take(const uint8 *chunk, const bfloat16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
     use_nearest_even();
     const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
     float *sums = acc + panel * LANES;
-    if (at == 0) aie::store_v(sums, aie::zeros<float, LANES>());
+    if (at == 0) clear(sums);
     add_chunk(chunk, x + at * (GROUPS * GROUP), sums);
     if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, residual + step * ROW_STEP, out + step * LANES);
 }
@@ -144,15 +147,15 @@ void take(const uint8 *chunk, const bfloat16 *x, unsigned index, const bfloat16 
 #if NORM
 
 // x [INPUTS], behind it the norm's weight.
-extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float eps) {
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc, float eps) {
     use_nearest_even();
     norm_row(x, x + INPUTS, x, eps);
-    pad(x);
+    begin(x, acc);
 }
 
 #else
 
-extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x) { pad(x); }
+extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) { begin(x, acc); }
 
 #endif
 

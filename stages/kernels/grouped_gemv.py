@@ -256,7 +256,8 @@ def _some_steps(b: Builder, p: Tiling, start: int, steps: int) -> None:
             b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
             if p.beside:
                 b.get(rows, tile, x.at((p.cut.inputs, p.beside, 1)))
-            b.call(p.variant, "grouped_gemv_begin", x, *(() if p.eps is None else (p.eps,)))
+            # Sums that only the loop uses would be moved into it, and doubled.
+            b.call(p.variant, "grouped_gemv_begin", x, acc, *(() if p.eps is None else (p.eps,)))
             _multiply(b, p, start, steps, fed, tile, x, acc, made)
             place = ((tile[0], 1, p.herd_rows * mine), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
             b.dma(out.at(*place, (0, lanes, 1)), made if mine == p.kept else made.at((0, mine, 1)))

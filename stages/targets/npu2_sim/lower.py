@@ -289,8 +289,16 @@ class _Lowering:
         index = self._name(op.body.block.args[0])
         self._emit(f"for (int64_t {index} = {low}; {index} < {high}; {index} += {step}) {{")
         self.depth += 1
+        for value in self._moved_into(op):
+            self._emit(f"{self._claim(value)};")
         self._block(op.body.block)
         self._close(1)
+
+    def _moved_into(self, loop: scf.ForOp) -> list[SSAValue]:
+        """Buffers of a core that only this loop uses: the compiler moves them into it and makes two of each, so that no
+        step finds what the one before left (mlir-air, `air-fuse-alloc-dealloc`, `air-ping-pong-transform`)."""
+        outside = analysis.allocations(self.herd, L1) if self.herd else []
+        return [value for value in outside if _only_inside(loop, value)]
 
     def _parallel(self, op: scf.ParallelOp) -> None:
         tiles = analysis.grid(op)
@@ -305,9 +313,11 @@ class _Lowering:
         value = op.results[0]
         if value not in self.offsets:
             raise UserError(f"{self.where}: allocates memory space {memory_space(value.type)}, which it does not own")
+        self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(value)} = {self._claim(value)};")
+
+    def _claim(self, value: SSAValue) -> str:
         memory = "l1" if memory_space(value.type) == L1 else "l2"
-        place = f"{memory}->claim({self.offsets[value]}, {buffer_bytes(value)}, {_packed(value)})"
-        self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(value)} = {place};")
+        return f"{memory}->claim({self.offsets[value]}, {buffer_bytes(value)}, {_packed(value)})"
 
     def _dma(self, op: DmaMemcpyNdOp) -> None:
         dst, src = analysis.sides(op, self.where)
@@ -396,6 +406,13 @@ class _Lowering:
             raise UserError(f"{self.where}: the simulator does not know {op.name}")
         kind = _c_type(op.results[0].type)
         self._emit(f"[[maybe_unused]] const {kind} {self._name(op.results[0])} = {text};")
+
+
+def _only_inside(loop: scf.ForOp, value: SSAValue) -> bool:
+    """Whether a loop holds all uses of a buffer, but not where it is allocated."""
+    assert isinstance(value.owner, Operation)
+    uses = [use.operation for use in value.uses if not isinstance(use.operation, memref.DeallocOp)]
+    return not loop.is_ancestor(value.owner) and bool(uses) and all(map(loop.is_ancestor, uses))
 
 
 def _launch_name(launch: LaunchOp) -> str:
