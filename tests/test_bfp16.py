@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from stages.kernels.unpack import written_part
+from stages.kernels.unpacking import written_part
 from stages.weights.formats import bfp16, formats
 from tests.cpu_kernels_util import Kernels, guarded, machine_isas
 

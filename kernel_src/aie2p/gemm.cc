@@ -24,7 +24,7 @@ static_assert(EDGE == 8, "the matrix unit multiplies blocks of 8 x 8 bf16");
 constexpr unsigned HIGH = ROWS % 2 == 0 ? 2 : 1, WIDE = COLS % 2 == 0 ? 2 : 1;
 
 #if BFP
-static_assert(WIDE == 2, "a stream of b has the blocks of two columns in turn");
+static_assert(COLS % 2 == 0, "a stream of b has the blocks of two columns in turn");
 using Weight = int8;
 using Block = aie::mmul<EDGE, EDGE, EDGE, bfp16ebs8, bfp16ebs8>;
 

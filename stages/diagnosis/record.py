@@ -14,7 +14,7 @@ from llama_npu2.trace import TracedCall
 from stages.diagnosis.sites import Site
 from stages.kernels import Arg
 from stages.kernels.append_kv import rows_of_panels
-from stages.kernels.unpack import written_part
+from stages.kernels.unpacking import written_part
 from stages.model.reference import HALVES
 from stages.weights.formats import bfp16, formats
 

@@ -25,7 +25,7 @@ from stages.kernels import (
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
-from stages.kernels.unpack import unpacking
+from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
 from stages.weights.lanes import PADDED_ROWS, Cut, padded

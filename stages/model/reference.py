@@ -14,7 +14,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.kernels import Kernel
-from stages.kernels.unpack import written_part
+from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program
 from stages.model.parts import Dim, Launch, Slot
 

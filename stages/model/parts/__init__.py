@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.kernels import Kernel, format_kernel, kernels
-from stages.kernels.unpack import unpack_kernel
+from stages.kernels.unpacking import unpack_kernel
 from stages.model.policy import BF16, Policy
 from stages.weights.formats import formats
 

@@ -2,7 +2,7 @@
 // weight bf16 [rows/8][cols/8][8 inputs][8 outputs], out i8 [blocks/2][cols/8][2][8 outputs][9 bytes] (block_float.h),
 // whose blocks `to`, `to + apart`, ... are written.
 #ifndef ISA
-#define KERNEL_FILE "unpack.cc"
+#define KERNEL_FILE "block_float.cc"
 #include "each_isa.h"
 
 KERNEL void unpack_bfp16(const bf16 *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t first, int64_t,

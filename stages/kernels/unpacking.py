@@ -69,6 +69,6 @@ KERNELS = (
         "first rows",
         _rows,
         "bfp16",
-        source="unpack",
+        source="block_float",
     ),
 )
