@@ -329,7 +329,7 @@ class Wiring:
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy
         # Of a hub's model that is not here yet, this fetches the configuration.
-        positions = self.build.positions if self.grouping.of(family, policy).windowed else WINDOW
+        positions = self.build.positions if self.target.static else WINDOW
         made = programs(family, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in made if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in made if not p.host)]

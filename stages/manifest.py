@@ -15,6 +15,7 @@ from llama_npu2.manifest import FORMAT
 from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
+from stages.estimate.phases import phase_milliseconds
 from stages.model.buffers import PACKED, PLANNED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
@@ -48,6 +49,7 @@ def write_manifest(
     described["model"] = about
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
+    described["milliseconds"] = phase_milliseconds(described)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
     written = work / "manifest.json"
     write_json(written, described)
@@ -58,7 +60,7 @@ def write_manifest(
 
 
 def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a manifest, of programs alone: no model, no buffers, no plans."""
+    """The sections of a manifest, of programs alone: no model, no buffers, no plans and what they take."""
     files = sorted({str(program["file"]) for program in programs.values()})
     return {
         "format": FORMAT,
@@ -67,6 +69,7 @@ def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target:
         "buffers": {},
         "programs": {name: _program(directory, name, **program) for name, program in programs.items()},
         "plans": {},
+        "milliseconds": {},
         "files": {name: file_digests(directory / name) for name in files},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +77,18 @@ def compile_with(module: ModuleOp, source: Path, work: Path) -> SimProgram:
 
 
 def run(
-    module: ModuleOp, arrays: Sequence[np.ndarray], flags: Sequence[str] = (), reverse: bool = False
+    module: ModuleOp,
+    arrays: Sequence[np.ndarray],
+    flags: Sequence[str] = (),
+    reverse: bool = False,
+    views: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[list[np.ndarray], Counters]:
-    """Execute a module on copies of `arrays`, one per slot in order; what the slots hold afterwards, and the counts."""
+    """Execute a module on copies of `arrays`, one per slot in order; what the slots hold afterwards, and the counts.
+    `views`: slots that are another's rows, of the same width, from one on."""
     program = compile_module(module, flags)
     slots = [aligned(a) for a in arrays]
+    for slot, (other, first) in (views or {}).items():
+        slots[slot] = slots[other][first : first + len(slots[slot])]
     for slot, nbytes, name in zip(slots, program.slot_bytes, program.slots, strict=True):
         assert slot.nbytes == nbytes, f"slot {name}: array of {slot.nbytes} bytes for {nbytes}"
     program.run([s.ctypes.data for s in slots], reverse)

@@ -102,13 +102,13 @@ def _rows(shape: random.Random) -> int:
 
 def _attention(shape: random.Random) -> AirModule:
     seq = 16 * shape.randint(2, 16)
-    return flash_attention.build(flash_attention.tile(seq, *_heads(shape), pos=shape.choice([0, 0, 128])))
+    return flash_attention.build(flash_attention.tile(seq, *_heads(shape), shape.choice([seq, seq, 512])))
 
 
 def _rope(shape: random.Random) -> AirModule:
     heads, _, head_dim = _heads(shape)
     rows = shape.choice([1, _rows(shape)])
-    return rope.build(rope.tile(rows, heads, head_dim, interleaved=rows > 1 and shape.random() < 0.5))
+    return rope.build(rope.tile(rows, heads, head_dim, rope.ROWS if rows == 1 else shape.choice(rope.OUTS)))
 
 
 def _elementwise(shape: random.Random) -> AirModule:

@@ -20,6 +20,7 @@ SHAPES = {
     "aie2p/gemm.cc": "TM TN TK",
     "aie2p/gemv.cc": "ROWS COLS KC",
     "aie2p/flash_attention.cc": "QR KR HD",
+    "aie2p/rope.cc": "HEADS HEAD_DIM ROWS",
     "aie2p/rope_qkv.cc": "HEADS HEAD_DIM KV_HEADS",
 }
 READERS = {
@@ -32,6 +33,7 @@ READERS = {
     "LIFT": ("aie2p/grouped_gemv.cc",),
     "BLOCK": ("aie2p/gemm.cc", "aie2p/gemv.cc", "aie2p/flash_attention.cc"),
     "POSITION": ("aie2p/rope_qkv.cc",),
+    "HEAD_POSITION": ("aie2p/rope.cc",),
 }
 CPP_NAMES = {
     "panel_rows": "PANEL_ROWS",
@@ -44,6 +46,7 @@ CPP_NAMES = {
     "WIDE": "LANES",
     "LIFT": "LIFT",
     "POSITION": "POSITION",
+    "HEAD_POSITION": "HEAD_POSITION",
 }
 EXPECTED = re.compile(rf"static_assert\(({'|'.join(CPP_NAMES)}) == (\d+), ")
 

@@ -18,12 +18,13 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
-from stages.commands.estimate import Estimate, commands, host_traffic
+from stages.commands.estimate import Estimate, host_traffic
 from stages.commands.estimate_figures import figures
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
+from stages.estimate.phases import commands
 from stages.estimate.price import program_milliseconds
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
@@ -358,12 +359,10 @@ def _norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
     return air.Variant.of("rms_norm", COLS=cols, ROWS=rows), "rms_norm", arguments, tiling.costs["rms_norm"].vectors
 
 
-def _rope(rows: int, heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
-    tiling = rope.Tiling(rows, heads, head_dim, False, 1, rows)
-    wide = 2 * rows * heads * head_dim
-    arguments = [buffer(wide), buffer(4 * rows * head_dim), buffer(wide)]
-    variant = air.Variant.of("rope", HEADS=heads, HEAD_DIM=head_dim, ROWS=rows)
-    return variant, "rope", arguments, tiling.costs["rope"].vectors
+def _rope(rows: int, heads: int, head_dim: int, out: str = rope.ROWS) -> tuple[Any, str, list[Any], int]:
+    tiling = rope.Tiling(rows, heads, head_dim, out, 1, rows)
+    sizes = 2 * rows * tiling.width, 4 * rows * tiling.angles, 2 * tiling.tile_elements
+    return tiling.variant, "rope", [buffer(size) for size in sizes], tiling.costs["rope"].vectors
 
 
 def _gemv(function: str, rows: int, chunk: int, blocked: bool) -> tuple[Any, str, list[Any], int]:
@@ -411,11 +410,11 @@ def _gemm(function: str, m: int, n: int, k: int, **more: bool) -> tuple[Any, str
 
 
 def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[Any], int]:
-    tiling = flash_attention.Tiling(max(q, k), 0, 1, 1, d, 1, 1, 1, q, k)
-    queries, acc, stats = buffer(2 * q * d), buffer(4 * q * d), buffer(8 * q)
+    tiling = flash_attention.Tiling(max(q, k), max(q, k), 1, 1, d, 1, 1, 1, q, k)
+    queries, acc, stats = buffer(2 * q * tiling.width), buffer(4 * q * d), buffer(8 * q)
     arguments = {
         "fa_init": [queries, acc, stats],
-        "fa_step": [1024, k, queries, buffer(4 * k * d), acc, stats, buffer(4 * q * k)],
+        "fa_step": [k, queries, buffer(4 * k * d), acc, stats, buffer(4 * q * k)],
         "fa_out": [acc, stats, queries],
     }
     blocks_q, blocks_k, blocks_d = q // 8, k // 8, d // 8
@@ -454,6 +453,8 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _norm(3, 576),
         lambda: _rope(1, 32, 64),
         lambda: _rope(2, 8, 128),
+        lambda: _rope(2, 8, 64, rope.QUERIES),
+        lambda: _rope(2, 24, 128, rope.QUERIES),
         lambda: _rope_qkv(32, 8, 64),
         lambda: _rope_qkv(9, 3, 64),
         lambda: _gemv("gemv_step", 8, 1024, True),
@@ -496,8 +497,8 @@ def test_costs_are_what_the_tile_functions_do(
     work = tmp_path_factory.getbasetemp() / "vector_ops"
     work.mkdir(exist_ok=True)
     if function == "fa_step":
-        count(variant, "fa_init", [arguments[2], arguments[4], arguments[5]], work)
-        count(variant, function, [arguments[0], 0, *arguments[2:]], work)
+        count(variant, "fa_init", [arguments[1], *arguments[3:5]], work)
+        count(variant, function, [0, *arguments[1:]], work)
     if function == "ta_step":
         rows, _, q, _, acc, stats, _ = arguments
         count(variant, "ta_init", [rows, 0, q, acc, stats], work)
@@ -561,7 +562,7 @@ def test_a_bad_report_is_one_line(tmp_path: Path, content: Any, fragment: str) -
 def module_step(tmp_path: Path, model: str, grouping: str, entry: str, bucket: int | None) -> Path:
     write_json(tmp_path / CONFIG, PRESETS[model])
     library = f"{entry}.{bucket}" if bucket else entry
-    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, None, "bf16", "bf16")
+    write_module(tmp_path, library, tmp_path / "work", grouping, entry, bucket, bucket, "bf16", "bf16")
     return tmp_path / "work" / MODULES / library
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, cpu_features, load
+from llama_npu2.chunks import Chunk
 from llama_npu2.completion import Logprob
 from llama_npu2.dtypes import nbytes
-from llama_npu2.llama import MAX_STEPPED_TOKENS
 from llama_npu2.manifest import Manifest
 from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.browser import Look
-from tests.conftest import ROOT, build, doit, ran
+from tests.conftest import ROOT, build, doit, ran, write_checkpoint
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 BUCKETS = "64,128"
@@ -62,11 +60,17 @@ def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, separate: Path, d
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str) -> None:
-    """Prompts with what the host unpacks, tokens with what the array unpacks."""
+    """Prompts with what the host unpacks, in chunks as at once, tokens with what the array unpacks."""
     chosen = []
     for target, buckets in (("npu2-sim", {"buckets": "64"}), ("cpu", {})):
         llm = load(build("demo", artifacts, target=target, weights=weights, **buckets))
         chosen.append(greedy(llm, llm.encode("The capital of Italy is", raw=True), 12))
+        if buckets:
+            cuts = [(0, 64)], [(0, 41), (41, 43), (43, 64)], [(0, 30), (20, 64)]
+            phases = "prefill@64", "prefill@64@2048"
+            made = [[Chunk(phases[first > 0], first, end) for first, end in cut] for cut in cuts]
+            results = [in_chunks(llm, list(range(5, 69)), chunks) for chunks in made]
+            assert results[0] == results[1] == results[2]
         llm.close()
     assert chosen[0] == chosen[1]
 
@@ -89,67 +93,124 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     llm.close()
 
 
+def in_chunks(llm: Llama, ids: list[int], chunks: list[Chunk]) -> tuple[bytes, bytes]:
+    """Logits of the last token, and all that the caches hold, of a text that is cut like this."""
+    llm.reset()
+    logits = llm.prefill(ids, chunks)
+    caches = sorted(name for name in llm.manifest.buffers if name.startswith("kv_cache"))
+    return logits.tobytes(), b"".join(llm.memory.array(name)[: len(ids)].tobytes() for name in caches)
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once(fused: Path) -> None:
+    """Bit for bit, wherever it is cut and through whatever window; also where a chunk makes what is there again."""
+    llm = load(fused)
+    ids = np.random.default_rng(0).integers(5, 1900, 128).tolist()
+    whole = in_chunks(llm, ids, [Chunk("prefill@128", 0, 128)])
+    for cut in (
+        [Chunk("prefill@64", 0, 64), Chunk("prefill@64@2048", 64, 128)],
+        [Chunk("prefill@64", 0, 37), Chunk("prefill@128@2048", 37, 128)],
+        [Chunk("prefill@128", 0, 127), Chunk("prefill@64@2048", 127, 128)],
+        [Chunk("prefill@64@2048", 0, 64), Chunk("prefill@128@2048", 50, 100), Chunk("prefill@64@2048", 70, 128)],
+    ):
+        assert in_chunks(llm, ids, cut) == whole, cut
+    llm.close()
+
+
+SHAPES = {
+    "three groups": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "one group": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 32},
+    "heads of 96": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape_goes_on_from_anywhere(shape: str, weights: str, artifacts: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    write_checkpoint(tmp_path / "model", **sizes, **SHAPES[shape])
+    llm = load(build(tmp_path / "model", tmp_path / "artifacts", target="npu2-sim", weights=weights, buckets="64,128"))
+    ids = np.random.default_rng(4).integers(5, 250, 128).tolist()
+    whole = in_chunks(llm, ids, [Chunk("prefill@128", 0, 128)])
+    for cut in (1, 63, 64, 77, 127):
+        first = [Chunk("prefill@128", 0, cut)]
+        assert in_chunks(llm, ids, [*first, Chunk("prefill@128@256", cut, 128)]) == whole, cut
+        rest = [Chunk("prefill@64@256", start, min(start + 64, 128)) for start in range(cut, 128, 64)]
+        assert in_chunks(llm, ids, [*first, *rest]) == whole, cut
+    llm.close()
+
+
 def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
-    ids = np.random.default_rng(0).integers(5, 200, 131).tolist()
-    logits = []
-    for directory in (fused, demo):
-        llm = load(directory)
-        logits.append(llm.prefill(ids))
-        llm.close()
+    """In chunks, three of them, where 131 tokens would be."""
+    ids = np.random.default_rng(0).integers(5, 200, 259).tolist()
+    llm = load(fused)
+    logits = [llm.prefill(ids)]
+    counted = {name: counts.submissions for name, counts in llm.device.counters().items() if counts.submissions}
+    layers = llm.manifest.model["layers"]
+    assert counted == {"prefill_layer.64": layers, "prefill_layer.128.2048": 2 * layers}
+    llm.close()
+    llm = load(demo)
+    logits.append(llm.prefill(ids))
+    llm.close()
     np.testing.assert_allclose(logits[0], logits[1], atol=0.1 * np.abs(logits[1]).max())
 
 
-def test_scores_are_by_the_logits_of_prefill(fused: Path) -> None:
-    """Bit for bit those that the bucket gives for less of the text, then those of single tokens."""
+def test_a_context_is_filled_to_its_end(fused: Path) -> None:
+    """The last chunk has rows for tokens that no room is left for: it begins earlier."""
     llm = load(fused)
-    ids = np.random.default_rng(1).integers(5, 200, 132).tolist()
-    found = {length: llm.score(ids, length)[0] for length in (1, 60, 127)}
-    rest = llm.score(ids, 128)
-    for length, score in found.items():
-        llm.reset()
-        assert score == Logprob.of(ids[length], llm.prefill(ids[:length]))
-    llm.reset()
-    logits = [llm.prefill(ids[:128]), *(llm.decode(token) for token in ids[128:-1])]
-    assert rest == [Logprob.of(token, row) for token, row in zip(ids[128:], logits, strict=True)]
-    llm.close()
-
-
-def test_a_cache_is_reused_for_few_new_tokens(fused: Path) -> None:
-    """More than `MAX_STEPPED_TOKENS` are processed with all before them: the very logits of a fresh start. Fewer go one
-    by one, which rounds elsewhere than a bucket does, and choose the same tokens here."""
-    llm = load(fused)
-    story = "Once upon a time there was a small dog who lived in a house."
-    for more, stepped in ((" The capital of France is", True), (" It was small. " * 6, False)):
-        "".join(llm.generate(story, raw=True, max_tokens=1))
-        kept = "".join(llm.generate(story + more, raw=True, keep_context=True, max_tokens=6))
-        assert (llm.stats.reused_tokens > 0) == (llm.stats.prompt_tokens <= MAX_STEPPED_TOKENS) == stepped
-        assert kept == "".join(llm.generate(story + more, raw=True, max_tokens=6))
-    long = [*llm.encode(story, raw=True) * 12][:150]
-    llm.reset()
-    llm.prefill(long)
-    assert llm._keep([*long, *range(100, 130)]) == 150, "30 steps instead of 52 behind the largest bucket"
-    assert llm._keep([*long[:100], *range(100, 130)]) == 0, "a bucket and 2 steps instead of 30"
-    llm.close()
-
-
-def test_command_line_says_what_a_larger_bucket_would_help(fused: Path) -> None:
-    prompt = "The capital of France is Paris. " * 40
-
-    def run(text: str) -> list[str]:
-        command = [sys.executable, "-m", "runtime", "--raw", "--max-tokens=1", str(fused), text]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()
-
-    llm = load(fused)
-    tokens = len(llm.encode(prompt, raw=True))
-    llm.close()
-    assert 128 < tokens <= 512
-    said, times = run(prompt)
-    assert said == (
-        f"the prompt has {tokens} tokens, the largest bucket is 128: {tokens - 128} go one by one; "
-        f"doit compile buckets=64,128,{256 if tokens <= 256 else 512} makes a larger one"
+    ids = np.random.default_rng(2).integers(5, 1900, 2048).tolist()
+    expected, _ = in_chunks(
+        llm, ids, [Chunk("prefill@128" + "@2048" * (at > 0), at, at + 128) for at in range(0, 2048, 128)]
     )
-    assert f"{tokens} prompt tokens" in times
-    assert len(run("The capital of France is")) == 1
+    llm.rewind(1990)
+    assert llm._chunked.cheapest(1990, 2048) == [Chunk("prefill@64@2048", 1984, 2048)]
+    assert llm.prefill(ids[1990:]).tobytes() == expected and llm.position == 2048
+    llm.close()
+
+
+def test_scores_are_by_the_logits_of_prefill(fused: Path) -> None:
+    """Bit for bit those that the buckets give for less of the text, behind what the cache has of it."""
+    llm = load(fused)
+    ids = np.random.default_rng(1).integers(5, 200, 180).tolist()
+    found = {length: llm.score(ids, length)[0] for length in (1, 60, 127, 150)}
+    llm.reset()
+    llm.prefill(ids[:140])
+    assert llm.score(ids, 150)[0] == found[150], "of which 140 are there"
+    for length, score in found.items():
+        logits, _ = in_chunks(
+            llm,
+            ids[:length],
+            [Chunk("prefill@64" + "@2048" * (at > 0), at, min(at + 64, length)) for at in range(0, length, 64)],
+        )
+        assert score == Logprob.of(ids[length], np.frombuffer(logits, np.float32))
+    llm.close()
+
+
+def test_a_conversation_processes_what_is_new(fused: Path) -> None:
+    """From where the cache ends, or all from the start if that is cheaper: the very logits of a fresh start, but that
+    few new tokens may go one by one, which rounds elsewhere than a bucket does and chooses the same tokens here."""
+    llm = load(fused)
+    story = "Once upon a time there was a small dog who lived in a house. " * 10
+    "".join(llm.generate(story, raw=True, max_tokens=1))
+    held = llm.position
+    assert held > 128
+    more = f"{story} The capital of France is"
+    kept = "".join(llm.generate(more, raw=True, keep_context=True, max_tokens=6))
+    assert llm.stats.reused_tokens > 128 and llm.stats.prompt_tokens < 64
+    assert kept == "".join(llm.generate(more, raw=True, max_tokens=6))
+    llm.reset()
+    llm.prefill(list(range(10)))
+    assert llm._keep(list(range(60))) == 0, "a bucket for all of them attends over no more than its rows"
+    llm.close()
+
+
+def test_a_manifest_says_what_the_estimate_does(fused: Path, estimated: Path) -> None:
+    """Of every phase: within 1 %, as it counts what crosses to the host from the plan."""
+    said, found = Manifest.open(fused).milliseconds, json.loads((estimated / "estimate.json").read_text())["phases"]
+    names = {"prompt of 64": "prefill@64", "128 more up to 2048": "prefill@128@2048", "token": "decode"}
+    for name, phase in names.items():
+        assert said[phase] == pytest.approx(found[name]["milliseconds"], rel=0.01), phase
+    assert len(said) == 5
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +278,15 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
     source.write_text(source.read_text() + "\n// a comment\n")
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}
     source.write_text(source.read_text() + '\nextern "C" int added_for_a_test() { return 7; }\n')
-    linked = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+    prompts = {"elf:prefill_layer.64", "elf:prefill_layer.64.2048"}
+    linked = {*prompts, "elf:decode_layer", "elf:decode_last"}
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul", "manifest"} | linked
     # One variant: only prefill's rows are this wide.
     source.write_text(source.read_text().replace("return 7;", "return COUNT > 1000 ? 8 : 7;"))
     tasks = ran(doit(*arguments, cwd=built))
     objects = built / "artifacts/demo/npu2-sim/build/objects/aie2p/silu_and_mul"
     assert len(list(objects.glob("*.o"))) > 1
-    assert tasks == {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
+    assert tasks == {"object:aie2p/silu_and_mul", *prompts, "manifest"}
     next(objects.glob("*.o")).unlink()
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}, "the same object again"
     header = source.with_name("silu.h")
@@ -266,8 +328,7 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
     assert parallel.stderr == run.stderr, "one line also when several steps miss them at once"
     directory = artifacts / "demo/npu2"
     assert {p.name for p in (directory / "build/modules").glob("prefill*.mlir")} == {
-        "prefill_layer.64.mlir",
-        "prefill_layer.128.mlir",
+        f"prefill_layer.{sizes}.mlir" for sizes in ("64", "64.2048", "128", "128.2048")
     }
     for path in (directory / "build/modules").glob("*.mlir"):
         simulated = fused / "build/modules" / path.name

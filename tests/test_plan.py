@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from llama_npu2.chunks import decode_phase
 from llama_npu2.errors import UserError
-from llama_npu2.llama import decode_phase
 from llama_npu2.validation import sizes
 from stages.commands.options import parse_options
 from stages.graph import Build
@@ -46,7 +46,7 @@ def test_a_program_of_the_cpu_is_one_part() -> None:
 def test_parts_that_bind_one_buffer_share_a_slot() -> None:
     layer = named(programs("llama", GROUPINGS["fused"], [128]))["prefill_layer.128"]
     project, attend, feed_forward = layer.wiring
-    assert attend == {"q": "q_roped", "kv": "kv", "attn_out": "attn_out"}
+    assert attend == {"q": "q_roped", "kv_window": "kv_window", "attn_out": "attn_out"}, "the cache, seen in two ways"
     assert feed_forward["x_residual"] == project["x_in"] == "x_in"
     assert project["lut_q"] != project["lut_k"], "slots of one part stay apart"
     found = roles(layer)
@@ -186,7 +186,7 @@ def test_a_token_goes_on_in_another_buffer_than_it_came_in() -> None:
 
 
 def test_caches_have_room_for_the_context() -> None:
-    for context, positions in ((0, 128), (96, 96), (4096, 128)):
+    for context, positions in ((0, 128), (96, 128), (64, 64), (4096, 128)):
         plan = make_plan(with_context(config(), context), GROUPINGS["fused"], "aie2p", [64])
         assert plan.buffers["kv_cache.0"].shape[0] == positions
     with pytest.raises(UserError, match="context=64: target cpu takes memory for positions as they are used"):

@@ -26,7 +26,8 @@ from stages.kernels import (
     silu_and_mul,
     token_attention,
 )
-from stages.weights.constants import POSITION
+from stages.model.config import position_rows
+from stages.weights.constants import HEAD_POSITION, POSITION
 from stages.weights.formats import bfp16
 from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.sim_support import run
@@ -154,9 +155,7 @@ def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) 
     q, kv = random(heads * head_dim, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
     made = token_attention.build(token_attention.tile(window, heads, kv_heads, head_dim))
     for position in (0, 37, 63, window - 1):
-        behind = np.zeros(POSITION // 2, np.int32)
-        behind[0] = position
-        placed = np.concatenate([q, behind.view(bfloat16)])
+        placed = np.concatenate([q, position_rows(position, 1)[0].view(bfloat16)])
         seen = kv.copy()
         seen[position + 1 :] = 1000
         got = execute(made, placed, seen.reshape(window, -1), empty(heads * head_dim))
@@ -167,18 +166,34 @@ def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) 
 
 
 @pytest.mark.parametrize(
-    "rows, heads, head_dim, interleaved",
-    [(128, 4, 64, False), (128, 2, 64, True), (1, 9, 64, False), (16, 8, 128, True), (16, 3, 32, False)],
+    "rows, heads, head_dim, out",
+    [
+        (128, 4, 64, rope.ROWS),
+        (1, 9, 64, rope.ROWS),
+        (16, 3, 32, rope.ROWS),
+        (128, 2, 64, rope.KEYS),
+        (16, 8, 128, rope.KEYS),
+        (128, 4, 64, rope.QUERIES),
+        (16, 3, 96, rope.QUERIES),
+    ],
 )
-def test_rope(rows: int, heads: int, head_dim: int, interleaved: bool) -> None:
+def test_rope(rows: int, heads: int, head_dim: int, out: str) -> None:
     x, angles = random(rows, heads * head_dim, seed=7), np.random.default_rng(8).normal(size=(rows, head_dim // 2)) * 50
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    out = empty(rows, (2 if interleaved else 1) * heads * head_dim)
-    got = execute(rope.build(rope.tile(rows, heads, head_dim, interleaved)), x, table, out)
-    if interleaved:
+    placed = np.concatenate([table, position_rows(70000, rows)], axis=1)
+    tiling = rope.tile(rows, heads, head_dim, out)
+    got = execute(rope.build(tiling), x, table if out == rope.ROWS else placed, empty(rows, tiling.out_width))
+    if out == rope.KEYS:
         pairs = got.reshape(rows, heads, 2, head_dim)
         assert np.isnan(pairs[:, :, 1].astype(np.float32)).all(), "rope wrote where V goes"
         got = pairs[:, :, 0].reshape(rows, -1)
+    if out == rope.QUERIES:
+        by_head = [t.reshape(rows, heads, -1) for t in (got, rope.reference_queries(x, placed, 0, head_dim))]
+        assert by_head[0][..., head_dim:].tobytes() == by_head[1][..., head_dim:].tobytes()
+        assert (
+            70000 + np.arange(rows) == by_head[0][..., head_dim : head_dim + 2].copy().view(np.int32)[..., 0].T
+        ).all()
+        got = by_head[0][..., :head_dim].reshape(rows, -1)
     want = rope.reference(x, table, 0, head_dim)
     # Cosine and sine in two bf16: 2^-17 of each product; a pair's products are at most |x1| + |x2|.
     halves = magnitude(x).reshape(rows, heads, 2, -1).sum(axis=2, keepdims=True).repeat(2, axis=2).reshape(rows, -1)
@@ -284,35 +299,47 @@ def test_gemv(out_cols: int, cols: int, dtype: str, blocked: bool) -> None:
     assert_close(got[:out_cols], want, bound if dtype == "bf16" else bound - ULP * magnitude(want))
 
 
-def attention_case(seq: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> tuple[np.ndarray, ...]:
+def attention_case(
+    seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float
+) -> tuple[np.ndarray, ...]:
+    """Queries with their positions; keys and values up to the last of them, and a window of the cache that has them,
+    behind which lies what other texts left."""
     q, k = random(seq, heads * dim, seed=15, scale=scale), random(pos + seq, kv_heads * dim, seed=16, scale=scale)
     v = random(pos + seq, kv_heads * dim, seed=17)
-    kv = np.stack([t.reshape(pos + seq, kv_heads, dim) for t in (k, v)], axis=2).reshape(pos + seq, -1)
-    return q, k, v, kv
+    kv = np.full((window, kv_heads, 2, dim), 1000, bfloat16)
+    kv[: pos + seq] = np.stack([t.reshape(pos + seq, kv_heads, dim) for t in (k, v)], axis=2)
+    behind = position_rows(pos, seq).view(bfloat16)[:, None, :HEAD_POSITION].repeat(heads, axis=1)
+    placed = np.concatenate([q.reshape(seq, heads, dim), behind], axis=2).reshape(seq, -1)
+    return placed, k, v, kv.reshape(window, -1)
 
 
 ATTENTION = [
-    (128, 4, 2, 64, 0, 1.0),
-    (96, 9, 3, 64, 0, 2.0),
-    (32, 32, 8, 64, 96, 1.0),
-    (64, 6, 2, 128, 0, 1.0),
-    (16, 2, 2, 32, 48, 5.0),
+    (128, 128, 4, 2, 64, 0, 1.0),
+    (96, 96, 9, 3, 64, 0, 2.0),
+    (32, 128, 32, 8, 64, 96, 1.0),
+    (64, 256, 6, 2, 128, 37, 1.0),
+    (16, 64, 2, 2, 32, 0, 5.0),
+    (64, 128, 6, 2, 96, 1, 1.0),
 ]
 
 
 @pytest.mark.parametrize("exp2_ulp", [False, True])
-@pytest.mark.parametrize("seq, heads, kv_heads, dim, pos, scale", ATTENTION)
-def test_flash_attention(seq: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, exp2_ulp: bool) -> None:
-    """Also with the core's exponential off by one unit in every lane: its error is not published."""
-    q, k, v, kv = attention_case(seq, heads, kv_heads, dim, pos, scale)
-    tiling = flash_attention.tile(seq, heads, kv_heads, dim, pos)
+@pytest.mark.parametrize("seq, window, heads, kv_heads, dim, pos, scale", ATTENTION)
+def test_flash_attention(
+    seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, exp2_ulp: bool
+) -> None:
+    """From any position on; also with the core's exponential off by one unit in every lane: its error is not
+    published."""
+    q, k, v, kv = attention_case(seq, window, heads, kv_heads, dim, pos, scale)
+    tiling = flash_attention.tile(seq, heads, kv_heads, dim, window)
     flags = ("-DAIE_SIM_EXP2_ULP",) if exp2_ulp else ()
     got = execute(flash_attention.build(tiling), q, kv, empty(seq, heads * dim), flags=flags)
-    want = flash_attention.reference(q, k, v, pos, heads, kv_heads)
+    want = flash_attention.reference_placed(q, k, v, pos, heads, kv_heads)
     # Weights carry an error of half a unit (2^-8), with a bad exponential one and a half, in numerator and sum alike;
     # scores up to 2^9 carry 2^-16 of themselves into the exponent (times ln 2).
-    weight_error = (3 if exp2_ulp else 1) * 2.0**-8 + score_bound(q, k, dim) * 2.0**-16
-    spread = flash_attention.reference(q, k, np.abs(v), pos, heads, kv_heads)
+    own = q.reshape(seq, heads, -1)[..., :dim]
+    weight_error = (3 if exp2_ulp else 1) * 2.0**-8 + score_bound(own, k, dim) * 2.0**-16
+    spread = flash_attention.reference_placed(q, k, np.abs(v), pos, heads, kv_heads)
     assert_close(got, want, ULP * magnitude(want) + 2 * weight_error * magnitude(spread))
     if not exp2_ulp:
         # Three independent roundings of at most 2^-9 in the root mean square: weights, result, reference.
@@ -329,9 +356,19 @@ def score_bound(q: np.ndarray, k: np.ndarray, dim: int) -> float:
 def test_attention_reads_nothing_past_a_position() -> None:
     """Changing later keys and values leaves earlier rows alone, to the byte."""
     tiling = flash_attention.tile(128, 4, 2, 64)
-    q, _, _, kv = attention_case(128, 4, 2, 64, 0, 1.0)
+    q, _, _, kv = attention_case(128, 128, 4, 2, 64, 0, 1.0)
     changed = kv.copy()
     changed[77:] = random(51, kv.shape[1], seed=99, scale=100)
     out = [execute(flash_attention.build(tiling), q, t, empty(128, 256)) for t in (kv, changed)]
     assert out[0][:77].tobytes() == out[1][:77].tobytes()
     assert out[0][77:].tobytes() != out[1][77:].tobytes()
+
+
+def test_attention_gives_the_same_bytes_through_every_window() -> None:
+    """Also for fewer rows at a time, from any position on."""
+    q, _, _, kv = attention_case(128, 512, 3, 1, 64, 0, 1.0)
+    whole = execute(flash_attention.build(flash_attention.tile(128, 3, 1, 64)), q, kv[:128].copy(), empty(128, 192))
+    for first, rows, window in ((0, 128, 512), (64, 64, 128), (37, 64, 256)):
+        made = flash_attention.build(flash_attention.tile(rows, 3, 1, 64, window))
+        got = execute(made, q[first : first + rows], kv[:window].copy(), empty(rows, 192))
+        assert got.tobytes() == whole[first : first + rows].tobytes()

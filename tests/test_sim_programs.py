@@ -14,10 +14,11 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.dtypes import DTYPES
 from stages.air import parse_mlir
-from stages.model.config import Config, rope_table
+from stages.model.config import TABLES, Config, position_rows
 from stages.model.grouping import Program
 from stages.model.parts import Launch
 from stages.targets.npu2.modules import Module, build_module
+from stages.weights.constants import HEAD_POSITION
 from stages.weights.formats import formats
 from tests.npu_shapes import DEMO, device_program, layout, model
 from tests.sim_support import run
@@ -31,8 +32,8 @@ HALVES = {"rope_kv": 0, "gemm_kv": 1}
 """Kernels that write one half of the interleaved cache, and which."""
 
 
-def dimensions(config: Config, rows: int, positions: int) -> dict[str, Any]:
-    return config.dimensions() | {"seq": rows, "max_seq": positions, "pos": 0}
+def dimensions(config: Config, rows: int, positions: int, pos: int = 0) -> dict[str, Any]:
+    return config.dimensions() | {"seq": rows, "max_seq": positions, "window": positions, "pos": pos}
 
 
 def inputs(program: Program, config: Config, dims: dict[str, Any]) -> Values:
@@ -40,36 +41,50 @@ def inputs(program: Program, config: Config, dims: dict[str, Any]) -> Values:
     rng, values = np.random.default_rng(5), {}
     for slot in program.slots:
         if slot.role == "table":
-            values[slot.name] = rope_table(config, dims["max_seq"])
+            values[slot.name] = TABLES[slot.buffer](config, dims["max_seq"])
         elif slot.role in ("input", "weight"):
             shape = tuple(dims[d] if isinstance(d, str) else d for d in slot.shape)
             scale = 1 / math.sqrt(shape[-1]) if len(shape) == 2 and slot.role == "weight" else 1.0
             values[slot.name] = (rng.normal(size=shape) * scale).astype(bfloat16)
+            if slot.buffer == "q_roped" and len(shape) == 2:
+                heads = values[slot.name].reshape(shape[0], dims["heads"], -1)
+                heads[..., -HEAD_POSITION:] = position_rows(dims["pos"], shape[0]).view(bfloat16)[
+                    :, None, :HEAD_POSITION
+                ]
     return values
 
 
 def compose(program: Program, dims: dict[str, Any], values: Values) -> Values:
     """What every slot holds after the kernels' references, run in the order of the parts' launches."""
     values = dict(values)
+    if "kv_window" in values:
+        # What is behind the rows is what others left: nobody sees it.
+        values["kv"] = values["kv_window"].reshape(by_head(dims)).copy()
+        values["kv_window"] = values["kv"][: dims["pos"] + dims["seq"]]
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for launch in part.launches:
             reference(launch, {arg: wired[slot] for arg, slot in launch.args.items()}, dims, values)
     return values
 
 
+def by_head(dims: dict[str, Any]) -> tuple[int, ...]:
+    """Shape of an interleaved cache."""
+    return (-1, dims["kv_heads"], 2, dims["head_dim"])
+
+
 def reference(launch: Launch, slots: dict[str, str], dims: dict[str, Any], values: Values) -> None:
-    kernel, by_head = launch.kernel, (-1, dims["kv_heads"], 2, dims["head_dim"])
+    kernel = launch.kernel
     known: dict[str, Any] = {k: dims[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     if "kv" in known:
-        k, v = np.moveaxis(known["kv"].reshape(by_head), 2, 0)
+        k, v = np.moveaxis(known["kv"], 2, 0)
         known |= {"k": k.reshape(len(k), -1), "v": v.reshape(len(v), -1)}
     if "table" in known:
         known["x"] = np.atleast_2d(known["x"])
     out = kernel.reference(**{name: known[name] for name in inspect.signature(kernel.reference).parameters})
     if kernel.name in HALVES:
-        cache = values.setdefault(slots["out"], np.full((dims["max_seq"], *by_head[1:]), np.nan, bfloat16))
-        cache[dims["pos"] :, :, HALVES[kernel.name]] = out.reshape(len(out), dims["kv_heads"], -1)
+        cache = values.setdefault(slots["out"], np.full((dims["max_seq"], *by_head(dims)[1:]), np.nan, bfloat16))
+        cache[dims["pos"] :][: len(out), :, HALVES[kernel.name]] = out.reshape(len(out), dims["kv_heads"], -1)
     else:
         values[slots["out"]] = out
 
@@ -91,21 +106,24 @@ def slot_arrays(module: Module, dims: dict[str, Any], values: Values) -> list[np
 
 
 def execute(module: Module, dims: dict[str, Any], values: Values) -> Values:
-    """Slots after the run."""
-    slots, traffic = run(parse_mlir(module.text()), slot_arrays(module, dims, values))
+    """Slots after the run. New rows of a cache are a part of the window that is attended over."""
+    names = [slot.name for slot in module.program.slots]
+    views = {names.index("kv"): (names.index("kv_window"), dims["pos"])} if {"kv", "kv_window"} <= {*names} else None
+    slots, traffic = run(parse_mlir(module.text()), slot_arrays(module, dims, values), views=views)
     assert traffic.submissions == 1
     return {slot.name: array for slot, array in zip(module.program.slots, slots, strict=True)}
 
 
-def check(grouping: str, name: str, config: Config, outputs: tuple[str, ...], bucket: int = 128) -> None:
-    program = device_program(name, grouping, bucket)
-    dims = dimensions(config, program.bucket or 1, bucket)
+def check(grouping: str, name: str, config: Config, outputs: tuple[str, ...], bucket: int = 128, pos: int = 0) -> None:
+    """`pos`: of the first row, in the smallest window that has it."""
+    program = device_program(name, grouping, bucket, pos + bucket)
+    dims = dimensions(config, program.bucket or 1, program.window or bucket, pos)
     values = inputs(program, config, dims)
     got = execute(build_module(program, config.dimensions()), dims, values)
     want = compose(program, dims, values)
     launches = sum(len(part.launches) for part in program.parts)
     for output in outputs:
-        expected = want[output]
+        expected = want[output][pos:][:bucket] if output == "kv" else want[output]
         # Where two roundings fall apart, a number is off by at most a unit in the last place: 2^-8 in the root mean
         # square. Roundings of different launches are independent, so their errors add in squares.
         actual = got[output].astype(np.float64).reshape(-1)[: expected.size].reshape(expected.shape)
@@ -132,8 +150,14 @@ def test_separate_grouping(name: str, outputs: tuple[str, ...], config: Config) 
     check("separate", name, config, outputs)
 
 
-def test_separate_attention() -> None:
-    check("separate", "flash_attn", TINY, ("attn_out",))
+@pytest.mark.parametrize("pos", [0, 77])
+def test_separate_attention(pos: int) -> None:
+    check("separate", "flash_attn", TINY, ("attn_out",), pos=pos)
+
+
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
+def test_a_prompt_goes_on_from_any_position(config: Config) -> None:
+    check("fused", "prefill_layer", config, ("kv", "output"), pos=101)
 
 
 @pytest.mark.parametrize("config", [TINY, ODD, pytest.param(DEMO, marks=pytest.mark.slow)], ids=["tiny", "odd", "demo"])
@@ -160,6 +184,7 @@ def test_a_prompt_gives_the_same_bytes_in_every_bucket(config: Config, buckets: 
         values = inputs(program, config, dimensions(config, 512, 512))
         values["x_in"] = values["x_in"][:bucket]
         values["x_in"][prompt:] = bfloat16(bucket)
+        values["kv_window"] = values["kv_window"][:bucket]
         found = execute(build_module(program, config.dimensions()), dimensions(config, bucket, bucket), values)
         results.append((found["output"][:prompt].tobytes(), found["kv"][:prompt].tobytes()))
     assert results[0] == results[1]

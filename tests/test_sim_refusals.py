@@ -23,6 +23,7 @@ from stages.targets.npu2_sim.lower import lower
 from stages.targets.npu2_sim.objects import FENCE_BYTES
 from stages.weights.formats.bf16 import to_blocks
 from tests.sim_support import aligned, compile_module, compile_with, run
+from tests.test_sim_kernels import attention_case
 
 N = 1024
 
@@ -482,7 +483,7 @@ def test_text_and_ir_are_the_same_program() -> None:
     for program in (
         gemm.build(gemm.tile(64, 64, 32)),
         flash_attention.build(flash_attention.tile(64, 6, 2, 64)),
-        rope.build(rope.tile(16, 2, 64, True)),
+        rope.build(rope.tile(16, 2, 64, rope.KEYS)),
         gemm.build(replace(gemm.tile(64, 64, 32), x_chunk=32, tile_k=32)),
     ):
         text = to_mlir(program.module)
@@ -515,9 +516,10 @@ def _gemv() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
 
 
 def _attention() -> tuple[ModuleOp, list[np.ndarray], np.ndarray]:
-    q, kv = random(32, 128, seed=7), random(32, 128, seed=8)
+    q, k, _, kv = attention_case(32, 32, 2, 1, 64, 0, 1.0)
     module = flash_attention.build(flash_attention.tile(32, 2, 1, 64)).module
-    return module, [q, kv, np.zeros_like(q)], flash_attention.reference(q, kv[:, :64], kv[:, 64:], 0, 2, 1)
+    want = flash_attention.reference_placed(q, k, kv[:, 64:], 0, 2, 1)
+    return module, [q, kv, np.zeros((32, 128), bfloat16)], want
 
 
 @pytest.mark.parametrize("case", [_add, _gemm, _gemv, _attention], ids=lambda c: c.__name__[1:])

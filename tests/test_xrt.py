@@ -642,6 +642,26 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     }
 
 
+def test_chunks_of_a_prompt_are_the_simulators(npu2: Path, simulated: Path) -> None:
+    """A long prompt, more behind it, and up to the end of the context: a submission for each chunk."""
+    text = np.random.default_rng(3).integers(5, 1900, 2048).tolist()
+    world = install()
+    found = []
+    for directory in (simulated, npu2):
+        with contextlib.closing(load(directory, 2)) as llm:
+            made = []
+            for start, end in ((0, 200), (200, 290), (2000, 2048)):
+                llm._history[:] = text[:start]
+                before = world.counts["submissions"]
+                made.append(llm.prefill(text[start:end]).tobytes())
+                if directory == npu2:
+                    chunks = llm._chunked.cheapest(start, end)
+                    assert world.counts["submissions"] - before == len(chunks) < 3
+                    assert all(chunk.phase.startswith("prefill") for chunk in chunks)
+            found.append(made)
+    assert found[0] == found[1]
+
+
 def _traced(directory: Path, tokens: int) -> tuple[list[tuple[str, str, Any, dict[str, bytes]]], list[int]]:
     """What each call of a prompt and of tokens left in its slots but weights; and the tokens, as many again behind the
     trace."""
@@ -741,20 +761,20 @@ def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: 
     assert world.counts["heap"] < 32 * MIB
 
 
-def test_bench_measures_what_the_buckets_hold(
+def test_bench_measures_what_the_context_holds(
     npu2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install()
     for name, value in {
-        "PROMPTS": (16, 512),
-        "DEPTHS": (0, 16, 512),
+        "PROMPTS": (16, 130, 4096),
+        "DEPTHS": (0, 130, 4096),
         "GENERATED": 2,
         "cold_start": lambda *_: (),
     }.items():
         monkeypatch.setattr(bench, name, value)
     bench.run_bench(str(npu2), 2, 1, as_json=True)
     results = {r["test"]: r for r in json.loads(capsys.readouterr().out)["results"]}
-    assert set(results) == {"read per token", "pp16", "tg2 @ 0", "tg2 @ 16"}, "nothing token by token, and no CPU limit"
+    assert set(results) == {"read per token", "pp16", "pp130", "tg2 @ 0", "tg2 @ 130"}, "in chunks, and no CPU limit"
     assert all(r["share"] is None and r["values"][0] > 0 for r in results.values())
 
 

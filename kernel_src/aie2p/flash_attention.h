@@ -1,7 +1,8 @@
 // Attention of QR query rows over a stream of KR-row KV tiles, online softmax in the log2 domain, head size HD. The rows
 // are at positions that follow one another, or with SAME_ROW all at one.
 //
-// q bf16 blocks [QR/8][HD/8][8][8]; kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
+// q bf16 blocks [QR/8][HD/8][8][8], where rows are at positions of their own [QR/8][HD/8 + 1][8][8]: each row of the last
+// block begins with its position, i32. kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
 // [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = running maximum, running sum; work f32 [QR][KR], scratch.
 //
 // Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors
@@ -42,10 +43,13 @@ constexpr float root(float x) {
 // Query minus key inside half a score block: lane = key * EDGE + query.
 #ifdef SAME_ROW
 constexpr int32 APART = 0;
+// Of q in a row of blocks.
+constexpr unsigned Q_BLOCKS = DIM_BLOCKS;
 alignas(64) const int32 DISTANCE[HALF] = {0,  0,  0,  0,  0,  0,  0,  0,  -1, -1, -1, -1, -1, -1, -1, -1,
                                           -2, -2, -2, -2, -2, -2, -2, -2, -3, -3, -3, -3, -3, -3, -3, -3};
 #else
 constexpr int32 APART = 1;
+constexpr unsigned Q_BLOCKS = DIM_BLOCKS + 1;
 alignas(64) const int32 DISTANCE[HALF] = {0,  1,  2,  3,  4, 5, 6, 7, -1, 0,  1,  2,  3, 4, 5, 6,
                                           -2, -1, 0,  1,  2, 3, 4, 5, -3, -2, -1, 0,  1, 2, 3, 4};
 #endif
@@ -71,7 +75,7 @@ void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
             for (unsigned d = 0; d < DIM_BLOCKS; ++d) {
                 const aie::vector<bfloat16, BLOCK> k = gather(kv + key * EDGE * 2 * HD + d * EDGE);
                 unrolled<GROUP>([&](auto g) {
-                    sum.get(g).mac(k, aie::load_v<BLOCK>(q + ((first + g) * DIM_BLOCKS + d) * BLOCK));
+                    sum.get(g).mac(k, aie::load_v<BLOCK>(q + ((first + g) * Q_BLOCKS + d) * BLOCK));
                 });
             }
             unrolled<GROUP>([&](auto g) {
@@ -192,7 +196,7 @@ void attend(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, flo
     accumulate(work, kv, acc);
 }
 
-// Behind the last key: the results, in the blocks of q.
+// Behind the last key: the results, blocks [QR/8][HD/8][8][8] from the beginning of q on.
 void finish(float *acc, const float *stats, bfloat16 *q) {
     use_nearest_even();
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query, acc += DIM_BLOCKS * BLOCK, q += DIM_BLOCKS * BLOCK) {

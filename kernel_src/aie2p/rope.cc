@@ -1,10 +1,24 @@
-// Rotary embedding (rope.h) of ROWS rows. x, out [ROWS][HEADS * HEAD_DIM]; table f32 [ROWS][HEAD_DIM].
+// Rotary embedding (rope.h) of ROWS rows, x [ROWS][HEADS * HEAD_DIM]; table f32 [ROWS][HEAD_DIM], out like x. With PLACED
+// rows of the table have their positions behind them, i32, and so has then each head of a row: table [ROWS][HEAD_DIM +
+// POSITION / 2], out [ROWS][HEADS][HEAD_DIM + HEAD_POSITION].
 #include "rope.h"
+
+constexpr unsigned HEAD_POSITION = LAYOUT_HEAD_POSITION, POSITION = LAYOUT_POSITION;
+static_assert(HEAD_POSITION == 8, "a vector of bf16, and a row of a block");
+#ifdef PLACED
+constexpr unsigned WIDTH = HEAD_DIM + HEAD_POSITION, ANGLES = HEAD_DIM + POSITION / 2;
+#else
+constexpr unsigned WIDTH = HEAD_DIM, ANGLES = HEAD_DIM;
+#endif
 
 extern "C" void AIE_FN(rope)(const bfloat16 *x, const float *table, bfloat16 *out) {
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row) {
-        rotate_heads<HEADS, HEAD_DIM>(x, table, out);
-        x += HEADS * HEAD_DIM, table += HEAD_DIM, out += HEADS * HEAD_DIM;
+        rotate_heads<HEADS, WIDTH>(x, table, out);
+#ifdef PLACED
+        const auto position = aie::load_v<HEAD_POSITION>(reinterpret_cast<const bfloat16 *>(table + HEAD_DIM));
+        for (unsigned head = 0; head < HEADS; ++head) aie::store_v(out + head * WIDTH + HEAD_DIM, position);
+#endif
+        x += HEADS * HEAD_DIM, table += ANGLES, out += HEADS * WIDTH;
     }
 }

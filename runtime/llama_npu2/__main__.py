@@ -94,13 +94,8 @@ def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
         raise UserError(f'no prompt: give "some text" behind {options.artifacts}, or --chat')
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with contextlib.closing(load(options.artifacts, running.threads)) as llm:
-        llm.notify = print_notice
         print_reply(options, llm, prompt, sampling)
     return 0
-
-
-def print_notice(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sampling) -> None:
@@ -179,7 +174,6 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
 
     sampling.check_one_text()
     with contextlib.closing(load(options.artifacts, running.threads)) as llm:
-        llm.notify = print_notice
         if llm.chat_template is None:
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
         return Session(llm, sampling).run()

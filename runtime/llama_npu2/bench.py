@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llama_npu2.chunks import decode_phase
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.llama import Llama, decode_phase, load
+from llama_npu2.llama import Llama, load
 from llama_npu2.table import Column, Table
 
 PROMPTS = (128, 512, 2048)
@@ -226,11 +227,9 @@ class Bench:
         yield self.read_per_token()
         if self.limited:
             yield from self._limits()
-        # Beyond the largest bucket, a prompt would be measured token by token.
-        longest = self.llm.buckets[-1] if self.llm.buckets else self.llm.context_length
-        for rows in (rows for rows in PROMPTS if rows <= longest):
+        for rows in (rows for rows in PROMPTS if rows <= self.llm.context_length):
             yield self.prefill(rows)
-        for depth in (depth for depth in DEPTHS if depth <= longest and depth + GENERATED < self.llm.context_length):
+        for depth in (depth for depth in DEPTHS if depth + GENERATED < self.llm.context_length):
             yield self.decode(depth)
         if self.limited:
             yield self.host_overhead()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from llama_npu2.chat import ChatTemplate
+from llama_npu2.chunks import Chunk, Chunks, decode_phase
 from llama_npu2.completion import Completion, Logprob, Stats
 from llama_npu2.devices import Submission, open_device
 from llama_npu2.errors import REMEDY, UserError
@@ -29,11 +30,6 @@ from llama_npu2.spans import Recorder, Timer
 from llama_npu2.text import TextStream, Tokenizer
 from llama_npu2.trace import Watch, traced_phases
 from llama_npu2.validation import sizes
-
-MAX_STEPPED_TOKENS = 16
-"""On devices with buckets: with more new tokens than this, a bucket for all of them beats decoding the new ones singly.
-Tokens beyond the largest bucket go singly either way."""
-
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 """Text, messages with `role` and `content`, or token ids."""
@@ -58,14 +54,13 @@ class Llama:
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
         self.buckets, self.windows = (sizes(self._phases, phase) for phase in ("prefill", "decode"))
-        self._decoding = decode_phase(self.windows, 0)
-        for window in self.windows[1:]:
-            self._phases[f"decode@{window}"].rest()
+        self._chunked = Chunks(manifest.milliseconds, self.windows)
+        self._awake = {phase.partition("@")[0]: phase for phase in sorted(self._phases, key=_by_size, reverse=True)}
+        for phase in self._phases.keys() - self._awake.values():
+            self._phases[phase].rest()
         self.context_length: int = manifest.model["max_seq"]
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
-        self.notify: Callable[[str], object] = lambda line: None
-        """Gets a line when something takes longer than it must. The command line prints it."""
         self._history: list[int] = []
         self._timed = Timer()
 
@@ -120,42 +115,44 @@ class Llama:
             self._timed.recorder = None
             self.device.record(None)
 
-    def prefill(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Append tokens to the context; returns float32 logits `[vocab]` of the last one. Raises UserError."""
+    def prefill(self, token_ids: Sequence[int], chunks: Sequence[Chunk] = ()) -> np.ndarray:
+        """Append tokens to the context; returns float32 logits `[vocab]` of the last one. `chunks`: with buckets, how
+        they are processed, the cheapest way if nothing is said. Raises UserError."""
         ids = self._checked(token_ids)
-        for phase, chunk in self._chunks(ids):
-            self._run(phase, chunk)
+        for phase, part in self._cut(ids, chunks):
+            self._run(phase, part)
         return self._copied_logits()
 
     def score(self, token_ids: Sequence[int], first: int = 1, top: int = 0) -> list[Logprob]:
         """Log-probabilities of the tokens from number `first` on, 1 or more, each given all before it, with the `top`
         most likely alternatives: of a continuation, or of a whole text but for its first token. Raises UserError.
 
-        By the very logits that `prefill` of what is before a token gives, on the CPU those of `decode`, too. It costs a
-        prefill, without buckets of what is not in the KV cache yet, and for each token one product with the vocabulary
-        matrix.
+        On the CPU by the very logits that `prefill` of what is before a token gives, and `decode`, too; with buckets by
+        those that come behind the same chunks. It costs a prefill of what is not in the KV cache yet, and for each
+        token one product with the vocabulary matrix.
         """
         ids = [int(i) for i in token_ids]
         if not 0 < first < len(ids):
             raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
         self._in_vocabulary(ids)
-        shared = 0 if self.buckets else _common_prefix(self._history, ids[: first - 1])
+        shared = _common_prefix(self._history, ids[: first - 1])
         self.rewind(shared)
         logits = self._logits_from(self._checked(ids[shared:-1]), first - 1 - shared)
         return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
 
     def _logits_from(self, ids: list[int], first: int) -> Iterator[np.ndarray]:
         """Append tokens; the logits of each from number `first` on, where the device has them, until the next ones."""
-        for phase, chunk in self._chunks(ids):
+        wanted = self.position + max(first, 0)
+        for phase, chunk in self._cut(ids):
             position = self.position
             self._run(phase, chunk)
-            wanted = range(max(first, 0), len(chunk))
-            first -= len(chunk)
-            if len(wanted) == 1 and phase != "prefill_chunk":
+            rows = range(max(wanted - position, 0), len(chunk))
+            wanted = max(wanted, self.position)
+            if len(rows) == 1 and phase != "prefill_chunk":
                 yield self._logits
-            elif wanted:
+            elif rows:
                 logits_of_last = self._behind_layers(phase)
-                for row in wanted:
+                for row in rows:
                     logits_of_last.run(row + 1, position)
                     yield self._logits
 
@@ -165,48 +162,28 @@ class Llama:
         layers = [number for number, call in enumerate(self.manifest.plans[phase]) if "layer" in call]
         return self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
 
-    def _chunks(self, ids: list[int]) -> Iterator[tuple[str, list[int]]]:
-        """Phases that append tokens, and what each appends. Programs of static shape start at position 0: the smallest
-        bucket that holds the tokens, else the largest and the rest one by one. Rows past the tokens are computed and
-        never read."""
-        if not self.buckets:
-            rows = len(self._tokens)
-            for start in range(0, len(ids), rows):
-                yield "prefill" if start + rows >= len(ids) else "prefill_chunk", ids[start : start + rows]
+    def _cut(self, ids: list[int], chunks: Sequence[Chunk] = ()) -> Iterator[tuple[str, list[int]]]:
+        """Phases that append tokens, and what each appends. With buckets one may begin with tokens that are there
+        already, and rows past the tokens are computed and never read."""
+        if self.buckets:
+            text = self._history + ids
+            for chunk in chunks or self._chunked.cheapest(self.position, len(text)):
+                self.rewind(chunk.start)
+                yield chunk.phase, text[chunk.start : chunk.end]
             return
-        if self.position == 0:
-            bucket = next((b for b in self.buckets if b >= len(ids)), self.buckets[-1])
-            if bucket < len(ids):
-                self.notify(self._too_long(len(ids)))
-            yield f"prefill@{bucket}", ids[:bucket]
-            ids = ids[bucket:]
-        for token in ids:
-            yield self._decode_phase(), [token]
-
-    def _too_long(self, tokens: int) -> str:
-        wanted = ",".join(map(str, [*self.buckets, 1 << (tokens - 1).bit_length()]))
-        return (
-            f"the prompt has {tokens} tokens, the largest bucket is {self.buckets[-1]}: "
-            f"{tokens - self.buckets[-1]} go one by one; doit compile buckets={wanted} makes a larger one"
-        )
+        rows = len(self._tokens)
+        for start in range(0, len(ids), rows):
+            yield "prefill" if start + rows >= len(ids) else "prefill_chunk", ids[start : start + rows]
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
         ids = self._checked([token_id])
-        self._run(self._decode_phase(), ids)
+        self._run(decode_phase(self.windows, self.position), ids)
         return self._copied_logits()
 
     def _copied_logits(self) -> np.ndarray:
         logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)
         return logits
-
-    def _decode_phase(self) -> str:
-        """Of the next token, which attends through the smallest window that holds all that are there."""
-        phase = decode_phase(self.windows, self.position)
-        if phase != self._decoding:
-            self._phases[self._decoding].rest()
-            self._decoding = phase
-        return phase
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in token_ids]
@@ -232,6 +209,10 @@ class Llama:
         return f"shorten the prompt{more}"
 
     def _run(self, phase: str, ids: list[int]) -> None:
+        kind = phase.partition("@")[0]
+        if self._awake[kind] != phase:
+            self._phases[self._awake[kind]].rest()
+            self._awake[kind] = phase
         about = {"rows": len(ids), "position": self.position}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
         self._timed("phase", phase, self._phases[phase].run, len(ids), self.position, about=about)
@@ -355,9 +336,9 @@ class Llama:
         Returns how many are kept."""
         before = ids[:-1]
         kept = len(before) if self._history == before else _common_prefix(self._history, before)
-        if self.buckets:
-            beyond = max(0, len(ids) - self.buckets[-1])
-            kept = kept if len(ids) - kept <= MAX_STEPPED_TOKENS + beyond else 0
+        cost = self._chunked.cost
+        if self.buckets and 0 < kept < len(before) and cost(0, len(ids)) < cost(kept, len(ids)):
+            kept = 0
         self.rewind(kept)
         return kept
 
@@ -378,9 +359,8 @@ class _Prompt:
     logprobs: list[Logprob] | None = None
 
 
-def decode_phase(windows: Sequence[int], position: int) -> str:
-    """Of a token at a position: the smallest of the windows that holds it, where there are any."""
-    return f"decode@{next(size for size in windows if size > position)}" if windows else "decode"
+def _by_size(phase: str) -> list[int]:
+    return [int(size) for size in phase.split("@")[1:]]
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

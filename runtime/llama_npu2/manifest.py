@@ -19,12 +19,12 @@ from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
 from llama_npu2.validation import check_blob, check_manifest
 
-FORMAT = 5
+FORMAT = 6
 """Raised whenever an older runtime could misread a newer manifest."""
 
 _LARGEST = 64 << 20
 """Bytes of a manifest. That of a model with a hundred layers has one."""
-_SECTIONS = ("model", "target", "buffers", "programs", "plans", "files")
+_SECTIONS = ("model", "target", "buffers", "programs", "plans", "milliseconds", "files")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Manifest:
     buffers: Mapping[str, Mapping[str, Any]]
     programs: Mapping[str, Mapping[str, Any]]
     plans: Mapping[str, list[Mapping[str, Any]]]
+    milliseconds: Mapping[str, float]
+    """Of a call of each phase of `plans`, by the estimate; empty where rows are known at run time only."""
     files: Mapping[str, Mapping[str, Any]]
 
     @classmethod

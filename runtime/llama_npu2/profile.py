@@ -85,7 +85,8 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
 
 
 def _text(llm: Llama, raw: bool) -> str:
-    """That makes about `PROMPT` tokens; fewer where context or buckets have no room for them and a reply."""
+    """That makes about `PROMPT` tokens; fewer where the context has no room for them and a reply. With buckets it fills
+    one, so that one phase is measured."""
     rows = min(PROMPT, llm.context_length // 2)
     if llm.buckets:
         rows = max((bucket for bucket in llm.buckets if bucket <= rows), default=llm.buckets[0])

@@ -86,8 +86,8 @@ _SLOT = record(
 _PROGRAM = record({"file": _FILE, "entry": _SYMBOL, "host": flag, "slots": list_of(_SLOT, 1, 1000)})
 _NPU_PROGRAM = record({"kernel": _SYMBOL, "instruction_bytes": _SIZE, "milliseconds": positive})
 _PHASE = text(
-    r"decode(@[1-9]\d{0,8})?|prefill(_chunk|@[1-9]\d{0,6})?",
-    "decode, decode@POSITIONS, prefill, prefill_chunk or prefill@ROWS",
+    r"decode(@[1-9]\d{0,8})?|prefill(_chunk|@[1-9]\d{0,6}(@[1-9]\d{0,8})?)?",
+    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS or prefill@ROWS@POSITIONS",
 )
 _CALL = record({"program": _NAME, "buffers": list_of(string, 1, 1000)}, {"layer": whole(0, 1 << 31)})
 
@@ -103,6 +103,7 @@ _SECTIONS = record(
         "buffers": mapping(_NAME, _buffer),
         "programs": mapping(_NAME, _PROGRAM),
         "plans": mapping(_PHASE, list_of(_CALL, 1)),
+        "milliseconds": mapping(_PHASE, positive),
         "files": mapping(_FILE, record({"size": whole(0, _MOST_BYTES), "sha256": text("[0-9a-f]{64}", "a SHA-256")})),
     }
 )
@@ -171,6 +172,11 @@ def _check_phases(content: Spec) -> None:
         raise ValueError(f"plans.decode@{max(windows)} is for fewer positions than model.max_seq")
     if buckets and max(buckets) > rows:
         raise ValueError(f"plans.prefill@{max(buckets)} has more rows than buffers.tokens, which has {rows}")
+    for phase in phases:
+        if furthest(phase, rows, model["max_seq"])[0][1] < 0:
+            raise ValueError(f"plans.{phase} is for fewer positions than rows")
+    if buckets and (odd := sorted(phases ^ content["milliseconds"].keys())):
+        raise ValueError(f"{odd[0]} is not in both plans and milliseconds")
 
 
 def _check_calls(content: Spec) -> None:
@@ -180,7 +186,7 @@ def _check_calls(content: Spec) -> None:
     bound: dict[str, _Bound] = {}
     sound: set[tuple[Any, ...]] = set()
     for phase, calls in content["plans"].items():
-        furthest = _furthest(phase, rows, positions)
+        reach = furthest(phase, rows, positions)
         for index, call in enumerate(calls):
             try:
                 program = _known(programs, call["program"], "programs")
@@ -189,25 +195,27 @@ def _check_calls(content: Spec) -> None:
                 _check_aliases(program["slots"], call["buffers"], buffers)
                 # Most layers are alike.
                 if (kind := (phase, call["program"], *references)) not in sound:
-                    _check_slots(program["slots"], references, furthest)
+                    _check_slots(program["slots"], references, reach)
                     sound.add(kind)
             except ValueError as error:
                 raise ValueError(f"plans.{phase}[{index}] {error}") from None
 
 
 def sizes(phases: Iterable[str], kind: str) -> list[int]:
-    """Of the phases of a kind that come in sizes (`prefill@128`), ascending."""
-    return sorted(int(size) for name, _, size in (phase.partition("@") for phase in phases) if name == kind and size)
+    """Of the phases of a kind that come in sizes (`prefill@128`), ascending; of those in several windows
+    (`prefill@128@512`) once."""
+    named = (phase.split("@") for phase in phases)
+    return sorted({int(size[0]) for name, *size in named if name == kind and size})
 
 
-def _furthest(phase: str, rows: int, positions: int) -> list[tuple[int, int]]:
+def furthest(phase: str, rows: int, positions: int) -> list[tuple[int, int]]:
     """Rows and first position of the calls of a phase that reach furthest. What a call touches grows with both, and
     linearly, so that no call between them reaches further."""
-    kind, _, size = phase.partition("@")
+    kind, *size = phase.split("@")
     if kind == "decode":
-        return [(1, min(positions, int(size or positions)) - 1)]
+        return [(1, min(positions, int(size[0]) if size else positions) - 1)]
     if size:
-        return [(int(size), 0)]
+        return [(int(size[0]), int(size[-1]) - int(size[0]))]
     most = min(rows, positions)
     return [(most, positions - most), (1, positions - 1)]
 
@@ -256,7 +264,7 @@ def _check_aliases(slots: Sequence[Spec], references: Sequence[str], buffers: Sp
                 raise ValueError(f"binds {name}, which it writes, to two slots")
 
 
-def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], furthest: Sequence[tuple[int, int]]) -> None:
+def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence[tuple[int, int]]) -> None:
     for slot, buffer in zip(slots, bound, strict=True):
         name, role = slot["name"], slot["role"]
         if slot["dtype"] != buffer.dtype:
@@ -265,7 +273,7 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], furthest: Seque
             raise ValueError(f"binds a buffer of kind {buffer.kind} to slot {name} of role {role}")
         if role == "weight" and buffer.view:
             raise ValueError(f"binds a view to slot {name} of role {role}")
-        for seq, pos in furthest:
+        for seq, pos in reach:
             end = view_offset(buffer.view, buffer.row_bytes, seq, pos) + slot_bytes(slot, seq, pos)
             if end > buffer.nbytes:
                 raise ValueError(

@@ -18,6 +18,7 @@ from doit.exceptions import TaskFailed
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.chunks import Chunk
 from llama_npu2.table import Column, fitted
 from stages.commands import quality, transformers_model
 from stages.commands.diagnose_page import page
@@ -166,8 +167,8 @@ def diagnose(build: Build, llm: Llama) -> Report:
     ids = _ids(build, llm)
     text = record(llm, recorder, ids, _behind(llm, len(ids)))
     states = recorder.states()
-    for more in _lengths(llm) if options.full else ():
-        record(llm, recorder, _repeated(text, more), _behind(llm, more))
+    for more, chunks in _others(llm) if options.full else ():
+        record(llm, recorder, _repeated(text, more), _behind(llm, more), chunks)
     layers, unsaid = _layers(build, weights, text, len(ids), states)
     in_order = {site: at for at, site in enumerate(recorder.samples)}
     judged = Judge(recorder, weights).findings()
@@ -200,11 +201,20 @@ def _behind(llm: Llama, prompt: int) -> int:
     return min(TOKENS, llm.context_length - prompt)
 
 
-def _lengths(llm: Llama) -> list[int]:
-    """Of prompts that come to every phase: one for each bucket, or two chunks; a token in each window."""
+def _others(llm: Llama) -> Iterator[tuple[int, list[Chunk]]]:
+    """Lengths of prompts, and their chunks where these are said, that come to every phase: what fills each bucket, from
+    the beginning and behind that in each window, or two chunks of any size; a token in each window."""
     longest = llm.context_length - 1
-    chunked = [] if llm.buckets else [len(llm.memory.array("tokens")) + 1]
-    return sorted({min(length, longest) for length in (*llm.buckets, *chunked, *llm.windows[:-1])})
+    if not llm.buckets:
+        yield min(len(llm.memory.array("tokens")) + 1, longest), []
+    for phase in llm.manifest.plans:
+        kind, *sizes = phase.split("@")
+        if kind == "prefill" and sizes:
+            rows, start = int(sizes[0]), int(sizes[-1]) - int(sizes[0])
+            first = Chunk(f"prefill@{rows}", 0, min(rows, longest))
+            behind = [Chunk(phase, min(rows, start), min(rows + min(rows, start), longest))] if start else []
+            yield max(chunk.end for chunk in (first, *behind)), [first, *behind]
+    yield from ((min(window, longest), []) for window in llm.windows[:-1])
 
 
 def _repeated(ids: Sequence[int], length: int) -> list[int]:

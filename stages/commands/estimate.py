@@ -14,19 +14,19 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.dtypes import nbytes
 from llama_npu2.table import Column, Table, fitted
 from stages.engine.files import write_json
 from stages.estimate.constants import Constant, Machine, constants
+from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
-from stages.estimate.work import HOST_CALL, HOST_COPY, HOST_READ, SUBMISSION, Amount, Serial, Time, spend
+from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.graph import Build
 from stages.model.checkpoint import container
 from stages.model.config import Config
 from stages.model.families import parse_config
-from stages.model.grouping import Group, Placed, chained, cover, programs, windows
+from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
 from stages.model.parts import UNPACKED, Slot
 from stages.model.policy import BF16, Policy
 from stages.targets.npu2.groupings import GROUPINGS
@@ -58,7 +58,7 @@ def _report(build: Build, machine: Machine) -> None:
     options, checkpoint = build.options, container(build.source.fetch())
     config = parse_config(checkpoint.fields, checkpoint.where)
     chosen = options.bucket_list(), machine, build.policy
-    estimates = {name: Estimate(config, name, *chosen) for name in GROUPINGS}
+    estimates = {name: Estimate(config, name, *chosen, positions=build.positions) for name in GROUPINGS}
     grouping = build.grouping_name
     build.target.grouping(grouping)
     found = figures(build.source.name, estimates, grouping)
@@ -106,7 +106,8 @@ class Moment:
 
 
 class Estimate:
-    """A model in a grouping, with programs for prompts in buckets."""
+    """A model in a grouping, with programs for prompts in buckets, over a cache of so many positions, and for a token
+    behind `depth` others."""
 
     def __init__(
         self,
@@ -116,13 +117,15 @@ class Estimate:
         machine: Machine,
         policy: Policy = BF16,
         depth: int = DEPTH,
+        positions: int = WINDOW,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
-        self.buckets, self.machine, self.policy, self.depth = buckets, machine, policy, depth
+        self.buckets, self.machine, self.policy = buckets, machine, policy
+        self.depth, self.positions = depth, positions
 
     def at(self, depth: int, buckets: Sequence[int]) -> Estimate:
         """The same behind other positions, with other buckets."""
-        return Estimate(self.config, self.name, buckets, self.machine, self.policy, depth)
+        return Estimate(self.config, self.name, buckets, self.machine, self.policy, depth, self.positions)
 
     @property
     def window(self) -> int:
@@ -130,12 +133,18 @@ class Estimate:
         return windows(self.depth + 1)[-1]
 
     @cached_property
+    def programs(self) -> list[Program]:
+        """Of the device."""
+        of = self.config.family, self.grouping, self.buckets, self.policy
+        prompts = [p for p in programs(*of, self.positions) if p.bucket]
+        tokens = [p for p in programs(*of, self.window) if not p.bucket and p.window in (None, self.window)]
+        return [p for p in (*prompts, *tokens) if not p.host]
+
+    @cached_property
     def modules(self) -> dict[str, Module]:
         """Of every device program, by its name."""
-        found = programs(self.config.family, self.grouping, self.buckets, self.policy, self.window)
-        found = [p for p in found if p.window in (None, self.window)]
         dims = self.config.dimensions()
-        return {p.name: build_module(p, dims) for p in found if not p.host}
+        return {p.name: build_module(p, dims) for p in self.programs}
 
     @cached_property
     def rows(self) -> dict[str, list[Priced]]:
@@ -146,17 +155,25 @@ class Estimate:
         """One token behind `depth` positions, host and submissions included."""
         return sum((moment.time for moment in self.moments(depth=depth)), Time())
 
-    def prompt(self, bucket: int) -> Time:
-        """A prompt that fills a bucket, up to its logits."""
-        return sum((moment.time for moment in self.moments(bucket)), Time())
+    def prompt(self, bucket: int, window: int = 0) -> Time:
+        """A prompt that fills a bucket, or what fills it at the end of a longer window, up to its logits."""
+        return sum((moment.time for moment in self.moments(bucket, window=window)), Time())
 
-    def moments(self, bucket: int | None = None, depth: int | None = None) -> Iterator[Moment]:
-        """Of a prompt that fills a bucket, else of a token behind `depth` positions: what happens, in order."""
+    def prompts(self) -> Iterator[tuple[str, int, int]]:
+        """What people call it, bucket and window of everything that has programs."""
+        for bucket in self.buckets:
+            first, *more = prompt_windows(bucket, self.positions)
+            yield f"prompt of {bucket}", bucket, first
+            yield from ((f"{bucket} more up to {window}", bucket, window) for window in more)
+
+    def moments(self, bucket: int | None = None, depth: int | None = None, window: int = 0) -> Iterator[Moment]:
+        """Of a prompt that fills a bucket (at the end of a window, where one is given), else of a token behind `depth`
+        positions: what happens, in order."""
         behind = 0 if bucket else self.depth if depth is None else depth
-        crossing = host_traffic(self.config, self.name, bucket or 1, self.grouping.windowed)
+        crossing = host_traffic(self.config, self.name, bucket or 1, self.grouping.attends)
         running: list[Moment] = []
         touched: set[str] = set()
-        for stretch in self.stretches(bucket):
+        for stretch in self.stretches(bucket, window):
             if stretch.device:
                 running, touched = list(self._device(stretch)), stretch.touched()
                 yield from running
@@ -178,22 +195,23 @@ class Estimate:
             weights += sum(nbytes(slot["dtype"], slot["shape"]) for slot in slots)
         return moved, weights
 
-    def stretches(self, bucket: int | None = None) -> Iterator[Stretch]:
-        """Of a prompt in a bucket, else of a token."""
+    def stretches(self, bucket: int | None = None, window: int = 0) -> Iterator[Stretch]:
+        """Of a prompt in a bucket (and a window that is not its first), else of a token."""
         chain = self.grouping.prompt if bucket else self.grouping.token
         calls = cover(chained(self.config.family, chain, self.config.layers, self.policy), self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             found = list(part)
-            names = tuple(self._program(group, bucket) for group, _ in found if group)
+            names = tuple(self._program(group, bucket, window) for group, _ in found if group)
             yield Stretch(tuple(placed for _, parts in found for placed in parts), names)
 
-    def _program(self, group: Group, bucket: int | None) -> str:
-        size = bucket if group.prompt else self.window if group.windowed else None
-        return f"{group.name}.{size}" if size else group.name
+    def _program(self, group: Group, bucket: int | None, window: int) -> str:
+        """By name; a prompt's is the first of its bucket's where no window is said."""
+        known = (p for p in self.programs if p.entry == group.name and p.bucket == (bucket if group.prompt else None))
+        return next(p.name for p in known if not (bucket and window) or p.window in (None, window))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """The same as `host_traffic`, with weights that the host unpacks for a prompt."""
-        crossing = host_traffic(self.config, self.name, bucket, self.grouping.windowed)
+        crossing = host_traffic(self.config, self.name, bucket, self.grouping.attends)
         return crossing | {"prompt": crossing["prompt"] + self._unpacked(self.stretches(bucket))}
 
     def _unpacked(self, stretches: Iterable[Stretch]) -> int:
@@ -213,8 +231,7 @@ class Estimate:
         """One native call, which streams what its parts touch, and hands over what it unpacks."""
         dims = {**self.config.dimensions(), "seq": rows, "max_seq": depth + rows}
         moved = sum(_host_bytes(placed, dims) for placed in stretch.parts)
-        copied = Amount(HOST_COPY, self._unpacked([stretch]))
-        spent = spend(Serial(Amount(HOST_CALL, 1), Amount(HOST_READ, moved), copied), self.machine)
+        spent = spend(host_work(moved, self._unpacked([stretch])), self.machine)
         return Moment(HOST_SIDE, "host", ", ".join(placed.part.name for placed in stretch.parts), spent)
 
 
@@ -228,16 +245,6 @@ def _longer(host: Moment, running: Iterable[Moment]) -> Moment:
 def total(rows: Iterable[Priced]) -> Time:
     """One call of a program, without its submission."""
     return sum((row.time for row in rows), Time())
-
-
-def commands(seconds: Sequence[float]) -> int:
-    """How many commands calls that follow one another take: a run list is cut by number and by time."""
-    count, runs, spent = 0, CHAIN, 0.0
-    for each in seconds:
-        if runs == CHAIN or spent + each > COMMAND:
-            count, runs, spent = count + 1, 0, 0.0
-        runs, spent = runs + 1, spent + each
-    return count
 
 
 def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
@@ -284,9 +291,11 @@ def print_estimates(estimates: Sequence[Estimate]) -> None:
         print(f"\ngrouping={estimate.name}, per call:")
         table = Table(_COLUMNS)
         print(table.header())
+        stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
+        told = {name for stretch in stretches for name in stretch.device}
         for name, rows in estimate.rows.items():
             print(table.row(*_program_cells(name, rows)))
-            if not name.endswith(tuple(f".{bucket}" for bucket in estimate.buckets[:-1])):
+            if name in told:
                 print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
         _print_phases(estimate)
 
@@ -299,8 +308,8 @@ def _print_phases(estimate: Estimate) -> None:
         f"weights, {moved / rate / 1e6:.1f} ms at {rate:.0f} GB/s"
     )
     print(f"  token behind {DEPTH}: {_sum(token)}; {1 / token.seconds:.1f} tokens/s")
-    for bucket in estimate.buckets:
-        print(f"  prompt of {bucket}: {_sum(estimate.prompt(bucket))}")
+    for what, *sizes in estimate.prompts():
+        print(f"  {what}: {_sum(estimate.prompt(*sizes))}")
     for what, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"  {what}: {size / 1024:.1f} KiB between host and device")
 

@@ -26,7 +26,7 @@ TOKEN = "token"
 
 def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dict[str, Any]:
     """Of all groupings the times, of one what happens in each phase (a token behind `depth` positions, prompts that
-    fill a bucket) and what each program's launches take."""
+    fill a bucket, and what fills one behind others) and what each program's launches take."""
     estimate = estimates[grouping]
     moved, weights = estimate.traffic()
     return {
@@ -47,7 +47,7 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
 
 def _phases(estimate: Estimate) -> Iterator[tuple[str, list[Moment]]]:
     yield TOKEN, list(estimate.moments())
-    yield from ((f"prompt of {bucket}", list(estimate.moments(bucket))) for bucket in estimate.buckets)
+    yield from ((what, list(estimate.moments(bucket, window=window))) for what, bucket, window in estimate.prompts())
 
 
 def _phase(moments: list[Moment]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Both compute the same function of the same inputs, but sum in other orders: befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,15 @@ from ml_dtypes import bfloat16
 from stages.diagnosis.sites import Site
 from stages.kernels import HOST_SET, gemm, rms_norm, silu_and_mul
 from stages.kernels.grouped import integer_product
-from stages.weights.constants import BLOCK, GROUP, KV_BLOCK_POSITIONS, LIFT, POSITION, SHORT_GROUP
+from stages.weights.constants import (
+    BLOCK,
+    GROUP,
+    HEAD_POSITION,
+    KV_BLOCK_POSITIONS,
+    LIFT,
+    POSITION,
+    SHORT_GROUP,
+)
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
 
 U = 2.0**-8
@@ -339,7 +347,22 @@ def _rotation(given: Given, x: np.ndarray, angles: np.ndarray, result: np.ndarra
 
 
 def _of_rotation(given: Given) -> tuple[Spread, ...]:
-    return (_rotation(given, np.atleast_2d(given.known["x"]), given.known["table"], given.results[0]),)
+    """Tables may have positions behind the angles."""
+    angles = given.known["table"][:, : given.known["head_dim"]]
+    return (_rotation(given, np.atleast_2d(given.known["x"]), angles, given.results[0]),)
+
+
+def _of_query_rotation(given: Given) -> tuple[Spread, ...]:
+    """Heads with positions behind them, which are what they are."""
+    made = given.results[0].reshape(len(given.results[0]), given.known["heads"], -1)
+    own = made[..., :-HEAD_POSITION]
+    (spread,) = _of_rotation(replace(given, results=(own.reshape(len(own), -1),)))
+
+    def with_position(part: np.ndarray) -> np.ndarray:
+        behind = np.zeros((*own.shape[:2], HEAD_POSITION))
+        return np.concatenate([part.reshape(own.shape), behind], axis=-1).reshape(given.results[0].shape)
+
+    return (Spread(with_position(spread.limit), with_position(spread.chance)),)
 
 
 def _of_token_rotation(given: Given) -> tuple[Spread, ...]:
@@ -367,8 +390,9 @@ def _of_attention(given: Given) -> tuple[Spread, ...]:
     """Weights of positions are rounded, and scores are as far off as their sums are."""
     known, arithmetic = given.known, given.arithmetic
     heads, kv_heads = known["heads"], known["kv_heads"]
+    # Positions lie behind a token's queries, or behind each of a prompt's.
     rows = given.wide("q")[: given.results[0].size] if given.results[0].ndim == 1 else given.wide("q")
-    q = rows.reshape(len(np.atleast_2d(rows)), kv_heads, heads // kv_heads, -1)
+    q = rows.reshape(len(np.atleast_2d(rows)), kv_heads, heads // kv_heads, -1)[..., : known["head_dim"]]
     k, v = (given.wide(which).reshape(len(known[which]), kv_heads, -1) for which in "kv")
     seq, (length, _, head_dim) = len(q), k.shape
     scores, sizes = (_scores(*pair) for pair in ((q, k), (np.abs(q), np.abs(k))))
@@ -439,6 +463,7 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     "norm_gemv_swiglu": _of_paired_product,
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,
+    "rope_q": _of_query_rotation,
     "rope_qkv": _of_token_rotation,
 }
 """By what a kernel computes, whatever the format."""

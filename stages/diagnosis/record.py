@@ -10,6 +10,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama
+from llama_npu2.chunks import Chunk
 from llama_npu2.trace import TracedCall
 from stages.diagnosis.sites import Site
 from stages.kernels import Arg
@@ -90,8 +91,9 @@ class Recorder:
         rows = held.reshape(-1, sizes["kv_heads"], 2, sizes["head_dim"])
         if not arg.written:
             return {which: rows[:until, :, half].reshape(until, -1).copy() for half, which in enumerate("kv")}
-        # The row of a token may be a slot of its own.
-        new = rows[call.position : until] if len(rows) > 1 or not call.position else rows
+        # New rows may be a slot of their own.
+        first = 0 if site.slots[arg.name].buffer.endswith("@pos") else call.position
+        new = rows[first : first + call.rows]
         return {arg.name: new[:, :, HALVES.get(site.base, slice(0, 2))].copy()}
 
     def _of_panels(self, site: Site, arg: Arg, call: TracedCall, until: int) -> Values:
@@ -115,16 +117,17 @@ class Recorder:
         return found
 
 
-def run(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int) -> list[int]:
-    """A prompt, and greedily as many tokens behind it, recorded; returns the ids of all. What runs before left in the
-    caches is not there; on an NPU, whose caches the host does not write, that is so for the first run alone."""
+def run(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chunks: Sequence[Chunk] = ()) -> list[int]:
+    """A prompt, in `chunks` where they are said, and greedily as many tokens behind it, recorded; returns the ids of
+    all. What runs before left in the caches is not there; on an NPU, whose caches the host does not write, that is so
+    for the first run alone."""
     llm.reset()
     if llm.manifest.target["device"] != "xrt":
         for name in _caches(llm):
             llm.memory.array(name)[: len(ids) + tokens].view(np.uint8)[...] = STALE
     text = list(ids)
     with llm.trace(recorder):
-        logits = llm.prefill(text)
+        logits = llm.prefill(text, chunks)
         for _ in range(tokens):
             text.append(int(np.argmax(logits)))
             logits = llm.decode(text[-1])

@@ -12,9 +12,12 @@ from ml_dtypes import bfloat16
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
+from stages.weights.constants import HEAD_POSITION
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
+
+    Place = tuple[tuple[Number, int, int], ...]
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
@@ -35,17 +38,26 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
     return np.einsum("hqk,khd->qhd", weights, wide_v).reshape(seq, -1).astype(bfloat16)
 
 
+def reference_placed(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
+    """As `reference`, of queries `[seq, heads * (head_dim + HEAD_POSITION)]` with their positions behind each head."""
+    own = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
+    return reference(own.reshape(len(q), -1), k, v, pos, heads, kv_heads)
+
+
 @dataclass(frozen=True)
 class Tiling:
     """A herd column per KV head; down a column, `group_rows` query heads of its group times `query_tiles` row tiles.
 
-    K and V lie interleaved, so that one stream per column feeds its tiles. Key tiles that causality masks whole cost a
-    call that returns at once. (To stop their transfers as well takes several launches, which the compiler cannot join:
-    each would hand its cores a row index at run time.)
+    K and V lie interleaved, so that one stream per column feeds its tiles. All `window` positions pass; key tiles that
+    causality masks whole cost a call that returns at once. Where the rows begin is in the rows: each query has its
+    position behind it, so that one program serves every start up to `window - seq`, and no core is told which step of
+    the launch it is in. (Launches that end at their own keys would stop masked transfers: at 512 rows they cost more
+    than that, at 2048 they save 2 % of attention with heads of 64 and 10 % of 128, by the estimate; mlir-air of
+    2026-07-29 finds no shim tiles for two of them in a module.)
     """
 
     seq: int
-    pos: int
+    window: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -58,6 +70,11 @@ class Tiling:
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Elements of a query, with its position."""
+        return self.head_dim + HEAD_POSITION
 
     @property
     def step_rows(self) -> int:
@@ -79,10 +96,10 @@ class Tiling:
 
     @property
     def macs(self) -> int:
-        """Of the steps that do arithmetic: those whose keys causality masks whole return at once."""
-        steps = sum(
-            (row + self.tile_q - 1) // self.tile_k + 1 for row in range(self.pos, self.pos + self.seq, self.tile_q)
-        )
+        """Of the steps that do arithmetic for rows at the end of the window: those whose keys causality masks whole
+        return at once."""
+        ends = range(self.window - self.seq + self.tile_q, self.window + 1, self.tile_q)
+        steps = sum((end - 1) // self.tile_k + 1 for end in ends)
         return 2 * steps * self.heads * self.tile_q * self.tile_k * self.head_dim
 
     @property
@@ -92,7 +109,7 @@ class Tiling:
         blocks, macs = self.tile_q // limits.BLOCK, 2 * self.tile_q * self.tile_k * self.head_dim
         dims = self.head_dim // limits.BLOCK
         step = blocks * (self.tile_k // limits.BLOCK * 45 + 56)
-        steps = self.heads * self.seq // self.tile_q * ((self.pos + self.seq) // self.tile_k)
+        steps = self.heads * self.seq // self.tile_q * (self.window // self.tile_k)
         return {
             "fa_init": Cost(vectors=blocks * (9 * dims + 2)),
             "fa_step": Cost(macs, vectors=step, share=self.macs / (macs * steps)),
@@ -101,48 +118,54 @@ class Tiling:
 
     def __str__(self) -> str:
         return (
-            f"flash_attention {self.seq} rows at {self.pos}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
-            f"{self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
+            f"flash_attention {self.seq} rows over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: "
+            f"herd {self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
             f"{self.tile_q} queries x {self.tile_k} keys"
         )
 
 
-def tile(seq: int, heads: int, kv_heads: int, head_dim: int, pos: int = 0) -> Tiling:
+def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> Tiling:
     """Largest query tile that fits L1 beside what the key loop uses, which the compiler doubles; herd rows that a small
-    group leaves over take row tiles."""
-    what = f"flash_attention {seq} rows, heads {heads}/{kv_heads}x{head_dim}"
+    group leaves over take row tiles. `window`: as many keys as rows if none is given."""
+    window = window or seq
+    what = f"flash_attention {seq} rows over {window}, heads {heads}/{kv_heads}x{head_dim}"
     limits.require_multiple(what, "heads", heads, kv_heads)
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     limits.require_multiple(what, "seq", seq, 2 * limits.BLOCK)
+    limits.require(what, "positions of its window", seq, window)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
     group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
-    keys = pos + seq
     fitting = [
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
-        for k in limits.divisors(keys, 2 * limits.BLOCK, 64)
+        for k in limits.divisors(window, 2 * limits.BLOCK, 64)
         if limits.fits_l1(
-            (BF16 + F32) * q * head_dim,
-            limits.copies(keys // k) * BF16 * 2 * k * head_dim,
+            BF16 * q * (head_dim + HEAD_POSITION),
+            F32 * q * head_dim,
+            limits.copies(window // k) * BF16 * 2 * k * head_dim,
             2 * F32 * q,
             2 * F32 * q * k,
         )
     ]
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
-    fitting = limits.steady_first(what, fitting, lambda tiles: keys // tiles[1])
-    tile_q, tile_k = max(fitting, key=lambda tiles: (limits.steady(keys // tiles[1]), tiles))
+    fitting = limits.steady_first(what, fitting, lambda tiles: window // tiles[1])
+    tile_q, tile_k = max(fitting, key=lambda tiles: (limits.steady(window // tiles[1]), tiles))
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
-    staged = 2 * BF16 * group_rows * query_tiles * tile_q * head_dim
+    staged = BF16 * group_rows * query_tiles * tile_q * (2 * head_dim + HEAD_POSITION)
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
-    return Tiling(seq, pos, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
+    return Tiling(seq, window, heads, kv_heads, head_dim, columns, group_rows, query_tiles, tile_q, tile_k)
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `q`, `out`: bf16 `[seq][heads * head_dim]`; `kv`: bf16 `[pos + seq][kv_heads * 2 * head_dim]`."""
+    """Arguments `q`: bf16 `[seq][heads][head_dim + HEAD_POSITION]`, each row's position behind each of its heads, as
+    i32; `kv`: bf16 `[window][kv_heads * 2 * head_dim]`; `out`: bf16 `[seq][heads * head_dim]`."""
     p = tiling
-    queries = air.memref_type((p.seq, p.heads * p.head_dim))
-    keys = air.memref_type((p.pos + p.seq, p.kv_heads * 2 * p.head_dim))
-    b = air.Builder("flash_attention", {"q": queries, "kv": keys, "out": queries})
+    shapes = {
+        "q": (p.seq, p.heads * p.width),
+        "kv": (p.window, p.kv_heads * 2 * p.head_dim),
+        "out": (p.seq, p.heads * p.head_dim),
+    }
+    b = air.Builder("flash_attention", {name: air.memref_type(shape) for name, shape in shapes.items()})
     over_kv, over_group = p.passes
     with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
         # Division only where both passes need it: the compiler must see that steps write apart.
@@ -154,34 +177,39 @@ def build(tiling: Tiling) -> AirModule:
 
 def _step(b: Builder, p: Tiling, step: Index, kv_head: Number, member: Number) -> None:
     """`step_rows` queries of `columns * group_rows` heads."""
-    d, rows, tile = p.head_dim, p.step_rows, p.tile_q * p.head_dim
-    width = p.heads * d
-    # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
-    heads = ((0, p.columns, p.group * d), (kv_head * p.group + member, p.group_rows, d))
-    place = (*heads, (step * rows, rows, width), (0, d, 1))
-    shape = (p.columns, p.group_rows, rows, d)
-    with b.alloc(air.L2, shape, shape) as (q_staged, out_staged):
-        b.dma(q_staged, b.args["q"].at(*place))
-        with b.herd(p.columns, p.herd_rows) as (tx, ty):
+
+    def place(width: int) -> Place:
+        # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
+        heads = (0, p.columns, p.group * width), (kv_head * p.group + member, p.group_rows, width)
+        return (*heads, (step * p.step_rows, p.step_rows, p.heads * width), (0, width, 1))
+
+    staged = p.columns, p.group_rows, p.step_rows
+    with b.alloc(air.L2, (*staged, p.width), (*staged, p.head_dim)) as (q_staged, out_staged):
+        b.dma(q_staged, b.args["q"].at(*place(p.width)))
+        with b.herd(p.columns, p.herd_rows) as tile:
             e = limits.BLOCK
-            blocks = ((0, p.tile_q // e, e * d), (0, d // e, e), (0, e, d), (0, e, 1))
-            mine = ((tx, 1, p.herd_rows * tile), (ty, 1, tile), *blocks)
-            row = (step * p.query_tiles + (ty % p.query_tiles if p.query_tiles > 1 else 0)) * p.tile_q + p.pos
-            with b.alloc(air.L1, (p.tile_q // e, d // e, e, e)) as (q,):
-                b.dma(q, q_staged.at(*mine))
-                _attend(b, p, q, row, tx if isinstance(kv_head, int) else kv_head + tx)
-                b.dma(out_staged.at(*mine), q)
-        b.dma(b.args["out"].at(*place), out_staged)
+            with b.alloc(air.L1, (p.tile_q // e, p.width // e, e, e)) as (q,):
+                b.dma(q, q_staged.at(*_blocks(p, tile, p.width)))
+                _attend(b, p, q, tile[0] if isinstance(kv_head, int) else kv_head + tile[0])
+                b.dma(out_staged.at(*_blocks(p, tile, p.head_dim)), q.at((0, p.tile_q * p.head_dim, 1)))
+        b.dma(b.args["out"].at(*place(p.head_dim)), out_staged)
 
 
-def _attend(b: Builder, p: Tiling, q: MemRef, row: Index, kv_head: Index) -> None:
-    """Online softmax of one query tile over all key tiles; the result replaces the queries."""
+def _blocks(p: Tiling, tile: tuple[Index, Index], width: int) -> Place:
+    """Of a tile's rows in L2, `width` elements each."""
+    e, rows = limits.BLOCK, p.tile_q * width
+    blocks = (0, p.tile_q // e, e * width), (0, width // e, e), (0, e, width), (0, e, 1)
+    return (tile[0], 1, p.herd_rows * rows), (tile[1], 1, rows), *blocks
+
+
+def _attend(b: Builder, p: Tiling, q: MemRef, kv_head: Index) -> None:
+    """Online softmax of one query tile over all key tiles; the result replaces the queries, from their beginning on."""
     d, k = p.head_dim, p.tile_k
     with b.alloc(air.L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
         b.call(p.variant, "fa_init", q, acc, stats)
-        with b.loop((p.pos + p.seq) // k) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
+        with b.loop(p.window // k) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
-            b.call(p.variant, "fa_step", row, j * k, q, kv, acc, stats, work)
+            b.call(p.variant, "fa_step", j * k, q, kv, acc, stats, work)
         b.call(p.variant, "fa_out", acc, stats, q)
 
 
@@ -189,11 +217,11 @@ KERNELS = (
     signature(
         "flash_attention",
         ("q", "kv"),
-        "seq pos heads kv_heads head_dim",
-        reference,
+        "seq window pos heads kv_heads head_dim",
+        reference_placed,
         attends=True,
         host=False,
-        tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["pos"]),
+        tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["window"]),
         program=build,
     ),
     *(

@@ -12,39 +12,81 @@ from ml_dtypes import bfloat16
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, signature
-from stages.weights.constants import POSITION
+from stages.weights.constants import HEAD_POSITION, POSITION
 
 if TYPE_CHECKING:
-    from stages.air import AirModule
+    from stages.air import AirModule, Variant
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
-    """`x` bf16 `[rows, heads * head_dim]`, `table` f32 `[positions, head_dim]` of rows `[cos.., sin..]` -> like `x`."""
+    """`x` bf16 `[rows, heads * head_dim]`, `table` f32 `[positions, head_dim]` or wider, rows `[cos.., sin..]` -> like
+    `x`."""
     rows, width = x.shape
     first, second = np.split(x.astype(np.float32).reshape(rows, width // head_dim, head_dim), 2, axis=-1)
-    cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows], 2, axis=-1))
+    cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows, :head_dim], 2, axis=-1))
     rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.reshape(rows, width).astype(bfloat16)
 
 
+def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
+    """As `reference`, `table` f32 `[positions, head_dim + POSITION / 2]` with positions behind the angles, and each
+    row's position behind each of its heads -> bf16 `[rows, heads * (head_dim + HEAD_POSITION)]`."""
+    rotated = reference(x, table, pos, head_dim).reshape(len(x), -1, head_dim)
+    behind = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(bfloat16)[:, :HEAD_POSITION]
+    placed = np.broadcast_to(behind[:, None], (*rotated.shape[:2], HEAD_POSITION))
+    return np.concatenate([rotated, placed], axis=-1).reshape(len(x), -1)
+
+
+OUTS = ROWS, KEYS, QUERIES = "rows", "keys", "queries"
+"""What comes out: rows like those that go in; the K halves of rows of an interleaved cache; heads with the row's
+position behind each."""
+
+
 @dataclass(frozen=True)
 class Tiling:
-    """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time.
-
-    `interleaved`: the output is the K halves of a `[first_row + rows][heads][K | V]` buffer, from `first_row` on.
-    """
+    """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time. `out`: `ROWS`, `KEYS` or `QUERIES`."""
 
     rows: int
     heads: int
     head_dim: int
-    interleaved: bool
+    out: str
     columns: int
     tile_rows: int
-    first_row: int = 0
 
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Elements of a row in DDR."""
+        return {ROWS: self.width, KEYS: 2 * self.width, QUERIES: self.width + self.heads * HEAD_POSITION}[self.out]
+
+    @property
+    def tile_width(self) -> int:
+        """The same of what a tile writes of it."""
+        return self.width if self.out == KEYS else self.out_width
+
+    @property
+    def tile_elements(self) -> int:
+        """Of what a tile holds of that at a time, up to where the next buffer may begin."""
+        unit = limits.ALIGNMENT_BYTES // BF16
+        return -(-self.tile_rows * self.tile_width // unit) * unit
+
+    @property
+    def table_width(self) -> int:
+        """Of a row of the table: of a prompt's, positions lie behind the angles."""
+        return self.head_dim + (0 if self.out == ROWS else POSITION * BF16 // F32)
+
+    @property
+    def angles(self) -> int:
+        """What a tile takes of it."""
+        return self.table_width if self.out == QUERIES else self.head_dim
+
+    @property
+    def variant(self) -> Variant:
+        sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "ROWS": self.tile_rows}
+        return air.Variant.of("rope", **sizes, **({"PLACED": 1} if self.out == QUERIES else {}))
 
     @property
     def macs(self) -> int:
@@ -52,59 +94,63 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Of a head's pairs, and once per row of the table's, which are split."""
+        """Of a head's pairs, and once per row of the table's, which are split. What goes between positions is stored in
+        parts, a row of a block each."""
         pairs = self.head_dim // 2
-        return {"rope": Cost(vectors=self.tile_rows * (self.heads + 1) * pairs // lanes(pairs) * 14)}
+        row = (self.heads + 1) * pairs // lanes(pairs) * 14
+        if self.out == QUERIES:
+            row += self.heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
+        return {"rope": Cost(vectors=self.tile_rows * row)}
 
     def __str__(self) -> str:
-        out = "K halves of KV" if self.interleaved else "rows"
+        out = {ROWS: "rows", KEYS: "K halves of KV", QUERIES: "heads with positions"}[self.out]
         return (
             f"rope {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
             f"out {out}"
         )
 
 
-def tile(rows: int, heads: int, head_dim: int, interleaved: bool = False, first_row: int = 0) -> Tiling:
+def tile(rows: int, heads: int, head_dim: int, out: str = ROWS) -> Tiling:
     """Most rows at a time of which input, output and table, as often as the compiler copies them, fit L1; in an even
     number of steps where a shape allows it (`limits.steady`)."""
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
-    bytes_of_row, share = 2 * BF16 * heads * head_dim + F32 * head_dim, rows // columns
-    fitting = [r for r in limits.divisors(share, 1, 8) if limits.fits_l1(limits.copies(share // r) * r * bytes_of_row)]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
-    tile_rows = limits.steady_first(what, fitting, lambda r: share // r)[0]
-    return Tiling(rows, heads, head_dim, interleaved, columns, tile_rows, first_row)
+    share = rows // columns
+    tilings = [Tiling(rows, heads, head_dim, out, columns, r) for r in limits.divisors(share, 1, 8)]
+    fitting = [p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p))]
+    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
+    return limits.steady_first(what, fitting, lambda p: share // p.tile_rows)[0]
+
+
+def _l1(p: Tiling) -> int:
+    """Bytes of rows, of what comes out and of the table on a core."""
+    return p.tile_rows * (BF16 * p.width + F32 * p.angles) + BF16 * p.tile_elements
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`: bf16 `[rows][heads * head_dim]`; `table`: f32 `[rows][head_dim]`, the rows of these positions;
-    `out`: like `x`, or bf16 `[rows][2 * heads * head_dim]` when interleaved. One row: without the first dimension."""
+    """Arguments `x`: bf16 `[rows][heads * head_dim]`; `table`: f32 `[rows][head_dim]`, the rows of these positions, or
+    `[rows][head_dim + POSITION / 2]` of a prompt; `out`: like `x`, or as `Tiling.out` says bf16 `[rows][2 * heads *
+    head_dim]` or `[rows][heads * (head_dim + HEAD_POSITION)]`. One row of `ROWS`: without the first dimension."""
     p = tiling
     one = p.rows == 1
-    spread = 2 if p.interleaved else 1
-    shapes = {"x": p.width, "table": p.head_dim, "out": spread * p.width}
-    firsts = {"x": 0, "table": 0, "out": p.first_row}
+    shapes = {"x": p.width, "table": p.table_width, "out": p.out_width}
     types = {
-        name: air.memref_type((width,) if one else (firsts[name] + p.rows, width), "f32" if name == "table" else "bf16")
+        name: air.memref_type((width,) if one else (p.rows, width), "f32" if name == "table" else "bf16")
         for name, width in shapes.items()
     }
     b = air.Builder("rope", types)
-    variant = air.Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows)
     share = p.rows // p.columns
-    wide = (p.tile_rows, p.width)
-    buffers = (wide, ((p.tile_rows, p.head_dim), "f32"), wide)
+    buffers = ((p.tile_rows, p.width), ((p.tile_rows, p.angles), "f32"), (p.tile_elements,))
     with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
         with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
-            rows = {
-                name: [] if one else [(tx * share + i * p.tile_rows + firsts[name], p.tile_rows, width)]
-                for name, width in shapes.items()
-            }
+            first = tx * share + i * p.tile_rows
+            rows = {name: [] if one else [(first, p.tile_rows, width)] for name, width in shapes.items()}
             b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
-            b.dma(table, b.args["table"].at(*rows["table"], (0, p.head_dim, 1)))
-            b.call(variant, "rope", x, table, out)
-            heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.interleaved else [(0, p.width, 1)]
-            b.dma(b.args["out"].at(*rows["out"], *heads), out)
+            b.dma(table, b.args["table"].at(*rows["table"], (0, p.angles, 1)))
+            b.call(p.variant, "rope", x, table, out)
+            heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
+            b.dma(b.args["out"].at(*rows["out"], *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
     return b.finish()
 
 
@@ -191,16 +237,19 @@ KERNELS = (
         tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"]),
         program=build,
     ),
-    # Into the K halves of an interleaved cache.
-    signature(
-        "rope_kv",
-        _READS,
-        "rows pos heads head_dim",
-        reference,
-        source="rope",
-        host=False,
-        tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"], True, s["pos"]),
-        program=build,
+    # Of a prompt on the array: into the K halves of rows of an interleaved cache; queries, which say where they are.
+    *(
+        signature(
+            name,
+            _READS,
+            "rows pos heads head_dim",
+            computes,
+            source="rope",
+            host=False,
+            tiling=lambda s, out=out: tile(s["rows"], s["heads"], s["head_dim"], out),
+            program=build,
+        )
+        for name, computes, out in (("rope_kv", reference, KEYS), ("rope_q", reference_queries, QUERIES))
     ),
     # Of a token, whose row of the cache is an argument of its own.
     signature(

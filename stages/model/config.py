@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.errors import UserError
-from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
+from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
 """For a size or a position."""
@@ -65,6 +65,7 @@ class Config:
             "qkv_dim": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "ffn_pair_dim": 2 * self.ffn,
             "placed_q_dim": self.heads * self.head_dim + POSITION,
+            "placed_heads_dim": self.heads * (self.head_dim + HEAD_POSITION),
             "placed_head_dim": self.head_dim + POSITION // 2,
             "max_seq": self.max_seq,
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
@@ -182,11 +183,15 @@ def inverse_frequencies(config: Config) -> np.ndarray:
 
 
 def token_table(config: Config, positions: int) -> np.ndarray:
-    """`rope_table` with each row's position behind it: float32 `[positions, head_dim + POSITION / 2]`, the position as
-    the bits of an int32, then zeros."""
-    behind = np.zeros((positions, POSITION // 2), np.int32)
-    behind[:, 0] = np.arange(positions)
-    return np.concatenate([rope_table(config, positions), behind.view(np.float32)], axis=1)
+    """`rope_table` with each row's position behind it: float32 `[positions, head_dim + POSITION / 2]`."""
+    return np.concatenate([rope_table(config, positions), position_rows(0, positions)], axis=1)
+
+
+def position_rows(first: int, count: int) -> np.ndarray:
+    """Positions from `first` on: float32 `[count, POSITION / 2]`, each row the bits of an int32, then zeros."""
+    rows = np.zeros((count, POSITION // 2), np.int32)
+    rows[:, 0] = np.arange(first, first + count)
+    return rows.view(np.float32)
 
 
 def rope_table(config: Config, positions: int) -> np.ndarray:

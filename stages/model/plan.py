@@ -6,6 +6,7 @@ that name one buffer share it, so results stay where the next call reads them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +21,7 @@ from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.config import Config
 from stages.model.families import read_config
-from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs
+from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_windows
 from stages.model.parts import Dim, Slot
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
@@ -78,8 +79,9 @@ def make_plan(
 ) -> Plan:
     """`kernel_set`: whose layouts device programs read. `buckets`: row counts of static programs; none: any number.
 
-    Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>` and `decode`, or
-    `decode@<window>` where device programs attend for a token.
+    Phases are `prefill_chunk` (no logits), `prefill` and `decode`; with buckets `prefill@<bucket>`, from position 0 on,
+    `prefill@<bucket>@<window>`, from where the bucket ends in the window, and `decode`, or `decode@<window>` where
+    device programs attend for a token.
     TypeError where programs want one buffer in ways that exclude each other, UserError where the policy names what the
     model does not have.
     """
@@ -99,10 +101,10 @@ class _Planner:
         self.family, self.head = family.model_type, family.head(config)
         self.grouping = grouping.of(self.family, policy)
         made = programs(self.family, grouping, self.buckets, policy, config.max_seq)
-        self.programs = {(p.entry, p.bucket or p.window): p for p in made}
-        self.windows = sorted({p.window for p in made if p.window})
+        self.programs = {(p.entry, p.bucket, p.window): p for p in made}
+        self.windows = sorted({p.window for p in made if p.window and not p.bucket})
         longest = self.buckets[-1] if buckets else 0
-        positions = max(config.max_seq, longest, *self.windows)
+        positions = max(config.max_seq, longest, *(p.window for p in made if p.window))
         self.dimensions: Mapping[str, float] = config.dimensions() | {
             "max_seq": positions,
             "window": positions,
@@ -113,7 +115,10 @@ class _Planner:
     def plan(self) -> Plan:
         phases, prompt = self.made.phases, self.grouping.prompt
         for bucket in self.buckets:
-            phases[f"prefill@{bucket}"] = list(self._calls(prompt, bucket))
+            first, *more = prompt_windows(bucket, self.config.max_seq)
+            phases[f"prefill@{bucket}"] = list(self._calls(prompt, bucket, first))
+            for window in more:
+                phases[f"prefill@{bucket}@{window}"] = list(self._calls(prompt, bucket, window))
         if not self.buckets:
             phases["prefill_chunk"] = list(self._calls(replace(prompt, end=())))
             phases["prefill"] = list(self._calls(prompt))
@@ -127,7 +132,8 @@ class _Planner:
         phase = chained(self.family, chain, self.config.layers, self.policy)
         for group, placed in cover(phase, self.grouping.groups):
             entry = group.name if group else placed[0].part.name
-            program = self.programs.get((entry, bucket or window)) or self.programs[entry, None]
+            sizes = itertools.product((bucket, None), (window, None))
+            program = next(self.programs[key] for size in sizes if (key := (entry, *size)) in self.programs)
             layer = placed[0].layer if placed[0].inside else None
             yield Call(program.name, self._bind(program, placed, bucket), layer)
 

@@ -105,7 +105,8 @@ class Model:
     ) -> np.ndarray:
         """Process tokens; returns the logits, f32 `[vocab]`. `watch(call, before, after)` gets what a call's slots held
         before and hold after it, without weights and tables."""
-        sizes = {**self._dimensions, "seq": len(ids), "pos": self.position, "max_seq": self._positions}
+        sizes = {**self._dimensions, "seq": len(ids), "pos": self.position}
+        sizes |= dict.fromkeys(("max_seq", "window"), self._positions)
         self._buffers["tokens"] = np.asarray(ids, np.int32)
         for call in self._plans[phase]:
             program = self._programs[call["program"]]

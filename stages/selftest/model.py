@@ -135,16 +135,19 @@ class Model:
         moment = next(m for m in self.expected.moments if m.call["program"] == name)
         call = self.llm.calls[moment.phase][moment.index]
         given: dict[str, Any] = {}
-        for slot, binding in zip(call.slots, call.bindings, strict=True):
+        pairs = list(zip(call.slots, call.bindings, strict=True))
+        for slot, binding in pairs:
             if slot["role"] in ("weight", "table"):
                 given[slot["name"]] = binding
             elif slot["role"] == "input":
                 given[slot["name"]] = _stored(self._programs[name], slot["name"], moment.before[slot["name"]])
+        read = {id(b.buffer): s["name"] for s, b in pairs if s["role"] == "input"}
+        parts = {s["name"]: read[id(b.buffer)] for s, b in pairs if s["role"] == "output" and id(b.buffer) in read}
         times, results = [], []
         for _ in range(DISPATCHES):
             started = time.perf_counter()
             with said():
-                results += dispatch(self.llm.device, call.program, call.slots, given, 1, moment.seq, moment.pos)
+                results += dispatch(self.llm.device, call.program, call.slots, given, 1, moment.seq, moment.pos, parts)
             times.append(time.perf_counter() - started)
         launches = sum(len(part.launches) for part in self._programs[name].parts)
         want = {slot: moment.after[slot] for slot in written(call.slots)}

@@ -12,12 +12,14 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.kernels import Arg, Kernel, flash_attention, kernels
+from stages.model.config import position_rows
 from stages.model.grouping import Program
 from stages.model.parts import Launch, Part, Slot
 from stages.model.reference import Values, evaluate
 from stages.selftest import bounds, resident
 from stages.selftest.resident import Resident
 from stages.selftest.streams import Streams
+from stages.weights.constants import HEAD_POSITION, POSITION
 
 Shapes = Mapping[str, tuple[int, ...]]
 Bound = Callable[[Values, Values], Values]
@@ -64,9 +66,17 @@ def _normal(name: str, arg: Arg, shape: tuple[int, ...], scale: float = 1.0) -> 
 
 
 def _table(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of cosines, then sines."""
-    angles = _seeded(name, shape).normal(size=(shape[0], shape[1] // 2)) * 50
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    """Rows of cosines, then sines; where they are wider, with their positions behind them."""
+    angles = _seeded(name, shape).normal(size=(shape[0], resident.HEAD_DIM // 2)) * 50
+    rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    return np.concatenate([rows, position_rows(START, len(rows))], axis=1)[:, : shape[1]]
+
+
+def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    """With the position of its row behind each head."""
+    made = _normal(name, arg, shape).reshape(shape[0], _ATTENTION["heads"], -1)
+    made[..., resident.HEAD_DIM :] = position_rows(START, shape[0]).view(bfloat16)[:, None, :HEAD_POSITION]
+    return made.reshape(shape)
 
 
 def _kernel_probe(
@@ -85,7 +95,7 @@ def _kernel_probe(
         made = {}
         for arg in kernels()[kernel].args:
             if not arg.written:
-                make = _table if arg.name == "table" else _normal
+                make = {"table": _table, "q": _queries}.get(arg.name, _normal)
                 made[arg.name] = make(name, arg, shapes[arg.name])
         return made
 
@@ -130,11 +140,16 @@ def _halves(which: int, head_dim: int, bound: Callable[[Values, np.ndarray], np.
 def _attention(given: Values, want: Values) -> Values:
     heads, kv_heads, dim = _ATTENTION["heads"], _ATTENTION["kv_heads"], _ATTENTION["head_dim"]
     k, v = (t.reshape(len(t), -1) for t in np.moveaxis(given["kv"].reshape(-1, kv_heads, 2, dim), 2, 0))
-    spread = flash_attention.reference(given["q"], k, np.abs(v), 0, heads, kv_heads)
-    return {"out": bounds.attention(given["q"], k, dim, spread, want["out"])}
+    until = START + _ATTENTION["seq"]
+    spread = flash_attention.reference_placed(given["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
+    own = given["q"].reshape(len(spread), heads, -1)[..., :dim]
+    return {"out": bounds.attention(own, k, dim, spread, want["out"])}
 
 
-_ATTENTION = {"seq": 128, "pos": 0, "heads": 4, "kv_heads": 2, "head_dim": 64}
+START = 100
+"""Position of the first row, where kernels are told."""
+
+_ATTENTION = {"seq": 128, "window": 256, "pos": START, "heads": 4, "kv_heads": 2, "head_dim": 64}
 _HEADS = {"rows": 64, "pos": 0, "heads": 4, "head_dim": 64}
 
 
@@ -168,7 +183,8 @@ def _add(name: str, about: str, rows: int, cols: int, repeats: int = 1) -> Probe
 def _tile_functions() -> list[Probe]:
     rows, cols = 64, 768
     wide = {"x": (64, 256), "table": (64, 64), "out": (64, 256)}
-    both = {"q": (128, 256), "kv": (128, 256), "out": (128, 256)}
+    into_kv = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 512)}
+    attending = {"q": (128, 4 * (64 + HEAD_POSITION)), "kv": (256, 256), "out": (128, 256)}
     square = dict.fromkeys(("gate", "up", "out"), (rows, cols))
     normed = {"x": (rows, cols), "weight": (cols,), "out": (rows, cols)}
     block_float = lambda g, w: {"out": bounds.block_float(g["x"], g["weight"], w["out"])}  # noqa: E731
@@ -195,7 +211,7 @@ def _tile_functions() -> list[Probe]:
             {"rows": rows, "cols": cols},
         ),
         _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS),
-        _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", wide | {"out": (64, 512)}, k_half, _HEADS),
+        _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS),
         _gemv("gemv", "weight times vector, in blocks", 256, 768),
         _gemv("gemv_f32", "weight times vector, rows, f32", 2048, 256, "gemv_f32"),
         _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512),
@@ -209,7 +225,7 @@ def _tile_functions() -> list[Probe]:
             v_half,
             {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64},
         ),
-        _kernel_probe("flash_attention", "causal attention", "flash_attention", both, _attention, _ATTENTION),
+        _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION),
     ]
 
 
@@ -272,7 +288,8 @@ def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.n
         return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)
     if arg.name == "table":
         return _table(source.name, arg, (math.prod(shape) // resident.HEAD_DIM, resident.HEAD_DIM)).reshape(shape)
-    return _normal(source.name, arg, shape)
+    made = _normal(source.name, arg, shape)
+    return source.placed(arg.name, made) if isinstance(source, Resident) else made
 
 
 @functools.cache

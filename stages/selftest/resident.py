@@ -36,7 +36,8 @@ EPS = 1e-5
 @dataclass(frozen=True)
 class Tile:
     """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last. `values`: the
-    shape of what is in it, where that is in block floating point."""
+    shape of what is in it, where that is in block floating point. `position`: what each row of the last block of each
+    row of blocks begins with, as i32."""
 
     name: str
     shape: Shape
@@ -44,10 +45,19 @@ class Tile:
     filled: bool = False
     drained: int = 0
     values: Shape = ()
+    position: int | None = None
 
     @property
     def format(self) -> str:
         return "bfp16" if self.values else self.dtype
+
+    def placed(self, values: np.ndarray) -> np.ndarray:
+        """Values of it with the position in them."""
+        if self.position is not None:
+            last = values.reshape(self.shape)[:, -1]
+            last[...] = 0
+            last[..., :2] = np.array([self.position], np.int32).view(bfloat16)
+        return values
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,10 @@ class Resident:
         """Shapes of what is in DDR, by argument."""
         filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
         return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
+
+    def placed(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Values of a filled tile, a position in them where it has one."""
+        return next(tile for tile in self.tiles if tile.name == name).placed(values)
 
     def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"out": self.reference(self.calls, *self._filled(values)).reshape(-1)}
@@ -233,17 +247,17 @@ def vector_product(name: str, calls: int) -> Resident:
 def attention(name: str, calls: int) -> Resident:
     """Attention's step: the same keys over and over weigh as they do once."""
     heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    p = _tiling("flash_attention", seq=ROWS, pos=0, **heads)
+    p = _tiling("flash_attention", seq=ROWS, window=ROWS, **heads)
     d, q, k = HEAD_DIM, p.tile_q, p.tile_k
 
     def reference(count: int, queries: np.ndarray, kv: np.ndarray) -> np.ndarray:
         keys, values = kv[:, :d], kv[:, d:]
-        return _to_tile(flash_attention.reference(_to_rows(queries), keys, values, k - 1, 1, 1))
+        return _to_tile(flash_attention.reference(_to_rows(queries[:, :-1]), keys, values, k - 1, 1, 1))
 
     def error(want: np.ndarray, queries: np.ndarray, kv: np.ndarray) -> np.ndarray:
         # No average of values is larger than the largest.
         spread = np.full(want.shape, np.abs(kv[:, d:]).max())
-        return bounds.attention(_to_rows(queries), kv[:, :d], d, spread, want)
+        return bounds.attention(_to_rows(queries[:, :-1]), kv[:, :d], d, spread, want)
 
     return Resident(
         name,
@@ -252,14 +266,14 @@ def attention(name: str, calls: int) -> Resident:
         p,
         lambda: p.variant,
         (
-            Tile("q", _blocks(q, d), filled=True, drained=q * d),
+            # Every query is behind the last key.
+            Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
             Tile("kv", (k, 2 * d), filled=True),
             Tile("acc", (q, d), "f32"),
             Tile("stats", (2, q), "f32"),
             Tile("work", (q, k), "f32"),
         ),
-        # Every query is behind the last key.
-        ("fa_step", k - 1, 0, "q", "kv", "acc", "stats", "work"),
+        ("fa_step", 0, "q", "kv", "acc", "stats", "work"),
         reference,
         first=("fa_init", "q", "acc", "stats"),
         last=("fa_out", "acc", "stats", "q"),
@@ -329,7 +343,7 @@ def rotation(name: str, calls: int) -> Resident:
         "rope",
         calls,
         p,
-        lambda: air.Variant.of("rope", HEADS=p.heads, HEAD_DIM=p.head_dim, ROWS=p.tile_rows),
+        lambda: p.variant,
         tiles,
         ("rope", "x", "table", "y"),
         reference=lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),

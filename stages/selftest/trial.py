@@ -42,30 +42,35 @@ def dispatch(
     times: int = DISPATCHES,
     seq: int = 1,
     pos: int = 0,
+    part_of: Mapping[str, str] | None = None,
 ) -> list[dict[str, np.ndarray]]:
     """Results of so many dispatches. `given`: what is read, as arrays of a slot's elements (any shape, zeros behind
-    them), or bound already."""
+    them), or bound already. `part_of`: results that are the first rows of what is read, by the names of both."""
+    parts = part_of or {}
+    fresh = {*written(slots), *parts.values()}
     bound = {name: value for name, value in given.items() if isinstance(value, Binding)}
     for slot in slots:
-        name = slot["name"]
-        if name not in bound and slot["role"] != "output":
-            bound[name], array = _buffer(device, slot)
-            if name in given:
-                values = np.asarray(given[name])
-                array.reshape(-1)[: values.size] = values.reshape(-1)
+        if slot["name"] not in (*bound, *fresh):
+            bound[slot["name"]], _ = _buffer(device, slot, given)
     results = []
     for _ in range(times):
-        outputs = {slot["name"]: _buffer(device, slot) for slot in slots if slot["role"] == "output"}
-        bindings = [bound.get(s["name"]) or outputs[s["name"]][0] for s in slots]
+        made = {slot["name"]: _buffer(device, slot, given) for slot in slots if slot["name"] in fresh}
+        for part, whole in parts.items():
+            made[part] = made[whole][0], made[whole][1][: len(made[part][1])]
+        bindings = [bound.get(s["name"]) or made[s["name"]][0] for s in slots]
         device.prepare([Call(program, bindings, slots)]).run(seq, pos)
-        results.append({name: array.copy() for name, (_, array) in outputs.items()})
+        results.append({name: made[name][1].copy() for name in written(slots)})
     return results
 
 
-def _buffer(device: Device, slot: Mapping[str, Any]) -> tuple[Binding, np.ndarray]:
-    """Zeros for a slot, and the host's view of them."""
+def _buffer(device: Device, slot: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Binding, np.ndarray]:
+    """What is given for a slot, zeros behind it, and the host's view of that."""
     buffer = device.alloc(nbytes(slot["dtype"], slot["shape"]))
-    return Binding(buffer, "", 0), device.array(buffer, DTYPES[slot["dtype"]], tuple(slot["shape"]))
+    array = device.array(buffer, DTYPES[slot["dtype"]], tuple(slot["shape"]))
+    if slot["name"] in given:
+        values = np.asarray(given[slot["name"]])
+        array.reshape(-1)[: values.size] = values.reshape(-1)
+    return Binding(buffer, "", 0), array
 
 
 def judge(results: Sequence[Values], want: Values, off: Values) -> Verdict:

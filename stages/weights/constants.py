@@ -29,6 +29,10 @@ POSITION = 32
 """Elements of bf16, a cache line, that begin with a token's position as i32: behind its queries, and as half as many
 f32 behind its row of rotary embedding."""
 
+HEAD_POSITION = BLOCK
+"""Elements of bf16, a row of a block, that begin with a row's position as i32: behind each head of a prompt's
+queries."""
+
 
 def macros() -> tuple[str, ...]:
     """Compiler flags with which every kernel source is compiled, whatever its target."""
@@ -42,5 +46,6 @@ def macros() -> tuple[str, ...]:
         "LANES": LANES,
         "LIFT": LIFT,
         "POSITION": POSITION,
+        "HEAD_POSITION": HEAD_POSITION,
     }
     return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())

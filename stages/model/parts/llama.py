@@ -58,9 +58,14 @@ def _interleaved(b: PartBuilder, role: str, view: str = "") -> str:
     return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer=f"kv_cache.{{layer}}{view}", keeps=True)
 
 
+def _window(b: PartBuilder) -> str:
+    """The first rows of that cache."""
+    return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
+
+
 def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
-    """RMS norm, Q/K/V projections, rotary embedding of Q and K: 13 slots (12 if `interleave`: K and V go straight into
-    the interleaved cache), 6 launches."""
+    """RMS norm, Q/K/V projections, rotary embedding of Q and K: 13 slots, 6 launches. `interleave`: K and V go straight
+    into rows of the interleaved cache, and queries say where they are, which comes with their angles: 12 slots."""
     b = PartBuilder()
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w = _weight(b, "norm_w")
@@ -70,11 +75,11 @@ def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
     wk = _weight(b, "wk")
     k = b.slot("k", rows.act("kv_dim"), "scratch")
     wv = _weight(b, "wv")
-    v = _interleaved(b, "output") if interleave else b.slot("v", rows.act("kv_dim"), "output")
-    table: dict[str, Any] = {"format": "f32", "buffer": "rope_table"}
-    lut_q = b.slot("lut_q", ("max_seq", "head_dim"), "table", **table)
-    lut_k = b.slot("lut_k", ("max_seq", "head_dim"), "table", **table)
-    q_roped = b.slot("q_roped", rows.act("q_dim"), "output")
+    v = _interleaved(b, "output", "@pos") if interleave else b.slot("v", rows.act("kv_dim"), "output")
+    table: dict[str, Any] = {"format": "f32", "buffer": "token_table" if interleave else "rope_table"}
+    angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
+    lut_q, lut_k = (b.slot(lut, angles, "table", **table) for lut in ("lut_q", "lut_k"))
+    q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
     k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
     b.launch("rms_norm", {"x": x, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
     rows.project(b, normed, wq, q, "emb", "q_dim")
@@ -84,9 +89,9 @@ def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
         b.launch("gemm_kv", args, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
     else:
         rows.project(b, normed, wv, v, "emb", "kv_dim")
-    rotate_k = "rope_kv" if interleave else "rope"
+    rotate_q, rotate_k = ("rope_q", "rope_kv") if interleave else ("rope", "rope")
     for rope, source, lut, out, heads in (
-        ("rope", q, lut_q, q_roped, "heads"),
+        (rotate_q, q, lut_q, q_roped, "heads"),
         (rotate_k, k, lut_k, k_roped, "kv_heads"),
     ):
         args = {"x": source, "table": lut, "out": out}
@@ -185,12 +190,13 @@ _HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
 
 
 def _flash_attn() -> Part:
-    """Causal attention of a prompt's rows over the interleaved cache: 3 slots, 1 launch."""
+    """Causal attention of a prompt's rows over the first positions of an interleaved cache that has their K and V: 3
+    slots, 1 launch."""
     b = PartBuilder()
-    q = b.slot("q", ("seq", "q_dim"), "input", buffer="q_roped")
-    kv = _interleaved(b, "input")
+    q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
+    kv = _window(b)
     out = b.slot("attn_out", ("seq", "q_dim"), "output")
-    b.launch("flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", pos="pos", **_HEADS)
+    b.launch("flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", window="window", pos="pos", **_HEADS)
     return b.build("flash_attn")
 
 
@@ -233,7 +239,7 @@ def _token_attn() -> Part:
     """Attend over the first positions of an interleaved cache that has the newest K and V: 3 slots, 1 launch."""
     b = PartBuilder()
     q = b.slot("q", ("placed_q_dim",), "input", buffer="placed_q")
-    kv = b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
+    kv = _window(b)
     out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
     b.launch("token_attention", {"q": q, "kv": kv, "out": out}, window="window", pos="pos", **_HEADS)
     return b.build("token_attn")

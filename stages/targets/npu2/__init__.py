@@ -2,7 +2,7 @@
 
 Prompts keep K and V interleaved by head in one buffer, so that attention needs one stream per column; the host attends
 for a token, unless its weights come in groups. Shapes are fixed, so programs of prompts come in buckets, and those that
-attend for a token in windows of the cache.
+attend in windows of the cache.
 """
 
 from stages.targets import Target

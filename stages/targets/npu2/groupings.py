@@ -19,7 +19,7 @@ GROUPINGS = {
         _TOKEN,
         (
             Group("rms_gemms_rope", ("rms_gemms_rope_kv",), prompt=True),
-            Group("flash_attn", ("flash_attn",), prompt=True),
+            Group("flash_attn", ("flash_attn",), prompt=True, windowed=True),
             Group("o_ffn", ("o_ffn",), prompt=True),
             *(Group(name, (name,)) for name in ("rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")),
         ),
@@ -30,7 +30,7 @@ GROUPINGS = {
         Chain(_START, _PROMPT, _LAST_ROW, UNPACK),
         _TOKEN,
         (
-            Group("prefill_layer", _PROMPT, prompt=True),
+            Group("prefill_layer", _PROMPT, prompt=True, windowed=True),
             Group("rms_gemv_rope", ("rms_gemv_rope",)),
             Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
             Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
@@ -40,7 +40,7 @@ GROUPINGS = {
             Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
             Chain(_START, ("norm_qkv_gemv_rope", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
             (
-                Group("prefill_layer", _PROMPT, prompt=True),
+                Group("prefill_layer", _PROMPT, prompt=True, windowed=True),
                 Group("decode_first", ("norm_qkv_gemv_rope", "token_attn"), windowed=True),
                 Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv_rope", "token_attn"), windowed=True),
                 Group("decode_last", ("o_ffn_gemvs", "norm_lm_head")),

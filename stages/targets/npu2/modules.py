@@ -142,9 +142,11 @@ class Module:
     @property
     def shared_steps(self) -> int:
         """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
-        another. One where cores are told which step it is, as those of attention are: the compiler tells them of all
-        these steps at once, and a core then waits for ever for what it missed."""
-        return 1 if self.program.bucket else 16
+        another. One where steps of a launch go in two dimensions, which takes more descriptors than there are, or moves
+        rows in another order than the module says. No core may be told which step it is in: the compiler would tell it
+        of all these at once."""
+        stepped = (sum(size > 1 for size in launch.shape()) for launch in self.air.launches)
+        return 1 if max(stepped) > 1 else 16
 
     @property
     def options(self) -> list[str]:
@@ -163,13 +165,13 @@ class Module:
         ]
 
 
-def build_module(program: Program, dimensions: Dimensions, pos: int = 0) -> Module:
-    """The module of a program; its bucket's first row is at `pos`.
+def build_module(program: Program, dimensions: Dimensions) -> Module:
+    """The module of a program. Where its rows begin is data: what depends on the position is bound from there on.
 
     `dimensions`: of `Config.dimensions`. UserError names the hardware limit that a shape breaks.
     """
     rows = program.bucket or 1
-    known = {**dimensions, "seq": rows, "max_seq": pos + rows, "window": program.window or 0, "pos": pos}
+    known = {**dimensions, "seq": rows, "max_seq": rows, "window": program.window or 0, "pos": 0}
     launches = list(_launches(program, known))
     tilings = [_tile(kernel, sizes) for kernel, _, sizes in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]

@@ -8,12 +8,11 @@ from typing import Any
 
 from stages.model.grouping import Program
 from stages.targets.npu2 import modules as npu2
-from stages.targets.npu2.modules import SUFFIX, arguments, expected, fingerprint, launches
+from stages.targets.npu2.modules import COSTS, SUFFIX, arguments, expected, fingerprint, launches
 
 __all__ = ["COSTS", "SUFFIX", "arguments", "expected", "fingerprint", "launches", "sources", "write_module"]
 
 DEVICE = "sim/device"
-COSTS = False
 
 
 def sources(programs: Sequence[Program]) -> list[str]:
@@ -23,4 +22,4 @@ def sources(programs: Sequence[Program]) -> list[str]:
 
 def write_module(directory: Path, library: str, work: Path, **arguments: Any) -> None:
     """Step action: as `stages.targets.npu2.modules.write_module`."""
-    npu2.write_module(directory, library, work, **arguments, support=[DEVICE], priced=False)
+    npu2.write_module(directory, library, work, **arguments, support=[DEVICE])
