@@ -62,10 +62,14 @@ def assert_product(out, x, wide, rounded=True):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_largest_sums_of_groups_fit(kernels, name, sign):
-    """Largest numbers and scales, and the bf16 with most bits: 255 * 2^6 in fixed point."""
-    cols, rows = 64, 16
-    stored = formats()[name].quantise(np.ones((rows, cols), np.float32))
+@pytest.mark.parametrize("weight", [1, -1])
+def test_largest_sums_fit(kernels, name, sign, weight):
+    """Largest numbers and scales, or minima, and the bf16 with most bits, 255 * 2^6 in fixed point: in groups, and in a
+    block of 512."""
+    cols, rows = 576, 16
+    weights = np.full((rows, cols), weight, np.float32)
+    weights[:, ::32] = 0  # what is all the same has no minimum
+    stored = formats()[name].quantise(weights)
     panels, wide = guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
     x, out, one = guarded(np.full((2, cols), sign * 255 / 128, BF16)), output((2, rows)), output(rows)
     kernels(f"{name}_gemm", x, panels, out, 2, cols, rows)

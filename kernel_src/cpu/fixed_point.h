@@ -11,31 +11,53 @@ constexpr int fixed_bits = 13;         // below the largest number's own
 constexpr int64_t most_fixed = 255 << (fixed_bits - 7);
 
 typedef int16_t i16v __attribute__((vector_size(lanes * 2)));
+typedef int8_t i8v __attribute__((vector_size(lanes)));
+
+// Digits of the sum of a group of 32 numbers, which has 20 bits and a sign, as products take them: all have a sign.
+#if ISA_LANES == 16
+using SumDigit = int8_t;
+constexpr int sum_digits = 3;
+#else
+using SumDigit = int16_t;
+constexpr int sum_digits = 2;
+#endif
+constexpr int digit_bits = 8 * sizeof(SumDigit);
+constexpr int64_t digit_groups = fixed_inputs / LAYOUT_GROUP;
 
 // A row of x: numbers i16, whole blocks, with zeros behind the row's own; sums of numbers, i32 [groups], and what those
-// stand for, which is exact, f32 [groups]; units f32 [blocks].
+// stand for, which is exact, f32 [groups]; units f32 [blocks]; where minima are
+// whole numbers (minima.h), digits of sums [blocks][sum_digits][digit_groups], the highest first.
 struct FixedRow {
     int16_t *numbers;
     int32_t *sums;
     float *totals, *units;
+    SumDigit *digits;
+
+    // A row that lies `bytes` behind it.
+    INLINE_MEMBER FixedRow behind(int64_t bytes) const {
+        const auto moved = [&](auto *p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<char *>(p) + bytes); };
+        return {moved(numbers), moved(sums), moved(totals), moved(units), moved(digits)};
+    }
 };
 
 // The memory of a row, a multiple of 64 bytes: `inputs` of a group.
 struct FixedSize {
     int64_t cols, inputs;
 
-    int64_t groups() const { return (cols + inputs - 1) / inputs; }
+    // Of whole blocks.
+    int64_t groups() const { return blocks() * (fixed_inputs / inputs); }
     int64_t blocks() const { return (cols + fixed_inputs - 1) / fixed_inputs; }
     int64_t bytes() const {
-        const int64_t padded = blocks() * fixed_inputs;
-        return 2 * padded + (4 * (2 * groups() + blocks()) + 63) / 64 * 64;
+        const int64_t numbers = 2 * blocks() * fixed_inputs, digits = blocks() * digit_groups * sum_digits * sizeof(SumDigit);
+        return numbers + (4 * (2 * groups() + blocks()) + digits + 63) / 64 * 64;
     }
 
     FixedRow at(uint8_t *memory) const {
         int16_t *numbers = reinterpret_cast<int16_t *>(memory);
         int32_t *sums = reinterpret_cast<int32_t *>(numbers + blocks() * fixed_inputs);
         float *totals = reinterpret_cast<float *>(sums + groups());
-        return {numbers, sums, totals, totals + groups()};
+        float *units = totals + groups();
+        return {numbers, sums, totals, units, reinterpret_cast<SumDigit *>(units + blocks())};
     }
 };
 
@@ -68,39 +90,63 @@ INLINE FixedUnit fixed_unit(int exponent) {
     return {power_of_two(bounded - fixed_bits), power_of_two(2 * 127 + fixed_bits - bounded)};
 }
 
+INLINE i16v to_i16(i32v whole) {
+#if ISA_LANES == 16
+    return (i16v)_mm512_cvtepi32_epi16((__m512i)whole);
+#else
+    return __builtin_convertvector(whole, i16v);
+#endif
+}
+
+INLINE i8v to_i8(i32v whole) {
+#if ISA_LANES == 16
+    return (i8v)_mm512_cvtepi32_epi8((__m512i)whole);
+#else
+    return __builtin_convertvector(whole, i8v);
+#endif
+}
+
+// Of `count` numbers, whole vectors.
+INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
+    i32v sums = {};
+    for (int64_t i = 0; i < count; i += lanes) sums += __builtin_convertvector(load<i16v>(numbers + i), i32v);
+#if ISA_LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)sums);
+#else
+    int32_t sum = 0;
+    for (int64_t i = 0; i < lanes; i++) sum += sums[i];
+    return sum;
+#endif
+}
+
 // One block of `count` values; out has room for whole vectors. Returns its unit.
 INLINE float fix_block(const bf16 *x, int64_t count, int16_t *out) {
     const FixedUnit fixed = fixed_unit(largest_magnitude(x, count) >> 7);
     for (int64_t i = 0; i < count; i += lanes)
-        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, count - i) * fixed.inverse), i16v));
+        store(out + i, to_i16(nearest(load_bf16(x + i, count - i) * fixed.inverse)));
     return fixed.unit;
 }
 
 INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
-    const int64_t whole = size.cols / fixed_inputs, rest = size.cols % fixed_inputs;
-    for (int64_t block = 0; block < whole; block++)
-        row.units[block] = fix_block(x + block * fixed_inputs, fixed_inputs, row.numbers + block * fixed_inputs);
-    if (rest != 0) {
-        bf16 padded[fixed_inputs] = {};
-        memcpy(padded, x + whole * fixed_inputs, rest * sizeof(bf16));
-        row.units[whole] = fix_block(padded, fixed_inputs, row.numbers + whole * fixed_inputs);
-    }
-    for (int64_t group = 0; group < size.groups(); group++) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < size.inputs; i++) sum += row.numbers[group * size.inputs + i];
-        row.sums[group] = sum;
-        row.totals[group] = static_cast<float>(sum) * row.units[group * size.inputs / fixed_inputs];
+    const int64_t groups = fixed_inputs / size.inputs;
+    for (int64_t block = 0; block < size.blocks(); block++) {
+        const int64_t left = size.cols - block * fixed_inputs, count = left < fixed_inputs ? left : fixed_inputs;
+        int16_t *numbers = row.numbers + block * fixed_inputs;
+        memset(numbers + count, 0, (fixed_inputs - count) * sizeof *numbers);
+        const float unit = row.units[block] = fix_block(x + block * fixed_inputs, count, numbers);
+        int32_t *sums = row.sums + block * groups;
+        for (int64_t g = 0; g < groups; g++) sums[g] = sum_of(numbers + g * size.inputs, size.inputs);
+        for (int64_t g = 0; g < groups; g += lanes)
+            store(row.totals + block * groups + g, __builtin_convertvector(load<i32v>(sums + g), f32v) * unit);
     }
 }
-
-typedef int8_t i8v __attribute__((vector_size(lanes)));
 
 // out i8 [count], with room for whole vectors = x / scale, halves to even; returns the scale, the largest magnitude / 127.
 // NaN is the largest bf16 of all, so a row with one has a scale that is none.
 INLINE float quantise(const bf16 *x, int64_t count, int8_t *out) {
     const float most = to_float(largest_magnitude(x, count)), inverse = most == 0 ? 0.0f : 127.0f / most;
     for (int64_t i = 0; i < count; i += lanes)
-        store(out + i, __builtin_convertvector(nearest(load_bf16(x + i, count - i) * inverse), i8v));
+        store(out + i, to_i8(nearest(load_bf16(x + i, count - i) * inverse)));
     return most / 127.0f;
 }
 

@@ -10,6 +10,25 @@ namespace {
 constexpr int64_t rows_per_task = 43 * tile_rows;  // f32 sums of a task stay in L2
 constexpr int64_t pairs_per_block = 1024;          // and so do its weights: 256 KB
 
+// Weights that are read soon, `bytes` of each panel. Products that first widen a block, or have few columns, would wait for
+// them; those of bf16 do not.
+struct Upcoming {
+    const char *panels[tile_panels];
+    int64_t bytes;
+
+    // Asks for the share of row `row` to `row` + tile_rows of `rows`, so that requests come evenly.
+    INLINE_MEMBER void fetch(int64_t row, int64_t rows) const {
+        const int64_t end = row + tile_rows < rows ? row + tile_rows : rows, last = (bytes * end / rows + 63) / 64;
+        for (int64_t line = (bytes * row / rows + 63) / 64; line < last; line++)
+            for (int64_t p = 0; p < tile_panels; p++) __builtin_prefetch(panels[p] + line * 64, 0, 2);
+    }
+};
+
+// Rows first .. last - 1 of a group of columns. `following`: the group that the worker is likely to take next.
+struct GemmTask {
+    int64_t group, first, last, following;
+};
+
 // The output of a product in groups of columns, of as many panels as a tile takes, and in tasks of rows. A panel of the
 // weights has `panel_elements`.
 template <class Weight, class Epilogue>
@@ -27,7 +46,7 @@ struct PanelGroups {
         return (tiles + row_tasks() - 1) / row_tasks() * tile_rows;
     }
 
-    // Calls multiply(group, first row, row behind the last) for each task that this worker takes.
+    // Calls multiply(GemmTask) for each task that this worker takes.
     template <class Multiply>
     void each_task(Worker &worker, const Multiply &multiply) const {
         const int64_t groups = (panel_count(out_cols) + panels - 1) / panels;
@@ -36,7 +55,7 @@ struct PanelGroups {
         // Row tasks of one group follow each other: its weights come from memory once.
         for (int64_t task, end; chunks.next(task, end);) {
             const int64_t first = task % tasks * step;
-            multiply(task / tasks, first, first + step < rows ? first + step : rows);
+            multiply({task / tasks, first, first + step < rows ? first + step : rows, (task + worker.threads) / tasks});
         }
     }
 
@@ -44,6 +63,18 @@ struct PanelGroups {
     const Weight *panel(int64_t group, int64_t p) const {
         const int64_t index = group * panels + p % panels, last = panel_count(out_cols) - 1;
         return weights[p / panels] + (index < last ? index : last) * panel_elements;
+    }
+
+    // What a task reads behind the first `done` elements of its panels: a block of `block` elements, behind the last one
+    // the first of the next task.
+    Upcoming upcoming(const GemmTask &task, int64_t done, int64_t block) const {
+        const bool same = done < panel_elements;
+        const int64_t group = same ? task.group : task.following, begin = same ? done : 0, left = panel_elements - begin;
+        if (group * panels >= panel_count(out_cols)) return {};
+        Upcoming next;
+        next.bytes = (block < left ? block : left) * static_cast<int64_t>(sizeof(Weight));
+        for (int64_t p = 0; p < tile_panels; p++) next.panels[p] = reinterpret_cast<const char *>(panel(group, p) + begin);
+        return next;
     }
 
     // The sums of one row of a group.
@@ -62,21 +93,21 @@ public:
 
     void run(Worker &worker) {
         sums_ = worker.scratch<float>(groups_.task_rows() * line_width);
-        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
+        groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
 private:
     static constexpr int64_t line_width = tile_panels * panel_rows;
 
-    void multiply(int64_t group, int64_t first, int64_t last) {
-        const int64_t pairs = pair_count(cols_);
+    void multiply(const GemmTask &task) {
+        const int64_t pairs = pair_count(cols_), rows = task.last - task.first;
         for (int64_t done = 0; done < pairs; done += pairs_per_block) {
             const int64_t until = done + pairs_per_block < pairs ? done + pairs_per_block : pairs;
-            for (int64_t row = first; row < last; row += tile_rows) {
-                const int64_t count = last - row < tile_rows ? last - row : tile_rows;
-                float *sums = sums_ + (row - first) * line_width;
-                multiply_block(group, row, count, done, until, sums);
-                if (until == pairs) finish(group, row, count, sums);
+            for (int64_t at = 0; at < rows; at += tile_rows) {
+                const int64_t row = task.first + at, count = rows - at < tile_rows ? rows - at : tile_rows;
+                float *sums = sums_ + at * line_width;
+                multiply_block(task.group, row, count, done, until, sums);
+                if (until == pairs) finish(task.group, row, count, sums);
             }
         }
     }

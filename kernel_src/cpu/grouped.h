@@ -4,11 +4,11 @@
 // A [N][K] matrix (out, in) is cut into panels of 16 outputs, N padded to a multiple of 16 and K to whole groups with
 // zeros. A panel is
 //   header   f32 [factors][16]                    what a row's scales are multiples of, where they are whole numbers
-//   blocks   scales of as many groups as a line of 64 bytes holds, or whole lines of one group, then those groups'
-//            numbers; the last block may have fewer groups
+//   blocks   scales of as many groups as a line of 64 bytes holds, a line of their minima, then those groups' numbers; the
+//            last block may have fewer groups
 // A *quad* is four inputs of 16 outputs, a byte each, [16 outputs][4], in the order 0, 2, 1, 3: a line's even bytes are
 // a pair of inputs for each output, and so are its odd ones.
-//   int4   scale u8 [16], minimum u8 [16] per group: w = d s q - e m, header d and e
+//   int4   scale u8 [16] per group, and a quad of minima u8 for four groups: w = d s q - e m, header d and e
 //          numbers: four lines, quad 2 i in the low nibbles of line i, quad 2 i + 1 in the high ones
 //   int4_f32  scale f32 [16], minimum f32 [16] per group: w = s q - m; numbers as int4
 //   int6   scale u8 [16] per group: w = d s (q - 32), header d
@@ -24,7 +24,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP, line_bytes = 64;
-constexpr int64_t quad = LAYOUT_QUAD;
+constexpr int64_t quad = LAYOUT_QUAD, sum_vectors = panel_rows / lanes;
 static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
 static_assert(group_inputs == 32, "four lines of nibbles, or eight quads, are a group");
 static_assert(short_group_inputs == 16, "four quads are a short group");
@@ -35,24 +35,30 @@ INLINE int64_t group_count(int64_t cols) {
     return (cols + Format::inputs - 1) / Format::inputs;
 }
 
+// Where number i of a quad is: the order 0, 2, 1, 3.
+constexpr int64_t quad_place(int64_t i) { return i % 2 * 2 + i / 2 % 2; }
+
 // Where things are in a panel.
 template <class Format>
 struct GroupedPanel {
     static constexpr int64_t header = Format::factors * panel_rows * 4;
-    static constexpr int64_t block_groups = Format::scale_bytes < line_bytes ? line_bytes / Format::scale_bytes : 1;
-    static constexpr int64_t block_scales = block_groups * Format::scale_bytes;
+    static constexpr int64_t block_groups = line_bytes / Format::scale_bytes;
+    static constexpr int64_t block_scales = (Format::has_minimum ? 2 : 1) * line_bytes;
     static constexpr int64_t block = block_scales + block_groups * Format::number_bytes;
-    static_assert(block_scales % line_bytes == 0, "lines stay aligned");
 
     static int64_t size(int64_t cols) {
         const int64_t groups = group_count<Format>(cols), rest = groups % block_groups;
         return header + groups / block_groups * block + (rest ? block_scales + rest * Format::number_bytes : 0);
     }
+    // Of the block that begins with a group.
+    static constexpr int64_t offset(int64_t group) { return header + group / block_groups * block; }
     INLINE const uint8_t *scales(const uint8_t *panel, int64_t group) {
-        return panel + header + group / block_groups * block + group % block_groups * Format::scale_bytes;
+        return panel + offset(group) + group % block_groups * Format::scale_bytes;
     }
+    // The line of minima that has a group's.
+    INLINE const uint8_t *minima(const uint8_t *panel, int64_t group) { return panel + offset(group) + line_bytes; }
     INLINE const uint8_t *numbers(const uint8_t *panel, int64_t group) {
-        return panel + header + group / block_groups * block + block_scales +
+        return panel + offset(group) + block_scales +
                group % block_groups * Format::number_bytes;
     }
 };
@@ -116,39 +122,44 @@ INLINE f32v load_f16(const uint8_t *p) {
 #endif
 }
 
-// How the `values` scales of a group lie: its scale, then its minimum if it has one. `at`: value i of all outputs of a
-// panel from output `first` on, `own`: the group's; in units of `factor` of the panel.
+// How the scale of a group lies, and its minimum if it has one. `at`: those of all outputs of a panel from output `first`
+// on, `own`: the group's. `minimum_at`: of the group `index` of a block, in the block's line. In units of `factor` of the
+// panel.
 
 // u8, multiples of the header's factors.
 template <int64_t values>
 struct Levels {
-    static constexpr int64_t factors = values, scale_bytes = values * panel_rows;
+    static constexpr int64_t factors = values, scale_bytes = panel_rows;
     static constexpr bool has_minimum = values == 2;
 
-    INLINE i32v whole_at(const uint8_t *own, int64_t i, int64_t first) { return load_u8(own + i * panel_rows + first); }
-    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return whole_to_float(whole_at(own, i, first)); }
+    INLINE i32v whole_at(const uint8_t *own, int64_t first) { return load_u8(own + first); }
+    INLINE f32v at(const uint8_t *own, int64_t first) { return whole_to_float(whole_at(own, first)); }
+    INLINE f32v minimum_at(const uint8_t *line, int64_t index, int64_t first) {
+        const i32v four = load<i32v>(line + first * quad);
+        return whole_to_float(four >> static_cast<int>(8 * quad_place(index)) & 0xff);
+    }
 };
 
-template <int64_t values>
 struct Halves {
-    static constexpr int64_t factors = 0, scale_bytes = 2 * values * panel_rows;
-    static constexpr bool has_minimum = values == 2;
+    static constexpr int64_t factors = 0, scale_bytes = 2 * panel_rows;
+    static constexpr bool has_minimum = false;
 
-    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load_f16(own + (i * panel_rows + first) * 2); }
+    INLINE f32v at(const uint8_t *own, int64_t first) { return load_f16(own + first * 2); }
 };
 
 template <int64_t values>
 struct Singles {
-    static constexpr int64_t factors = 0, scale_bytes = values * line_bytes;
+    static constexpr int64_t factors = 0, scale_bytes = line_bytes;
     static constexpr bool has_minimum = values == 2;
 
-    INLINE f32v at(const uint8_t *own, int64_t i, int64_t first) { return load<f32v>(own + i * line_bytes + first * 4); }
+    INLINE f32v at(const uint8_t *own, int64_t first) { return load<f32v>(own + first * 4); }
+    INLINE f32v minimum_at(const uint8_t *line, int64_t, int64_t first) { return load<f32v>(line + first * 4); }
 };
 
 struct Int4 : Nibbles, Levels<2> {};
 struct Int4F32 : Nibbles, Singles<2> {};
 struct Int6 : SixBits, Levels<1> {};
-struct Int8 : Bytes<group_inputs>, Halves<1> {};
+struct Int8 : Bytes<group_inputs>, Halves {};
 struct Int8F32 : Bytes<group_inputs>, Singles<2> {};
 struct Int8F32By16 : Bytes<short_group_inputs>, Singles<1> {};
 
@@ -158,12 +169,6 @@ INLINE f32v factor(const uint8_t *panel, int64_t i, int64_t first) {
     return Format::factors != 0 ? load<f32v>(panel + i * line_bytes + first * 4) : splat(1.0f);
 }
 
-// Value i of the scales of a group, from output `first` on.
-template <class Format>
-INLINE f32v scale_of(const uint8_t *panel, int64_t group, int64_t i, int64_t first) {
-    return Format::at(GroupedPanel<Format>::scales(panel, group), i, first);
-}
-
 // Whether a group's sum is a whole number of 32 bits with its scale, too.
 template <class Format>
 constexpr bool scaled_whole = Format::factors != 0 && most_fixed * Format::most * 255 * Format::inputs <= INT32_MAX;
@@ -171,8 +176,8 @@ constexpr bool scaled_whole = Format::factors != 0 && most_fixed * Format::most 
 // The total of groups with the next one, whose sum is `sum`; `own` are its scales, of which that of output `first` counts.
 template <class Format>
 INLINE f32v add_group(f32v total, i32v sum, const uint8_t *own, int64_t first) {
-    if constexpr (scaled_whole<Format>) return total + whole_to_float(sum * Format::whole_at(own, 0, first));
-    else return multiply_add(Format::at(own, 0, first), whole_to_float(sum), total);
+    if constexpr (scaled_whole<Format>) return total + whole_to_float(sum * Format::whole_at(own, first));
+    else return multiply_add(Format::at(own, first), whole_to_float(sum), total);
 }
 
 // sums f32 [lanes] += a block's total, in its unit.
@@ -197,17 +202,18 @@ INLINE void finish_sums(const uint8_t *panel, float *products, const float *mini
 template <class Format>
 INLINE void widen_row(const uint8_t *panel, int64_t group, int64_t r, bf16 *out, int64_t count) {
     const int64_t first = r / lanes * lanes, lane = r % lanes;
-    const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group);
-    const f32v scale = scale_of<Format>(panel, group, 0, first) * factor<Format>(panel, 0, first);
-    const f32v minimum = Format::has_minimum
-                             ? scale_of<Format>(panel, group, 1, first) * factor<Format>(panel, 1, first)
-                             : f32v{};
+    using Panel = GroupedPanel<Format>;
+    const uint8_t *numbers = Panel::numbers(panel, group);
+    const f32v scale = Format::at(Panel::scales(panel, group), first) * factor<Format>(panel, 0, first);
+    f32v minimum = {};
+    if constexpr (Format::has_minimum)
+        minimum = Format::minimum_at(Panel::minima(panel, group), group % Panel::block_groups, first) *
+                  factor<Format>(panel, 1, first);
     float wide[Format::inputs];
     for (int64_t k = 0; k < Format::inputs; k++) {
         uint8_t bytes[lanes * quad];
         store(bytes, Format::quad_at(numbers, k / quad, first * quad));
-        const int64_t at = k % 2 * 2 + k / 2 % 2;  // the order 0, 2, 1, 3
-        wide[k] = scale[lane] * static_cast<float>(bytes[lane * quad + at] - Format::zero) - minimum[lane];
+        wide[k] = scale[lane] * static_cast<float>(bytes[lane * quad + quad_place(k)] - Format::zero) - minimum[lane];
     }
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }

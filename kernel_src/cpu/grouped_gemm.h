@@ -11,15 +11,12 @@ constexpr int64_t grouped_panels = 2;  // of a tile
 static_assert(tile_panels % grouped_panels == 0, "a task's panels are whole tiles");
 static_assert(inputs_per_block % fixed_inputs == 0, "a block is whole blocks of x");
 
-// The scales of a group of a tile's panels, or its minima.
-typedef float TileScales[grouped_panels][panel_rows];
-
 // A group of a tile's panels, widened to pairs of i16; what a step of the product reads lies together.
 template <class Format>
 struct WideGroup {
     static constexpr int64_t pairs = Format::inputs / 2;
     uint16_t lines[pairs][grouped_panels][line_elements];
-    TileScales scale;
+    float scale[grouped_panels][panel_rows];
 
     INLINE_MEMBER void widen(const uint8_t *panel, int64_t p, int64_t group) {
         const uint8_t *numbers = GroupedPanel<Format>::numbers(panel, group), *own = GroupedPanel<Format>::scales(panel, group);
@@ -31,12 +28,12 @@ struct WideGroup {
                 store(lines[2 * i + 1][p] + 2 * first, ((four >> 8) - Format::zero) * times);
             }
         if (scaled_whole<Format>) return;
-        for (int64_t first = 0; first < panel_rows; first += lanes) store(scale[p] + first, Format::at(own, 0, first));
+        for (int64_t first = 0; first < panel_rows; first += lanes) store(scale[p] + first, Format::at(own, first));
     }
 
     // What numbers are stored times, for both of a pair.
     INLINE quadv factor_of(const uint8_t *own, int64_t first) {
-        if constexpr (scaled_whole<Format>) return (quadv)(Format::whole_at(own, 0, first) * 0x10001);
+        if constexpr (scaled_whole<Format>) return (quadv)(Format::whole_at(own, first) * 0x10001);
         else return quadv{} + 1;
     }
 };
@@ -57,16 +54,15 @@ struct GroupedTileArgs {
     INLINE_MEMBER void next_row() { x += x_stride, unit += unit_stride, out += out_stride; }
 };
 
-// out[r][16 p + i] = minima of all groups of a tile's panels times the totals of groups of x, for r < R.
+// out[r][16 p + i] = minima of all groups of a tile's panels times the sums of groups of x, for r < R.
 struct MinimaTileArgs {
-    const float *totals;
-    int64_t totals_stride;
-    const TileScales *minima;
+    FixedRows x;
+    const uint8_t *panels[grouped_panels];
     int64_t groups;
     float *out;
     int64_t out_stride;
 
-    INLINE_MEMBER void next_row() { totals += totals_stride, out += out_stride; }
+    INLINE_MEMBER void next_row() { x.first = x.row(1), out += out_stride; }
 };
 
 // Sums of a tile, as many rows at a time as registers hold.
@@ -113,17 +109,13 @@ void grouped_tile(const GroupedTileArgs<Format> &args) {
             add_block(args.out + r * args.out_stride + v * lanes, total[r][v], args.unit[r * args.unit_stride]);
 }
 
-template <int R>
+template <class Format, int R>
 void minima_tile(const MinimaTileArgs &args) {
+    constexpr int64_t step = fixed_inputs / Format::inputs;
     f32v total[R][tile_vectors] = {};
-    for (int64_t g = 0; g < args.groups; g++)
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < tile_vectors; v++) {
-            const f32v minimum = load<f32v>(args.minima[g][0] + v * lanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-                total[r][v] = multiply_add(minimum, splat(args.totals[r * args.totals_stride + g]), total[r][v]);
-        }
+    for (int64_t g = 0; g < args.groups; g += step)
+        add_minima<Format, R, tile_vectors>(args.panels, args.x, g,
+                                            g + step < args.groups ? g + step : args.groups, total);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -148,15 +140,14 @@ public:
     void run(Worker &worker) {
         fix(worker);
         constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
-        const int64_t minima = Format::has_minimum ? tiles_across * size_.groups() * sizeof(TileScales) : 0;
-        char *own = worker.scratch<char>(wide_bytes + minima + groups_.task_rows() * line_width * sizeof(float));
+        char *own = worker.scratch<char>(wide_bytes + groups_.task_rows() * line_width * sizeof(float));
         wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
-        minima_ = reinterpret_cast<TileScales *>(own + wide_bytes);
-        products_ = reinterpret_cast<float *>(own + wide_bytes + minima);
-        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
+        products_ = reinterpret_cast<float *>(own + wide_bytes);
+        groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
 private:
+    using Panel = GroupedPanel<Format>;
     static constexpr int64_t line_width = tile_panels * panel_rows, tiles_across = tile_panels / grouped_panels;
     static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
@@ -166,25 +157,27 @@ private:
         {
             Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)
-                for (; row < end; row++) fix_row(x_ + row * size_.cols, size_, fixed(row));
+                for (; row < end; row++) fix_for<Format>(x_ + row * size_.cols, size_, fixed(row));
         }
         worker.barrier();
     }
 
     FixedRow fixed(int64_t row) const { return size_.at(fixed_ + row * size_.bytes()); }
 
-    void multiply(int64_t column, int64_t first, int64_t last) {
-        const int64_t groups = size_.groups();
-        memset(products_, 0, (last - first) * line_width * sizeof(float));
-        if (Format::has_minimum) widen_minima(column);
+    void multiply(const GemmTask &task) {
+        const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first, block = Panel::offset(groups_per_block);
+        memset(products_, 0, rows * line_width * sizeof(float));
         for (int64_t done = 0; done < groups; done += groups_per_block) {
             const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
-            widen(column, done, count);
-            for (int64_t row = first; row < last; row += tile_rows) {
-                const int64_t rows = last - row < tile_rows ? last - row : tile_rows;
-                float *products = products_ + (row - first) * line_width;
-                multiply_rows(row, rows, done, count, products);
-                if (done + count == groups) finish(column, row, rows, products);
+            const bool last = done + count == groups;
+            const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), block);
+            widen(task.group, done, count);
+            for (int64_t at = 0; at < rows; at += tile_rows) {
+                const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
+                float *products = products_ + at * line_width;
+                next.fetch(at, rows);
+                multiply_rows(row, some, done, count, products);
+                if (last) finish(task.group, row, some, products);
             }
         }
     }
@@ -194,16 +187,6 @@ private:
             for (int64_t g = 0; g < count; g++)
                 wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
     }
-
-    void widen_minima(int64_t column) {
-        for (int64_t p = 0; p < tile_panels; p++)
-            for (int64_t g = 0; g < size_.groups(); g++)
-                for (int64_t i = 0; i < panel_rows; i += lanes)
-                    store(minima(p / grouped_panels)[g][p % grouped_panels] + i,
-                          scale_of<Format>(groups_.panel(column, p), g, Format::has_minimum, i));
-    }
-
-    TileScales *minima(int64_t tile) const { return minima_ + tile * size_.groups(); }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {
         const FixedRow x = fixed(row);
@@ -225,10 +208,11 @@ private:
 
     void finish(int64_t column, int64_t row, int64_t rows, float *products) {
         float least[tile_rows * line_width];
-        for (int64_t tile = 0; Format::has_minimum && tile < tiles_across; tile++)
-            each_rows(rows, MinimaTileArgs{fixed(row).totals, size_.bytes() / 4, minima(tile), size_.groups(),
-                                           least + tile * tile_width, line_width},
-                      [](auto known, const auto &own) { minima_tile<known.count>(own); });
+        for (int64_t tile = 0; Format::has_minimum && tile < tiles_across; tile++) {
+            MinimaTileArgs args = {{fixed(row), size_.bytes()}, {}, group_count<Format>(size_.cols), least + tile * tile_width, line_width};
+            for (int64_t p = 0; p < grouped_panels; p++) args.panels[p] = groups_.panel(column, tile * grouped_panels + p);
+            each_rows(rows, args, [](auto known, const auto &own) { minima_tile<Format, known.count>(own); });
+        }
         for (int64_t r = 0; r < rows; r++) {
             float *own = products + r * line_width;
             for (int64_t p = 0; p < tile_panels; p++)
@@ -244,7 +228,6 @@ private:
     Epilogue epilogue_;
     uint8_t *fixed_ = nullptr;
     WideGroup<Format> (*wide_)[groups_per_block] = nullptr;
-    TileScales *minima_ = nullptr;  // of all groups, tile by tile
     float *products_ = nullptr;
 };
 

@@ -6,8 +6,6 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t sum_vectors = panel_rows / lanes;
-
 #if ISA_LANES == 16
 
 constexpr int most_grouped_streams = 8;
@@ -105,7 +103,9 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
     const int64_t near_end = groups > far ? groups - far : 0;
     const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read
     int64_t offset = far;
-    float minima[P * panel_rows] = {};
+    f32v minima[1][vectors] = {};
+    const uint8_t *panels[P];
+    for (int64_t p = 0; p < P; p++) panels[p] = first + p * size;
     for (int64_t i = 0; i < P * panel_rows; i++) sums[i] = 0;
     for (int64_t from = 0; from < groups; from += block_groups) {
         const int64_t until = from + block_groups < groups ? from + block_groups : groups;
@@ -130,20 +130,11 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         }
 #pragma GCC unroll 8
         for (int64_t v = 0; v < vectors; v++) add_block(sums + v * lanes, total[v], unit);
-        if (!Format::has_minimum) continue;
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < vectors; v++) total[v] = load<f32v>(minima + v * lanes);
-        for (int64_t g = from; g < until; g++)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < vectors; v++) {
-                const PanelScales<Format> scales(first, size, g, v);
-                total[v] = multiply_add(Format::at(scales.own, 1, scales.output), splat(x.totals[g]), total[v]);
-            }
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < vectors; v++) store(minima + v * lanes, total[v]);
+        if constexpr (Format::has_minimum)
+            add_minima<Format, 1, vectors>(panels, {x, 0}, from, until, minima);
     }
     for (int64_t p = 0; p < P; p++)
-        finish_sums<Format>(first + p * size, sums + p * panel_rows, minima + p * panel_rows);
+        finish_sums<Format>(first + p * size, sums + p * panel_rows, reinterpret_cast<const float *>(minima[0] + p * sum_vectors));
 }
 
 template <class Format, class Epilogue>
@@ -166,7 +157,7 @@ private:
     void prepare(const bf16 *x, Worker &worker) {
         const FixedSize size{cols_, Format::inputs};
         x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
-        fix_row(x, size, x_);
+        fix_for<Format>(x, size, x_);
         split_bytes(x_.numbers, size.blocks() * fixed_inputs);
     }
 

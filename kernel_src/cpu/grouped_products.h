@@ -54,6 +54,7 @@ KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, 
 #include "fixed_point.h"
 #include "pairs.h"
 #include "grouped.h"
+#include "minima.h"
 #include "grouped_gemv.h"
 #include "grouped_gemm.h"
 #include "w8a8.h"

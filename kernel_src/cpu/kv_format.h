@@ -80,7 +80,7 @@ struct Int8Kv {
         INLINE_MEMBER float finish() {
             const FixedUnit fixed = fixed_unit(max_of(tops) >> 23 & 255);
             for (int64_t i = 0; i < count; i += lanes)
-                store(out + i, __builtin_convertvector(nearest(load<f32v>(scaled + i) * fixed.inverse), i16v));
+                store(out + i, to_i16(nearest(load<f32v>(scaled + i) * fixed.inverse)));
             return fixed.unit;
         }
     };

@@ -159,7 +159,7 @@ public:
     void run(Worker &worker) {
         quantise(worker);
         sums_ = worker.scratch<int32_t>(groups_.task_rows() * line_width);
-        groups_.each_task(worker, [&](auto... task) { multiply(task...); });
+        groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
 private:
@@ -178,21 +178,25 @@ private:
         worker.barrier();
     }
 
-    void multiply(int64_t column, int64_t first, int64_t last) {
-        const int64_t quads = quad_count(cols_);
+    void multiply(const GemmTask &task) {
+        const int64_t quads = quad_count(cols_), rows = task.last - task.first;
         IntegerTileArgs args;
         args.x_stride = quantised_size(cols_);
         args.sums_stride = line_width;
-        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = groups_.panel(column, p);
+        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = groups_.panel(task.group, p);
         for (args.from = 0; args.from < quads; args.from = args.until) {
             args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
-            for (int64_t row = first; row < last; row += tile_rows) {
-                const int64_t rows = last - row < tile_rows ? last - row : tile_rows;
+            const bool last = args.until == quads;
+            const int64_t read = last ? groups_.panel_elements : GroupedPanel<W8A8>::header + args.until * line_bytes;
+            const Upcoming next = groups_.upcoming(task, read, quads_per_block * line_bytes);
+            for (int64_t at = 0; at < rows; at += tile_rows) {
+                const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
                 args.x = quantised_ + row * args.x_stride;
-                args.sums = sums_ + (row - first) * line_width;
-                if (args.from == 0) begin(args, rows);
-                integer_tile_of_rows<tile_panels>(rows, args);
-                if (args.until == quads) finish(args, column, row, rows);
+                args.sums = sums_ + at * line_width;
+                next.fetch(at, rows);
+                if (args.from == 0) begin(args, some);
+                integer_tile_of_rows<tile_panels>(some, args);
+                if (last) finish(args, task.group, row, some);
             }
         }
     }

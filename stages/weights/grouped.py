@@ -17,8 +17,8 @@ from stages.weights.formats import Format, Layout, Shape
 from stages.weights.scales import Grid
 
 LINE = 64
-"""Bytes. Scales of as many groups as a line holds, or whole lines of one, are in front of their numbers, so that all
-lines are aligned."""
+"""Bytes. Scales of as many groups as a line holds, and a line of their minima, are in front of their numbers, so that
+all lines are aligned."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Grouped:
 
     @property
     def block_groups(self) -> int:
-        """Groups of a panel whose scales are together, in whole lines."""
-        return max(1, LINE // (PANEL_ROWS * self.scales))
+        """Groups of a panel whose scales are together, a line of each value."""
+        return LINE * self.scale_values // (PANEL_ROWS * self.scales)
 
     @property
     def block_scales(self) -> int:
         """Bytes of the scales of a block."""
-        return self.block_groups * PANEL_ROWS * self.scales
+        return self.scale_values * LINE
 
     @property
     def number_bytes(self) -> int:
@@ -118,24 +118,44 @@ class Grouped:
         groups, step = numbers.shape[-2], self.block_groups
         by_panel = numbers.reshape(panels, PANEL_ROWS, groups, self.group).swapaxes(1, 2)
         packed = self.numbers.pack(by_panel)
-        lines = np.zeros((panels, -(-groups // step) * step, PANEL_ROWS * self.scales), np.uint8)
-        lines[:, :groups] = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
+        lines = self._scale_lines(scales.reshape(panels, PANEL_ROWS, groups, self.scales))
         out = np.empty((panels, size), np.uint8)
         header = np.ascontiguousarray(factors.reshape(panels, PANEL_ROWS, -1).swapaxes(1, 2))
         at = PANEL_ROWS * self.header
         out[:, :at] = header.reshape(panels, -1).view(np.uint8)
         for first in range(0, groups, step):
-            for some in (lines[:, first : first + step], packed[:, first : first + step]):
+            for some in (lines[:, first // step], packed[:, first : first + step]):
                 flat = some.reshape(panels, -1)
                 out[:, at : at + flat.shape[1]] = flat
                 at += flat.shape[1]
         return out.view(np.int8)
 
     def _scale_lines(self, scales: np.ndarray) -> np.ndarray:
-        """u8 `[panels, PANEL_ROWS, groups, scales]` -> `[panels, groups, PANEL_ROWS * scales]`, value by value."""
+        """u8 `[panels, PANEL_ROWS, groups, scales]` -> `[panels, blocks, block_scales]`, padded with zeros."""
         panels, _, groups, _ = scales.shape
-        values: np.ndarray = np.ascontiguousarray(scales).view(self.scale_type).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(values).view(np.uint8).reshape(panels, groups, -1)
+        step, short = self.block_groups, -groups % self.block_groups
+        padded = np.pad(scales, ((0, 0), (0, 0), (0, short), (0, 0))).view(self.scale_type)
+        by_block = padded.reshape(panels, PANEL_ROWS, -1, step, self.scale_values).transpose(0, 2, 4, 3, 1)
+        lines: np.ndarray = np.ascontiguousarray(by_block)
+        if self._minima_in_quads:
+            lines[:, :, 1] = _quads(lines[:, :, 1].swapaxes(-1, -2)).reshape(lines[:, :, 1].shape)
+        return lines.view(np.uint8).reshape(panels, -1, self.block_scales)
+
+    def _scales_of_lines(self, lines: np.ndarray, groups: int) -> np.ndarray:
+        """Back again."""
+        panels, step = len(lines), self.block_groups
+        values: np.ndarray = np.ascontiguousarray(lines).view(self.scale_type)
+        by_block = values.reshape(panels, -1, self.scale_values, step, PANEL_ROWS)
+        if self._minima_in_quads:
+            quads = by_block[:, :, 1].reshape(panels, -1, 1, PANEL_ROWS, QUAD)
+            by_block[:, :, 1] = _of_quads(quads).swapaxes(-1, -2)
+        by_row = by_block.transpose(0, 4, 1, 3, 2).reshape(panels, PANEL_ROWS, -1, self.scale_values)
+        return np.ascontiguousarray(by_row[:, :, :groups]).view(np.uint8)
+
+    @property
+    def _minima_in_quads(self) -> bool:
+        """Minima that are bytes are multiplied with sums of inputs as numbers are with inputs, and lie like those."""
+        return self.scale_values == 2 and self.scale_type is np.uint8
 
     def from_panels(self, packed: np.ndarray, shape: Shape) -> np.ndarray:
         """Rows as stored, i8 of that shape, of their panels."""
@@ -149,14 +169,13 @@ class Grouped:
             count = min(step, groups - first)
             middle = at + self.block_scales
             end = middle + count * self.number_bytes
-            scales.append(raw[:, at : at + count * PANEL_ROWS * self.scales].reshape(panels, count, -1))
+            scales.append(raw[:, at:middle])
             numbers.append(raw[:, middle:end].reshape(panels, count, -1))
             at = end
-        values: np.ndarray = np.ascontiguousarray(np.concatenate(scales, axis=1)).view(self.scale_type)
-        by_row = values.reshape(panels, groups, self.scale_values, PANEL_ROWS).transpose(0, 3, 1, 2)
+        by_row = self._scales_of_lines(np.concatenate(scales, axis=1), groups)
         stored = self.stored(
             header.swapaxes(1, 2).reshape(panels * PANEL_ROWS, -1),
-            np.ascontiguousarray(by_row).view(np.uint8).reshape(panels * PANEL_ROWS, groups, -1),
+            by_row.reshape(panels * PANEL_ROWS, groups, -1),
             self.numbers.unpack(np.concatenate(numbers, axis=1)).swapaxes(1, 2).reshape(-1, groups, self.group),
         )
         return stored[:rows]
