@@ -285,7 +285,7 @@ pathlib.Path(args[args.index("-o") + 1]).write_bytes(content + facts)
 sys.exit(int(os.environ.get("AIEBU_STATUS", "0")))
 """
 COMPILE = ("compile", "model=models/demo", "target=npu2", "buckets=64")
-LINKS_SILU = {"elf:prefill_layer.64", "elf:decode_layer", "elf:decode_last"}
+LINKS_SILU = {f"elf:{name}" for name in ("prefill_layer.64", "prefill_layer.64.2048", "decode_layer", "decode_last")}
 
 
 @pytest.fixture
