@@ -309,7 +309,7 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
     (wide,) = {name for name in _linked(built, "prefill_layer.64") if name.startswith("silu")}
     flag = f"-DCOUNT={wide.removeprefix('silu_and_mul_count').removesuffix('.o')}"
     source.write_text(source.read_text() + f"int wide; // only {flag}\n")
-    changed = {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "manifest"}
+    changed = {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "elf:prefill_layer.64.2048", "manifest"}
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == changed, "decode links another variant"
     header = built / "kernel_src/aie2p/tile.h"
     header.write_text(header.read_text() + "\n// a comment\n")
