@@ -134,7 +134,7 @@ class Grouped:
         """u8 `[panels, PANEL_ROWS, groups, scales]` -> `[panels, blocks, block_scales]`, padded with zeros."""
         panels, _, groups, _ = scales.shape
         step, short = self.block_groups, -groups % self.block_groups
-        padded = np.pad(scales, ((0, 0), (0, 0), (0, short), (0, 0))).view(self.scale_type)
+        padded: np.ndarray = np.pad(scales, ((0, 0), (0, 0), (0, short), (0, 0))).view(self.scale_type)
         by_block = padded.reshape(panels, PANEL_ROWS, -1, step, self.scale_values).transpose(0, 2, 4, 3, 1)
         lines: np.ndarray = np.ascontiguousarray(by_block)
         if self._minima_in_quads:
