@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_npu2.devices.xrt.limits import check_duration
 from stages import air
+from stages.air import limits
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate import price
@@ -142,11 +143,13 @@ class Module:
     @property
     def shared_steps(self) -> int:
         """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
-        another. One where steps of a launch go in two dimensions, which takes more descriptors than there are, or moves
-        rows in another order than the module says. No core may be told which step it is in: the compiler would tell it
-        of all these at once."""
+        another. Of a prompt's as many as the queue of a channel takes; one where steps of a launch go in two
+        dimensions, which takes more descriptors than there are, or moves rows in another order than the module says. No
+        core may be told which step it is in: the compiler would tell it of all these at once."""
+        if not self.program.bucket:
+            return 16
         stepped = (sum(size > 1 for size in launch.shape()) for launch in self.air.launches)
-        return 1 if max(stepped) > 1 else 16
+        return 1 if max(stepped) > 1 else limits.QUEUE_DEPTH
 
     @property
     def options(self) -> list[str]:
