@@ -42,6 +42,14 @@ class _Recorded(io.FileIO):
         return super().write(data)
 
 
+@pytest.mark.parametrize("name", ["int4", "int6", "int8", "w8a8"])
+@pytest.mark.parametrize("value", [0.25, -0.25, -3e-3, 0.0])
+def test_equal_weights_stay_what_they_are(name: str, value: float) -> None:
+    """Nothing is lost where a group has one value, of either sign: a scale or a minimum holds it."""
+    form, weight = formats()[name], np.full((32, 64), value, np.float32)
+    np.testing.assert_allclose(form.dequantise(form.quantise(weight), 64), weight, rtol=2.0**-8)
+
+
 def test_files_are_written_in_whole_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "HUGE_PAGE", 4096)
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering: io.BufferedWriter(_Recorded(path, "w"), buffering))

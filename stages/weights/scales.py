@@ -54,7 +54,7 @@ def affine(groups: np.ndarray, most: int, importance: np.ndarray | None = None) 
     """Scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum` with q from
     0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error.
     `importance`: f32, weighs the squares."""
-    weight = np.float32(groups.shape[-1]) if importance is None else importance.sum(axis=-1)
+    weight = np.asarray(groups.shape[-1] if importance is None else importance.sum(axis=-1), np.float32)
     weighted = _weighted(groups, importance)
     total, squares = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, groups)
     low = np.minimum(groups.min(axis=-1), 0)
@@ -72,8 +72,12 @@ def affine(groups: np.ndarray, most: int, importance: np.ndarray | None = None) 
         gq = np.einsum("...i,...i->...", groups, weighted)
         over = inverse(weight * qq - q * q)
         scale, offset = (weight * gq - q * total) * over, (qq * total - q * gq) * over
-        free = offset <= 0
+        # Numbers that are all the same leave one of the two open: a minimum serves values below 0, a scale those above.
+        same = numbers.max(axis=-1) == numbers.min(axis=-1)
+        below = same & (total < 0)
+        free = (offset <= 0) & ~same
         scale, offset = np.where(free, scale, gq * inverse(qq)), np.where(free, offset, 0)
+        scale, offset = np.where(below, 0, scale), np.where(below, total * inverse(weight), offset)
         found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + weight * offset - 2 * total)
         better = (found < error) & (scale >= 0)
         best[0], best[1] = np.where(better, scale, best[0]), np.where(better, -offset, best[1])
