@@ -36,7 +36,7 @@ from stages.kernels import kernels
 from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
-from stages.model.config import rope_table
+from stages.model.config import TABLES
 from stages.model.grouping import Placed
 from stages.model.parts import Launch, part
 from stages.model.reference import run_launch
@@ -193,8 +193,8 @@ class _Layer:
 
     def __post_init__(self) -> None:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
-        self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length}
-        self._shared: dict[str, np.ndarray] = {"rope_table": rope_table(config, length)}
+        self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length, "window": length}
+        self._shared: dict[str, np.ndarray] = {name: made(config, length) for name, made in TABLES.items()}
         cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, bfloat16)
         self.windows: list[ChainMap[str, np.ndarray]] = [
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
