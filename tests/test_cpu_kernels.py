@@ -621,7 +621,8 @@ def test_an_unknown_or_higher_instruction_set_is_not_forced(library, name):
 
 
 def test_every_kernel_of_the_host_is_tested():
-    text = Path(__file__).read_text()
+    here = Path(__file__)
+    text = here.read_text() + here.with_name("test_bfp16.py").read_text()
     # Others are tested by format, in test_grouped_kernels.py and test_lanes.py.
     of_bf16 = [name for name, kernel in HOST.items() if kernel.source.removesuffix("_lanes") not in formats()]
     assert not [name for name in of_bf16 if f'"{name}"' not in text]

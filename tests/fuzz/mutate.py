@@ -90,7 +90,7 @@ def _scalar(rng: Random, old: Any, root: Any, paths: Sequence[Path]) -> Any:
         return not old
     if isinstance(old, int):
         near = (old + 1, old - 1, 2 * old, old // 2, -old, old + 64, old + 4096)
-        return rng.choice((*near, *NUMBERS, str(old), old / 7 if old < 1 << 64 else 0.5))
+        return rng.choice((*near, *NUMBERS, str(old), old / 7 if abs(old) < 1 << 64 else 0.5))
     if isinstance(old, float):
         return rng.choice((-old, old * 1e300, old / 1e300, 0.0, str(old)))
     if isinstance(old, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -165,9 +166,12 @@ def _indexed(index: Path) -> list[Path]:
         raise UserError(f"{index}: weight_map must be a non-empty object")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise UserError(f"{index}: weight_map names {json.dumps(file)}: only plain *.safetensors names are read")
-        if not (index.parent / file).is_file():
-            raise UserError(f"{index.parent / file} is missing, {INDEX} names it: download the checkpoint again")
+            raise UserError(
+                f"{index}: weight_map names {json.dumps(file)[:99]}: only plain *.safetensors names are read"
+            )
+        # Not Path.is_file, which raises where a name is longer than names can be.
+        if not os.path.isfile(index.parent / file):
+            raise UserError(f"{index.parent / file[:99]} is missing, {INDEX} names it: download the checkpoint again")
     return [index.parent / file for file in sorted(set(weight_map.values()))]
 
 
