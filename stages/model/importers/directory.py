@@ -170,7 +170,7 @@ def _indexed(index: Path) -> list[Path]:
                 f"{index}: weight_map names {json.dumps(file)[:99]}: only plain *.safetensors names are read"
             )
         # Not Path.is_file, which raises where a name is longer than names can be.
-        if not os.path.isfile(index.parent / file):
+        if not os.path.isfile(index.parent / file):  # noqa: PTH113
             raise UserError(f"{index.parent / file[:99]} is missing, {INDEX} names it: download the checkpoint again")
     return [index.parent / file for file in sorted(set(weight_map.values()))]
 
