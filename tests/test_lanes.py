@@ -211,18 +211,18 @@ def product(form: Format, rounded: np.ndarray, *rows: np.ndarray, kernel: str = 
     made, cols = all_kernels()[f"{form.name}_{kernel}"], len(rows[0])
     layout = made.arg("weight").layout("aie2p")
     outputs = len(rounded) // 2 if layout == "paired_lanes" else len(rounded)
-    tiling = made.tiling({"out_cols": outputs, "cols": cols, **EPS[kernel.startswith("norm_")]})  # type: ignore[misc]
+    tiling = made.tiling({"out_cols": outputs, "cols": cols, **(EPS if kernel.startswith("norm_") else {})})  # type: ignore[misc]
     out = empty(tiling.cut.panels * tiling.cut.lanes, dtype=np.float32 if kernel.endswith("f32") else bfloat16)
     return execute(made.program(tiling), form.arrange(rounded, layout), *rows, out)  # type: ignore[misc]
 
 
-EPS: tuple[dict[str, float], ...] = ({}, {"eps": 1e-5})
+EPS = {"eps": 1e-5}
 
 
 def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """As the array norms a row."""
     kernel = all_kernels()["rms_norm"]
-    tiling = kernel.tiling({"rows": 1, "cols": len(x), **EPS[True]})  # type: ignore[misc]
+    tiling = kernel.tiling({"rows": 1, "cols": len(x), **EPS})  # type: ignore[misc]
     return execute(kernel.program(tiling), x, weight, empty(len(x)))  # type: ignore[misc]
 
 

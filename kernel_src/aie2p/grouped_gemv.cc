@@ -89,10 +89,6 @@ void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
 
 #endif
 
-}  // namespace
-
-namespace {
-
 constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
 
 void clear(float *sums) { aie::store_v(sums, aie::zeros<float, LANES>()); }

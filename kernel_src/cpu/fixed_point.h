@@ -90,19 +90,14 @@ INLINE FixedUnit fixed_unit(int exponent) {
     return {power_of_two(bounded - fixed_bits), power_of_two(2 * 127 + fixed_bits - bounded)};
 }
 
-INLINE i16v to_i16(i32v whole) {
+// To i16v or i8v.
+template <class Narrow>
+INLINE Narrow narrowed(i32v whole) {
 #if ISA_LANES == 16
-    return (i16v)_mm512_cvtepi32_epi16((__m512i)whole);
+    if constexpr (sizeof(Narrow) == sizeof(i16v)) return (Narrow)_mm512_cvtepi32_epi16((__m512i)whole);
+    else return (Narrow)_mm512_cvtepi32_epi8((__m512i)whole);
 #else
-    return __builtin_convertvector(whole, i16v);
-#endif
-}
-
-INLINE i8v to_i8(i32v whole) {
-#if ISA_LANES == 16
-    return (i8v)_mm512_cvtepi32_epi8((__m512i)whole);
-#else
-    return __builtin_convertvector(whole, i8v);
+    return __builtin_convertvector(whole, Narrow);
 #endif
 }
 
@@ -123,7 +118,7 @@ INLINE int32_t sum_of(const int16_t *numbers, int64_t count) {
 INLINE float fix_block(const bf16 *x, int64_t count, int16_t *out) {
     const FixedUnit fixed = fixed_unit(largest_magnitude(x, count) >> 7);
     for (int64_t i = 0; i < count; i += lanes)
-        store(out + i, to_i16(nearest(load_bf16(x + i, count - i) * fixed.inverse)));
+        store(out + i, narrowed<i16v>(nearest(load_bf16(x + i, count - i) * fixed.inverse)));
     return fixed.unit;
 }
 
@@ -146,7 +141,7 @@ INLINE void fix_row(const bf16 *x, const FixedSize &size, const FixedRow &row) {
 INLINE float quantise(const bf16 *x, int64_t count, int8_t *out) {
     const float most = to_float(largest_magnitude(x, count)), inverse = most == 0 ? 0.0f : 127.0f / most;
     for (int64_t i = 0; i < count; i += lanes)
-        store(out + i, to_i8(nearest(load_bf16(x + i, count - i) * inverse)));
+        store(out + i, narrowed<i8v>(nearest(load_bf16(x + i, count - i) * inverse)));
     return most / 127.0f;
 }
 

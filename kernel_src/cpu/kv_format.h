@@ -80,7 +80,7 @@ struct Int8Kv {
         INLINE_MEMBER float finish() {
             const FixedUnit fixed = fixed_unit(max_of(tops) >> 23 & 255);
             for (int64_t i = 0; i < count; i += lanes)
-                store(out + i, to_i16(nearest(load<f32v>(scaled + i) * fixed.inverse)));
+                store(out + i, narrowed<i16v>(nearest(load<f32v>(scaled + i) * fixed.inverse)));
             return fixed.unit;
         }
     };

@@ -22,11 +22,11 @@ struct FixedRows {
 // The lowest digits of some groups' sums, each beside the group's minimum in its quad; returns what is above them.
 INLINE i32v split_digit(i32v sums, SumDigit *digits) {
 #if ISA_LANES == 16
-    const __m128i low = (__m128i)to_i8(sums);
+    const __m128i low = (__m128i)narrowed<i8v>(sums);
     store(digits, _mm_shuffle_epi8(low, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)));
     return (sums - (i32v)_mm512_cvtepi8_epi32(low)) >> digit_bits;
 #else
-    const i16v low = to_i16(sums);
+    const i16v low = narrowed<i16v>(sums);
     store(digits, low);
     return (sums - __builtin_convertvector(low, i32v)) >> digit_bits;
 #endif

@@ -124,6 +124,12 @@ def steady_first(what: str, candidates: Iterable[Candidate], steps: Callable[[Ca
     return sorted(kept, key=lambda candidate: not steady(steps(candidate)))
 
 
+def aligned(elements: int, element_bytes: int = 1) -> int:
+    """Elements up to where what lies behind so many is aligned."""
+    unit = ALIGNMENT_BYTES // element_bytes
+    return -(-elements // unit) * unit
+
+
 def divisors(number: int, step: int = 1, most: int | None = None) -> list[int]:
     """Divisors of `number` that are multiples of `step` and at most `most`, largest first."""
     top = number if most is None else min(number, most)

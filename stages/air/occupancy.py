@@ -80,12 +80,17 @@ class Transfer:
 
     def stream(self) -> Stream:
         """Transfers between the same two ends take turns on one stream, and those from DDR to one channel."""
-        return self.dst.key, None if self.direct and self.herd is None else self.src.key
+        return self.dst.key, None if self.from_ddr else self.src.key
+
+    @property
+    def from_ddr(self) -> bool:
+        """Whether it fills a channel from DDR."""
+        return isinstance(self.dst, Fifo) and self.src.space == L3
 
     @property
     def direct(self) -> bool:
-        """Whether it is between DDR and cores."""
-        return self.herd is not None or (isinstance(self.dst, Fifo) and self.src.space == L3)
+        """Whether it is between DDR and cores, if one of its sides is DDR."""
+        return self.herd is not None or self.from_ddr
 
     @staticmethod
     def of(op: Operation, herd: HerdOp | None, where: str) -> Transfer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -300,21 +300,16 @@ def _of_two_products(given: Given) -> tuple[Spread, ...]:
     return _of_activation(given, (_product(given, "gate"), _product(given, "up")))
 
 
-def _of_paired_product(given: Given) -> tuple[Spread, ...]:
-    both, spread = _product(given)
-    halves = (np.split(part, 2, axis=-1) for part in (both, spread.limit, spread.chance))
-    return _of_activation(given, tuple((p, Spread(limit, chance)) for p, limit, chance in zip(*halves, strict=True)))
-
-
-def _of_product_in_turns(given: Given) -> tuple[Spread, ...]:
-    """Of one whose columns are in turn eight of the gate's and eight of the other's."""
+def _of_paired_product(given: Given, apart: int | None = None) -> tuple[Spread, ...]:
+    """Of one whose columns are in turn so many of the gate's and of the other's; None: one behind the other."""
     both, spread = _product(given)
 
-    def half(part: np.ndarray, which: int) -> np.ndarray:
-        return part.reshape(len(part), -1, 2, BLOCK)[:, :, which].reshape(len(part), -1)
+    def halves(part: np.ndarray) -> tuple[np.ndarray, ...]:
+        turns = part.reshape(len(part), -1, 2, apart or part.shape[-1] // 2)
+        return tuple(turns[:, :, which].reshape(len(part), -1) for which in (0, 1))
 
-    halves = ((half(both, which), Spread(half(spread.limit, which), half(spread.chance, which))) for which in (0, 1))
-    return _of_activation(given, tuple(halves))
+    parts = map(halves, (both, spread.limit, spread.chance))
+    return _of_activation(given, tuple((p, Spread(limit, chance)) for p, limit, chance in zip(*parts, strict=True)))
 
 
 def _of_silu(given: Given) -> tuple[Spread, ...]:
@@ -459,7 +454,7 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
         ),
         _of_attention,
     ),
-    "gemm_swiglu": _of_product_in_turns,
+    "gemm_swiglu": partial(_of_paired_product, apart=BLOCK),
     "norm_gemv_swiglu": _of_paired_product,
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,

@@ -14,7 +14,6 @@ from ml_dtypes import bfloat16
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, format_kernel, matrix, signature, silu_and_mul
-from stages.weights import lanes
 from stages.weights.formats import bfp16 as block_float
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Tiling:
     `x` passes through L2, `x_chunk` columns at a time, once per block of output columns. It cannot stay there while all
     weights pass by: a memory tile sends once what it was given once, because the compiler counts who takes a buffer,
     and not how often.
-    `head_dim`: the output is the V halves of `[K | V]` heads, from `first_row` on; None: plain rows.
+    `head_dim`: the output is the V halves of `[K | V]` heads; None: plain rows.
     `bfp16`: the weight is in block floating point, which a core makes of `x` too: faster, less exact.
     `swiglu`: blocks of eight columns of the product are in turn a gate's and what it is for; a core makes one of two.
     """
@@ -74,7 +73,6 @@ class Tiling:
     tile_k: int
     x_chunk: int
     head_dim: int | None = None
-    first_row: int = 0
     bfp16: bool = False
     swiglu: bool = False
 
@@ -119,7 +117,7 @@ class Tiling:
     @property
     def weight_tile(self) -> tuple[int, int]:
         """`runs`, and the elements of L1 that each has."""
-        return self.runs, lanes.padded(self.run, limits.ALIGNMENT_BYTES) if self.bfp16 else self.run
+        return self.runs, limits.aligned(self.run) if self.bfp16 else self.run
 
     @property
     def variant(self) -> Variant:
@@ -161,7 +159,6 @@ def tile(
     cols: int,
     out_cols: int,
     head_dim: int | None = None,
-    first_row: int = 0,
     bfp16: bool = False,
     swiglu: bool = False,
 ) -> Tiling:
@@ -174,7 +171,7 @@ def tile(
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
     deep = _LINES if bfp16 and cols % _LINES == 0 else limits.BLOCK
     candidates = [
-        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, first_row, bfp16, swiglu)
+        Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, bfp16, swiglu)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
         for chunk in limits.divisors(cols, max(deep, 2 * limits.BLOCK), max(2 * deep, min(CHUNK, cols // 2)))[:1]
@@ -218,11 +215,11 @@ def ddr_bytes(p: Tiling) -> int:
 
 def build(tiling: Tiling) -> AirModule:
     """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`), or such in
-    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[first_row + rows][2 * out_cols]` for
+    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[rows][2 * out_cols]` for
     the V halves, `[rows][out_cols / 2]` of SwiGLU."""
     p = tiling
     width = p.out_width * (2 if p.head_dim else 1)
-    shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.first_row + p.rows, width)}
+    shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.rows, width)}
     types = {name: air.memref_type(shape) for name, shape in shapes.items()}
     if p.bfp16:
         types["weight"] = air.memref_type(
@@ -290,16 +287,15 @@ def _drain(p: Tiling, row: Index, j: Number) -> Dims:
     if hd is None:
         return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))
     heads, wide = r * n // hd, 2 * p.out_cols
-    return ((0, limits.COLUMNS, m * wide), (row + p.first_row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
+    return ((0, limits.COLUMNS, m * wide), (row, m, wide), (j * heads, heads, 2 * hd), (hd, hd, 1))
 
 
 _PARAMS = "rows cols out_cols"
 
 
 def _cut(sizes: Sizes, bfp16: bool = False) -> Tiling:
-    """`pos` and `head_dim`: of a product that goes into the V halves of an interleaved cache."""
-    kv = {"head_dim": sizes["head_dim"], "first_row": sizes["pos"]} if "head_dim" in sizes else {}
-    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], **kv, bfp16=bfp16)
+    """`head_dim`: of a product that goes into the V halves of rows of an interleaved cache."""
+    return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], sizes.get("head_dim"), bfp16)
 
 
 def _cut_swiglu(sizes: Sizes, bfp16: bool = False) -> Tiling:

@@ -175,11 +175,11 @@ def _step(b: Builder, p: Tiling, first: Index) -> None:
             b.dma(x, b.args["x"].at((0, k, 1)))
             _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
             mine = out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1))
-            hand_out(b, p.variant, "gemv_out", p.dtype, acc, mine, n)
+            _hand_out(b, p.variant, "gemv_out", p.dtype, acc, mine, n)
         b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (first, r * n, 1)), out)
 
 
-def hand_out(b: Builder, variant: Variant, function: str, dtype: str, acc: MemRef, to: MemRef, rows: int) -> None:
+def _hand_out(b: Builder, variant: Variant, function: str, dtype: str, acc: MemRef, to: MemRef, rows: int) -> None:
     """So many sums of a core, f32, as they are, or as bf16 that a tile function rounds them to."""
     if dtype == "f32":
         b.dma(to, acc)
@@ -217,18 +217,19 @@ KERNELS = (
     # Of weights in formats that the array takes as they are stored.
     *(
         signature(
-            name, (Arg("weight", matrix=True), "x", "norm"), f"{_PARAMS} eps:float", made, source="gemv", host=False
+            name,
+            (Arg("weight", matrix=True), "x", "norm"),
+            f"{_PARAMS} eps:float",
+            made,
+            writes=(Arg("out", out, written=True),),
+            source="gemv",
+            host=False,
         )
-        for name, made in (("norm_gemv", reference_norm), ("norm_gemv_swiglu", reference_norm_swiglu))
-    ),
-    signature(
-        "norm_gemv_f32",
-        (Arg("weight", matrix=True), "x", "norm"),
-        f"{_PARAMS} eps:float",
-        reference_norm_f32,
-        writes=(Arg("out", "f32", written=True),),
-        source="gemv",
-        host=False,
+        for name, made, out in (
+            ("norm_gemv", reference_norm, "bf16"),
+            ("norm_gemv_swiglu", reference_norm_swiglu, "bf16"),
+            ("norm_gemv_f32", reference_norm_f32, "f32"),
+        )
     ),
     signature(
         "gemv_f32",

@@ -64,7 +64,7 @@ class Tiling:
     @property
     def launches(self) -> list[int]:
         """Steps of each: a task runs its descriptors only so often, and a core keeps its outputs of all."""
-        most = min(limits.RUNS, max(1, self._room() // (self.cut.lanes * self.element)))
+        most = min(limits.RUNS, max(1, self.room // (self.cut.lanes * self.element)))
         count = -(-self.steps // most)
         most = -(-self.steps // count)
         most += most % 2 if count > 1 else 0
@@ -73,13 +73,14 @@ class Tiling:
     @property
     def kept(self) -> int:
         """Outputs that a core keeps."""
-        return _aligned(max(self.launches) * self.cut.lanes)
+        return limits.aligned(max(self.launches) * self.cut.lanes, BF16)
 
     @property
     def element(self) -> int:
         return F32 if self.dtype == "f32" else BF16
 
-    def _room(self) -> int:
+    @property
+    def room(self) -> int:
         """Bytes of L1 that chunks, `x` and what comes with it, and sums leave to outputs."""
         sums = self.panels * self.cut.lanes * (F32 + BF16)
         return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
@@ -93,7 +94,7 @@ class Tiling:
     @property
     def width(self) -> int:
         """Elements that come to every core."""
-        return _aligned(self.cut.inputs + self.beside)
+        return limits.aligned(self.cut.inputs + self.beside, BF16)
 
     @property
     def variant(self) -> Variant:
@@ -148,11 +149,6 @@ def _macros(found: Cut) -> dict[str, int]:
     """What `kernel_src/aie2p/grouped.h` wants to know."""
     made = found.grouped
     return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}
-
-
-def _aligned(elements: int) -> int:
-    """Elements of a buffer behind which another is aligned."""
-    return padded(elements, limits.ALIGNMENT_BYTES // BF16)
 
 
 def tile(
@@ -213,7 +209,7 @@ def _operations(p: Tiling) -> float:
 
 def _fits_l1(p: Tiling) -> bool:
     """Whether the outputs of a launch fit beside what a core holds besides."""
-    return p._room() >= p.kept * p.element
+    return p.room >= p.kept * p.element
 
 
 def _l2(p: Tiling) -> int:

@@ -70,8 +70,7 @@ class Tiling:
     @property
     def tile_elements(self) -> int:
         """Of what a tile holds of that at a time, up to where the next buffer may begin."""
-        unit = limits.ALIGNMENT_BYTES // BF16
-        return -(-self.tile_rows * self.tile_width // unit) * unit
+        return limits.aligned(self.tile_rows * self.tile_width, BF16)
 
     @property
     def table_width(self) -> int:

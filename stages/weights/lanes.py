@@ -72,7 +72,7 @@ class Cut:
 
 def _lines(size: int) -> int:
     """Bytes of a part of a chunk, so that vectors behind it are aligned."""
-    return padded(size, limits.ALIGNMENT_BYTES)
+    return limits.aligned(size)
 
 
 def padded(rows: int, step: int = PADDED_ROWS) -> int:
