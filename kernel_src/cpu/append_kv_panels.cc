@@ -23,6 +23,7 @@ KERNEL void int8_rows_append_kv_panels(const bf16 *k, const bf16 *v, int8_t *k_p
 #include "fixed_point.h"
 #include "pairs.h"
 #include "kv_format.h"
+#include "kv_pack.h"
 
 namespace ISA {
 
@@ -53,6 +54,7 @@ template <class Format>
 static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
                    int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
     const int64_t padded = panel_count(head_dim) * panel_rows;
+    const int64_t stride = kv_heads * head_dim;
     typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
     // By panels of positions: no two workers write the same line.
     const int64_t first = pos / panel_rows, panels = panel_count(pos + rows) - first;
@@ -62,12 +64,19 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
             const int64_t head = task % kv_heads, begin = (first + task / kv_heads) * panel_rows;
             const int64_t last = begin + panel_rows < pos + rows ? begin + panel_rows : pos + rows;
             for (int64_t p = begin > pos ? begin : pos; p < last; p++) {
-                const int64_t row = ((p - pos) * kv_heads + head) * head_dim, offset = p % kv_block_positions;
+                const int64_t row = (p - pos) * stride + head * head_dim, offset = p % kv_block_positions;
                 const int64_t index = (p / kv_block_positions * kv_heads + head) * kv_block_positions;
                 auto *k_block = k_cache + index * (head_dim + Format::row_elements);
                 auto *v_block = v_cache + index * (padded + Format::row_elements);
                 auto *to_k = k_block + Format::header + offset / panel_rows * panel_size(head_dim);
                 auto *to_v = v_block + Format::header + offset / 2 * line_elements;
+                if constexpr (Format::as_it_comes) {
+                    if (last - p == panel_rows) {
+                        pack_k(k + row, stride, panel_rows, head_dim / 2, to_k, head_dim);
+                        pack_v(v + row, stride, panel_rows, head_dim, to_v, panel_size(kv_block_positions), head_dim);
+                        break;
+                    }
+                }
                 fetch(to_k, to_v, head_dim);
                 append_k(Format::stored(k + row, head_dim, own, k_block, offset), to_k + offset % panel_rows * 2, head_dim);
                 append_v(Format::stored(v + row, head_dim, own, v_block, offset), to_v, offset, head_dim);

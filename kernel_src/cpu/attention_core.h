@@ -197,11 +197,22 @@ private:
         args.out_stride = kv_block_positions;
         args.accumulate = false;
         args.ahead = ahead;
-        for (int64_t panel = 0; panel < panel_count(positions); panel += tile_panels) {
+        // Of the last panels none is multiplied in vain, but for the last of four.
+        const int64_t panels = panel_count(positions);
+        for (int64_t panel = 0; panel < panels;) {
             for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = k + Format::header + (panel + p) * size;
             Format::in_units(args, scratch_.q_units + row, Format::scales(k), panel * panel_rows);
             args.out = scratch_.scores + panel * panel_rows;
-            tile_of_rows<tile_panels>(rows, args);
+            if (panels - panel > tile_panels / 2) {
+                tile_of_rows<tile_panels>(rows, args);
+                panel += tile_panels;
+            } else if (panels - panel == tile_panels / 2) {
+                tile_of_rows<tile_panels / 2>(rows, args);
+                panel += tile_panels / 2;
+            } else {
+                tile_of_rows<1>(rows, args);
+                panel++;
+            }
         }
     }
 
@@ -225,9 +236,14 @@ private:
     }
 
     void raise_top(int64_t r, int64_t count, const float *scores) {
-        f32v tops = load<f32v>(scores);
-        for (int64_t i = lanes; i < count; i += lanes) tops = max(tops, load<f32v>(scores + i));
-        const float top = max_of(tops) * shape_.scale(), before = scratch_.tops[r];
+        f32v tops = load<f32v>(scores), others = tops;
+        int64_t i = lanes;
+        for (; i + lanes < count; i += 2 * lanes) {
+            tops = max(tops, load<f32v>(scores + i));
+            others = max(others, load<f32v>(scores + i + lanes));
+        }
+        if (i < count) tops = max(tops, load<f32v>(scores + i));
+        const float top = max_of(max(tops, others)) * shape_.scale(), before = scratch_.tops[r];
         if (!(top > before + top_slack)) return;
         scratch_.tops[r] = top;
         if (before == -INFINITY) return;

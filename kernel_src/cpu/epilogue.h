@@ -6,14 +6,25 @@ namespace {
 // f32 sums of a group of columns, rounded to bf16 as if they had been stored.
 INLINE f32v rounded(const float *sums) { return to_float(to_bf16(load<f32v>(sums))); }
 
+// Asks for the lines of `count` elements, to be read or, if `written`, written: else the end of a row waits for them.
+template <int written, class T>
+INLINE void expect_lines(const T *first, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(first + i, written, 3);
+    __builtin_prefetch(first + count - 1, written, 3);
+}
+
 struct StoreBf16 {
     static constexpr int64_t weights = 1;
     bf16 *out;
     int64_t out_cols;
 
-    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+    INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i += lanes) store_bf16(o + i, load<f32v>(sums + i), count - i);
+    }
+
+    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
+        expect_lines<1>(out + r * out_cols + column, count);
     }
 };
 
@@ -22,9 +33,13 @@ struct StoreF32 {
     float *out;
     int64_t out_cols;
 
-    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+    INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         float *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i++) o[i] = sums[i];
+    }
+
+    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
+        expect_lines<1>(out + r * out_cols + column, count);
     }
 };
 
@@ -34,11 +49,16 @@ struct AddResidual {
     bf16 *out;
     int64_t out_cols;
 
-    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+    INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         const int64_t first = r * out_cols + column;
         for (int64_t i = 0; i < count; i += lanes)
             store_bf16(out + first + i, rounded(sums + i) + load_bf16(residual + first + i, count - i),
                        count - i);
+    }
+
+    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
+        expect_lines<1>(out + r * out_cols + column, count);
+        if (residual != out) expect_lines<0>(residual + r * out_cols + column, count);
     }
 };
 
@@ -48,10 +68,14 @@ struct SiluAndMul {
     bf16 *out;
     int64_t out_cols;
 
-    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+    INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i += lanes)
             store_bf16(o + i, silu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
+    }
+
+    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
+        expect_lines<1>(out + r * out_cols + column, count);
     }
 };
 

@@ -26,6 +26,7 @@ KERNEL void int8_rows_flash_attention_panels(const bf16 *q, const int8_t *k_pane
 #include "pairs.h"
 #include "kv_format.h"
 #include "attention_core.h"
+#include "kv_pack.h"
 #include "kv_cache.h"
 
 namespace ISA {

@@ -77,10 +77,20 @@ struct PanelGroups {
         return next;
     }
 
-    // The sums of one row of a group.
-    void finish(Epilogue &epilogue, int64_t group, int64_t row, const float *sums) const {
-        const int64_t column = group * columns;
-        epilogue.row(sums, row, column, out_cols - column < columns ? out_cols - column : columns);
+    // Between rows' sums. What a single block makes is finished at once: sums then stay in the first-level cache.
+    static int64_t kept(bool several_blocks) { return several_blocks ? tile_panels * panel_rows : 0; }
+
+    // The sums of one row of a group. Whole groups have a loop of known length.
+    INLINE_MEMBER void finish(Epilogue &epilogue, int64_t group, int64_t row, const float *sums) const {
+        const int64_t column = group * columns, left = out_cols - column;
+        if (left >= columns) return epilogue.row(sums, row, column, columns);
+        epilogue.row(sums, row, column, left);
+    }
+
+    // Asks for what finishing `count` rows of a group touches, while they are being multiplied.
+    INLINE_MEMBER void expect(const Epilogue &epilogue, int64_t group, int64_t row, int64_t count) const {
+        const int64_t column = group * columns, left = out_cols - column;
+        for (int64_t r = row; r < row + count; r++) epilogue.expect(r, column, left < columns ? left : columns);
     }
 };
 
@@ -101,11 +111,15 @@ private:
 
     void multiply(const GemmTask &task) {
         const int64_t pairs = pair_count(cols_), rows = task.last - task.first;
+        const int64_t kept = groups_.kept(pairs > pairs_per_block);
         for (int64_t done = 0; done < pairs; done += pairs_per_block) {
             const int64_t until = done + pairs_per_block < pairs ? done + pairs_per_block : pairs;
+            const Upcoming next = groups_.upcoming(task, until * line_elements, pairs_per_block * line_elements);
             for (int64_t at = 0; at < rows; at += tile_rows) {
                 const int64_t row = task.first + at, count = rows - at < tile_rows ? rows - at : tile_rows;
-                float *sums = sums_ + at * line_width;
+                float *sums = sums_ + at * kept;
+                next.fetch(at, rows);
+                if (until == pairs) groups_.expect(epilogue_, task.group, row, count);
                 multiply_block(task.group, row, count, done, until, sums);
                 if (until == pairs) finish(task.group, row, count, sums);
             }

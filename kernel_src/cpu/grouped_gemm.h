@@ -166,7 +166,7 @@ private:
 
     void multiply(const GemmTask &task) {
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first, block = Panel::offset(groups_per_block);
-        memset(products_, 0, rows * line_width * sizeof(float));
+        const int64_t kept = groups_.kept(groups > groups_per_block);
         for (int64_t done = 0; done < groups; done += groups_per_block) {
             const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
             const bool last = done + count == groups;
@@ -174,8 +174,10 @@ private:
             widen(task.group, done, count);
             for (int64_t at = 0; at < rows; at += tile_rows) {
                 const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
-                float *products = products_ + at * line_width;
+                float *products = products_ + at * kept;
+                if (done == 0) memset(products, 0, some * line_width * sizeof(float));
                 next.fetch(at, rows);
+                if (last) groups_.expect(epilogue_, task.group, row, some);
                 multiply_rows(row, some, done, count, products);
                 if (last) finish(task.group, row, some, products);
             }

@@ -38,7 +38,7 @@ static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t cols,
 
 static void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t cols, float eps,
                      Worker &worker) {
-    Chunks chunks(worker, rows, 8);
+    Chunks chunks(worker, rows, 64, 8);
     for (int64_t begin, end; chunks.next(begin, end);)
         for (int64_t r = begin; r < end; r++) norm_row(x + r * cols, weight, out + r * cols, cols, eps);
 }

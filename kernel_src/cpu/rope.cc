@@ -26,7 +26,7 @@ static void rotate_head(const bf16 *x, const float *table, bf16 *out, int64_t ha
 
 static void rope(const bf16 *x, const float *table, bf16 *out, int64_t rows, int64_t heads,
                  int64_t head_dim, Worker &worker) {
-    Chunks chunks(worker, rows, 4);
+    Chunks chunks(worker, rows, 64, 4);
     for (int64_t begin, end; chunks.next(begin, end);)
         for (int64_t i = begin * heads; i < end * heads; i++)
             rotate_head(x + i * head_dim, table + i / heads * head_dim, out + i * head_dim, head_dim / 2);

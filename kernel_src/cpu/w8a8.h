@@ -183,6 +183,7 @@ private:
         IntegerTileArgs args;
         args.x_stride = quantised_size(cols_);
         args.sums_stride = line_width;
+        const int64_t kept = groups_.kept(quads > quads_per_block);
         for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = groups_.panel(task.group, p);
         for (args.from = 0; args.from < quads; args.from = args.until) {
             args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
@@ -192,8 +193,9 @@ private:
             for (int64_t at = 0; at < rows; at += tile_rows) {
                 const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
                 args.x = quantised_ + row * args.x_stride;
-                args.sums = sums_ + at * line_width;
+                args.sums = sums_ + at * kept;
                 next.fetch(at, rows);
+                if (last) groups_.expect(epilogue_, task.group, row, some);
                 if (args.from == 0) begin(args, some);
                 integer_tile_of_rows<tile_panels>(some, args);
                 if (last) finish(args, task.group, row, some);
