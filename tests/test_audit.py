@@ -17,7 +17,7 @@ from stages.air import analysis, limits
 from stages.air.access import Coverage, Runs, accesses, walk
 from stages.kernels import gemm, gemv, kernels
 from stages.targets.npu2 import audit as judge
-from stages.targets.npu2.compiled import read_compiled, read_lines
+from stages.targets.npu2.compiled import Buffer, read_compiled, read_lines
 from stages.targets.npu2.liveness import HELD, check_liveness
 from stages.targets.npu2.modules import build_module
 from tests.npu_ir import lowered, stream, write_made
@@ -333,7 +333,15 @@ def test_lost_banks_are_a_note(tmp_path: Path) -> None:
     path = tmp_path / judge.PLACED
     path.write_text(path.read_text().replace("mem_bank = 0 : i32, ", "", 1))
     found = judge.audit_made("norm", air.parse_mlir(SMALL), tmp_path, "norm")
-    assert found.notes == ["launch0_rms_norm_segment_1: buffers of 1 tiles (compute) share banks of memory"]
+    assert found.notes == ["launch0_rms_norm_segment_1: buffers of 1 compute tiles share banks of memory"]
+
+
+def test_lost_banks_are_counted_by_kind_of_tile() -> None:
+    places = [(0, 1), (0, 2), (0, 2), (1, 1), (1, 2), (1, 3)]
+    buffers = [Buffer(f"b{i}", *place, 64, 1024 * (i + 4), None) for i, place in enumerate(places)]
+    kept = Buffer("kept", 2, 1, 64, 0, 0)
+    found = judge.audit_buffers("norm", {"norm_segment": [*buffers, kept], "all kept": [kept]})
+    assert found == ["norm_segment: buffers of 3 compute tiles and 2 memory tiles share banks of memory"]
 
 
 @pytest.mark.parametrize("name", [judge.LOWERED, judge.PLACED])

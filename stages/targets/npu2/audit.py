@@ -331,10 +331,11 @@ def audit_buffers(program: str, placed: Mapping[str, Sequence[Buffer]]) -> list[
             tiles[buffer.column, buffer.row].append(buffer)
         for place, found in tiles.items():
             _check_placed(f"{program}, {name}, tile {place}", place[1], found)
-        lost = sorted(place for place, found in tiles.items() if any(buffer.bank is None for buffer in found))
-        if lost:
-            kind = "memory" if lost[0][1] == 1 else "compute"
-            notes.append(f"{name}: buffers of {len(lost)} tiles ({kind}) share banks of memory")
+        rows = [row for (_, row), found in tiles.items() if any(buffer.bank is None for buffer in found)]
+        kinds = Counter("memory" if row == 1 else "compute" for row in rows)
+        if kinds:
+            lost = " and ".join(f"{count} {kind} tiles" for kind, count in sorted(kinds.items()))
+            notes.append(f"{name}: buffers of {lost} share banks of memory")
     return notes
 
 
