@@ -97,7 +97,7 @@ def never_end() -> None:
         (crash, "ended by SIGSEGV"),
         (fail, "KeyError: 'a name'"),
         (leave, "ended with status 3"),
-        (never_end, "ended by SIGXCPU"),
+        (never_end, "ended by SIGPROF"),
     ],
 )
 def test_what_is_found(act: Callable[[], None], why: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ run at the same time, each on one thread with products of one thread, so that th
 from __future__ import annotations
 
 import os
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -200,6 +200,7 @@ class _Layer:
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
             for window in self.entering
         ]
+        self._left = Counter(name for _, slots in self.launches() for name in set(slots.values()))
 
     def activations(self) -> np.ndarray:
         """What leaves the layer."""
@@ -216,6 +217,15 @@ class _Layer:
         self.provide(launch, slots)
         run = partial(run_launch, launch, slots, self._sizes)
         list(self.executor.map(run, self.windows))
+        self._forget(slots)
+
+    def _forget(self, slots: Slots) -> None:
+        """What no launch to come takes: of wide layers, activations and weights are most of what is held."""
+        self._left.subtract(set(slots.values()))
+        leaving = f"x.{(self.index + 1) % 2}"
+        for name in {name for name in slots.values() if not self._left[name]} - {leaving}:
+            for held in (self._shared, *(window.maps[0] for window in self.windows)):
+                held.pop(name, None)
 
     def provide(self, launch: Launch, slots: Slots) -> None:
         """Its weights."""
