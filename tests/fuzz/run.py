@@ -118,7 +118,7 @@ def _outcome(run: Run, name: str, content: bytes) -> bool:
 
 
 def _limit_time() -> None:
-    # No limit of the process's CPU: the kernel holds it against ticks, which on a shared host run ahead of what it reports.
+    # No RLIMIT_CPU: the kernel holds it against ticks, which on a shared host run ahead of what it reports.
     signal.setitimer(signal.ITIMER_PROF, LONGEST_INPUT)
     signal.alarm(10 * LONGEST_INPUT)
 
