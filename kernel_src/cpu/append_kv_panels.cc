@@ -53,8 +53,7 @@ static void append_v(const Number *v, Number *line, int64_t offset, int64_t head
 template <class Format>
 static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
                    int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const int64_t padded = panel_count(head_dim) * panel_rows;
-    const int64_t stride = kv_heads * head_dim;
+    const int64_t padded = panel_count(head_dim) * panel_rows, stride = kv_heads * head_dim;
     typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
     // By panels of positions: no two workers write the same line.
     const int64_t first = pos / panel_rows, panels = panel_count(pos + rows) - first;
@@ -70,7 +69,7 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
                 auto *v_block = v_cache + index * (padded + Format::row_elements);
                 auto *to_k = k_block + Format::header + offset / panel_rows * panel_size(head_dim);
                 auto *to_v = v_block + Format::header + offset / 2 * line_elements;
-                if constexpr (Format::as_it_comes) {
+                if constexpr (std::is_same_v<typename Format::Number, bf16>) {  // which is not rounded row by row
                     if (last - p == panel_rows) {
                         pack_k(k + row, stride, panel_rows, head_dim / 2, to_k, head_dim);
                         pack_v(v + row, stride, panel_rows, head_dim, to_v, panel_size(kv_block_positions), head_dim);

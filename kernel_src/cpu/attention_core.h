@@ -187,6 +187,13 @@ private:
         add_values(block.v, next.v - block.v, row, rows, most);
     }
 
+    // Calls multiply(the first, Panels) for all of `panels`, none of them in vain.
+    template <class Multiply>
+    static void each_tile(int64_t panels, const Multiply &multiply) {
+        for (int64_t panel = 0; panel < panels;)
+            panel += with_panels<tile_panels>(panels - panel, [&](auto some) { multiply(panel, some); });
+    }
+
     // scores = q @ k^T.
     void score(const Number *k, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
         const int64_t size = panel_size(shape_.head_dim);
@@ -197,23 +204,12 @@ private:
         args.out_stride = kv_block_positions;
         args.accumulate = false;
         args.ahead = ahead;
-        // Of the last panels none is multiplied in vain, but for the last of four.
-        const int64_t panels = panel_count(positions);
-        for (int64_t panel = 0; panel < panels;) {
-            for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = k + Format::header + (panel + p) * size;
+        each_tile(panel_count(positions), [&](int64_t panel, auto some) {
+            for (int64_t p = 0; p < some.value; p++) args.panels[p] = k + Format::header + (panel + p) * size;
             Format::in_units(args, scratch_.q_units + row, Format::scales(k), panel * panel_rows);
             args.out = scratch_.scores + panel * panel_rows;
-            if (panels - panel > tile_panels / 2) {
-                tile_of_rows<tile_panels>(rows, args);
-                panel += tile_panels;
-            } else if (panels - panel == tile_panels / 2) {
-                tile_of_rows<tile_panels / 2>(rows, args);
-                panel += tile_panels / 2;
-            } else {
-                tile_of_rows<1>(rows, args);
-                panel++;
-            }
-        }
+            tile_of_rows<some.value>(rows, args);
+        });
     }
 
     // Scores of the first `count` positions, which have `scales`, to weights, 0 for the others up to `most`; returns the
@@ -236,14 +232,9 @@ private:
     }
 
     void raise_top(int64_t r, int64_t count, const float *scores) {
-        f32v tops = load<f32v>(scores), others = tops;
-        int64_t i = lanes;
-        for (; i + lanes < count; i += 2 * lanes) {
-            tops = max(tops, load<f32v>(scores + i));
-            others = max(others, load<f32v>(scores + i + lanes));
-        }
-        if (i < count) tops = max(tops, load<f32v>(scores + i));
-        const float top = max_of(max(tops, others)) * shape_.scale(), before = scratch_.tops[r];
+        f32v tops = load<f32v>(scores);
+        for (int64_t i = lanes; i < count; i += lanes) tops = max(tops, load<f32v>(scores + i));
+        const float top = max_of(tops) * shape_.scale(), before = scratch_.tops[r];
         if (!(top > before + top_slack)) return;
         scratch_.tops[r] = top;
         if (before == -INFINITY) return;
@@ -255,7 +246,7 @@ private:
 
     // out += weights @ v.
     void add_values(const Number *v, int64_t ahead, int64_t row, int64_t rows, int64_t positions) {
-        const int64_t size = panel_size(kv_block_positions), panels = shape_.dim_panels();
+        const int64_t size = panel_size(kv_block_positions);
         typename Format::Args args;
         args.x = scratch_.weights;
         args.x_stride = kv_block_positions;
@@ -264,18 +255,11 @@ private:
         args.accumulate = true;
         args.ahead = ahead;
         Format::in_units(args, scratch_.units, nullptr, 0);
-        for (int64_t panel = 0; panel < panels;) {
+        each_tile(shape_.dim_panels(), [&](int64_t panel, auto some) {
+            for (int64_t p = 0; p < some.value; p++) args.panels[p] = v + Format::header + (panel + p) * size;
             args.out = scratch_.out + row * shape_.padded_dim() + panel * panel_rows;
-            for (int64_t p = 0; p < tile_panels && panel + p < panels; p++)
-                args.panels[p] = v + Format::header + (panel + p) * size;
-            if (panel + tile_panels <= panels) {
-                tile_of_rows<tile_panels>(rows, args);
-                panel += tile_panels;
-            } else {
-                tile_of_rows<1>(rows, args);
-                panel++;
-            }
-        }
+            tile_of_rows<some.value>(rows, args);
+        });
     }
 
     AttentionShape shape_;

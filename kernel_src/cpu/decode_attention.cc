@@ -32,6 +32,7 @@ KERNEL void int8_rows_decode_attention_panels(const bf16 *q, const int8_t *k_pan
 #include "fixed_point.h"
 #include "pairs.h"
 #include "kv_format.h"
+#include "streams.h"
 #include "attention_core.h"
 #include "kv_pack.h"
 #include "kv_cache.h"

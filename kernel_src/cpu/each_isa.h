@@ -15,6 +15,7 @@
 // The target pragma does not reach lambdas in every compiler: kernels use function objects instead.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "isa.h"
 #include "kernel.h"

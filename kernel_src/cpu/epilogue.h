@@ -6,7 +6,7 @@ namespace {
 // f32 sums of a group of columns, rounded to bf16 as if they had been stored.
 INLINE f32v rounded(const float *sums) { return to_float(to_bf16(load<f32v>(sums))); }
 
-// Asks for the lines of `count` elements, to be read or, if `written`, written: else the end of a row waits for them.
+// Asks for the lines of `count` elements, to be read or, if `written`, written.
 template <int written, class T>
 INLINE void expect_lines(const T *first, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(first + i, written, 3);
@@ -22,10 +22,6 @@ struct StoreBf16 {
         bf16 *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i += lanes) store_bf16(o + i, load<f32v>(sums + i), count - i);
     }
-
-    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
-        expect_lines<1>(out + r * out_cols + column, count);
-    }
 };
 
 struct StoreF32 {
@@ -33,13 +29,9 @@ struct StoreF32 {
     float *out;
     int64_t out_cols;
 
-    INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
+    void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         float *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i++) o[i] = sums[i];
-    }
-
-    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
-        expect_lines<1>(out + r * out_cols + column, count);
     }
 };
 
@@ -55,11 +47,6 @@ struct AddResidual {
             store_bf16(out + first + i, rounded(sums + i) + load_bf16(residual + first + i, count - i),
                        count - i);
     }
-
-    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
-        expect_lines<1>(out + r * out_cols + column, count);
-        if (residual != out) expect_lines<0>(residual + r * out_cols + column, count);
-    }
 };
 
 template <int64_t group_columns>
@@ -73,11 +60,18 @@ struct SiluAndMul {
         for (int64_t i = 0; i < count; i += lanes)
             store_bf16(o + i, silu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
     }
-
-    INLINE_MEMBER void expect(int64_t r, int64_t column, int64_t count) const {
-        expect_lines<1>(out + r * out_cols + column, count);
-    }
 };
+
+// Asks for the lines of a row that an epilogue is going to touch: else the end of the row waits for them.
+template <class Epilogue>
+INLINE void expect_row(const Epilogue &epilogue, int64_t r, int64_t column, int64_t count) {
+    expect_lines<1>(epilogue.out + r * epilogue.out_cols + column, count);
+}
+
+INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, int64_t count) {
+    expect_row<AddResidual>(epilogue, r, column, count);
+    expect_lines<0>(epilogue.residual + r * epilogue.out_cols + column, count);
+}
 
 // One panel of a row: `sums[w * panel_rows + i]` of weight w, output panel * panel_rows + i.
 template <class Epilogue>

@@ -25,6 +25,7 @@ KERNEL void int8_rows_flash_attention_panels(const bf16 *q, const int8_t *k_pane
 #include "fixed_point.h"
 #include "pairs.h"
 #include "kv_format.h"
+#include "streams.h"
 #include "attention_core.h"
 #include "kv_pack.h"
 #include "kv_cache.h"

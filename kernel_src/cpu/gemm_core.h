@@ -4,6 +4,7 @@
 //   static constexpr int64_t weights     matrices the group is taken from, tile_panels / weights of each
 //   void row(const float *sums, int64_t r, int64_t column, int64_t count)
 //       sums of weight w, column + i are at sums[w * columns of the group + i], i < count
+//   out, out_cols                        what it writes, by rows
 namespace ISA {
 namespace {
 
@@ -11,7 +12,7 @@ constexpr int64_t rows_per_task = 43 * tile_rows;  // f32 sums of a task stay in
 constexpr int64_t pairs_per_block = 1024;          // and so do its weights: 256 KB
 
 // Weights that are read soon, `bytes` of each panel. Products that first widen a block, or have few columns, would wait for
-// them; those of bf16 do not.
+// them.
 struct Upcoming {
     const char *panels[tile_panels];
     int64_t bytes;
@@ -90,7 +91,7 @@ struct PanelGroups {
     // Asks for what finishing `count` rows of a group touches, while they are being multiplied.
     INLINE_MEMBER void expect(const Epilogue &epilogue, int64_t group, int64_t row, int64_t count) const {
         const int64_t column = group * columns, left = out_cols - column;
-        for (int64_t r = row; r < row + count; r++) epilogue.expect(r, column, left < columns ? left : columns);
+        for (int64_t r = row; r < row + count; r++) expect_row(epilogue, r, column, left < columns ? left : columns);
     }
 };
 

@@ -8,7 +8,6 @@
 // A format has
 //   Number, X               elements of a block, and of what its panels are multiplied with
 //   row_elements            a block has that many elements more for a position's scale
-//   as_it_comes             numbers are those of K and V
 //   stored(row)             a row of K or V in numbers; its scale goes into the block
 //   take_query              q of a head to X; returns the unit
 //   Weights                 those of a row to X, a vector after the other: of `count` positions, and 0 behind them, which
@@ -22,7 +21,6 @@ struct Bf16Kv {
     using X = bf16;
     using Args = TileArgs;
     static constexpr int64_t row_elements = 0, header = 0;
-    static constexpr bool as_it_comes = true;
 
     INLINE const float *scales(const bf16 *) { return nullptr; }
     INLINE const bf16 *stored(const bf16 *row, int64_t, bf16 *, bf16 *, int64_t) { return row; }
@@ -51,7 +49,6 @@ struct Int8Kv {
     using X = int16_t;
     using Args = WholeTileArgs;
     static constexpr int64_t row_elements = sizeof(float), header = kv_block_positions * row_elements;
-    static constexpr bool as_it_comes = false;
 
     INLINE const float *scales(const int8_t *block) { return reinterpret_cast<const float *>(block); }
 

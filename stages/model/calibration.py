@@ -202,9 +202,14 @@ class _Layer:
         ]
         self._left = Counter(name for _, slots in self.launches() for name in set(slots.values()))
 
+    @property
+    def _leaving(self) -> str:
+        """Name of what leaves the layer."""
+        return f"x.{(self.index + 1) % 2}"
+
     def activations(self) -> np.ndarray:
         """What leaves the layer."""
-        return np.stack([window[f"x.{(self.index + 1) % 2}"] for window in self.windows])
+        return np.stack([window[self._leaving] for window in self.windows])
 
     def launches(self) -> Iterator[tuple[Launch, Slots]]:
         """With the buffers that are bound to their arguments."""
@@ -222,8 +227,7 @@ class _Layer:
     def _forget(self, slots: Slots) -> None:
         """What no launch to come takes: of wide layers, activations and weights are most of what is held."""
         self._left.subtract(set(slots.values()))
-        leaving = f"x.{(self.index + 1) % 2}"
-        for name in {name for name in slots.values() if not self._left[name]} - {leaving}:
+        for name in {name for name in slots.values() if not self._left[name]} - {self._leaving}:
             for held in (self._shared, *(window.maps[0] for window in self.windows)):
                 held.pop(name, None)
 
