@@ -264,7 +264,8 @@ class _RoundedLayer(_Layer):
             products = _products((window[slots["x"]] for window in self.windows), self.executor)
             self._correction = feedback.Correction(products, form.values)
             self._corrected = slots["x"]
-        values = tensor + self._correction.made_good(self._missing(tensor, slots))
+        values = self._correction.made_good(self._missing(tensor, slots), self.executor.map)
+        values += tensor
         self.stored[name] = feedback.quantise(form, values, self._correction, self.executor.map)
         return form.dequantise(self.stored[name], tensor.shape[-1])
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -41,17 +43,18 @@ _BLOCK = 32
 _TINY = 1e-12
 """Instead of a mean of zeros."""
 
-Mapped = Callable[[Callable[[np.ndarray], np.ndarray], Iterable[np.ndarray]], Iterable[np.ndarray]]
+Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or that of an executor."""
 
 
 class Correction:
     """What the products of a matrix's inputs, in whole groups, say. `importance` f32 `[inputs]`: 1 on average. `order`:
-    the inputs from the most important one on; in it, f32 `[inputs, inputs]`: `products`, damped, and `carried`, M."""
+    the inputs from the most important one on; `products` f32 `[inputs, inputs]`: in that order, damped. What is made of
+    them is as large, so one of it is there at a time, for as long as it is used."""
 
     def __init__(self, products: np.ndarray, group: int) -> None:
         """`products`: X^T X, f32 `[n, n]`, overwritten: of wide matrices it is what takes the most memory."""
-        diagonal, self._inputs = np.einsum("ii->i", products), len(products)
+        diagonal, inputs = np.einsum("ii->i", products), len(products)
         self._mean = max(float(diagonal.mean()), _TINY)
         products /= self._mean
         diagonal += np.float32(DAMPING)
@@ -61,80 +64,115 @@ class Correction:
             np.einsum("ii->i", products)[-padding:] = DAMPING
         self.importance = np.diag(products).copy()
         self.order = np.argsort(-self.importance, kind="stable")
+        self._places = np.argsort(self.order)[:inputs]
         _arrange(products, self.order)
         self.products = products
-        self.carried = _factor(products)
-        self.carried /= np.diag(self.carried).copy()
 
-    def made_good(self, missing: np.ndarray) -> np.ndarray:
+    def carried(self, mapped: Mapped = map) -> np.ndarray:
+        """M, f32 `[inputs, inputs]`, in `order`; made anew."""
+        carried = _factor(self.products, mapped)
+        carried /= np.diag(carried).copy()
+        return carried
+
+    def made_good(self, missing: np.ndarray, mapped: Mapped = map) -> np.ndarray:
         """The change of weights, f32 `[rows, inputs]`, that gives products of X a share of what they lack. `missing`:
-        X^T of that, f32 `[inputs, rows]`. Ridge regression (Hoerl and Kennard 1970); rounding what it gives is GPTAQ
-        (Li et al. 2025)."""
-        wanted = np.zeros((len(self.order), missing.shape[1]), np.float32)
-        wanted[: len(missing)] = missing
-        wanted = wanted[self.order] * np.float32(MADE_GOOD / self._mean)
+        X^T of that, f32 `[inputs, rows]`, overwritten. Ridge regression (Hoerl and Kennard 1970); rounding what it
+        gives is GPTAQ (Li et al. 2025)."""
         diagonal = np.einsum("ii->i", self.products)
         kept = diagonal.copy()
         diagonal += np.float32(RIDGE)
-        wanted[self.order] = np.linalg.solve(self.products, wanted)
+        factor = _factor(self.products, mapped)
         diagonal[...] = kept
-        return wanted[: self._inputs].T
+        share = np.float32(MADE_GOOD / self._mean)
+
+        def make_good(first: int) -> None:
+            some = missing[:, first : first + _ROWS]
+            wanted = np.zeros((len(factor), some.shape[1]), np.float32)
+            wanted[self._places] = some * share
+            _solve(factor, wanted)
+            some[...] = wanted[self._places]
+
+        list(mapped(make_good, range(0, missing.shape[1], _ROWS)))
+        return missing.T
+
+
+def _blocks(inputs: int) -> list[slice]:
+    return [slice(first, min(first + _COLUMNS, inputs)) for first in range(0, inputs, _COLUMNS)]
 
 
 def _arrange(products: np.ndarray, order: np.ndarray) -> None:
     """Rows and columns in that order, in place."""
-    for first in range(0, len(products), _COLUMNS):
-        some = slice(first, first + _COLUMNS)
+    for some in _blocks(len(products)):
         products[some] = products[some][:, order]
-    for first in range(0, len(products), _COLUMNS):
-        some = slice(first, first + _COLUMNS)
+    for some in _blocks(len(products)):
         products[:, some] = products[order, some]
 
 
-def _factor(products: np.ndarray) -> np.ndarray:
+def _factor(products: np.ndarray, mapped: Mapped) -> np.ndarray:
     """Upper triangular U with U U^T = products, which are damped further where rounding left them not positive."""
     damping = DAMPING
     while True:
-        turned = products[::-1, ::-1].copy()
+        factor = products.copy()
         try:
-            _cholesky(turned)
-            return turned[::-1, ::-1]
+            _cholesky(factor, mapped)
+            return factor
         except np.linalg.LinAlgError:
             np.einsum("ii->i", products)[...] += np.float32(damping)
             damping *= 10
 
 
-def _cholesky(matrix: np.ndarray) -> None:
-    """L with L L^T = matrix, in its place, by blocks of columns (Golub and Van Loan 2013, section 4.2.6): the library's
-    would make two more matrices of that size. Raises LinAlgError where it is not positive."""
-    for first in range(0, len(matrix), _COLUMNS):
-        last = min(first + _COLUMNS, len(matrix))
-        columns = matrix[first:, first:last]
-        columns -= matrix[first:, :first] @ matrix[first:last, :first].T
-        columns[: last - first] = np.linalg.cholesky(columns[: last - first])
-        columns[last - first :] = np.linalg.solve(columns[: last - first], columns[last - first :].T).T
-        matrix[first:last, last:] = 0
+# The library's functions work in float64, in copies of what they are given: they get blocks.
+
+
+def _cholesky(matrix: np.ndarray, mapped: Mapped) -> None:
+    """Upper triangular U with U U^T = matrix, in its place, by blocks of columns from the last one on (Golub and Van
+    Loan 2013, section 4.2.6). Raises LinAlgError where it is not positive."""
+    for some in reversed(_blocks(len(matrix))):
+        behind = matrix[some, some.stop :]
+        block = matrix[some, some] - behind @ behind.T
+        matrix[some, some] = np.linalg.cholesky(block[::-1, ::-1])[::-1, ::-1]
+        list(mapped(partial(_above, matrix, some), range(0, some.start, _ROWS)))
+        matrix[some, : some.start] = 0
+
+
+def _above(matrix: np.ndarray, some: slice, first: int) -> None:
+    """Rows of U from the one called `first` on, in columns above a block that is done."""
+    rows = slice(first, min(first + _ROWS, some.start))
+    matrix[rows, some] -= matrix[rows, some.stop :] @ matrix[some, some.stop :].T
+    matrix[rows, some] = np.linalg.solve(matrix[some, some], matrix[rows, some].T).T
+
+
+def _solve(factor: np.ndarray, values: np.ndarray) -> None:
+    """X with U U^T X = values, in their place, by blocks of U, `factor`."""
+    blocks = _blocks(len(factor))
+    for some in reversed(blocks):
+        values[some] -= factor[some, some.stop :] @ values[some.stop :]
+        values[some] = np.linalg.solve(factor[some, some], values[some])
+    for some in blocks:
+        values[some] -= factor[: some.start, some].T @ values[: some.start]
+        values[some] = np.linalg.solve(factor[some, some].T, values[some])
 
 
 def quantise(form: Format, values: np.ndarray, correction: Correction, mapped: Mapped = map) -> np.ndarray:
     """`values` `[rows, inputs]` -> stored elements of `form`, which has a `grid`. `mapped` may run pieces at once."""
     pieces = [values[first : first + _ROWS] for first in range(0, len(values), _ROWS)]
-    return np.concatenate(list(mapped(lambda rows: _quantise_rows(form, rows, correction), pieces)))
+    carried = correction.carried(mapped)
+    return np.concatenate(list(mapped(lambda rows: _quantise_rows(form, rows, correction, carried), pieces)))
 
 
-def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction) -> np.ndarray:
+def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction, carried: np.ndarray) -> np.ndarray:
     assert form.grid is not None
     order, inputs = correction.order, len(correction.order)
-    wide = np.pad(rows.astype(np.float32), ((0, 0), (0, inputs - rows.shape[1])))
-    groups = wide.reshape(len(wide), -1, form.values)
-    grid = form.grid(groups, correction.importance.reshape(-1, form.values))
+    wide = np.zeros((len(rows), inputs), np.float32)
+    wide[:, : rows.shape[1]] = rows
+    groups = len(rows), -1, form.values
+    grid = form.grid(wide.reshape(groups), correction.importance.reshape(groups[1:]))
     rounding = _Rounding(wide.T[order], order // form.values, grid)
-    rounding.feed_back(correction.carried)
+    rounding.feed_back(carried)
     for _ in range(_DESCENTS):
         rounding.descend(correction.products)
-    numbers = np.empty_like(wide)
-    numbers[:, order] = rounding.numbers.T
-    return grid.store(numbers.reshape(groups.shape))
+    wide[:, order] = rounding.numbers.T
+    return grid.store(wide.reshape(groups))
 
 
 @dataclass
