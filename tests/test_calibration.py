@@ -65,6 +65,15 @@ def test_products_lose_less(name: str, width: int, descents: int, most: float, m
 
 
 @pytest.mark.parametrize("name", GRIDS)
+def test_blocks_of_inputs_change_next_to_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only how sums are rounded."""
+    x, weight = inputs(656), np.random.default_rng(11).standard_normal((600, 656)).astype(np.float32)
+    made = feedback.quantise(formats()[name], weight, correction(x))
+    monkeypatch.setattr(feedback, "_COLUMNS", len(x))
+    assert (made != feedback.quantise(formats()[name], weight, correction(x))).mean() < 0.005
+
+
+@pytest.mark.parametrize("name", GRIDS)
 def test_inputs_without_correlation_leave_nothing_to_carry(name: str) -> None:
     form = formats()[name]
     weight = np.random.default_rng(5).standard_normal((40, 64)).astype(np.float32)

@@ -37,9 +37,6 @@ _ROWS = 512
 _COLUMNS = 256
 """Of products of inputs that are worked on at a time."""
 
-_BLOCK = 32
-"""Inputs that are rounded between products of matrices."""
-
 _TINY = 1e-12
 """Instead of a mean of zeros."""
 
@@ -186,28 +183,40 @@ class _Rounding:
     def __post_init__(self) -> None:
         self._scale, self._minimum = (np.ascontiguousarray(each.T) for each in (self.grid.scale, self.grid.minimum))
         self._over = inverse(self._scale)
+        self._least, self._most = np.float32(self.grid.least), np.float32(self.grid.most)
         self.numbers, self.errors = np.zeros_like(self.values), np.zeros_like(self.values)
 
-    def _round(self, at: int, wanted: np.ndarray) -> None:
-        """An input of all rows."""
-        group, grid = self.group[at], self.grid
-        scale, minimum = self._scale[group], self._minimum[group]
-        self.numbers[at] = np.clip(np.rint((wanted + minimum) * self._over[group]), grid.least, grid.most)
-        self.errors[at] = self.values[at] - (scale * self.numbers[at] - minimum)
-
     def feed_back(self, carried: np.ndarray) -> None:
-        for first in range(0, len(self.values), _BLOCK):
-            last = min(first + _BLOCK, len(self.values))
-            wanted = self.values[first:last] + carried[:first, first:last].T @ self.errors[:first]
-            for at in range(first, last):
-                self._round(at, wanted[at - first])
-                wanted[at - first + 1 :] += carried[at, at + 1 : last, None] * self.errors[at]
+        for some in _blocks(len(self.values)):
+            self._settle(some, carried, carried[: some.start, some].T @ self.errors[: some.start])
 
     def descend(self, products: np.ndarray) -> None:
-        for first in range(0, len(self.values), _BLOCK):
-            last = min(first + _BLOCK, len(self.values))
-            slopes = products[first:last] @ self.errors
-            for at in range(first, last):
-                before = self.errors[at].copy()
-                self._round(at, self.values[at] - before + slopes[at - first] / products[at, at])
-                slopes += products[first:last, at, None] * (self.errors[at] - before)
+        for some in _blocks(len(self.values)):
+            self._settle(some, products, products[some] @ self.errors)
+
+    def _settle(self, some: slice, coupling: np.ndarray, pulls: np.ndarray) -> None:
+        """Inputs one after the other: one half, then the other with the pull of what the first's errors changed by, so
+        that nearly all is products of large matrices. `pulls`: f32 `[inputs, rows]`, overwritten, of errors on them."""
+        half = (some.stop - some.start) // 2
+        if not half:
+            wanted = self.values[some.start] - self.errors[some.start]
+            wanted += pulls[0] / coupling[some.start, some.start]
+            self._round(some.start, wanted)
+            return
+        first, second = slice(some.start, some.start + half), slice(some.start + half, some.stop)
+        before = self.errors[first].copy()
+        self._settle(first, coupling, pulls[:half])
+        pulls[half:] += coupling[first, second].T @ (self.errors[first] - before)
+        self._settle(second, coupling, pulls[half:])
+
+    def _round(self, at: int, wanted: np.ndarray) -> None:
+        """An input of all rows; `wanted` f32 `[rows]`, overwritten."""
+        group, number, error = self.group[at], self.numbers[at], self.errors[at]
+        minimum = self._minimum[group]
+        wanted += minimum
+        wanted *= self._over[group]
+        np.rint(wanted, out=wanted)
+        np.minimum(np.maximum(wanted, self._least, out=wanted), self._most, out=number)
+        np.multiply(self._scale[group], number, out=error)
+        error -= minimum
+        np.subtract(self.values[at], error, out=error)
