@@ -27,15 +27,14 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
     Row `r` sits at position `pos + r` and sees positions `0 .. pos + r`.
     """
     seq, length = len(q), len(k)
-    wide_q = q.astype(np.float32).reshape(seq, heads, -1)
-    wide_k, wide_v = (
-        np.repeat(t.astype(np.float32).reshape(length, kv_heads, -1), heads // kv_heads, axis=1) for t in (k, v)
-    )
-    scores = np.einsum("qhd,khd->hqk", wide_q, wide_k) / np.sqrt(wide_q.shape[-1])
-    scores[:, np.arange(length) > pos + np.arange(seq)[:, None]] = -np.inf
+    group = heads // kv_heads
+    by_group = q.astype(np.float32).reshape(seq, kv_heads, group, -1).transpose(1, 2, 0, 3)
+    wide_k, wide_v = (t.astype(np.float32).reshape(length, kv_heads, 1, -1).transpose(1, 2, 0, 3) for t in (k, v))
+    scores = by_group @ wide_k.swapaxes(-1, -2) / np.sqrt(np.float32(by_group.shape[-1]))
+    scores[..., np.arange(length) > pos + np.arange(seq)[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, wide_v).reshape(seq, -1).astype(bfloat16)
+    return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(bfloat16)
 
 
 def reference_placed(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
