@@ -32,7 +32,7 @@ RIDGE = 0.1
 _DESCENTS = 2
 
 _ROWS = 512
-"""That are rounded at a time. Fixed, so that results do not depend on the number of threads."""
+"""Of weights and of factors, worked on at a time. Fixed, so that results do not depend on the number of threads."""
 
 _COLUMNS = 256
 """Of products of inputs that are worked on at a time."""
