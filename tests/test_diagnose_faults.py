@@ -220,6 +220,22 @@ ARRAY = [
         NPU_INT4,
     ),
     Fault(
+        "index",
+        "grouped_gemv.cc",
+        "aie::shuffle_down(inputs, k * EDGE)",
+        "aie::shuffle_down(inputs, (k ^ 1) * EDGE)",
+        ("int4_norm_gemv", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "scale",
+        "grouped.h",
+        "const int32 wanted = exponent - ONE - 14;",
+        "const int32 wanted = exponent - ONE - 13;",
+        ("int4_norm_gemv", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
         "rounding",
         "grouped_gemv.cc",
         "bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);",

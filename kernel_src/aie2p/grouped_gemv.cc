@@ -1,7 +1,8 @@
 // PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
-// x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm. acc f32 [PANELS][LANES], out [OUTS]: LANES
-// for each step, the sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's activation of those of
-// two, gate and up.
+// x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm; in fixed point from then on. acc f32
+// [PANELS][LANES], behind it of each
+// group of x its sum f32 and its power of two i32, and what sums begin with; out [OUTS]: LANES for each step, the
+// sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's activation of those of two, gate and up.
 #include "grouped.h"
 #if NORM
 #include "rms_norm.h"
@@ -20,51 +21,47 @@
 namespace {
 
 using Sums = aie::vector<float, LANES>;
+using Product = aie::mmul<EDGE / 2, EDGE, EDGE, int16, Number>;
 
-// The inputs that the lanes of a vector of numbers are multiplied with.
-Lifted spread(const bfloat16 *x) {
-    Lifted out;
-    unrolled<TURN>([&](auto i) { out.insert(i, aie::broadcast<bfloat16, LANES>(x[i])); });
-    return out;
-}
+constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
 
-// The sum over the inputs that share a vector.
-template <unsigned Lanes>
-Sums fold(const aie::vector<float, Lanes> &sums) {
-    if constexpr (Lanes == LANES) return sums;
-    else return aie::add(sums.template extract<LANES>(0), sums.template extract<LANES>(1));
-}
+// What is known of groups of inputs, behind the sums.
+struct Group {
+    float sum;
+    int32 power;
+};
 
-// A group's numbers, ABOVE on top, times its inputs. Two sums, because one has to wait for itself.
-Sums products(const uint8 *numbers, const bfloat16 *x) {
-    aie::accum<accfloat, WIDE> even = aie::zeros<accfloat, WIDE>(), odd = even;
-    for (unsigned index = 0; index < GROUP / TURN / 2; ++index, x += 2 * TURN) {
-        const Two two = numbers_at(numbers, index);
-        even = add_products(even, two.even, spread(x));
-        odd = add_products(odd, two.odd, spread(x + TURN));
-    }
-    return fold(aie::add(even, odd.to_vector<float>()).to_vector<float>());
+// A group's numbers times its inputs: whole, and so exact up to where f32 ends.
+Sums products(const uint8 *numbers, const int16 *x) {
+    const aie::vector<int16, GROUP> inputs = aie::load_v<GROUP>(x);
+    Registers<Product, LANES / EDGE> sums;
+    unrolled<GROUP / EDGE>([&](auto k) {
+        // The matrix unit takes four rows; what stands in the others makes sums that nobody reads.
+        const aie::vector<int16, GROUP> row = aie::shuffle_down(inputs, k * EDGE);
+        unrolled<LANES / EDGE / 2>([&](auto n) {
+            const Two two = numbers_at(numbers, k * (LANES / EDGE / 2) + n);
+            sums.get(std::integral_constant<unsigned, 2 * n>()).mac(row, two.even);
+            sums.get(std::integral_constant<unsigned, 2 * n + 1>()).mac(row, two.odd);
+        });
+    });
+    aie::vector<int32, LANES> whole;
+    unrolled<LANES / EDGE>([&](auto n) {
+        whole.insert(n, sums.get(n).to_accum().template extract<EDGE>(0).template to_vector<int32>());
+    });
+    return aie::to_float<float>(whole);
 }
 
 #if FACTORS
 
-// ABOVE times the sum of a group's inputs.
-float on_top(const bfloat16 *x) {
-    const float above = ABOVE;
-    const auto factor = aie::accum<accfloat, WIDE>(aie::broadcast<float, WIDE>(above)).template to_vector<bfloat16>();
-    return aie::reduce_add(aie::mul(aie::load_v<WIDE>(x), factor).template to_vector<float>());
-}
-
-void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
+void add_chunk(const uint8 *chunk, const int16 *x, const Group *groups, float *acc) {
     aie::accum<accfloat, LANES> scaled = aie::zeros<accfloat, LANES>(), least = scaled;
     const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
     for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
-        const float top = on_top(x);
-        const Pair<LANES> sum = split(aie::sub(products(numbers, x), aie::broadcast<float, LANES>(top)));
-        const aie::vector<bfloat16, LANES> scale = small_numbers(scales);
+        const Pair<LANES> sum = split(products(numbers, x));
+        const aie::vector<bfloat16, LANES> scale = small_numbers(scales, groups[g].power);
         scaled = aie::mac(aie::mac(scaled, sum.hi, scale), sum.lo, scale);
         if constexpr (FACTORS == 2) {
-            const Pair<LANES> inputs = split<LANES>(top);
+            const Pair<LANES> inputs = split<LANES>(groups[g].sum);
             const aie::vector<bfloat16, LANES> minimum = small_numbers(scales + LANES);
             least = aie::mac(aie::mac(least, inputs.hi, minimum), inputs.lo, minimum);
         }
@@ -76,28 +73,38 @@ void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
 
 #else
 
-void add_chunk(const uint8 *chunk, const bfloat16 *x, float *acc) {
+void add_chunk(const uint8 *chunk, const int16 *x, const Group *groups, float *acc) {
     Sums total = aie::load_v<LANES>(acc);
     const uint8 *scales = chunk + SCALES_AT, *numbers = chunk + NUMBERS_AT;
     for (unsigned g = 0; g < GROUPS; ++g, scales += SCALE_BYTES, numbers += NUMBER_BYTES, x += GROUP) {
-        static_assert(ABOVE == 0);
         const Pair<LANES> sum = split(products(numbers, x));
-        total = aie::add(total, product(sum, split(halves(scales))).template to_vector<float>());
+        const Pair<LANES> scale = split(halves(scales, groups[g].power));
+        total = aie::add(total, product(sum, scale).template to_vector<float>());
     }
     aie::store_v(acc, total);
 }
 
 #endif
 
-constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
+Group *groups_behind(float *acc) { return reinterpret_cast<Group *>(acc + PANELS * LANES); }
 
-void clear(float *sums) { aie::store_v(sums, aie::zeros<float, LANES>()); }
+// What sums begin with: 0, or what no number of fixed point can be, of inputs that are infinite or none.
+float &beginning(float *acc) { return groups_behind(acc)[INPUTS / GROUP].sum; }
 
 // Also inputs behind COLS, which numbers of 0 are multiplied with.
 void begin(bfloat16 *x, float *acc) {
-    for (unsigned panel = 0; panel < PANELS; ++panel) clear(acc + panel * LANES);
+    use_nearest_even();
     const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
     for (unsigned k = COLS; k < INPUTS; ++k) x[k] = zero;
+    Group *group = groups_behind(acc);
+    beginning(acc) = 0;
+    for (unsigned k = 0; k < INPUTS; k += GROUP, ++group) {
+        const aie::accum<accfloat, GROUP> values(aie::load_v<GROUP>(x + k));
+        group->sum = aie::reduce_add(values.template to_vector<float>());
+        const Fixed fixed = fix(x + k);
+        group->power = fixed.power;
+        if (!fixed.finite) beginning(acc) = group->sum;
+    }
 }
 
 #if KEEP
@@ -129,12 +136,12 @@ void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *ou
 }
 
 // The chunk that a core takes as its `index`th begins, adds to or ends the sums of a panel, of which the last ends a step.
-void take(const uint8 *chunk, const bfloat16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
+void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
     use_nearest_even();
     const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
     float *sums = acc + panel * LANES;
-    if (at == 0) clear(sums);
-    add_chunk(chunk, x + at * (GROUPS * GROUP), sums);
+    if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
+    add_chunk(chunk, x + at * (GROUPS * GROUP), groups_behind(acc) + at * GROUPS, sums);
     if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, residual + step * ROW_STEP, out + step * LANES);
 }
 
@@ -160,13 +167,13 @@ extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) { begin(x, a
 // Behind x [INPUTS] lies the residual: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
 extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, int32 row, float *acc,
                                           Out *out) {
-    take(chunk, x, index, x + INPUTS + row, acc, out);
+    take(chunk, reinterpret_cast<const int16 *>(x), index, x + INPUTS + row, acc, out);
 }
 
 #else
 
 extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, float *acc, Out *out) {
-    take(chunk, x, index, x, acc, out);
+    take(chunk, reinterpret_cast<const int16 *>(x), index, x, acc, out);
 }
 
 #endif

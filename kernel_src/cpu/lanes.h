@@ -7,7 +7,6 @@ namespace ISA {
 namespace {
 
 constexpr int64_t group_inputs = LAYOUT_GROUP, most_lanes = LAYOUT_LANES, edge = LAYOUT_BLOCK;
-static_assert(most_lanes == 32, "the upper bits of a vector of numbers lie above those of the one before");
 static_assert(edge * sizeof(bf16) == 16, "a row of a block is half of the smallest vector");
 
 template <int Bits, int Factors>
@@ -35,7 +34,7 @@ struct Lanes {
         for (int64_t lane = 0; lane < lanes; lane++) scale[lane] = scale_of(chunk, scales, lane);
         if (Factors == 2)
             for (int64_t lane = 0; lane < lanes; lane++)
-                least[lane] = scales[lanes + lane] * (factor(chunk, lanes + lane) * LAYOUT_LIFT);
+                least[lane] = scales[lanes + lane] * factor(chunk, lanes + lane);
         unpack(chunk + numbers_at + group % chunk_groups * number_bytes, numbers);
         for (int64_t k = 0; k < group_inputs; k++)
             for (int64_t lane = 0; lane < lanes; lane++)
@@ -58,28 +57,34 @@ private:
         return f16_to_float(bits);
     }
 
-    // As they lie, [GROUP * lanes], with their sign.
+    // With their sign, as rows [GROUP][lanes].
     void unpack(const uint8_t *packed, int8_t *out) const {
+        alignas(64) int8_t blocks[group_inputs * most_lanes];
         const int64_t count = group_inputs * lanes;
         if (Bits == 8) {
-            memcpy(out, packed, count);
-            return;
+            memcpy(blocks, packed, count);
+        } else {
+            for (int64_t i = 0; i < count / 2; i++) {
+                blocks[2 * i] = static_cast<int8_t>(packed[i] & 15);
+                blocks[2 * i + 1] = static_cast<int8_t>(packed[i] >> 4);
+            }
         }
-        for (int64_t i = 0; i < count / 2; i++) {
-            out[2 * i] = static_cast<int8_t>(packed[i] & 15);
-            out[2 * i + 1] = static_cast<int8_t>(packed[i] >> 4);
-        }
-        if (Bits == 6) add_upper(packed + count / 2, out);
+        if (Bits == 6) add_upper(packed + count / 2, blocks);
+        const int8_t *row = blocks;
+        for (int64_t k = 0; k < group_inputs; k += edge)
+            for (int64_t lane = 0; lane < lanes; lane += edge)
+                for (int64_t r = 0; r < edge; r++, row += edge) memcpy(out + (k + r) * lanes + lane, row, edge);
     }
 
-    // Two bits of each number of a vector, and above them those of the next vector.
+    // Two bits of each number of a block, and above them those of the next block.
     void add_upper(const uint8_t *packed, int8_t *out) const {
-        for (int64_t first = 0; first < group_inputs * lanes; first += 2 * most_lanes, packed += most_lanes / 2)
-            for (int64_t lane = 0; lane < most_lanes; lane++) {
-                const int both = packed[lane / 2] >> lane % 2 * 4;
-                int8_t *number = out + first + lane;
+        constexpr int64_t block = edge * edge;
+        for (int64_t first = 0; first < group_inputs * lanes; first += 2 * block, packed += block / 2)
+            for (int64_t i = 0; i < block; i++) {
+                const int both = packed[i / 2] >> i % 2 * 4;
+                int8_t *number = out + first + i;
                 number[0] = static_cast<int8_t>((number[0] | (both & 3) << 4) - zero);
-                number[most_lanes] = static_cast<int8_t>((number[most_lanes] | (both >> 2 & 3) << 4) - zero);
+                number[block] = static_cast<int8_t>((number[block] | (both >> 2 & 3) << 4) - zero);
             }
     }
 };

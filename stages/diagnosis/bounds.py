@@ -23,7 +23,6 @@ from stages.weights.constants import (
     GROUP,
     HEAD_POSITION,
     KV_BLOCK_POSITIONS,
-    LIFT,
     POSITION,
     SHORT_GROUP,
 )
@@ -223,23 +222,23 @@ def _product_error(given: Given, x: np.ndarray, weight: Weight) -> np.ndarray:
     if site.format == "bf16":
         return 2 * sums
     if site.kernel_set != HOST_SET:
-        return sums + _lifted(x, weight)
+        return sums + _in_whole_numbers(x, weight)
     # In fixed point, as inputs are here then, too, sums of groups are exact; three operations join each to the last.
     terms = 3 * np.ceil(x.shape[-1] / SHORT_GROUP) if site.fixed_point else x.shape[-1]
     larger = 1 if site.fixed_point and site.format in WITHOUT_MINIMUM else WITH_MINIMUM
     return sums + SURE * np.sqrt(terms) * U32 * larger * size
 
 
-def _lifted(x: np.ndarray, weight: Weight) -> np.ndarray:
-    """Cores multiply numbers with 128 (and a sign or a zero point) on top, taken off again with a group's sum; then go
+def _in_whole_numbers(x: np.ndarray, weight: Weight) -> np.ndarray:
+    """Cores multiply numbers with inputs in fixed point, whose unit is at most 2^-14 of the largest of a group; then go
     on with sums of groups as pairs of bf16."""
-    inputs, steps = _groups(x, GROUP), weight.steps
-    sums = np.abs(inputs).sum(axis=-1)
-    lifted = SURE * np.sqrt(GROUP) * U32 * 3 * LIFT * np.sqrt(np.square(sums) @ np.square(steps).T)
-    values = weight.by_groups(GROUP)
+    inputs, values = _groups(x, GROUP), weight.by_groups(GROUP)
+    numbers = np.abs(values) + WITH_MINIMUM * weight.steps[..., None]
+    fixed = SURE * 2.0**-15 * np.sqrt(np.square(inputs).max(axis=-1) @ np.square(numbers).sum(axis=-1).T)
     products = np.einsum("rgi,ogi->rog", inputs, values)
-    minima = (np.abs(values).max(axis=-1) + WITH_MINIMUM * steps) * np.abs(inputs.sum(axis=-1))[:, None]
-    return lifted + 3 * SURE * 2.0**-16 * np.sqrt(np.square(np.abs(products) + minima).sum(axis=-1))
+    minima = (np.abs(values).max(axis=-1) + WITH_MINIMUM * weight.steps) * np.abs(inputs.sum(axis=-1))[:, None]
+    paired: np.ndarray = 3 * SURE * 2.0**-16 * np.sqrt(np.square(np.abs(products) + minima).sum(axis=-1))
+    return fixed + paired
 
 
 def _groups(matrix: np.ndarray, size: int) -> np.ndarray:

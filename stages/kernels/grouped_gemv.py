@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
-from stages.weights.constants import LANES
+from stages.weights.constants import BLOCK, GROUP
 from stages.weights.lanes import Cut, padded
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class Tiling:
     @property
     def room(self) -> int:
         """Bytes of L1 that chunks, `x` and what comes with it, and sums leave to outputs."""
-        sums = self.panels * self.cut.lanes * (F32 + BF16)
-        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
+        beside = F32 * self.sums + BF16 * self.panels * self.cut.lanes
+        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - beside
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -95,6 +95,11 @@ class Tiling:
     def width(self) -> int:
         """Elements that come to every core."""
         return limits.aligned(self.cut.inputs + self.beside, BF16)
+
+    @property
+    def sums(self) -> int:
+        """f32 that a core keeps: those of its panels, two for each group of inputs, and what they begin with."""
+        return limits.aligned(self.panels * self.cut.lanes + 2 * self.cut.inputs // GROUP + 1, F32)
 
     @property
     def variant(self) -> Variant:
@@ -112,12 +117,12 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        made, turn = self.cut.grouped.numbers.bits, LANES // self.cut.lanes
-        of_numbers, of_group, of_chunk = _VECTORS[made]
-        group = int(self.cut.lanes * (of_numbers + turn)) + of_group + turn
+        of_block, of_group, of_chunk = _VECTORS[self.cut.grouped.numbers.bits]
+        blocks = GROUP * self.cut.lanes // BLOCK**2
+        group = blocks * of_block + 2 * self.cut.lanes // BLOCK + of_group
         norm = 0 if self.eps is None else rms_norm.row_vectors(self.cols)
         return {
-            "grouped_gemv_begin": Cost(vectors=norm),
+            "grouped_gemv_begin": Cost(vectors=norm + _FIXED * self.cut.inputs // GROUP),
             "grouped_gemv_step": Cost(
                 vectors=-(-self.output_vectors // self.core_chunks), scheduled=self.cut.chunk_groups * group + of_chunk
             ),
@@ -140,9 +145,12 @@ class Tiling:
         )
 
 
-_VECTORS: Mapping[int, tuple[float, int, int]] = {4: (4, 45, 36), 6: (8.5, 32, 20), 8: (7.5, 26, 4)}
-"""Vector operations by the numbers' bits: for a vector of them, besides one for each input that it is multiplied with;
-for a group; for a chunk."""
+_VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 30, 34), 6: (7, 18, 20), 8: (2, 29, 4)}
+"""Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
+two for each eight sums; for a chunk."""
+
+_FIXED = 29
+"""Those that a group of inputs takes until it lies in fixed point."""
 
 
 def _macros(found: Cut) -> dict[str, int]:
@@ -247,7 +255,7 @@ def _some_steps(b: Builder, p: Tiling, start: int, steps: int) -> None:
     with b.alloc(air.L2, ((p.columns, p.herd_rows * mine), p.dtype)) as (out,):
         with (
             b.herd(p.columns, p.herd_rows) as tile,
-            b.alloc(air.L1, (p.width,), ((p.panels * lanes,), "f32"), ((p.kept,), p.dtype)) as (x, acc, made),
+            b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, made),
         ):
             b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
             if p.beside:

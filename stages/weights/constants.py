@@ -22,9 +22,6 @@ QUAD = 4
 LANES = 32
 """Outputs of a wide panel of the array: as many as its cores multiply at once."""
 
-LIFT = 128
-"""What the array's cores have on top of the numbers of a group (`kernel_src/aie2p/grouped.h`)."""
-
 POSITION = 32
 """Elements of bf16, a cache line, that begin with a token's position as i32: behind its queries, and as half as many
 f32 behind its row of rotary embedding."""
@@ -44,7 +41,6 @@ def macros() -> tuple[str, ...]:
         "SHORT_GROUP": SHORT_GROUP,
         "QUAD": QUAD,
         "LANES": LANES,
-        "LIFT": LIFT,
         "POSITION": POSITION,
         "HEAD_POSITION": HEAD_POSITION,
     }

@@ -14,13 +14,16 @@ from functools import partial
 import numpy as np
 
 from stages.air import limits
-from stages.weights.constants import GROUP, LANES, LIFT
+from stages.weights.constants import BLOCK, GROUP, LANES
 from stages.weights.formats import Format, Layout, Shape, Stretch
 from stages.weights.grouped import Grouped
 
 PANEL_BYTES = limits.L2_BYTES // 4 - 2048
 """At most, of a panel of `LANES` outputs: two rows of a column's cores have one each, which come to L2 while the ones
 before are read. Longer rows have panels of half as many outputs."""
+
+LONGEST_BYTES = limits.L2_BYTES // 3 - 8192
+"""The same where one row of cores in all columns shares the panels; of an odd number L2 holds three."""
 
 NORMED = 4096
 """Inputs up to which there is room for the weight of their norm, however few outputs a product has."""
@@ -81,7 +84,8 @@ def padded(rows: int, step: int = PADDED_ROWS) -> int:
 
 
 def cut(grouped: Grouped, rows: int, groups: int, together: int = 1) -> Cut:
-    """Of a matrix. Wide panels where two rows of cores can have one each, few chunks, an even number of them.
+    """Of a matrix. Wide panels where L2 holds those of two rows of cores, or of one in all columns; few chunks, an even
+    number of them.
     `together`: panels that a core takes at a time, each of another matrix.
 
     UserError if rows are no whole panels or one is too long."""
@@ -89,7 +93,11 @@ def cut(grouped: Grouped, rows: int, groups: int, together: int = 1) -> Cut:
     limits.require_multiple(what, "rows", rows, LANES // 2)
     found = list(_cuts(grouped, rows, groups))
     limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
-    return next((each for each in found if together * each.panel_bytes <= PANEL_BYTES), found[-1])
+    return next((each for each in found if together * each.panel_bytes <= _most(each)), found[-1])
+
+
+def _most(each: Cut) -> int:
+    return PANEL_BYTES if each.panels % limits.COLUMNS else LONGEST_BYTES
 
 
 def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
@@ -103,13 +111,14 @@ def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
 
 
 def fits(each: Cut, beside: bool = True) -> bool:
-    """Whether a core holds two chunks, the inputs, its sums, and what is made of them: its share of the logits, or
-    less. `beside`: and what may come with the inputs. A residual has as many values as there are outputs, a norm's
+    """Whether a core holds two chunks, the inputs, its sums and what it knows of groups of inputs, and what is made of
+    them: its share of the logits, or less. `beside`: and what may come with the inputs. A residual has as many values as there are outputs, a norm's
     weight as there are inputs, which are not many more then (`NORMED`)."""
     rows = each.panels * each.lanes
     extra = min(each.inputs, max(rows, NORMED)) if beside else 0
     outputs = 4 * -(-rows // (limits.COLUMNS * limits.ROWS)) if beside else 4 * each.lanes
-    return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 2 * extra, 12 * each.lanes, outputs)
+    sums = 12 * each.lanes + 8 * (each.inputs // GROUP + 1)
+    return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 2 * extra, sums, outputs)
 
 
 def for_array(grouped: Grouped, form: Format) -> Format:
@@ -207,7 +216,7 @@ def _packed(found: Cut, rows: np.ndarray) -> Iterator[np.ndarray]:
     """What goes into `_parts` of the rows of a panel."""
     made, lanes = found.grouped, found.lanes
     factors, scales, numbers = made.parts(rows)
-    by_factor = np.ascontiguousarray((factors / _lifts(made)).T, np.float32)
+    by_factor = np.ascontiguousarray(factors.T, np.float32)
     yield np.broadcast_to(by_factor.view(np.uint8).reshape(-1), (found.chunks, lanes * made.header))
     values: np.ndarray = np.ascontiguousarray(scales).view(made.scale_type)
     yield np.ascontiguousarray(_by_chunk(found, values)).view(np.uint8).reshape(found.chunks, -1)
@@ -216,18 +225,12 @@ def _packed(found: Cut, rows: np.ndarray) -> Iterator[np.ndarray]:
 
 def _unpacked(found: Cut, parts: list[np.ndarray]) -> np.ndarray:
     made, lanes = found.grouped, found.lanes
-    factors = np.ascontiguousarray(parts[0][0]).view(np.float32).reshape(-1, lanes).T * _lifts(made)
+    factors = np.ascontiguousarray(parts[0][0]).view(np.float32).reshape(-1, lanes).T
     values: np.ndarray = np.ascontiguousarray(parts[1]).view(made.scale_type)
     by_row = _by_row(found, values.reshape(found.chunks, -1, made.scale_values, lanes))
     scales = np.ascontiguousarray(by_row).view(np.uint8)
     numbers = _by_row(found, _loose(found, parts[2]))
     return made.stored(factors, scales, numbers)
-
-
-def _lifts(made: Grouped) -> np.ndarray:
-    """What factors are divided by, which is exact: the sums that minima are multiplied with come so many times as
-    large."""
-    return np.array([1, LIFT][: made.factors], np.float32)
 
 
 def _by_chunk(found: Cut, values: np.ndarray) -> np.ndarray:
@@ -244,14 +247,17 @@ def _by_row(found: Cut, values: np.ndarray) -> np.ndarray:
 
 
 def _dense(bits: int, numbers: np.ndarray) -> np.ndarray:
-    """Numbers of a byte each, u8 `[chunks, groups, GROUP, lanes]` -> u8 `[chunks, groups, bytes]`."""
-    flat = numbers.reshape(*numbers.shape[:2], -1)
+    """Numbers of a byte each, u8 `[chunks, groups, GROUP, lanes]` -> u8 `[chunks, groups, bytes]`, in blocks of inputs
+    and outputs."""
+    chunks, groups, _, lanes = numbers.shape
+    by_block = numbers.reshape(chunks, groups, GROUP // BLOCK, BLOCK, lanes // BLOCK, BLOCK)
+    flat = by_block.swapaxes(3, 4).reshape(chunks, groups, -1)
     if bits == 8:
         return flat
     if bits == 4:
         return _nibbles(flat)
-    pairs = (flat >> 4).reshape(*flat.shape[:2], -1, 2, LANES)
-    upper = (pairs[..., 0, :] | pairs[..., 1, :] << 2).reshape(*flat.shape[:2], -1)
+    pairs = (flat >> 4).reshape(chunks, groups, -1, 2, BLOCK * BLOCK)
+    upper = (pairs[..., 0, :] | pairs[..., 1, :] << 2).reshape(chunks, groups, -1)
     return np.concatenate([_nibbles(flat & 15), _nibbles(upper)], axis=-1)
 
 
@@ -262,14 +268,16 @@ def _nibbles(flat: np.ndarray) -> np.ndarray:
 def _loose(found: Cut, packed: np.ndarray) -> np.ndarray:
     """The bytes of `_dense`, u8 `[chunks, bytes]` -> numbers u8 `[chunks, chunk_groups, GROUP, lanes]`."""
     bits, shape = found.grouped.numbers.bits, (found.chunks, found.chunk_groups, GROUP, found.lanes)
-    by_group = packed.reshape(*shape[:2], -1)
-    if bits == 8:
-        return by_group.reshape(shape)
-    low = _of_nibbles(by_group[..., : GROUP * found.lanes // 2])
-    if bits == 6:
-        upper = _of_nibbles(by_group[..., GROUP * found.lanes // 2 :]).reshape(*shape[:2], -1, 1, LANES)
-        low |= ((upper >> np.array([[0], [2]], np.uint8)) & 3).reshape(low.shape) << 4
-    return low.reshape(shape)
+    flat = packed.reshape(*shape[:2], -1)
+    if bits < 8:
+        half = GROUP * found.lanes // 2
+        low, upper = _of_nibbles(flat[..., :half]), flat[..., half:]
+        if bits == 6:
+            both = _of_nibbles(upper).reshape(*shape[:2], -1, 1, BLOCK * BLOCK)
+            low |= ((both >> np.array([[0], [2]], np.uint8)) & 3).reshape(low.shape) << 4
+        flat = low
+    by_block = flat.reshape(*shape[:2], GROUP // BLOCK, found.lanes // BLOCK, BLOCK, BLOCK)
+    return by_block.swapaxes(3, 4).reshape(shape)
 
 
 def _of_nibbles(packed: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ inline bool operator<(bfloat16 a, bfloat16 b) {
 }
 
 struct accfloat {};
+struct acc64 {};
 struct accauto {};
 
 namespace aie {
@@ -240,9 +241,11 @@ private:
 template <typename Tag, unsigned Elems>
 class alignas(64) accum {
 public:
-    static_assert(std::is_same_v<Tag, accfloat> && (Elems == 16 || Elems == 32 || Elems == 64),
-                  "the stand-in has f32 accumulators of 16, 32 and 64 lanes");
+    static_assert((std::is_same_v<Tag, accfloat> && (Elems == 16 || Elems == 32 || Elems == 64)) ||
+                      (std::is_same_v<Tag, acc64> && (Elems == 8 || Elems == 32)),
+                  "the stand-in has f32 accumulators of 16, 32 and 64 lanes, of whole numbers those of 8 and 32");
     using value_type = Tag;
+    using sum_type = std::conditional_t<std::is_same_v<Tag, acc64>, std::int64_t, float>;
     static constexpr unsigned size() { return Elems; }
 
     accum() = default;
@@ -273,6 +276,9 @@ public:
         } else if constexpr (std::is_same_v<T, bfloat16>) {
             const rounding_mode rounding = sim::mode;
             for (unsigned i = 0; i < Elems; ++i) out.data[i] = sim::narrow(data[i], rounding);
+        } else if constexpr (std::is_same_v<T, int32>) {
+            static_assert(std::is_same_v<Tag, acc64>);
+            for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<int32>(data[i]);
         } else {
             static_assert(std::is_same_v<T, float>);
             std::memcpy(out.data, data, sizeof data);
@@ -293,7 +299,7 @@ public:
         return *this;
     }
 
-    float data[Elems];
+    sum_type data[Elems];
 };
 
 template <unsigned Elems, typename T>
@@ -390,6 +396,22 @@ T reduce_add(const vector<T, Elems> &v) {
     return lanes[0];
 }
 
+template <typename T, unsigned Elems>
+    requires std::is_integral_v<T>
+T reduce_max(const vector<T, Elems> &v) {
+    T largest = v.data[0];
+    for (T each : v.data) largest = largest < each ? each : largest;
+    return largest;
+}
+
+// Lanes `n` further on. What comes in behind them is not said to be anything.
+template <typename T, unsigned Elems>
+vector<T, Elems> shuffle_down(const vector<T, Elems> &v, unsigned n) {
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = i + n < Elems ? v.data[i + n] : static_cast<T>(0x5a5a5a5a);
+    return out;
+}
+
 template <unsigned Elems>
 accum<accfloat, Elems> mac(const accum<accfloat, Elems> &acc, const vector<bfloat16, Elems> &v1,
                            const vector<bfloat16, Elems> &v2) {
@@ -456,16 +478,19 @@ vector<T, Elems> bit_or(const vector<T, Elems> &v1, const vector<T, Elems> &v2) 
 
 template <typename TR, unsigned Elems>
 vector<TR, Elems> to_fixed(const vector<float, Elems> &v, int shift = 0) {
-    static_assert(std::is_same_v<TR, int32>);
-    vector<int32, Elems> out;
-    for (unsigned i = 0; i < Elems; ++i)
-        out.data[i] = static_cast<int32>(sim::round_integer(__builtin_ldexpf(v.data[i], shift)));
+    static_assert(std::is_same_v<TR, int32> || std::is_same_v<TR, int16>);
+    constexpr float most = std::is_same_v<TR, int16> ? 0x7fffp0f : 0x7fffff80p0f, least = -0x1p0f * (1u << (8 * sizeof(TR) - 1));
+    vector<TR, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) {
+        const float whole = sim::round_integer(__builtin_ldexpf(v.data[i], shift));
+        out.data[i] = static_cast<TR>(whole < least ? least : whole > most ? most : whole == whole ? whole : 0.0f);
+    }
     return out;
 }
 
-template <typename TR, unsigned Elems>
-vector<TR, Elems> to_float(const vector<int32, Elems> &v, int shift = 0) {
-    static_assert(std::is_same_v<TR, float>);
+template <typename TR, typename T, unsigned Elems>
+vector<TR, Elems> to_float(const vector<T, Elems> &v, int shift = 0) {
+    static_assert(std::is_same_v<TR, float> && (std::is_same_v<T, int32> || std::is_same_v<T, uint16>));
     vector<float, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
         out.data[i] = __builtin_ldexpf(static_cast<float>(v.data[i]), -shift);
@@ -561,6 +586,26 @@ struct mmul {
 
 private:
     accum_type acc;
+};
+
+// Of whole numbers, one of them of 16 bits: sums are exact.
+template <typename TypeB>
+    requires(std::is_same_v<TypeB, int8> || std::is_same_v<TypeB, uint8>)
+struct mmul<4, 8, 8, int16, TypeB, accauto> {
+    using accum_type = accum<acc64, 32>;
+
+    accum_type to_accum() const { return acc; }
+
+    mmul &mac(const vector<int16, 32> &a, const vector<TypeB, 64> &b) {
+        for (unsigned m = 0; m < 4; ++m)
+            for (unsigned k = 0; k < 8; ++k)
+                for (unsigned n = 0; n < 8; ++n) acc.data[m * 8 + n] += a.data[m * 8 + k] * b.data[k * 8 + n];
+        sim::counters.macs += 4 * 8 * 8;
+        return *this;
+    }
+
+private:
+    accum_type acc{};
 };
 
 }  // namespace aie
