@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import struct
 import subprocess
@@ -43,6 +44,12 @@ runpy.run_module("llama_npu2", run_name="__main__")
 """As if they were not installed."""
 
 
+def _own_terminal() -> None:
+    """In a new process: this terminal is its, and Ctrl-C, which a shell ignores for what it runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A program on a pty, what it printed since it was last asked, and keys for it."""
 
@@ -63,7 +70,7 @@ class Terminal:
             env=environment,
             cwd=ROOT,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_own_terminal,
         )
         os.close(theirs)
         self._seen = ""

@@ -112,10 +112,10 @@ def _cuts(grouped: Grouped, rows: int, groups: int) -> Iterator[Cut]:
 
 def fits(each: Cut, beside: bool = True) -> bool:
     """Whether a core holds two chunks, the inputs, its sums and what it knows of groups of inputs, and what is made of
-    them: its share of the logits, or less. `beside`: and what may come with the inputs. A residual has as many values as there are outputs, a norm's
-    weight as there are inputs, which are not many more then (`NORMED`)."""
+    them: its share of the logits, or less. `beside`: and what may come with the inputs: a residual, with as many values
+    as there are outputs, or of no more than `NORMED` inputs the weight of their norm."""
     rows = each.panels * each.lanes
-    extra = min(each.inputs, max(rows, NORMED)) if beside else 0
+    extra = (each.inputs if each.inputs <= NORMED else min(each.inputs, rows)) if beside else 0
     outputs = 4 * -(-rows // (limits.COLUMNS * limits.ROWS)) if beside else 4 * each.lanes
     sums = 12 * each.lanes + 8 * (each.inputs // GROUP + 1)
     return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 2 * extra, sums, outputs)
