@@ -216,7 +216,7 @@ ARRAY = [
         "grouped_gemv.cc",
         "sum = aie::sub(sum, product(split(least)",
         "sum = aie::add(sum, product(split(least)",
-        ("int4_gemv_add", "decode@128", 0),
+        ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),
     Fault(
@@ -231,7 +231,7 @@ ARRAY = [
         "scale",
         "grouped.h",
         "const int32 wanted = exponent - ONE - 14;",
-        "const int32 wanted = exponent - ONE - 13;",
+        "const int32 wanted = exponent - ONE - 15;",
         ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),
