@@ -96,6 +96,14 @@ def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
             assert sum(tiling.launches) == tiling.steps and max(tiling.launches) <= limits.RUNS
 
 
+def test_few_cores_share_the_l2_of_a_column() -> None:
+    """Where the compiler puts them, whatever the herd's shape (mlir-air of 2026-05-08)."""
+    tiling = all_kernels()["int8_gemv_add"].tiling({"out_cols": 64, "cols": 14336})  # type: ignore[misc]
+    cores = tiling.columns * tiling.herd_rows
+    assert cores <= limits.ROWS and tiling.steps * cores == tiling.cut.panels
+    assert limits.copies(tiling.steps) * cores * tiling.core_bytes <= limits.L2_BYTES
+
+
 @pytest.mark.parametrize("rows", [8, 24])
 def test_rows_that_are_no_panels_are_refused(rows: int) -> None:
     with pytest.raises(UserError, match=f"rows = {rows} is not a multiple of 16"):

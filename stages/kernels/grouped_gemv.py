@@ -221,10 +221,11 @@ def _fits_l1(p: Tiling) -> bool:
 
 
 def _l2(p: Tiling) -> int:
-    """Bytes of a column's panels, as often as the compiler copies what a loop of such steps fills, and of outputs."""
+    """Bytes of a column's panels, as often as the compiler copies what a loop of such steps fills, and of outputs. It
+    puts up to `limits.ROWS` cores into one column, whose L2 has all of theirs."""
     panels = max(map(limits.copies, p.launches)) * p.herd_rows * p.core_bytes
     outputs = p.herd_rows * p.kept * p.element
-    return panels + outputs
+    return (panels + outputs) * (p.columns if p.columns * p.herd_rows <= limits.ROWS else 1)
 
 
 def build(tiling: Tiling) -> AirModule:

@@ -106,14 +106,14 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
 
 
 def _fits(p: Tiling) -> bool:
-    """Whether a core holds all queries, its results, and what attention makes of them and of the keys."""
+    """Whether a core holds all queries, its results, and what attention makes of them and of the keys. Scores, which
+    only the loop over the keys uses, are there as often as the keys."""
     return limits.fits_l1(
         BF16 * p.width,
         BF16 * p.group * p.head_dim,
         (BF16 + F32) * p.queries * p.head_dim,
-        limits.copies(p.steps) * BF16 * 2 * p.tile_k * p.head_dim,
+        limits.copies(p.steps) * (BF16 * 2 * p.head_dim + F32 * p.queries) * p.tile_k,
         2 * F32 * p.queries,
-        F32 * p.queries * p.tile_k,
     )
 
 
