@@ -22,7 +22,7 @@ from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from tests.conftest import outputs_of_two_runs
-from tests.npu_shapes import BUCKETS, DEMO, MODELS, device_program, device_programs, layout
+from tests.npu_shapes import BUCKETS, DEMO, JUDGED, MODELS, device_program, device_programs, layout
 
 LLAMA = MODELS["llama-3.2-1b"]
 
@@ -336,3 +336,15 @@ def refused_for(reason: str, module: ModuleOp) -> None:
             air.check(module)
     else:
         air.check(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "steps"),
+    [("demo", 128, 4), ("llama-3.2-1b", 128, 1), ("llama-3.2-1b", 512, 1), ("llama-3.2-1b", 2048, 1)],
+)
+def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket: int, steps: int) -> None:
+    """8192 inputs go in 128 or 256 steps of a core, and take four descriptors or eight (mlir-air of 2026-05-08)."""
+    found = programs("llama", GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
+    (layer,) = (program for program in found if program.bucket and not program.host and program.window == bucket)
+    module = build_module(layer, JUDGED[name].dimensions())
+    assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2

@@ -143,6 +143,12 @@ def first(what: str, limit: str, candidates: Iterable[int]) -> int:
     raise UserError(f"{what}: no tile size fits {limit}")
 
 
+def descriptors(steps: int) -> int:
+    """Descriptors that a loop around a transfer of DDR takes: it is cut into the longest parts of less than
+    `ITERATIONS` steps."""
+    return steps // max(part for part in range(1, ITERATIONS) if steps % part == 0)
+
+
 def cuttable(steps: int) -> bool:
     """Whether a loop around a transfer of DDR can be cut into `ITERATIONS` steps and fewer. The compiler looks for the
     largest divisor below that and does not end where it is 1, as for primes from 67 on: it takes all memory (mlir-air

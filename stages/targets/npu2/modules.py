@@ -26,6 +26,7 @@ from stages.targets.npu2.objects import KERNEL_SET
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Variant
+    from stages.air.dialect import LaunchOp
 
 SUFFIX = ".mlir"
 COSTS = True
@@ -144,12 +145,16 @@ class Module:
     def shared_steps(self) -> int:
         """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
         another. Of a prompt's as many as the queue of a channel takes; one where steps of a launch go in two
-        dimensions, which takes more descriptors than there are, or moves rows in another order than the module says. No
-        core may be told which step it is in: the compiler would tell it of all these at once."""
+        dimensions, which takes more descriptors than there are, or moves rows in another order than the module says;
+        and fewer where a step's transfer is cut into several. No core may be told which step it is in: the compiler
+        would tell it of all these at once."""
         if not self.program.bucket:
             return 16
-        stepped = (sum(size > 1 for size in launch.shape()) for launch in self.air.launches)
-        return 1 if max(stepped) > 1 else limits.QUEUE_DEPTH
+        stepped = [(launch, sum(size > 1 for size in launch.shape())) for launch in self.air.launches]
+        if max(dimensions for _, dimensions in stepped) > 1:
+            return 1
+        most = max((_descriptors(launch) for launch, dimensions in stepped if dimensions), default=1)
+        return next(steps for steps in _SHARED if steps * most <= limits.QUEUE_DEPTH or steps == 1)
 
     @property
     def options(self) -> list[str]:
@@ -166,6 +171,24 @@ class Module:
             {"name": slot.name, "shape": list(t.get_shape()), "role": slot.role, "dtype": str(t.element_type)}  # type: ignore[attr-defined]
             for slot, t in zip(self.program.slots, types, strict=True)
         ]
+
+
+_SHARED = (limits.QUEUE_DEPTH, 2, 1)
+
+
+def _descriptors(launch: LaunchOp) -> int:
+    """That a step's longest transfer from or to DDR takes."""
+    from xdsl.dialects import scf
+
+    from stages.air import analysis
+
+    name = analysis.name_of(analysis.segment_of(launch), "launch")
+    counts = (
+        limits.descriptors(analysis.trip_count(loop, name))
+        for loop in analysis.walk_ops(launch, scf.ForOp)
+        if any(side.space == air.L3 for move in analysis.moves(loop) for side, _ in analysis.ends(move, name))
+    )
+    return max(counts, default=1)
 
 
 def build_module(program: Program, dimensions: Dimensions) -> Module:
