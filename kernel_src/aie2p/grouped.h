@@ -77,11 +77,12 @@ constexpr int LEAST_POWER = -100, MOST_POWER = 88;
 constexpr int ONE = 127;
 
 struct Fixed {
+    float sum;
     int32 power;
     bool finite;
 };
 
-// A group of inputs bf16 [GROUP], in place, as int16: multiples of 2^power, the largest of 15 bits.
+// A group of inputs bf16 [GROUP], in place, as int16: multiples of 2^power, the largest of 15 bits. And their sum.
 inline Fixed fix(bfloat16 *x) {
     const aie::vector<bfloat16, GROUP> values = aie::load_v<GROUP>(x);
     const auto sizes = aie::bit_and(values.template cast_to<int16>(), aie::broadcast<int16, GROUP>(0x7fff));
@@ -90,7 +91,7 @@ inline Fixed fix(bfloat16 *x) {
     const int32 power = wanted < LEAST_POWER ? LEAST_POWER : wanted > MOST_POWER ? MOST_POWER : wanted;
     const auto wide = aie::accum<accfloat, GROUP>(values).template to_vector<float>();
     aie::store_v(reinterpret_cast<int16 *>(x), aie::to_fixed<int16>(wide, -power));
-    return {power, exponent < 255};
+    return {aie::reduce_add(wide), power, exponent < 255};
 }
 
 // u8 [LANES] times 2^power as bf16, exact.

@@ -1,8 +1,8 @@
 // PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
 // x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm; in fixed point from then on. acc f32
-// [PANELS][LANES], behind it of each
-// group of x its sum f32 and its power of two i32, and what sums begin with; out [OUTS]: LANES for each step, the
-// sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's activation of those of two, gate and up.
+// [PANELS][LANES], behind it of each group of x its sum f32 and its power of two i32, and what sums begin with; out
+// [OUTS]: LANES for each step, the sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's
+// activation of those of two, gate and up.
 #include "grouped.h"
 #if NORM
 #include "rms_norm.h"
@@ -99,11 +99,9 @@ void begin(bfloat16 *x, float *acc) {
     Group *group = groups_behind(acc);
     beginning(acc) = 0;
     for (unsigned k = 0; k < INPUTS; k += GROUP, ++group) {
-        const aie::accum<accfloat, GROUP> values(aie::load_v<GROUP>(x + k));
-        group->sum = aie::reduce_add(values.template to_vector<float>());
         const Fixed fixed = fix(x + k);
-        group->power = fixed.power;
-        if (!fixed.finite) beginning(acc) = group->sum;
+        *group = {fixed.sum, fixed.power};
+        if (!fixed.finite) beginning(acc) = fixed.sum;
     }
 }
 

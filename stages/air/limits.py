@@ -153,4 +153,4 @@ def cuttable(steps: int) -> bool:
     """Whether a loop around a transfer of DDR can be cut into `ITERATIONS` steps and fewer. The compiler looks for the
     largest divisor below that and does not end where it is 1, as for primes from 67 on: it takes all memory (mlir-air
     of 2026-05-08 and 2026-07-29, `tileIllegalWrapDim`)."""
-    return steps < ITERATIONS or any(steps % part == 0 for part in range(2, ITERATIONS))
+    return steps < ITERATIONS or descriptors(steps) < steps

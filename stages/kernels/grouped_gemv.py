@@ -149,7 +149,7 @@ _VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 30, 34), 6: (7, 18, 20), 
 """Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
 two for each eight sums; for a chunk."""
 
-_FIXED = 29
+_FIXED = 26
 """Those that a group of inputs takes until it lies in fixed point."""
 
 

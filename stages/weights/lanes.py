@@ -85,8 +85,7 @@ def padded(rows: int, step: int = PADDED_ROWS) -> int:
 
 def cut(grouped: Grouped, rows: int, groups: int, together: int = 1) -> Cut:
     """Of a matrix. Wide panels where L2 holds those of two rows of cores, or of one in all columns; few chunks, an even
-    number of them.
-    `together`: panels that a core takes at a time, each of another matrix.
+    number of them. `together`: panels that a core takes at a time, each of another matrix.
 
     UserError if rows are no whole panels or one is too long."""
     what = f"a matrix of {rows} rows of {groups} groups"

@@ -141,7 +141,7 @@ class Module:
         """Object variants to compile, sorted by object name."""
         return sorted(self.air.variants, key=lambda variant: variant.object)
 
-    @property
+    @functools.cached_property
     def shared_steps(self) -> int:
         """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
         another. Of a prompt's as many as the queue of a channel takes; one where steps of a launch go in two
@@ -154,7 +154,7 @@ class Module:
         if max(dimensions for _, dimensions in stepped) > 1:
             return 1
         most = max((_descriptors(launch) for launch, dimensions in stepped if dimensions), default=1)
-        return next(steps for steps in _SHARED if steps * most <= limits.QUEUE_DEPTH or steps == 1)
+        return max(1, limits.QUEUE_DEPTH // most)
 
     @property
     def options(self) -> list[str]:
@@ -171,9 +171,6 @@ class Module:
             {"name": slot.name, "shape": list(t.get_shape()), "role": slot.role, "dtype": str(t.element_type)}  # type: ignore[attr-defined]
             for slot, t in zip(self.program.slots, types, strict=True)
         ]
-
-
-_SHARED = (limits.QUEUE_DEPTH, 2, 1)
 
 
 def _descriptors(launch: LaunchOp) -> int:
