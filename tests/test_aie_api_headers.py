@@ -40,6 +40,8 @@ VECTORS_IN_REGISTERS = ("--target=nvptx64-nvidia-cuda", "-Xclang", "-target-cpu"
 """A target that hands vectors of every width to functions as they are, not by address, as AIE2P does: what is left on
 the stack was put there by the source."""
 
+FEED_FORWARD = {"COLS": 2048, "INNER": 1024, "OUTS": 2048, "PAIR_CHUNKS": 128, "PARTS": 4}
+
 VARIANTS = (
     Variant.of("add", COUNT=2048),
     Variant.of("add", COUNT=48),
@@ -64,6 +66,9 @@ VARIANTS = (
     Variant.of("grouped_gemv", BITS=8, COLS=4096, FACTORS=0, GROUPS=32, LANES=16, STEPS=4, PANELS=2),
     Variant.of("grouped_gemv", ADD=2048, BITS=4, COLS=8192, FACTORS=2, GROUPS=64, LANES=16, ROW_STEP=32, STEPS=4),
     Variant.of("grouped_gemv", BITS=6, COLS=2048, FACTORS=1, GROUPS=16, KEEP=1, LANES=32, NORM=1, STEPS=4),
+    Variant.of("feed_forward", BITS=4, FACTORS=2, GROUPS=32, LANES=32, STEPS=2, DOWN_STEPS=1, **FEED_FORWARD),
+    Variant.of("feed_forward", BITS=6, FACTORS=1, GROUPS=16, LANES=32, STEPS=4, DOWN_STEPS=2, **FEED_FORWARD),
+    Variant.of("feed_forward", BITS=8, FACTORS=0, GROUPS=16, LANES=32, STEPS=4, DOWN_STEPS=2, **FEED_FORWARD),
     Variant.of("token_attention", HD=64, HEADS=32, KR=64, MEMBERS=4, QR=8),
     Variant.of("token_attention", HD=128, HEADS=9, KR=32, MEMBERS=9, QR=16),
     Variant.of("flash_attention", HD=64, KR=32, QR=64),

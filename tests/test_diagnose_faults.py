@@ -213,7 +213,7 @@ ARRAY = [
     ),
     Fault(
         "sign",
-        "grouped_gemv.cc",
+        "grouped_sums.h",
         "sum = aie::sub(sum, product(split(least)",
         "sum = aie::add(sum, product(split(least)",
         ("int4_norm_gemv", "decode@128", 0),
@@ -221,7 +221,7 @@ ARRAY = [
     ),
     Fault(
         "index",
-        "grouped_gemv.cc",
+        "grouped_sums.h",
         "aie::shuffle_down(inputs, k * EDGE)",
         "aie::shuffle_down(inputs, (k ^ 1) * EDGE)",
         ("int4_norm_gemv", "decode@128", 0),
@@ -236,11 +236,27 @@ ARRAY = [
         NPU_INT4,
     ),
     Fault(
+        "index",
+        "feed_forward.cc",
+        "sums + down / DOWN_STEPS * LANES",
+        "sums + (down / DOWN_STEPS ^ 1) * LANES",
+        ("int4_feed_forward", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
+        "sign",
+        "feed_forward.cc",
+        "aie::add(sum, aie::load_v<EACH>(x + at))",
+        "aie::sub(sum, aie::load_v<EACH>(x + at))",
+        ("int4_feed_forward", "decode@128", 0),
+        NPU_INT4,
+    ),
+    Fault(
         "rounding",
         "grouped_gemv.cc",
-        "bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);",
-        f"bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);\n    {FLOOR};",
-        ("int4_norm_gemv_swiglu", "decode@128", 0),
+        "    round_sums(acc, out);",
+        f"    {FLOOR};\n    round_sums(acc, out);",
+        ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),
     Fault(

@@ -43,6 +43,7 @@ from stages.estimate.work import (
 )
 from stages.kernels import (
     Cost,
+    feed_forward,
     flash_attention,
     gemm,
     gemv,
@@ -393,6 +394,24 @@ def _grouped_norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
     return tiling.variant, "grouped_gemv_begin", arguments, cost
 
 
+def _feed_forward(function: str, form: str, cols: int, inner: int) -> tuple[Any, str, list[Any], int]:
+    """Of a step: the last chunk of a pair of panels, of which the activation is made."""
+    tiling = kernels()[f"{form}_feed_forward"].tiling({"cols": cols, "ffn": inner, "eps": 1e-5})  # type: ignore[misc]
+    pairs, x = tiling.made.pairs, buffer(2 * max(tiling.made.pairs.inputs, tiling.outputs))
+    normed, held, acc = buffer(2 * pairs.inputs), buffer(2 * tiling.inner), buffer(4 * tiling.acc)
+    sums, part = buffer(4 * tiling.outputs), buffer(4 * tiling.outputs // feed_forward.PARTS)
+    arguments = {
+        "feed_forward_begin": [x, normed, acc, held, 1e-5],
+        "feed_forward_step": [buffer(pairs.chunk_bytes), normed, 2 * pairs.chunks - 1, acc, held, sums],
+        "feed_forward_first": [x, 0, sums, part],
+        "feed_forward_join": [sums, 1, part],
+        "feed_forward_last": [part, 1, x],
+    }
+    cost = tiling.costs[function]
+    expected = cost.scheduled + tiling.panel_vectors if cost.scheduled else cost.vectors
+    return tiling.variant, function, arguments[function], expected
+
+
 def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
     tiling = rope.tile_token(heads, kv_heads, head_dim)
     variant = air.Variant.of("rope_qkv", HEADS=heads, HEAD_DIM=head_dim, KV_HEADS=kv_heads)
@@ -472,6 +491,12 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _grouped_gemv("int4_norm_gemv_swiglu", 8192, 2048, last=True),
         lambda: _grouped_gemv("int8_norm_gemv_swiglu", 48, 576, last=True),
         lambda: _grouped_gemv("int6_norm_gemv_f32", 1024, 256, last=True),
+        lambda: _feed_forward("feed_forward_begin", "int4", 2048, 8192),
+        lambda: _feed_forward("feed_forward_step", "int4", 2048, 8192),
+        lambda: _feed_forward("feed_forward_step", "int8", 576, 1536),
+        lambda: _feed_forward("feed_forward_first", "int4", 2048, 8192),
+        lambda: _feed_forward("feed_forward_join", "int4", 2048, 8192),
+        lambda: _feed_forward("feed_forward_last", "int4", 576, 1536),
         lambda: _grouped_norm(2048, 2048),
         lambda: _grouped_norm(48, 576),
         lambda: _gemm("gemm_zero", 64, 128, 32),

@@ -17,8 +17,9 @@ from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
+from stages.weights.constants import LANES
 from stages.weights.formats import Format, bfp16, formats, int4, int6, int8
-from stages.weights.lanes import PADDED_ROWS, fits, padded
+from stages.weights.lanes import PADDED_ROWS, SHARES, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.npu_shapes import JUDGED, model
 from tests.test_sim_kernels import ULP, assert_close, empty, execute
@@ -57,6 +58,34 @@ def test_panels_of_two_matrices_take_turns(form: Format, rows: int, cols: int) -
     cut = form.cut(rows, cols, 2)  # type: ignore[misc]
     assert 4 * cut.panel_bytes <= limits.L2_BYTES and len(packed) == 2 * cut.panels
     assert (packed[1] == packed_alone(form, rounded[rows:], cut.lanes)[0]).all()
+
+
+FEED_FORWARDS = [(256, 512), (576, 1536), (960, 2560), (64, 288), (80, 736), (2048, 5632)]
+"""Widths of rows, and inside."""
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("cols, inner", FEED_FORWARDS)
+def test_a_feed_forward_network_in_shares_comes_back(form: Format, cols: int, inner: int) -> None:
+    both = np.concatenate([stored(form, inner, cols, seed) for seed in (1, 2)])
+    down = stored(form, cols, inner)
+    for rounded, shape, layout in ((both, (2 * inner, cols), "shared_pairs"), (down, (cols, inner), "shared_lanes")):
+        packed = form.arrange(rounded, layout)
+        assert packed.shape == form.packed_shape(shape, layout)
+        assert (form.layout(layout).unpack(packed, rounded.shape) == rounded).all()
+    made = form.feed_forward(cols, inner)  # type: ignore[misc]
+    assert made.pairs.chunk_bytes == made.shares.chunk_bytes and made.shares.panels % 2 == 0
+    assert SHARES * made.inner - inner < SHARES * LANES and made.shares.inputs >= made.inner
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_chunks_of_known_models_are_hardly_filled_up(form: Format) -> None:
+    for name, config in JUDGED.items():
+        made = form.feed_forward(config.emb, config.ffn)  # type: ignore[misc]
+        weights = 3 * config.emb * config.ffn
+        packed = SHARES * sum(made.chunks) * made.pairs.chunk_bytes
+        least = weights * form.stored_shape((32,))[0] / 32
+        assert packed < 1.12 * least, name
 
 
 def packed_alone(form: Format, rounded: np.ndarray, lanes: int) -> np.ndarray:
@@ -157,6 +186,22 @@ def test_the_host_unpacks_parts_of_joined_matrices(kernels: Kernels, form: Forma
         assert_unpacked(form, out, joined[96 * which :][:96], cols)
     with pytest.raises(UserError, match="first of a part = 8 is not a multiple of"):
         scalars(f"{form.name}_unpack", out_cols=64, cols=cols, first=8, rows=192, to=0, apart=1)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("emb, ffn", FEED_FORWARDS[:5])
+def test_the_host_unpacks_a_feed_forward_network_in_shares(kernels: Kernels, form: Format, emb: int, ffn: int) -> None:
+    both = np.concatenate([stored(form, ffn, emb, seed) for seed in (1, 2)])
+    packed = guarded(form.arrange(both, "shared_pairs"))
+    for which in (0, 1):
+        out = output((ffn // 8, emb // 8, 8, 8))
+        sizes = scalars(f"{form.name}_unpack_shared_pairs", out_cols=ffn, cols=emb, which=which, to=0, apart=1)
+        kernels(f"{form.name}_unpack_shared_pairs", packed, out, *sizes)
+        assert_unpacked(form, out, both[ffn * which :][:ffn], emb)
+    down, out = stored(form, emb, ffn), output((emb // 8, ffn // 8, 8, 8))
+    sizes = scalars(f"{form.name}_unpack_shared", out_cols=emb, cols=ffn, to=0, apart=1)
+    kernels(f"{form.name}_unpack_shared", guarded(form.arrange(down, "shared_lanes")), out, *sizes)
+    assert_unpacked(form, out, down, ffn)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -348,3 +393,42 @@ def test_the_array_reads_every_number_and_scale() -> None:
             ones = np.ones((count, form.GROUPED.factors), np.float32)
             rounded = form.GROUPED.stored(ones, np.full((count, 2, values), 3, np.uint8), groups)
         np.testing.assert_array_equal(product(form.FORMAT, rounded, x), form.FORMAT.dequantise(rounded, 64)[:, 37])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("cols, inner", [(256, 512), (576, 1536), (64, 288), (80, 736)])
+def test_a_feed_forward_network_of_the_array(form: Format, cols: int, inner: int) -> None:
+    """Each core's share of the sums and the residual are in it once."""
+    both = np.concatenate([stored(form, inner, cols, seed) for seed in (1, 2)])
+    down, draw = stored(form, cols, inner, seed=3), np.random.default_rng(cols)
+    x, weight = (draw.standard_normal(cols).astype(bfloat16) for _ in range(2))
+    got = feed_forward_product(form, both, down, x, weight)
+    row, wide = normed(x, weight), form.dequantise(down, inner).astype(np.float64)
+    gate, up = (form.dequantise(part, cols).astype(np.float64) @ row.astype(np.float64) for part in np.split(both, 2))
+    activation = gate / (1 + np.exp(-gate)) * up
+    # Products are rounded, and so are the activation, its factor and its exponential.
+    of_gate, of_up = (
+        ULP * np.abs(p) + error(form, part, row) for p, part in zip((gate, up), np.split(both, 2), strict=True)
+    )
+    off = 1.1 * of_gate * (np.abs(up) + of_up) + np.abs(gate) * of_up + 4 * ULP * np.abs(activation) + 2.0**-10
+    want = x.astype(np.float64) + wide @ activation
+    bound = np.abs(wide) @ off + error(form, down, activation) + ULP * np.abs(want)
+    assert_close(got, want, bound)
+    assert np.std(got - want) < 0.01 * np.std(want), "far from the bound, errors are small"
+
+
+def feed_forward_product(form: Format, both: np.ndarray, down: np.ndarray, *rows: np.ndarray) -> np.ndarray:
+    """`rows`: `x`, and the weight of its norm."""
+    made, (cols, inner) = all_kernels()[f"{form.name}_feed_forward"], (len(down), len(both) // 2)
+    tiling = made.tiling({"cols": cols, "ffn": inner, **EPS})  # type: ignore[misc]
+    weights = form.arrange(both, "shared_pairs"), form.arrange(down, "shared_lanes")
+    return execute(made.program(tiling), *weights, *rows, empty(cols))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_feed_forward_network_passes_on_what_is_no_number(wrong: float) -> None:
+    form = int4.FORMAT
+    both, down = stored(form, 1024, 256), stored(form, 256, 512)
+    x, weight = (np.ones(256, bfloat16) for _ in range(2))
+    x[3] = wrong
+    assert not np.isfinite(feed_forward_product(form, both, down, x, weight).astype(np.float32)).any()

@@ -2,7 +2,8 @@
 // tokens with, makes a prompt's logits of, and writes as blocks for the array's products of prompts. Included inside
 // each instruction set, behind block_float.h.
 //
-// Panels of `lanes` outputs are cut into `chunks` of as many groups; the last may have groups behind the matrix.
+// Panels of `lanes` outputs are cut into `chunks` of as many groups; the last may have groups behind the matrix. Where
+// columns come in shares of so many `groups`, all panels of the first are followed by those of the next.
 namespace ISA {
 namespace {
 
@@ -15,9 +16,12 @@ struct Lanes {
     int64_t lanes, groups, chunk_groups, scale_bytes, number_bytes, scales_at, numbers_at, chunk_bytes, panel_bytes;
 
     Lanes(int64_t cols, int64_t lanes, int64_t chunks)
+        : Lanes(lanes, groups_of(cols), chunks, (groups_of(cols) + chunks - 1) / chunks) {}
+
+    Lanes(int64_t lanes, int64_t groups, int64_t chunks, int64_t chunk_groups)
         : lanes(lanes),
-          groups((cols + group_inputs - 1) / group_inputs),
-          chunk_groups((groups + chunks - 1) / chunks),
+          groups(groups),
+          chunk_groups(chunk_groups),
           scale_bytes((Factors ? Factors : 2) * lanes),
           number_bytes(group_inputs * lanes * Bits / 8),
           scales_at(lines(4 * Factors * lanes)),
@@ -40,6 +44,8 @@ struct Lanes {
             for (int64_t lane = 0; lane < lanes; lane++)
                 out[k * lanes + lane] = scale[lane] * static_cast<float>(numbers[k * lanes + lane]) - least[lane];
     }
+
+    static int64_t groups_of(int64_t cols) { return (cols + group_inputs - 1) / group_inputs; }
 
 private:
     static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -94,11 +100,12 @@ struct Blocks {
     bf16 *out;
     int64_t cols;
 
-    // Block `row`, `column` and those of the next outputs, `apart` from one another, of values f32 [8][outputs].
-    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t outputs) const {
+    // Block `row`, `column` and those of the next outputs, `apart` from one another, of values f32 [8][stride].
+    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t stride,
+                           int64_t outputs) const {
         alignas(64) bf16 rounded[most_lanes];
         for (int64_t k = 0; k < edge; k++) {
-            for (int64_t l = 0; l < outputs; l += lanes) store_bf16(rounded + l, load<f32v>(values + k * outputs + l));
+            for (int64_t l = 0; l < outputs; l += lanes) store_bf16(rounded + l, load<f32v>(values + k * stride + l));
             for (int64_t l = 0; l < outputs; l += edge) {
                 const int64_t block = (row + l / edge * apart) * (cols / edge) + column;
                 memcpy(out + (block * edge + k) * edge, rounded + l, edge * sizeof(bf16));
@@ -112,28 +119,36 @@ struct FloatBlocks {
     int8_t *out;
     int64_t cols;
 
-    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t outputs) const {
+    INLINE_MEMBER void put(int64_t row, int64_t column, int64_t apart, const float *values, int64_t stride,
+                           int64_t outputs) const {
         uint8_t rows[most_lanes * row_bytes];
-        for (int64_t l = 0; l < outputs; l += lanes) to_block_float(values + l, outputs, rows + l * row_bytes);
+        for (int64_t l = 0; l < outputs; l += lanes) to_block_float(values + l, stride, rows + l * row_bytes);
         for (int64_t l = 0; l < outputs; l += edge)
             memcpy(block_float_at(out, cols, row + l / edge * apart, column), rows + l * row_bytes, block_bytes);
     }
 };
 
-// Every `step`th panel of `weight` from panel `start` on; the first eight outputs become block `to` of `out`.
+// Of a share of columns, which has so many `panels`: every `step`th, from panel `start` on. The first eight outputs become
+// block `to` of `out`, the next are `apart` from them.
+struct Taken {
+    int64_t start, step, panels, to, apart;
+};
+
 template <class Format, class Result>
 static void unpack_panels(const Format &format, const uint8_t *weight, const Result &out, int64_t out_cols,
-                          int64_t to, int64_t apart, int64_t start, int64_t step, Worker &worker) {
-    const int64_t panels = out_cols / format.lanes;
+                          const Taken &taken, Worker &worker) {
+    const int64_t groups = Format::groups_of(out.cols), panels = (out_cols + format.lanes - 1) / format.lanes;
     alignas(64) float values[group_inputs * most_lanes];
-    Chunks chunks(worker, panels * format.groups, 16);
+    Chunks chunks(worker, panels * groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
         for (; at < end; at++) {
-            const int64_t panel = at / format.groups, first = at % format.groups * group_inputs;
-            format.widen(weight + (start + panel * step) * format.panel_bytes, at % format.groups, values);
-            const int64_t row = to + panel * format.lanes / edge * apart;
+            const int64_t panel = at / groups, group = at % groups, first = group * group_inputs;
+            const int64_t place = group / format.groups * taken.panels + taken.start + panel * taken.step;
+            format.widen(weight + place * format.panel_bytes, group % format.groups, values);
+            const int64_t row = taken.to + panel * format.lanes / edge * taken.apart;
+            const int64_t rest = out_cols - panel * format.lanes, outputs = rest < format.lanes ? rest : format.lanes;
             for (int64_t k = 0; k < group_inputs && first + k < out.cols; k += edge)
-                out.put(row, (first + k) / edge, apart, values + k * format.lanes, format.lanes);
+                out.put(row, (first + k) / edge, taken.apart, values + k * format.lanes, format.lanes, outputs);
         }
 }
 

@@ -6,16 +6,18 @@ Checks, traffic and the simulator's lowering read these and nothing else, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from xdsl.dialects import func, memref, scf
+from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FixedBitwidthType, MemRefType, ModuleOp
 from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from llama_npu2.errors import UserError
 from stages.air.dialect import (
     ChannelGetOp,
+    ChannelOp,
     ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
@@ -58,6 +60,13 @@ def walk_ops(op: Operation, *kinds: type[Op]) -> Iterator[Op]:
 
 def moves(op: Operation) -> Iterator[Move]:
     return (inner for inner in op.walk() if isinstance(inner, Move))
+
+
+def cascades(op: Operation) -> set[str]:
+    """Names of the channels of a module, somewhere in which the operation is, that are no DMA's."""
+    while (parent := op.parent_op()) is not None:
+        op = parent
+    return {channel.sym_name.data for channel in walk_ops(op, ChannelOp) if channel.channel_type}
 
 
 def name_of(op: Operation, fallback: str) -> str:
@@ -143,6 +152,35 @@ def tile_axes(value: SSAValue) -> frozenset[int]:
     return frozenset().union(*(tile_axes(operand) for operand in value.owner.operands))
 
 
+def runs_on(op: Operation, column: int, row: int) -> bool:
+    """Whether a tile of the enclosing herd executes an operation: conditions compare its coordinates."""
+    parent = op.parent_op()
+    while parent is not None and not isinstance(parent, HerdOp):
+        if isinstance(parent, scf.IfOp) and not holds_on(parent, column, row):
+            return False
+        parent = parent.parent_op()
+    return True
+
+
+_RELATIONS: Mapping[int, Callable[[int, int], bool]] = {0: operator.eq, 1: operator.ne}
+"""By the number that `arith.cmpi` has for them."""
+
+
+def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
+    """Whether a tile does what is conditional."""
+    compared = condition.cond.owner
+    assert isinstance(compared, arith.CmpiOp)
+    (axis,), other = tile_axes(compared.lhs), constant_of(compared.rhs)
+    assert other is not None
+    return _RELATIONS[compared.predicate.value.data]((column, row)[axis], other)
+
+
+def tiles_of(op: Operation, herd: HerdOp) -> list[tuple[int, int]]:
+    """Columns and rows of the tiles of a herd that execute an operation of it."""
+    columns, rows = herd.shape()
+    return [(x, y) for x in range(columns) for y in range(rows) if runs_on(op, x, y)]
+
+
 # transfers
 
 
@@ -200,10 +238,19 @@ class Side:
 
 @dataclass(frozen=True)
 class Fifo:
-    """The end of a transfer that is a channel; `space` is the memory behind it."""
+    """The end of a transfer that is a channel, or one of its entries; `space` is the memory behind it."""
 
     key: str
     space: int
+
+    @staticmethod
+    def of(op: ChannelPutOp | ChannelGetOp, spaces: Mapping[tuple[str, type], int]) -> Fifo:
+        """`spaces`: of the buffers at the other ends, by the channel's name and the kind of operation there."""
+        name = op.chan_name.string_value()
+        entry = [constant_of(index) for index in op.indices]
+        said = "" if None in entry else f"[{', '.join(map(str, entry))}]"
+        other = ChannelGetOp if isinstance(op, ChannelPutOp) else ChannelPutOp
+        return Fifo(name + said, spaces[name, other])
 
     def axes(self) -> frozenset[int]:
         return frozenset()

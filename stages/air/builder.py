@@ -247,6 +247,18 @@ class Builder:
         self.emit(scf.ForOp(first, last, step, [], block))
 
     @contextmanager
+    def where(self, value: Index, relation: str, other: Number) -> Iterator[None]:
+        """What only some tiles do: those of which the comparison is true (`eq`, `ne`)."""
+        condition = self.emit(arith.CmpiOp(self.index(value), self.index(other), relation)).results[0]
+        block = Block()
+        scope = self._scopes[-1]
+        scope.insert.append(block)
+        yield
+        block.add_op(scf.YieldOp())
+        scope.insert.pop()
+        self.emit(scf.IfOp(condition, [], Region(block)))
+
+    @contextmanager
     def parallel(self, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
         """What a segment does for each core of a herd of that shape, all at once."""
         first, step = self.index(0), self.index(1)
@@ -279,8 +291,15 @@ class Builder:
 
     def channel(self, size: Shape, broadcast_shape: Shape) -> Channel:
         """FIFOs between this segment and its herd: one per entry of `size`, each delivered to `broadcast_shape`."""
+        return self._channel(size, broadcast_shape, cascade=False)
+
+    def cascade(self, size: Shape) -> Channel:
+        """FIFOs from cores to their neighbours to the right or below, for whole buffers, which block both."""
+        return self._channel(size, size, cascade=True)
+
+    def _channel(self, size: Shape, broadcast_shape: Shape, cascade: bool) -> Channel:
         channel = Channel(self._name("channel"))
-        self.module.body.block.add_op(dialect.ChannelOp(channel.name, size, broadcast_shape))
+        self.module.body.block.add_op(dialect.ChannelOp(channel.name, size, broadcast_shape, cascade))
         return channel
 
     def put(self, channel: Channel, indices: Sequence[Number], source: MemRef) -> None:

@@ -70,6 +70,8 @@ class _Checked(Segment):
                 self._check_cut(transfer, side)
             self._check_race(transfer)
             self._check_loops(transfer)
+        for end in self.cascades:
+            self._check_cascade(analysis.end(end, self.where))
         for use in self.uses():
             self._require(use)
         for herd in self.herds:
@@ -78,6 +80,11 @@ class _Checked(Segment):
 
     def _require(self, use: Use) -> None:
         limits.require(self.where, use.limit, use.used, use.available)
+
+    def _check_cascade(self, side: Side) -> None:
+        """The compiler takes a buffer apart that goes from core to core."""
+        if side.offsets or side.bytes % limits.ALIGNMENT_BYTES:
+            raise UserError(f"{self.where}: a cascade takes whole buffers of {limits.ALIGNMENT_BYTES} bytes each time")
 
     def _check_dimensions(self, transfer: Transfer, side: Side) -> None:
         if side.space == L3:
@@ -104,6 +111,8 @@ class _Checked(Segment):
 
     def _check_race(self, transfer: Transfer) -> None:
         if transfer.herd is None or transfer.dst.space == L1:
+            return
+        if len(analysis.tiles_of(transfer.op, transfer.herd)) == 1:
             return
         missing = {axis for axis, size in enumerate(transfer.herd.shape()) if size > 1} - transfer.dst.axes()
         if missing:

@@ -297,32 +297,43 @@ def _verify_pattern(op: Operation, *lists: Sequence[SSAValue]) -> None:
         raise VerifyException(f"{op.name}: offsets, sizes and strides differ in length")
 
 
+CASCADE = "npu_cascade"
+"""What a channel is called whose items go from a core to its neighbour by the stream between their accumulators, not by
+DMA (mlir-air, `channel_type`)."""
+
+
 @irdl_op_definition
 class ChannelOp(IRDLOperation):
-    """An array of FIFOs between segment and herd. With `broadcast_shape`, an entry that is 1 in `size` and more there
-    delivers every item to that many tiles."""
+    """An array of FIFOs between segment and herd, or cores of a herd. With `broadcast_shape`, an entry that is 1 in
+    `size` and more there delivers every item to that many tiles. `channel_type`: `CASCADE`, or none."""
 
     name = "air.channel"
     sym_name = attr_def(StringAttr)
     size = attr_def(ArrayAttr[IntegerAttr])
     broadcast_shape = attr_def(ArrayAttr[IntegerAttr])
+    channel_type = opt_attr_def(StringAttr)
 
-    def __init__(self, name: str, size: Sequence[int], broadcast_shape: Sequence[int]) -> None:
+    def __init__(self, name: str, size: Sequence[int], broadcast_shape: Sequence[int], cascade: bool = False) -> None:
         arrays = {"size": size, "broadcast_shape": broadcast_shape}
         attributes: dict[str, Attribute] = {
             key: ArrayAttr([IntegerAttr(n, i64) for n in numbers]) for key, numbers in arrays.items()
         }
+        if cascade:
+            attributes["channel_type"] = StringAttr(CASCADE)
         super().__init__(attributes={"sym_name": StringAttr(name), **attributes})
 
     def verify_(self) -> None:
         for size, wide in zip(self.size, self.broadcast_shape, strict=True):
             if size != wide and size.value.data != 1:
                 raise VerifyException(f"air.channel @{self.sym_name.data}: only entries of size 1 can be broadcast")
+        if self.channel_type and (self.channel_type.data != CASCADE or self.size != self.broadcast_shape):
+            raise VerifyException(f"air.channel @{self.sym_name.data}: a cascade has one reader")
 
     def print(self, printer: Printer) -> None:
         size, wide = (", ".join(str(n.value.data) for n in part) for part in (self.size, self.broadcast_shape))
-        broadcast = "" if size == wide else f" {{broadcast_shape = [{wide}]}}"
-        printer.print_string(f" @{self.sym_name.data} [{size}]{broadcast}")
+        more = f' {{channel_type = "{CASCADE}"}}' if self.channel_type else ""
+        more = more if size == wide else f" {{broadcast_shape = [{wide}]}}"
+        printer.print_string(f" @{self.sym_name.data} [{size}]{more}")
 
     @classmethod
     def parse(cls, parser: Parser) -> Self:
@@ -330,11 +341,16 @@ class ChannelOp(IRDLOperation):
         size = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
         if parser.parse_optional_punctuation("{") is None:
             return cls(name, size, size)
-        parser.parse_keyword("broadcast_shape")
-        parser.parse_punctuation("=")
-        wide = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
+        if cascade := parser.parse_optional_keyword("channel_type") is not None:
+            parser.parse_punctuation("=")
+            parser.parse_str_literal()
+            wide = size
+        else:
+            parser.parse_keyword("broadcast_shape")
+            parser.parse_punctuation("=")
+            wide = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
         parser.parse_punctuation("}")
-        return cls(name, size, wide)
+        return cls(name, size, wide, cascade)
 
 
 class _ChannelEnd(IRDLOperation):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from stages.air.dialect import (
     HerdOp,
     SegmentOp,
     enclosing,
+    memory_space,
 )
 
 Stream = tuple[object, object]
@@ -90,17 +91,26 @@ class Transfer:
     @property
     def direct(self) -> bool:
         """Whether it is between DDR and cores, if one of its sides is DDR."""
-        return self.herd is not None or self.from_ddr
+        return self.herd is not None or (self.from_ddr and self.dst.space == L1)
+
+    @property
+    def fills(self) -> bool:
+        """Whether it brings what is in DDR."""
+        return self.src.space == L3
 
     @staticmethod
-    def of(op: Operation, herd: HerdOp | None, where: str) -> Transfer:
+    def of(op: Operation, where: str, spaces: Mapping[tuple[str, type], int]) -> Transfer:
+        """`spaces`: see `Fifo.of`."""
+        herd = enclosing(op, HerdOp)
         if isinstance(op, DmaMemcpyNdOp):
             return Transfer(op, herd, *analysis.sides(op, where))
         assert isinstance(op, ChannelPutOp | ChannelGetOp)
-        name = op.chan_name.string_value()
-        if isinstance(op, ChannelPutOp):
-            return Transfer(op, herd, Fifo(name, L1), analysis.end(op, where))
-        return Transfer(op, herd, analysis.end(op, where), Fifo(name, L2))
+        ends: list[Side | Fifo] = [Fifo.of(op, spaces), analysis.end(op, where)]
+        return Transfer(op, herd, *(ends if isinstance(op, ChannelPutOp) else reversed(ends)))
+
+    def on(self, tile: tuple[int, int]) -> bool:
+        """Whether that of its herd makes it."""
+        return analysis.runs_on(self.op, *tile)
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,13 @@ class Segment:
     def __init__(self, op: SegmentOp, where: str, ping_pong: bool = True) -> None:
         self.op, self.where, self.ping_pong = op, where, ping_pong
         self.herds = list(analysis.walk_ops(op, HerdOp))
-        self.transfers = [Transfer.of(moving, enclosing(moving, HerdOp), where) for moving in analysis.moves(op)]
+        cascades = analysis.cascades(op)
+        channels = [move for move in analysis.moves(op) if isinstance(move, ChannelPutOp | ChannelGetOp)]
+        self.cascades = [end for end in channels if end.chan_name.string_value() in cascades]
+        moves = [move for move in analysis.moves(op) if move not in self.cascades]
+        ends = [end for end in channels if end not in self.cascades]
+        spaces = {(end.chan_name.string_value(), type(end)): memory_space(end.buffer.type) for end in ends}
+        self.transfers = [Transfer.of(move, where, spaces) for move in moves]
 
     def uses(self) -> Iterator[Use]:
         """Of every limit, those of one tile several times."""
@@ -176,26 +192,35 @@ class Segment:
         # Every allocation has its own place for as long as the herd runs.
         taken = sum(self.all_bytes(buffer) for buffer in analysis.allocations(herd, L1))
         yield Use("L1 bytes (with stack)", taken + limits.STACK_BYTES, limits.L1_BYTES)
+        tiles = [(x, y) for x in range(columns) for y in range(rows)] if self._differ(herd) else [(0, 0)]
+        for limit, used, available in (use for tile in tiles for use in self._tile_uses(herd, tile)):
+            yield Use(limit, used, available)
+
+    def _differ(self, herd: HerdOp) -> bool:
+        """Whether tiles of a herd do different things."""
+        return any(True for _ in analysis.walk_ops(herd, scf.IfOp))
+
+    def _tile_uses(self, herd: HerdOp, tile: tuple[int, int]) -> Iterator[tuple[str, int, int]]:
         descriptors = 0
-        far: dict[tuple[str, int], set[object]] = defaultdict(set)
+        far: dict[tuple[str, bool], set[object]] = defaultdict(set)
         for transfer in self.transfers:
-            found = transfer.side(L1) if transfer.herd is herd else None
+            found = transfer.side(L1) if transfer.herd is herd and transfer.on(tile) else None
             if found is not None:
                 descriptors += self.copies(analysis.root(found[0].value))
-                other = transfer.far(L1)
-                far[found[1], other.space].add(other.key)
-        yield Use("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
+                other = transfer.dst if found[1] == "out" else transfer.src
+                far[found[1], isinstance(other, Side) and other.space == L3].add(other.key)
+        yield "compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS
         for way in ("in", "out"):
-            # Streams of one shim take turns on a channel; those of memory tiles cannot.
-            used = len(far[way, L2]) + min(len(far[way, L3]), limits.TILE_CHANNELS)
-            yield Use(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
+            # Streams of one shim take turns on a channel; those of memory tiles and of other cores cannot.
+            used = len(far[way, False]) + min(len(far[way, True]), limits.TILE_CHANNELS)
+            yield f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS
 
     def copies(self, buffer: SSAValue) -> int:
         """2 for a buffer that lives in a loop, or that one fills from DDR: the compiler makes a ping-pong of it, and a
         third for an odd step."""
         loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
         if isinstance(loop, SegmentOp):
-            filling = (t.op for t in self.transfers if t.side(L3) and t.dst.key is buffer)
+            filling = (t.op for t in self.transfers if t.fills and t.dst.key is buffer)
             loop = next((around for op in filling if (around := enclosing(op, scf.ForOp))), None)
         if not self.ping_pong or not isinstance(loop, scf.ForOp):
             return 1
@@ -251,7 +276,8 @@ class Segment:
         """Streams of a transfer: one per group of tiles that sees other data. L2 <-> DDR: one per memory tile that the
         buffer can be spread over, because the herd cuts it and the transfer names that dimension first."""
         if transfer.tiles:
-            told = transfer.src if transfer.herd is None else transfer.far(L1)
+            ends = [end for end in (transfer.src, transfer.dst) if isinstance(end, Side)]
+            told = ends[0] if transfer.herd is None else transfer.far(L1)
             return math.prod(transfer.tiles[axis] for axis in told.axes())
         l2, ddr = transfer.far(L3), transfer.side(L3)
         if ddr is None:

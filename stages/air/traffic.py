@@ -57,7 +57,7 @@ def count_launch(launch: LaunchOp) -> Traffic:
         _count_transfer(transfer, traffic)
     for call in analysis.walk_ops(launch, func.CallOp):
         herd = enclosing(call, HerdOp)
-        tiles = 1 if herd is None else math.prod(herd.shape())
+        tiles = 1 if herd is None else len(analysis.tiles_of(call, herd))
         traffic.calls += analysis.executions(call, traffic.name) * tiles
     return traffic
 

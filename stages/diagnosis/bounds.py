@@ -16,8 +16,8 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.diagnosis.sites import Site
-from stages.kernels import HOST_SET, gemm, rms_norm, silu_and_mul
-from stages.kernels.grouped import integer_product
+from stages.kernels import HOST_SET, gemm, gemv, rms_norm, silu_and_mul
+from stages.kernels.grouped import UNPACKING, integer_product
 from stages.weights.constants import (
     BLOCK,
     GROUP,
@@ -299,9 +299,9 @@ def _of_two_products(given: Given) -> tuple[Spread, ...]:
     return _of_activation(given, (_product(given, "gate"), _product(given, "up")))
 
 
-def _of_paired_product(given: Given, apart: int | None = None) -> tuple[Spread, ...]:
+def _of_paired_product(given: Given, apart: int | None = None, weight: str = "weight") -> tuple[Spread, ...]:
     """Of one whose columns are in turn so many of the gate's and of the other's; None: one behind the other."""
-    both, spread = _product(given)
+    both, spread = _product(given, weight)
 
     def halves(part: np.ndarray) -> tuple[np.ndarray, ...]:
         turns = part.reshape(len(part), -1, 2, apart or part.shape[-1] // 2)
@@ -309,6 +309,16 @@ def _of_paired_product(given: Given, apart: int | None = None) -> tuple[Spread, 
 
     parts = map(halves, (both, spread.limit, spread.chance))
     return _of_activation(given, tuple((p, Spread(limit, chance)) for p, limit, chance in zip(*parts, strict=True)))
+
+
+def _of_feed_forward(given: Given) -> tuple[Spread, ...]:
+    """Of the activation, and of what down makes of it and of how far it may be off; sums stay in f32 up to the end."""
+    known, down = given.known, given.weights["down"]
+    x, norm, eps = (known[name] for name in ("x", "norm", "eps"))
+    inner = np.atleast_2d(gemv.reference_norm_swiglu(given.weights["gate_up"].values, x, norm, eps))
+    (of_inner,) = _of_paired_product(replace(given, results=(inner,)), weight="gate_up")
+    error = _product_error(given, inner.astype(np.float32), down) + _carried(of_inner, down)
+    return (_rounded(given.results[0], (error + LEAST).reshape(given.results[0].shape)),)
 
 
 def _of_silu(given: Given) -> tuple[Spread, ...]:
@@ -436,8 +446,8 @@ def _unknown(given: Given) -> tuple[Spread, ...]:
 
 _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     **dict.fromkeys(("add", "append_kv", "append_kv_panels"), _exact),
-    **dict.fromkeys(("embed", "embed_rows", "unpack", "unpack_paired"), _of_rows),
-    **dict.fromkeys(("unpack_bfp16", "unpack_paired_bfp16"), _of_float_rows),
+    **dict.fromkeys(("embed", "embed_rows", *UNPACKING), _of_rows),
+    **dict.fromkeys((f"{kernel}_bfp16" for kernel in UNPACKING), _of_float_rows),
     **dict.fromkeys(("gemm", "gemv", "gemm_kv", "norm_gemv"), _of_product),
     **dict.fromkeys(("gemm_add", "gemv_add"), _of_residual),
     **dict.fromkeys(("gemm_silu", "gemv_silu"), _of_two_products),
@@ -455,6 +465,7 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     ),
     "gemm_swiglu": partial(_of_paired_product, apart=BLOCK),
     "norm_gemv_swiglu": _of_paired_product,
+    "feed_forward": _of_feed_forward,
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,
     "rope_q": _of_query_rotation,

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
-from stages.air import analysis
-from stages.air.dialect import L2, HerdOp, LaunchOp
+from stages.air import analysis, limits
+from stages.air.dialect import L2, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp
 from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
@@ -56,6 +56,7 @@ class _Launch:
         self.segment = analysis.segment_of(launch)
         self.name = analysis.name_of(self.segment, "launch")
         self.streams = streams(self.segment, self.name)
+        self.cascades = analysis.cascades(launch)
 
     def work(self, shared_steps: int) -> tuple[Work, Traffic]:
         traffic = count_launch(self.launch)
@@ -113,10 +114,35 @@ class _Launch:
             if isinstance(op, scf.ForOp):
                 parts.append(self._loop(op))
             elif isinstance(op, analysis.Move):
-                parts.append(Amount(STREAM, self._bytes(op)))
+                parts.append(self._moved(op))
             elif isinstance(op, func.CallOp):
                 parts.append(call_work(self._cost(op)))
-        return Serial(*parts)
+        conditional = [op for op in block.ops if isinstance(op, scf.IfOp)]
+        return Serial(*parts, *([self._handed_on(conditional)] if conditional else []))
+
+    def _handed_on(self, conditional: Sequence[scf.IfOp]) -> Work:
+        """What only some tiles do, each with what the one before hands on, part by part: the first part goes through
+        all of them, the others follow it."""
+        herd = conditional[0].parent_op()
+        assert isinstance(herd, HerdOp)
+        columns, rows = herd.shape()
+        tiles = [(x, y) for x in range(columns) for y in range(rows)]
+        runs = {op: [tile for tile in tiles if analysis.holds_on(op, *tile)] for op in conditional}
+        works = {op: self._core(op.true_region.block) for op in conditional}
+        each = [Serial(*(works[op] for op in conditional if tile in runs[op])) for tile in tiles]
+        puts = [move for op in conditional for move in analysis.walk_ops(op, ChannelPutOp) if self._cascades(move)]
+        parts = max((sum(analysis.runs_on(move, *tile) for move in puts) for tile in tiles), default=1) or 1
+        through = Serial(*(Repeat(len(runs[op]), works[op]) for op in conditional))
+        return Serial(Repeat(1 / parts, through), Repeat(1 - 1 / parts, Overlap(*each)))
+
+    def _cascades(self, op: analysis.Move) -> bool:
+        """Whether it is an end of a cascade, and no DMA's."""
+        return not isinstance(op, DmaMemcpyNdOp) and op.chan_name.string_value() in self.cascades
+
+    def _moved(self, op: analysis.Move) -> Work:
+        """By a core's DMA, or by the core itself: a load or a store, and a step of the cascade for each vector."""
+        vectors = 2 * self._bytes(op) // limits.ALIGNMENT_BYTES
+        return Amount(ELEMENTWISE, vectors) if self._cascades(op) else Amount(STREAM, self._bytes(op))
 
     def _loop(self, op: scf.ForOp) -> Work:
         block, times = op.body.block, analysis.trip_count(op, self.name)

@@ -17,6 +17,7 @@ from stages.kernels import (
     Kernel,
     Sizes,
     add,
+    feed_forward,
     format_kernel,
     gemm,
     gemv,
@@ -28,13 +29,17 @@ from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
-from stages.weights.lanes import PADDED_ROWS, Cut, padded
+from stages.weights.lanes import PADDED_ROWS, Cut, FeedForward, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 _OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(a.matrix for a in k.args)]
 _ARRAY_SET = "aie2p"
 _LANES = "padded_lanes"
 """The layout of a vocabulary on the array."""
+
+
+UNPACKING = ("unpack", "unpack_paired", "unpack_shared_pairs", "unpack_shared")
+"""What takes values out of weights, of any format."""
 
 
 def _widened(kernel: Kernel, stored: Format) -> Callable[..., Any]:
@@ -144,6 +149,28 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             )
 
 
+def _feed_forward(stored: Format) -> Kernel:
+    """A token's, on the array."""
+    (kernel,) = feed_forward.KERNELS
+    layouts = {"gate_up": "shared_pairs", "down": "shared_lanes"}
+
+    def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, **known: Any) -> np.ndarray:
+        wide = stored.dequantise(gate_up, known["cols"]), stored.dequantise(down, known["ffn"])
+        return feed_forward.reference(*wide, x, norm, known["eps"])
+
+    return replace(
+        kernel,
+        name=format_kernel(kernel.name, stored.name),
+        args=tuple(
+            replace(arg, format=stored.name, layouts={_ARRAY_SET: layouts[arg.name]}) if arg.matrix else arg
+            for arg in kernel.args
+        ),
+        reference=reference,
+        tiling=lambda sizes: feed_forward.tile(stored, sizes["cols"], sizes["ffn"], sizes["eps"]),
+        program=feed_forward.build,
+    )
+
+
 def _of_lanes(stored: Format) -> Iterator[Kernel]:
     """What the host does with weights that lie as the array takes them."""
     source = f"{stored.name}_lanes"
@@ -159,13 +186,28 @@ def _of_lanes(stored: Format) -> Iterator[Kernel]:
                 source=source,
                 derived=_cut_scalars(stored, rows, PADDED_ROWS),
             )
-    for name, layout, params, derived in (
-        ("unpack", "lanes", "first rows", _part_of_rows(stored)),
-        ("unpack_paired", "paired_lanes", "which", _one_of_two(stored)),
-    ):
+    lying = (
+        ("lanes", "first rows", _part_of_rows(stored)),
+        ("paired_lanes", "which", _one_of_two(lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2))),
+        ("shared_pairs", "which", _one_of_two(lambda sizes: _inside(stored, sizes).pairs)),
+        ("shared_lanes", "", _placed(lambda sizes: _outside(stored, sizes).shares)),
+    )
+    for name, (layout, params, derived) in zip(UNPACKING, lying, strict=True):
         weight = Arg("weight", stored.name, layouts={HOST_SET: layout})
         for made in ("bf16", "bfp16"):
             yield unpacking(name, weight, params, _unpacked(stored), made, source=source, derived=derived)
+
+
+def _inside(stored: Format, sizes: Sizes) -> FeedForward:
+    """Of a feed-forward network, by gate or up."""
+    assert stored.feed_forward is not None
+    found: FeedForward = stored.feed_forward(sizes["cols"], sizes["out_cols"])
+    return found
+
+
+def _outside(stored: Format, sizes: Sizes) -> FeedForward:
+    """By down."""
+    return _inside(stored, {"cols": sizes["out_cols"], "out_cols": sizes["cols"]})
 
 
 def _unpacked(stored: Format) -> Callable[..., np.ndarray]:
@@ -186,17 +228,21 @@ def _part_of_rows(stored: Format) -> dict[str, Callable[[Sizes], int]]:
         limits.require_multiple(f"a matrix of {sizes['rows']} rows", "the first of a part", sizes["first"], lanes)
         return int(sizes["first"]) // lanes
 
-    return _cut_scalars(stored, "rows") | {"start": start, "step": lambda sizes: 1}
+    return _placed(lambda sizes: _cut(stored, sizes["rows"], sizes), start)
 
 
-def _one_of_two(stored: Format) -> dict[str, Callable[[Sizes], int]]:
+def _one_of_two(cut_of: Callable[[Sizes], Cut]) -> dict[str, Callable[[Sizes], int]]:
     """Every second panel."""
-    return {
-        "lanes": lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2).lanes,
-        "chunks": lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2).chunks,
-        "start": lambda sizes: sizes["which"],
-        "step": lambda sizes: 2,
-    }
+    return _placed(cut_of, lambda sizes: sizes["which"], 2)
+
+
+def _placed(
+    cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int] = lambda sizes: 0, step: int = 1
+) -> dict[str, Callable[[Sizes], int]]:
+    """What the host has to know to take panels out of a matrix: how it is cut, the first, and every how manieth."""
+    cut = {name: lambda sizes, name=name: getattr(cut_of(sizes), name) for name in ("lanes", "chunks", "chunk_groups")}
+    share = {name: lambda sizes, name=name: getattr(cut_of(sizes), name) for name in ("groups", "panels")}
+    return {**cut, "start": start, "step": lambda sizes: step, **share}
 
 
 def _kernels() -> Iterator[Kernel]:
@@ -205,6 +251,7 @@ def _kernels() -> Iterator[Kernel]:
         yield from _products(stored, reference)
         if stored.cut is not None:
             yield from _of_lanes(stored)
+            yield _feed_forward(stored)
 
 
 KERNELS = tuple(_kernels())

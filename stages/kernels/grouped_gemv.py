@@ -103,7 +103,7 @@ class Tiling:
 
     @property
     def variant(self) -> Variant:
-        shape = {"COLS": self.cols, "OUTS": self.kept, "STEPS": self.cut.chunks, **_macros(self.cut)}
+        shape = {"COLS": self.cols, "OUTS": self.kept, "STEPS": self.cut.chunks, **macros(self.cut)}
         if self.pairs:
             shape["PANELS"] = self.panels
         if self.adds:
@@ -117,14 +117,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        of_block, of_group, of_chunk = _VECTORS[self.cut.grouped.numbers.bits]
-        blocks = GROUP * self.cut.lanes // BLOCK**2
-        group = blocks * of_block + 2 * self.cut.lanes // BLOCK + of_group
         norm = 0 if self.eps is None else rms_norm.row_vectors(self.cols)
         return {
-            "grouped_gemv_begin": Cost(vectors=norm + _FIXED * self.cut.inputs // GROUP),
+            "grouped_gemv_begin": Cost(vectors=norm + FIXED * self.cut.inputs // GROUP),
             "grouped_gemv_step": Cost(
-                vectors=-(-self.output_vectors // self.core_chunks), scheduled=self.cut.chunk_groups * group + of_chunk
+                vectors=-(-self.output_vectors // self.core_chunks), scheduled=chunk_vectors(self.cut)
             ),
         }
 
@@ -149,11 +146,18 @@ _VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 30, 34), 6: (7, 18, 20), 
 """Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
 two for each eight sums; for a chunk."""
 
-_FIXED = 26
+FIXED = 26
 """Those that a group of inputs takes until it lies in fixed point."""
 
 
-def _macros(found: Cut) -> dict[str, int]:
+def chunk_vectors(found: Cut) -> int:
+    """Vector operations that the products of a chunk take."""
+    of_block, of_group, of_chunk = _VECTORS[found.grouped.numbers.bits]
+    blocks = GROUP * found.lanes // BLOCK**2
+    return found.chunk_groups * (blocks * of_block + 2 * found.lanes // BLOCK + of_group) + of_chunk
+
+
+def macros(found: Cut) -> dict[str, int]:
     """What `kernel_src/aie2p/grouped.h` wants to know."""
     made = found.grouped
     return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}

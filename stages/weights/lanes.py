@@ -7,7 +7,7 @@ large they are follows from the memories that they pass through, and so from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,12 @@ NORMED = 4096
 
 PADDED_ROWS = limits.COLUMNS * limits.ROWS * LANES
 """What rows of a vocabulary are a multiple of: a panel for every core."""
+
+SHARES = limits.COLUMNS
+"""Of a feed-forward network: the cores that make one."""
+
+CHUNK_COST = 512
+"""What a chunk costs besides its bytes, in bytes that come in the meantime: its call and its scales."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,58 @@ def fits(each: Cut, beside: bool = True) -> bool:
     return limits.fits_l1(2 * each.chunk_bytes, 2 * each.inputs, 2 * extra, sums, outputs)
 
 
+@dataclass(frozen=True)
+class FeedForward:
+    """How the matrices of a feed-forward network are cut, which the cores of one row make together: each has an equal
+    share of the inner width, zeros behind its end, and so of the rows of gate and up, `pairs`, and of the columns of
+    down, `shares`, whose panels are an even number. Chunks are alike, because one loop of a core takes them all."""
+
+    pairs: Cut
+    shares: Cut
+
+    @property
+    def inner(self) -> int:
+        """Of a share."""
+        return self.pairs.panels * self.pairs.lanes // SHARES
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """That a core takes of gate and up, in turn a panel of each, and then of down."""
+        return 2 * self.pairs.panels // SHARES * self.pairs.chunks, self.shares.panels * self.shares.chunks
+
+    @property
+    def l1_bytes(self) -> int:
+        """What a core holds: two chunks; its inputs, which are outputs at the end, and as they are multiplied; sums of
+        all outputs and a quarter of another core's; its share of the activation; sums of two panels, what is known of
+        groups of inputs, and what aligns them."""
+        outputs = self.shares.panels * self.shares.lanes
+        groups = max(self.pairs.inputs, self.shares.inputs) // GROUP + 1
+        rows = 2 * (max(self.pairs.inputs, outputs) + self.pairs.inputs + self.shares.inputs) + 5 * outputs
+        return 2 * self.pairs.chunk_bytes + rows + 8 * (self.pairs.lanes + groups) + 2 * limits.ALIGNMENT_BYTES
+
+
+def feed_forward(grouped: Grouped, groups: int, inner_groups: int) -> FeedForward:
+    """Of a model whose rows have so many groups, and whose inner width has. The largest chunks that pay for what the
+    last of a row is filled with.
+
+    UserError if a core cannot hold what it needs."""
+    share = -(-inner_groups // SHARES)
+    rows = -(-groups // 2) * 2
+
+    def cut(chunk_groups: int) -> FeedForward:
+        pairs = Cut(grouped, groups, SHARES * share, LANES, -(-groups // chunk_groups), chunk_groups)
+        return FeedForward(pairs, replace(pairs, groups=share, panels=rows, chunks=-(-share // chunk_groups)))
+
+    found = [made for size in range(min(groups, LANES), 0, -1) if limits.fits_l1((made := cut(size)).l1_bytes)]
+    limits.first(f"a feed-forward network of {groups} groups", f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
+    return min(found, key=lambda made: sum(made.chunks) * (made.pairs.chunk_bytes + CHUNK_COST))
+
+
 def for_array(grouped: Grouped, form: Format) -> Format:
     """A format with its layouts for the array: `lanes`; `padded_lanes` with as many rows of zeros that every core has
-    whole panels; `paired_lanes`, in which a panel of the second half of the rows follows each of the first."""
+    whole panels; `paired_lanes`, in which a panel of the second half of the rows follows each of the first; and those
+    of a feed-forward network (`FeedForward`): `shared_pairs`, gate and up in such turns, and `shared_lanes`, down, in
+    which the panels of a share of the columns follow one another."""
 
     def layout(step: int) -> Layout:
         return Layout(
@@ -131,21 +186,48 @@ def for_array(grouped: Grouped, form: Format) -> Format:
             stretches=partial(to_lanes, grouped, step),
         )
 
-    paired = Layout(
-        partial(_paired_shape, grouped), unpack=partial(from_pairs, grouped), stretches=partial(to_pairs, grouped)
+    def pairs(cut_of: CutOf) -> Layout:
+        return Layout(
+            partial(_paired_shape, cut_of), unpack=partial(from_pairs, cut_of), stretches=partial(to_pairs, cut_of)
+        )
+
+    shared = Layout(
+        partial(_shared_shape, grouped), unpack=partial(from_shares, grouped), stretches=partial(to_shares, grouped)
     )
-    arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS), "paired_lanes": paired}
+    arranged = {**form.layouts, "lanes": layout(1), "padded_lanes": layout(PADDED_ROWS), "shared_lanes": shared}
+    arranged["paired_lanes"] = pairs(partial(_cut_of, grouped, 1, together=2))
+    arranged["shared_pairs"] = pairs(lambda shape: _of_rows(grouped, shape).pairs)
     return replace(
         form,
         layouts=arranged,
         cut=lambda rows, cols, *more: cut(grouped, rows, -(-cols // GROUP), *more),
+        feed_forward=lambda cols, inner: feed_forward(grouped, -(-cols // GROUP), -(-inner // GROUP)),
         steps=grouped.steps,
     )
 
 
+CutOf = Callable[[Shape], Cut]
+"""How a matrix as stored is cut, by its shape."""
+
+
+def _groups_of(grouped: Grouped, stored_bytes: int) -> int:
+    """In a row as stored."""
+    return (stored_bytes - grouped.header) // (grouped.scales + GROUP)
+
+
+def _of_rows(grouped: Grouped, shape: Shape) -> FeedForward:
+    """By the shape of gate or up, as stored."""
+    return feed_forward(grouped, _groups_of(grouped, shape[1]), -(-shape[0] // GROUP))
+
+
+def _of_columns(grouped: Grouped, shape: Shape) -> FeedForward:
+    """By that of down."""
+    return feed_forward(grouped, -(-shape[0] // GROUP), _groups_of(grouped, shape[1]))
+
+
 def _cut_of(grouped: Grouped, step: int, shape: Shape, together: int = 1) -> Cut:
     rows, stored_bytes = shape
-    return cut(grouped, padded(rows, step), (stored_bytes - grouped.header) // (grouped.scales + GROUP), together)
+    return cut(grouped, padded(rows, step), _groups_of(grouped, stored_bytes), together)
 
 
 def _half(shape: Shape) -> Shape:
@@ -153,9 +235,14 @@ def _half(shape: Shape) -> Shape:
     return rows // 2, stored_bytes
 
 
-def _paired_shape(grouped: Grouped, shape: Shape) -> Shape:
-    found = _cut_of(grouped, 1, _half(shape), 2)
+def _paired_shape(cut_of: CutOf, shape: Shape) -> Shape:
+    found = cut_of(_half(shape))
     return 2 * found.panels, found.panel_bytes
+
+
+def _shared_shape(grouped: Grouped, shape: Shape) -> Shape:
+    found = _of_columns(grouped, shape).shares
+    return SHARES * found.panels, found.panel_bytes
 
 
 def _shape(grouped: Grouped, step: int, shape: Shape) -> Shape:
@@ -174,35 +261,61 @@ def from_lanes(grouped: Grouped, step: int, packed: np.ndarray, shape: Shape) ->
     return _rows(_cut_of(grouped, step, shape), packed)[: shape[0]]
 
 
-def to_pairs(grouped: Grouped, shape: Shape) -> list[Stretch]:
+def to_pairs(cut_of: CutOf, shape: Shape) -> list[Stretch]:
     """Rows as stored of two matrices of one shape, one behind the other, i8 `[rows, bytes]` -> i8 `[panels,
     panel_bytes]`, taking turns."""
-    found, (half, _) = _cut_of(grouped, 1, _half(shape), 2), _half(shape)
+    found, (half, _) = cut_of(_half(shape)), _half(shape)
     pack = partial(_panels, found)
     return [Stretch(range(first, first + half), found.lanes, pack, to, 2) for to, first in enumerate((0, half))]
 
 
-def from_pairs(grouped: Grouped, packed: np.ndarray, shape: Shape) -> np.ndarray:
+def from_pairs(cut_of: CutOf, packed: np.ndarray, shape: Shape) -> np.ndarray:
     """Rows as stored, i8 of that shape, of what `to_pairs` made."""
-    found = _cut_of(grouped, 1, _half(shape), 2)
-    return np.concatenate([_rows(found, packed[which::2]) for which in (0, 1)])
+    found, (half, _) = cut_of(_half(shape)), _half(shape)
+    return np.concatenate([_rows(found, packed[which::2])[:half] for which in (0, 1)])
 
 
-def _panels(found: Cut, stored: np.ndarray) -> np.ndarray:
-    """As many as there are rows for."""
+def to_shares(grouped: Grouped, shape: Shape) -> list[Stretch]:
+    """Rows as stored, i8 `[rows, bytes]` -> i8 `[SHARES * panels, panel_bytes]`: all panels of the first share of the
+    columns, then those of the second, and so on."""
+    found = _of_columns(grouped, shape).shares
+    shares = [slice(first, first + found.groups) for first in range(0, SHARES * found.groups, found.groups)]
+
+    def pack(stored: np.ndarray) -> np.ndarray:
+        return np.stack([_panels(found, stored, share) for share in shares])
+
+    return [Stretch(range(shape[0]), found.lanes, pack, parts=SHARES)]
+
+
+def from_shares(grouped: Grouped, packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Rows as stored, i8 of that shape, of what `to_shares` made."""
+    found, groups = _of_columns(grouped, shape).shares, _groups_of(grouped, shape[1])
+    by_share = packed.view(np.uint8).reshape(SHARES, found.panels, -1)
+
+    def rows(panel: int) -> np.ndarray:
+        factors, scales, numbers = zip(*(_values(found, _parts(found, each[panel])) for each in by_share), strict=True)
+        return grouped.stored(factors[0], *(np.concatenate(part, axis=1)[:, :groups] for part in (scales, numbers)))
+
+    return np.concatenate([rows(panel) for panel in range(found.panels)])[: shape[0]]
+
+
+def _panels(found: Cut, stored: np.ndarray, share: slice = slice(None)) -> np.ndarray:
+    """As many as there are rows for, of a share of their groups."""
     out = np.zeros((-(-len(stored) // found.lanes), found.panel_bytes), np.uint8)
     for panel in range(len(out)):
         rows = stored[panel * found.lanes :][: found.lanes]
         if len(rows) < found.lanes:
             rows = np.concatenate([rows, np.zeros((found.lanes - len(rows), stored.shape[1]), np.int8)])
-        for place, part in zip(_parts(found, out[panel]), _packed(found, rows), strict=True):
+        for place, part in zip(_parts(found, out[panel]), _packed(found, rows, share), strict=True):
             place[...] = part
     return out.view(np.int8)
 
 
 def _rows(found: Cut, packed: np.ndarray) -> np.ndarray:
     """Back again, with the rows that fill the last panel."""
-    return np.concatenate([_unpacked(found, _parts(found, panel)) for panel in packed.view(np.uint8)])
+    return np.concatenate(
+        [found.grouped.stored(*_values(found, _parts(found, panel))) for panel in packed.view(np.uint8)]
+    )
 
 
 def _parts(found: Cut, panel: np.ndarray) -> list[np.ndarray]:
@@ -211,25 +324,25 @@ def _parts(found: Cut, panel: np.ndarray) -> list[np.ndarray]:
     return [chunks[:, start : start + size] for start, size in zip(found.starts, found.sizes, strict=False)]
 
 
-def _packed(found: Cut, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """What goes into `_parts` of the rows of a panel."""
+def _packed(found: Cut, rows: np.ndarray, share: slice) -> Iterator[np.ndarray]:
+    """What goes into `_parts` of a share of the rows of a panel."""
     made, lanes = found.grouped, found.lanes
     factors, scales, numbers = made.parts(rows)
     by_factor = np.ascontiguousarray(factors.T, np.float32)
     yield np.broadcast_to(by_factor.view(np.uint8).reshape(-1), (found.chunks, lanes * made.header))
-    values: np.ndarray = np.ascontiguousarray(scales).view(made.scale_type)
+    values: np.ndarray = np.ascontiguousarray(scales[:, share]).view(made.scale_type)
     yield np.ascontiguousarray(_by_chunk(found, values)).view(np.uint8).reshape(found.chunks, -1)
-    yield _dense(made.numbers.bits, _by_chunk(found, numbers)).reshape(found.chunks, -1)
+    yield _dense(made.numbers.bits, _by_chunk(found, numbers[:, share])).reshape(found.chunks, -1)
 
 
-def _unpacked(found: Cut, parts: list[np.ndarray]) -> np.ndarray:
+def _values(found: Cut, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Factors, scales and numbers of the rows of a panel, as `Grouped.stored` takes them."""
     made, lanes = found.grouped, found.lanes
     factors = np.ascontiguousarray(parts[0][0]).view(np.float32).reshape(-1, lanes).T
     values: np.ndarray = np.ascontiguousarray(parts[1]).view(made.scale_type)
     by_row = _by_row(found, values.reshape(found.chunks, -1, made.scale_values, lanes))
     scales = np.ascontiguousarray(by_row).view(np.uint8)
-    numbers = _by_row(found, _loose(found, parts[2]))
-    return made.stored(factors, scales, numbers)
+    return factors, scales, _by_row(found, _loose(found, parts[2]))
 
 
 def _by_chunk(found: Cut, values: np.ndarray) -> np.ndarray:

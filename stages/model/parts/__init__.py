@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,12 +52,15 @@ class Joined:
     parts: Mapping[str, Dim]
     paired: bool = False
 
-    def unpack(self, part: Slot) -> tuple[str, dict[str, Dim]]:
-        """The kernel that takes one of them out, and its scalars that say where it lies."""
+    def unpack(self, part: Slot, shared: bool) -> tuple[str, dict[str, Dim]]:
+        """The kernel that takes one of them out, and its scalars that say where it lies. `shared`: among those that the
+        cores of a launch share (`shared_weights`)."""
         rows, cols = part.shape
         sizes: dict[str, Dim] = {"out_cols": rows, "cols": cols}
         if self.paired:
-            return "unpack_paired", {**sizes, "which": self.parts[part.name]}
+            return "unpack_shared_pairs" if shared else "unpack_paired", {**sizes, "which": self.parts[part.name]}
+        if shared:
+            return "unpack_shared", sizes
         return "unpack", {**sizes, "first": self.parts[part.name], "rows": self.slot.shape[0]}
 
 
@@ -136,6 +139,14 @@ def joined_weights(family: str) -> tuple[Joined, ...]:
     return found
 
 
+def shared_weights(family: str, policy: Policy) -> tuple[str, ...]:
+    """Slots of a feed-forward network's weights, where a token's parts have it as one launch: its cores share the inner
+    width, for which all have to be stored alike, in a format whose layouts can be cut so."""
+    slots: tuple[str, ...] = getattr(_family(family), "SHARED", ())
+    found = {policy.of(slot, ("rows", "cols"), "bf16") for slot in slots}
+    return slots if len(found) == 1 and formats()[found.pop()].feed_forward else ()
+
+
 UNPACK, UNPACK_JOINED = "unpack_", "unpack_joined_"
 """In front of a part's name: what makes those of its weights that are stored otherwise what a prompt is multiplied
 with (`Policy.matmul`), stored each by itself or joined."""
@@ -150,12 +161,15 @@ def part(family: str, name: str, policy: Policy = BF16) -> Part:
     """A part of a family (by its `model_type`), its weights and caches in the formats of a policy, or where the name
     goes on with pairs of them, `__<slot>__<format>`, of those. KeyError if there is none of that name."""
     base, *pairs = name.removeprefix(UNPACK_JOINED).removeprefix(UNPACK).split("__")
-    made = _family(family).PARTS[base]()
     others = dict(zip(pairs[::2], pairs[1::2], strict=True))
     chosen = replace(policy, exceptions={**policy.exceptions, **others})
     if name.startswith(UNPACK):
+        stored = _stored_slots(_family(family).PARTS[base](), chosen)
         joined = joined_weights(family) if name.startswith(UNPACK_JOINED) else ()
-        return _unpacking(name, _stored_slots(made, chosen), _multiplied(family, base, chosen), joined, chosen)
+        shared = shared_weights(family, chosen) if joined else ()
+        return _unpacking(name, stored, _multiplied(family, base, chosen), joined, shared, chosen)
+    fused = getattr(_family(family), "FUSED", {}) if shared_weights(family, chosen) else {}
+    made = fused.get(base, _family(family).PARTS[base])()
     return made if chosen == BF16 else replace(_stored(made, chosen), name=name)
 
 
@@ -199,7 +213,14 @@ def _unpacks(stored: Iterable[Slot], policy: Policy) -> Iterator[Slot]:
     return (slot for slot in stored if slot.role == "weight" and len(slot.shape) == 2 and slot.format != policy.matmul)
 
 
-def _unpacking(name: str, stored: Iterable[Slot], products: Part, joined: Iterable[Joined], policy: Policy) -> Part:
+def _unpacking(
+    name: str,
+    stored: Iterable[Slot],
+    products: Part,
+    joined: Iterable[Joined],
+    shared: Container[str],
+    policy: Policy,
+) -> Part:
     b = PartBuilder()
     wholes = {part: each for each in joined for part in each.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
@@ -210,7 +231,7 @@ def _unpacking(name: str, stored: Iterable[Slot], products: Part, joined: Iterab
         buffer = f"{UNPACKED}{turn}{target.name}"
         out = replace(target, name=_made(target.name, policy), role="output", buffer=buffer, joins=())
         b.slots += [each for each in (weight, out) if each not in b.slots]
-        kernel, scalars = whole.unpack(slot)
+        kernel, scalars = whole.unpack(slot, slot.name in shared)
         place = {"to": (target.joins or (slot.name,)).index(slot.name), "apart": max(len(target.joins), 1)}
         args = {"weight": weight.name, "out": out.name}
         b.launch(format_kernel(unpack_kernel(kernel, policy.matmul), slot.format), args, **scalars, **place)

@@ -164,21 +164,25 @@ def _normed_product(b: PartBuilder, kernel: str, x: str, norm: str, weight: str,
     b.launch(kernel, {"x": x, "norm": norm, "weight": weight, "out": out}, cols="emb", out_cols=out_cols, eps="eps")
 
 
-def _o_ffn_gemvs() -> Part:
+def _o_ffn_gemvs(fused: bool = False) -> Part:
     """Behind a token's attention: output projection and residual, RMS norm with gate and up as one product and SwiGLU
-    in it, down and residual: 9 slots, 3 launches."""
+    in it, down and residual: 9 slots, 3 launches. `fused`: all from the norm on as one: 8 slots, 2 launches."""
     b = PartBuilder()
     attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
     wo, x = _weight(b, "wo"), _residual_row(b, "x_residual")
     res1 = b.slot("res1", ("emb",), "scratch")
     norm_w = _weight(b, "ffn_norm_w")
     b.slots.append(_GATE_UP)
-    swiglu = b.slot("swiglu", ("ffn",), "scratch")
+    swiglu = "" if fused else b.slot("swiglu", ("ffn",), "scratch")
     w_down = _weight(b, "w_down")
     output = b.slot("output", ("emb",), "output", buffer="x.{next}")
     _added_product(b, attn_out, wo, x, res1, "q_dim")
-    _normed_product(b, "norm_gemv_swiglu", res1, norm_w, _GATE_UP.name, swiglu, "ffn")
-    _added_product(b, swiglu, w_down, res1, output, "ffn")
+    if fused:
+        args = {"x": res1, "norm": norm_w, "gate_up": _GATE_UP.name, "down": w_down, "out": output}
+        b.launch("feed_forward", args, cols="emb", ffn="ffn", eps="eps")
+    else:
+        _normed_product(b, "norm_gemv_swiglu", res1, norm_w, _GATE_UP.name, swiglu, "ffn")
+        _added_product(b, swiglu, w_down, res1, output, "ffn")
     return b.build("o_ffn_gemvs")
 
 
@@ -315,3 +319,9 @@ PARTS: dict[str, Callable[[], Part]] = {
 
 PAIRED: dict[str, Callable[[], Part]] = {"o_ffn": lambda: _o_ffn("o_ffn", _PROMPT, paired=True)}
 """Parts of a prompt where weights that the host unpacks for it are one matrix: eight rows of each in turn."""
+
+SHARED = ("w_gate", "w_up", "w_down")
+"""Of a feed-forward network, all that it has."""
+
+FUSED: dict[str, Callable[[], Part]] = {"o_ffn_gemvs": lambda: _o_ffn_gemvs(fused=True)}
+"""Parts of a token where cores of a launch can share those."""

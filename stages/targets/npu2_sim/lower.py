@@ -49,6 +49,8 @@ _INTEGER_OPS = {
     arith.DivUIOp: "/",
     arith.RemUIOp: "%",
 }
+_RELATIONS = {0: "==", 1: "!="}
+"""By the number that `arith.cmpi` has for them."""
 _IGNORED = (
     scf.YieldOp,
     scf.ReduceOp,
@@ -68,7 +70,7 @@ def lower(module: ModuleOp, ping_pong: bool = True) -> str:
 
 
 def _c_type(kind: object) -> str:
-    return {"index": "int64_t", "i32": "int32_t", "f32": "float"}[str(kind)]
+    return {"index": "int64_t", "i32": "int32_t", "f32": "float", "i1": "bool"}[str(kind)]
 
 
 def _packed(value: SSAValue) -> str:
@@ -148,11 +150,12 @@ class _Lowering:
 
     def _grid(self, op: LaunchOp | HerdOp, shape: Sequence[int]) -> int:
         """Open a loop per dimension, the first dimension innermost."""
+        backwards = _backwards(op)
         for axis, size in reversed(list(enumerate(shape))):
             position = self._name(op.ids[axis])
             self._emit(f"for (int64_t i_{position} = 0; i_{position} < {size}; ++i_{position}) {{")
             self.depth += 1
-            self._emit(f"[[maybe_unused]] const int64_t {position} = sim::step(i_{position}, {size}, reverse);")
+            self._emit(f"[[maybe_unused]] const int64_t {position} = sim::step(i_{position}, {size}, {backwards});")
         for value, size in zip(op.size_args, shape, strict=True):
             self._emit(f"[[maybe_unused]] const int64_t {self._name(value)} = {size};")
         return len(shape)
@@ -234,6 +237,8 @@ class _Lowering:
             self._loop(op)
         elif isinstance(op, scf.ParallelOp):
             self._parallel(op)
+        elif isinstance(op, scf.IfOp):
+            self._if(op)
         elif isinstance(op, memref.AllocOp):
             self._alloc(op)
         elif isinstance(op, DmaMemcpyNdOp):
@@ -292,6 +297,12 @@ class _Lowering:
         for value in self._moved_into(op):
             self._emit(f"{self._claim(value)};")
         self._block(op.body.block)
+        self._close(1)
+
+    def _if(self, op: scf.IfOp) -> None:
+        self._emit(f"if ({self._name(op.cond)}) {{")
+        self.depth += 1
+        self._block(op.true_region.block)
         self._close(1)
 
     def _moved_into(self, loop: scf.ForOp) -> list[SSAValue]:
@@ -400,12 +411,20 @@ class _Lowering:
             text = f"{value.value.data!r}f" if isinstance(value, FloatAttr) else str(constant_of(op.result))
         elif type(op) in _INTEGER_OPS:
             text = f"{self._name(op.operands[0])} {_INTEGER_OPS[type(op)]} {self._name(op.operands[1])}"
+        elif isinstance(op, arith.CmpiOp):
+            text = f"{self._name(op.lhs)} {_RELATIONS[op.predicate.value.data]} {self._name(op.rhs)}"
         elif isinstance(op, arith.IndexCastOp):
             text = f"static_cast<{_c_type(op.result.type)}>({self._name(op.input)})"
         else:
             raise UserError(f"{self.where}: the simulator does not know {op.name}")
         kind = _c_type(op.results[0].type)
         self._emit(f"[[maybe_unused]] const {kind} {self._name(op.results[0])} = {text};")
+
+
+def _backwards(op: LaunchOp | HerdOp) -> str:
+    """Whether the last step comes first: as the caller chooses, but not where tiles hand on to those behind them."""
+    names = [{end.chan_name.string_value() for end in analysis.walk_ops(op, k)} for k in (ChannelPutOp, ChannelGetOp)]
+    return "false" if isinstance(op, HerdOp) and names[0] & names[1] else "reverse"
 
 
 def _only_inside(loop: scf.ForOp, value: SSAValue) -> bool:

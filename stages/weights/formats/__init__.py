@@ -37,13 +37,14 @@ def _first(packed: np.ndarray, shape: Shape) -> np.ndarray:
 @dataclass(frozen=True)
 class Stretch:
     """Rows of a stored matrix, each `unit` of which `pack` makes one of what is packed of, whatever the others are:
-    that at `to`, then every `step`th."""
+    that at `to`, then every `step`th. `parts`: of what is packed, which `pack` makes for each of these at once."""
 
     rows: range
     unit: int
     pack: Callable[[np.ndarray], np.ndarray]
     to: int = 0
     step: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Format:
     `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
     the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
     for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them; `cut(rows, cols, together)` where a core
-    takes panels of so many at a time. `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are
+    takes panels of so many at a time; `feed_forward(cols, inner)`: how they cut a feed-forward network's
+    (`stages.weights.lanes.FeedForward`). `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are
     multiplied with.
     """
 
@@ -93,6 +95,7 @@ class Format:
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
     grid: Callable[..., Grid] | None = None
     cut: Callable[..., Any] | None = None
+    feed_forward: Callable[[int, int], Any] | None = None
     steps: Callable[[np.ndarray], np.ndarray] | None = None
 
     def layout(self, name: str) -> Layout:
@@ -128,8 +131,10 @@ class Format:
             step = each.unit * max(1, PACKED_AT_ONCE // (each.unit * tensor.shape[1]))
             for first in each.rows[::step]:
                 some = each.pack(store(tensor[first : min(first + step, each.rows.stop)]))
+                some = some.reshape(each.parts, -1, *packed.shape[1:])
                 begin = each.to + (first - each.rows.start) // each.unit * each.step
-                packed[begin : begin + len(some) * each.step : each.step] = some
+                parts = packed.reshape(each.parts, -1, *packed.shape[1:])
+                parts[:, begin : begin + some.shape[1] * each.step : each.step] = some
         return packed
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:

@@ -1,0 +1,93 @@
+// A core's share of a feed-forward network in groups (grouped.h) of one row, and the sum of all: out = x + down(silu(gate) *
+// up), gate and up of x's RMS norm. Chunks come of a panel of gate and one of up in turn, PAIR_CHUNKS in all, STEPS a panel;
+// then of panels of down, DOWN_STEPS each.
+// x [INPUTS or OUTS, the larger], of which COLS are given; normed [INPUTS], the norm's weight before; inner [DOWN_INPUTS],
+// of which INNER are the core's share of the activation; acc f32 [2][LANES], behind it of each group of inputs its sum f32
+// and its power of two i32, and what sums begin with; sums f32 [OUTS].
+#include "grouped_sums.h"
+#include "rms_norm.h"
+#include "silu.h"
+
+namespace {
+
+static_assert(LANES == WIDE, "a panel of gate makes a group of inputs of down");
+
+constexpr unsigned CHUNK = GROUPS * GROUP, INPUTS = STEPS * CHUNK, DOWN_INPUTS = DOWN_STEPS * CHUNK;
+constexpr unsigned PART = OUTS / PARTS, EACH = 16, ROW = INPUTS > OUTS ? INPUTS : OUTS;
+static_assert(PART % EACH == 0);
+constexpr unsigned MOST = (INPUTS > DOWN_INPUTS ? INPUTS : DOWN_INPUTS) / GROUP;
+
+Group *groups_behind(float *acc) { return reinterpret_cast<Group *>(acc + 2 * LANES); }
+
+float &beginning(float *acc) { return groups_behind(acc)[MOST].sum; }
+
+void clear(bfloat16 *x, unsigned from, unsigned to) {
+    const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
+    for (unsigned k = from; k < to; ++k) x[k] = zero;
+}
+
+void fix_all(bfloat16 *x, unsigned given, unsigned count, float *acc) {
+    beginning(acc) = fix_groups(x, given, count, groups_behind(acc));
+}
+
+// The chunk that a row's inputs take as its `at`th, onto `sums` of its panel.
+void multiply(const uint8 *chunk, const bfloat16 *x, unsigned at, float *acc, float *sums) {
+    if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
+    const int16 *fixed = reinterpret_cast<const int16 *>(x);
+    add_chunk(chunk, fixed + at * CHUNK, groups_behind(acc) + at * GROUPS, sums);
+}
+
+void activate(float *acc, bfloat16 *out) {
+    bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);
+    round_sums(acc, rounded);
+    round_sums(acc + LANES, rounded + LANES);
+    silu_times<LANES>(rounded, rounded + LANES, out);
+}
+
+}  // namespace
+
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *inner,
+                                           float eps) {
+    use_nearest_even();
+    clear(x, COLS, ROW);
+    clear(inner, INNER, DOWN_INPUTS);
+    norm_row(x, normed, normed, eps);
+    fix_all(normed, COLS, INPUTS, acc);
+}
+
+extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *normed, int32 index, float *acc,
+                                          bfloat16 *inner, float *sums) {
+    use_nearest_even();
+    if (index < PAIR_CHUNKS) {
+        const unsigned at = index % STEPS, panel = index / STEPS;
+        multiply(chunk, normed, at, acc, acc + panel % 2 * LANES);
+        if (at == STEPS - 1 && panel % 2) activate(acc, inner + panel / 2 * LANES);
+    } else {
+        const unsigned down = index - PAIR_CHUNKS;
+        if (down == 0) fix_all(inner, DOWN_INPUTS, DOWN_INPUTS, acc);
+        multiply(chunk, inner, down % DOWN_STEPS, acc, sums + down / DOWN_STEPS * LANES);
+    }
+}
+
+// A part of `PARTS` of what all cores up to this one make of x: of the first, it and the core's own.
+extern "C" void AIE_FN(feed_forward_first)(const bfloat16 *x, int32 index, const float *sums, float *part) {
+    use_nearest_even();
+    for (unsigned i = 0; i < PART; i += EACH) {
+        const unsigned at = index * PART + i;
+        const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(sums + at));
+        aie::store_v(part + i, aie::add(sum, aie::load_v<EACH>(x + at)).template to_vector<float>());
+    }
+}
+
+extern "C" void AIE_FN(feed_forward_join)(const float *sums, int32 index, float *part) {
+    for (unsigned i = 0; i < PART; i += EACH)
+        aie::store_v(part + i, aie::add(aie::load_v<EACH>(part + i), aie::load_v<EACH>(sums + index * PART + i)));
+}
+
+extern "C" void AIE_FN(feed_forward_last)(const float *part, int32 index, bfloat16 *out) {
+    use_nearest_even();
+    for (unsigned i = 0; i < PART; i += EACH) {
+        const aie::accum<accfloat, EACH> sum(aie::load_v<EACH>(part + i));
+        aie::store_v(out + index * PART + i, sum.template to_vector<bfloat16>());
+    }
+}
