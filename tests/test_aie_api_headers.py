@@ -47,7 +47,6 @@ VARIANTS = (
     Variant.of("add", COUNT=48),
     Variant.of("rms_norm", ROWS=1, COLS=2048),
     Variant.of("rope", ROWS=2, HEADS=4, HEAD_DIM=64),
-    Variant.of("rope_qkv", HEADS=9, HEAD_DIM=64, KV_HEADS=3),
     Variant.of("silu_and_mul", COUNT=2048),
     Variant.of("gemm", TM=64, TK=32, TN=128),
     Variant.of("gemm", TM=64, TK=32, TN=128, BFP=1),
@@ -69,8 +68,8 @@ VARIANTS = (
     Variant.of("feed_forward", BITS=4, FACTORS=2, GROUPS=32, LANES=32, STEPS=2, DOWN_STEPS=1, **FEED_FORWARD),
     Variant.of("feed_forward", BITS=6, FACTORS=1, GROUPS=16, LANES=32, STEPS=4, DOWN_STEPS=2, **FEED_FORWARD),
     Variant.of("feed_forward", BITS=8, FACTORS=0, GROUPS=16, LANES=32, STEPS=4, DOWN_STEPS=2, **FEED_FORWARD),
-    Variant.of("token_attention", HD=64, HEADS=32, KR=64, MEMBERS=4, QR=8),
-    Variant.of("token_attention", HD=128, HEADS=9, KR=32, MEMBERS=9, QR=16),
+    Variant.of("token_attention", HD=64, HEADS=32, KV_HEADS=8, KR=64, MEMBERS=4, QR=8),
+    Variant.of("token_attention", HD=128, HEADS=9, KV_HEADS=1, KR=32, MEMBERS=9, QR=16),
     Variant.of("flash_attention", HD=64, KR=32, QR=64),
     Variant.of("flash_attention", HD=96, KR=16, QR=16),
 )

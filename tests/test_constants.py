@@ -21,7 +21,6 @@ SHAPES = {
     "aie2p/gemv.cc": "ROWS COLS KC",
     "aie2p/flash_attention.cc": "QR KR HD",
     "aie2p/rope.cc": "HEADS HEAD_DIM ROWS",
-    "aie2p/rope_qkv.cc": "HEADS HEAD_DIM KV_HEADS",
 }
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
@@ -31,7 +30,7 @@ READERS = {
     "QUAD": ("cpu/w8a8.cc",),
     "LANES": ("aie2p/grouped_gemv.cc",),
     "BLOCK": ("aie2p/gemm.cc", "aie2p/gemv.cc", "aie2p/flash_attention.cc"),
-    "POSITION": ("aie2p/rope_qkv.cc",),
+    "POSITION": ("aie2p/rope.cc",),
     "HEAD_POSITION": ("aie2p/rope.cc",),
 }
 CPP_NAMES = {

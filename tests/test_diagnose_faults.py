@@ -285,10 +285,10 @@ ARRAY = [
     ),
     Fault(
         "index",
-        "rope_qkv.cc",
-        "aie::load_v<L>(v + d)",
-        "aie::load_v<L>(v + (d ^ L))",
-        ("rope_qkv", "decode@128", 0),
+        "token_attention.cc",
+        "copy(v, HD, row + HD);",
+        "copy(v + HD, HD, row + HD);",
+        ("token_attention", "decode@128", 0),
         NPU_INT4,
     ),
 ]

@@ -412,14 +412,6 @@ def _feed_forward(function: str, form: str, cols: int, inner: int) -> tuple[Any,
     return tiling.variant, function, arguments[function], expected
 
 
-def _rope_qkv(heads: int, kv_heads: int, head_dim: int) -> tuple[Any, str, list[Any], int]:
-    tiling = rope.tile_token(heads, kv_heads, head_dim)
-    variant = air.Variant.of("rope_qkv", HEADS=heads, HEAD_DIM=head_dim, KV_HEADS=kv_heads)
-    kv = 4 * kv_heads * head_dim
-    arguments = [buffer(2 * heads * head_dim + kv), buffer(4 * head_dim + 64), buffer(kv)]
-    return variant, "rope_qkv", arguments, tiling.costs["rope_qkv"].vectors
-
-
 def _gemm(function: str, m: int, n: int, k: int, **more: bool) -> tuple[Any, str, list[Any], int]:
     tiling = gemm.Tiling(m, k, n, 1, m, n, k, k, **more)
     arguments = {"gemm_zero": [], "gemm_step": [buffer(2 * m * k), buffer(2 * k * n)], "gemm_out": []}
@@ -447,11 +439,12 @@ def _attention(function: str, q: int, k: int, d: int) -> tuple[Any, str, list[An
 def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[Any], int]:
     tiling = token_attention.tile(1024, group, 1, d)
     queries, k = tiling.queries, tiling.tile_k
-    rows, q, acc = buffer(2 * (group * d + 32)), buffer(2 * queries * d), buffer(4 * queries * d)
-    rows[-64:].view(np.int32)[0] = 1023
+    rows, q, acc = buffer(2 * tiling.width), buffer(2 * queries * d), buffer(4 * queries * d)
+    table, row = buffer(4 * tiling.angles), buffer(4 * d)
+    table.view(np.int32)[d] = 1023
     arguments = {
-        "ta_init": [rows, 0, q, acc, buffer(8 * queries)],
-        "ta_step": [rows, 0, q, buffer(4 * k * d), acc, buffer(8 * queries), buffer(4 * queries * k)],
+        "ta_init": [rows, table, 0, q, acc, buffer(8 * queries), row],
+        "ta_step": [table, 0, row, q, buffer(4 * k * d), acc, buffer(8 * queries), buffer(4 * queries * k)],
         "ta_out": [acc, buffer(8 * queries), q, buffer(2 * group * d)],
     }
     blocks_q, blocks_k, blocks_d = queries // 8, k // 8, d // 8
@@ -474,8 +467,6 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _rope(2, 8, 128),
         lambda: _rope(2, 8, 64, rope.QUERIES),
         lambda: _rope(2, 24, 128, rope.QUERIES),
-        lambda: _rope_qkv(32, 8, 64),
-        lambda: _rope_qkv(9, 3, 64),
         lambda: _gemv("gemv_step", 8, 1024, True),
         lambda: _gemv("gemv_step", 16, 512, False),
         lambda: _gemv("gemv_step", 2, 512, False),
@@ -525,8 +516,8 @@ def test_costs_are_what_the_tile_functions_do(
         count(variant, "fa_init", [arguments[1], *arguments[3:5]], work)
         count(variant, function, [0, *arguments[1:]], work)
     if function == "ta_step":
-        rows, _, q, _, acc, stats, _ = arguments
-        count(variant, "ta_init", [rows, 0, q, acc, stats], work)
+        table, _, row, q, _, acc, stats, _ = arguments
+        count(variant, "ta_init", [buffer(1 << 16), table, 0, q, acc, stats, row], work)
         count(variant, function, arguments, work)
     assert math.isclose(count(variant, function, arguments, work), expected, rel_tol=0.02), function
 

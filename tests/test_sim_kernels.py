@@ -129,40 +129,38 @@ def test_rms_norm(rows: int, cols: int, scale: float) -> None:
     assert_close(got, want, 2 * ULP * magnitude(want))
 
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 2, 64), (9, 3, 64), (6, 1, 32), (3, 3, 128)])
-def test_rope_qkv(heads: int, kv_heads: int, head_dim: int) -> None:
-    x, position = random((heads + 2 * kv_heads) * head_dim, seed=10), 70000
-    table = np.zeros((1, head_dim + POSITION // 2), np.float32)
-    angles = np.random.default_rng(11).uniform(-4, 4, head_dim // 2)
-    table[0, :head_dim] = np.concatenate([np.cos(angles), np.sin(angles)])
-    table.view(np.int32)[0, head_dim] = position
-    q, kv = empty(heads * head_dim + POSITION), empty(2 * kv_heads * head_dim)
-    q, kv = execute_two(rope.build_token(rope.tile_token(heads, kv_heads, head_dim)), x, table[0], q, kv)
-    want_q, want_kv = rope.reference_qkv(x[None], table, 0, heads, kv_heads, head_dim)
-    assert q[-POSITION:].view(np.int32)[0] == position and want_q[-POSITION:].tobytes() == q[-POSITION:].tobytes()
-    q, want_q = q[:-POSITION], want_q[:-POSITION]
-    assert_close(q, want_q, ULP * magnitude(want_q) + 2.0**-15)
-    got_kv = kv.reshape(want_kv.shape)
-    assert_close(got_kv, want_kv, ULP * magnitude(want_kv) + 2.0**-15)
-    assert (got_kv[:, 1] == x[-kv_heads * head_dim :].reshape(kv_heads, head_dim)).all(), "V is copied"
-
-
 @pytest.mark.parametrize(
     "window, heads, kv_heads, head_dim", [(128, 4, 2, 64), (256, 9, 3, 64), (128, 10, 1, 32), (128, 10, 10, 64)]
 )
 def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """At the first position, inside a tile of keys, at its end and at the window's; what lies behind is not seen."""
-    q, kv = random(heads * head_dim, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
+    """At the first position, inside a tile of keys, at its end and at the window's. What lies behind is not seen, and
+    what the cache has at the position itself is not either."""
+    width = kv_heads * head_dim
+    x, kv = random(heads * head_dim + 2 * width, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
     made = token_attention.build(token_attention.tile(window, heads, kv_heads, head_dim))
     for position in (0, 37, 63, window - 1):
-        placed = np.concatenate([q, position_rows(position, 1)[0].view(bfloat16)])
+        table = token_table(position, head_dim)
         seen = kv.copy()
-        seen[position + 1 :] = 1000
-        got = execute(made, placed, seen.reshape(window, -1), empty(heads * head_dim))
-        k, v = (kv[: position + 1, :, which].reshape(position + 1, -1) for which in (0, 1))
-        want = token_attention.reference(placed, k, v, heads, kv_heads)
-        # Weights are rounded to bf16, and so is the result; values are of size 1.
-        assert_close(got, want, ULP * magnitude(want) + ULP)
+        seen[position:] = 1000
+        arrays = (x, table[0], seen.reshape(window, -1), empty(heads * head_dim), empty(2 * width))
+        out, row = execute_two(made, *arrays)
+        k, v = (kv[:, :, which].reshape(window, -1) for which in (0, 1))
+        tables = np.repeat(table, position + 1, axis=0)
+        want, want_row = token_attention.reference(x[None], tables, position, k, v, heads, kv_heads)
+        got = row.reshape(want_row.shape)
+        assert_close(got, want_row, ULP * magnitude(want_row) + 2.0**-15)
+        assert (got[:, 1] == x[-width:].reshape(kv_heads, head_dim)).all(), "V is copied"
+        # Weights are rounded to bf16, and so are rotated values and the result; values are of size 1.
+        assert_close(out, want, ULP * magnitude(want) + 2 * ULP)
+
+
+def token_table(position: int, head_dim: int) -> np.ndarray:
+    """A row of angles, and the position behind it."""
+    table = np.zeros((1, head_dim + POSITION // 2), np.float32)
+    angles = np.random.default_rng(11).uniform(-4, 4, head_dim // 2)
+    table[0, :head_dim] = np.concatenate([np.cos(angles), np.sin(angles)])
+    table.view(np.int32)[0, head_dim] = position
+    return table
 
 
 @pytest.mark.parametrize(

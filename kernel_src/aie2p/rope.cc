@@ -5,6 +5,7 @@
 
 constexpr unsigned HEAD_POSITION = LAYOUT_HEAD_POSITION, POSITION = LAYOUT_POSITION;
 static_assert(HEAD_POSITION == 8, "a vector of bf16, and a row of a block");
+static_assert(POSITION == 32, "a vector of bf16");
 #ifdef PLACED
 constexpr unsigned WIDTH = HEAD_DIM + HEAD_POSITION, ANGLES = HEAD_DIM + POSITION / 2;
 #else

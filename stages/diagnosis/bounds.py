@@ -16,14 +16,13 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.diagnosis.sites import Site
-from stages.kernels import HOST_SET, gemm, gemv, rms_norm, silu_and_mul
+from stages.kernels import HOST_SET, gemm, gemv, rms_norm, rope, silu_and_mul
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.weights.constants import (
     BLOCK,
     GROUP,
     HEAD_POSITION,
     KV_BLOCK_POSITIONS,
-    POSITION,
     SHORT_GROUP,
 )
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
@@ -369,33 +368,39 @@ def _of_query_rotation(given: Given) -> tuple[Spread, ...]:
     return (Spread(with_position(spread.limit), with_position(spread.chance)),)
 
 
-def _of_token_rotation(given: Given) -> tuple[Spread, ...]:
-    """Queries and the position behind them; the new row of the cache, of which V is as it was."""
-    x, table, known = np.atleast_2d(given.known["x"]), given.known["table"], given.known
-    head_dim, (placed, row) = known["head_dim"], given.results
+def _of_token_attention(given: Given) -> tuple[Spread, ...]:
+    """Of rotated queries, each of which may be rounded wrong, as may the newest key; and of the new row of the cache,
+    of which V is as it was."""
+    known, (out, row) = given.known, given.results
+    head_dim, position = known["head_dim"], known["pos"]
     ends = known["heads"] * head_dim, (known["heads"] + known["kv_heads"]) * head_dim
-    q, k, _ = np.split(x, ends, axis=-1)
-    angles = table[:, :head_dim]
-    of_q = _rotation(given, q, angles, placed[:-POSITION])
-    of_k = _rotation(given, k, angles, np.ascontiguousarray(row[:, 0]))
-    exact = np.zeros(POSITION)
+    q, k, _ = np.split(np.atleast_2d(known["x"]), ends, axis=-1)
+    angles = known["table"][:, :head_dim]
+    rotated = rope.reference(q, known["table"], position, head_dim)[0]
+    of_q, of_k = _rotation(given, q, angles, rotated), _rotation(given, k, angles, np.ascontiguousarray(row[:, 0]))
+    newest = [np.concatenate([known[which][:position], row[:, half].reshape(1, -1)]) for half, which in enumerate("kv")]
+    off = _of_scores(of_q, newest[0], head_dim) + _of_scores(of_k, rotated, head_dim)
+    attention = replace(given, known={**known, "q": rotated, "k": newest[0], "v": newest[1]}, results=(out,))
 
     def with_v(part: np.ndarray) -> np.ndarray:
         halves = part.reshape(known["kv_heads"], head_dim)
         return np.stack([halves, np.zeros(halves.shape)], axis=1)
 
-    return (
-        Spread(np.append(of_q.limit, exact), np.append(of_q.chance, exact)),
-        Spread(with_v(of_k.limit), with_v(of_k.chance)),
-    )
+    return (*_of_attention(attention, off), Spread(with_v(of_k.limit), with_v(of_k.chance)))
 
 
-def _of_attention(given: Given) -> tuple[Spread, ...]:
-    """Weights of positions are rounded, and scores are as far off as their sums are."""
+def _of_scores(inputs: Spread, others: np.ndarray, head_dim: int) -> float:
+    """How far a score may be off at most because of what is multiplied with `others`."""
+    squares = (inputs.chance * np.square(inputs.limit)).reshape(-1, head_dim).sum(axis=-1).max()
+    return float(SURE * np.sqrt(squares / head_dim) * np.abs(others.astype(np.float32)).max())
+
+
+def _of_attention(given: Given, of_inputs: float = 0.0) -> tuple[Spread, ...]:
+    """Weights of positions are rounded, and scores are as far off as their sums are, and `of_inputs`."""
     known, arithmetic = given.known, given.arithmetic
     heads, kv_heads = known["heads"], known["kv_heads"]
-    # Positions lie behind a token's queries, or behind each of a prompt's.
-    rows = given.wide("q")[: given.results[0].size] if given.results[0].ndim == 1 else given.wide("q")
+    # Positions lie behind each query of a prompt.
+    rows = given.wide("q")
     q = rows.reshape(len(np.atleast_2d(rows)), kv_heads, heads // kv_heads, -1)[..., : known["head_dim"]]
     k, v = (given.wide(which).reshape(len(known[which]), kv_heads, -1) for which in "kv")
     seq, (length, _, head_dim) = len(q), k.shape
@@ -403,7 +408,7 @@ def _of_attention(given: Given) -> tuple[Spread, ...]:
     scores[..., np.arange(length) > known["pos"] + np.arange(seq)[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max()
+    of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max() + of_inputs
     error = (arithmetic.weight + of_scores + length * U32) * _weighted(weights, np.abs(v))
     if given.site.format != "bf16":
         error += _fixed_point_attention(q, k, v, weights)
@@ -459,7 +464,6 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
             "flash_attention_panels",
             "decode_attention_kv",
             "decode_attention_panels",
-            "token_attention",
         ),
         _of_attention,
     ),
@@ -469,6 +473,6 @@ _SPREADS: Mapping[str, Callable[[Given], tuple[Spread, ...]]] = {
     "silu_and_mul": _of_silu,
     "rms_norm": _of_norm,
     "rope_q": _of_query_rotation,
-    "rope_qkv": _of_token_rotation,
+    "token_attention": _of_token_attention,
 }
 """By what a kernel computes, whatever the format."""

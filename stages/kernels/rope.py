@@ -156,73 +156,13 @@ def build(tiling: Tiling) -> AirModule:
 def reference_qkv(
     x: np.ndarray, table: np.ndarray, pos: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row; `table` f32 `[positions, head_dim +
-    POSITION / 2]`, positions behind the angles -> Q rotated and the position behind it, bf16 `[heads * head_dim +
-    POSITION]`, and the row of an interleaved cache, K rotated, bf16 `[kv_heads, 2, head_dim]`."""
+    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row; `table` f32 `[positions, head_dim]` or
+    wider -> Q rotated, bf16 `[heads * head_dim]`, and the row of an interleaved cache, K rotated, bf16 `[kv_heads, 2,
+    head_dim]`."""
     rotated = heads * head_dim, (heads + kv_heads) * head_dim
     q, k, v = np.split(x, rotated, axis=-1)
-    angles, position = table[:, :head_dim], table[pos, head_dim:]
-    q, k = (reference(part, angles, pos, head_dim) for part in (q, k))
-    placed = np.concatenate([q[0], np.ascontiguousarray(position).view(bfloat16)])
-    return placed, np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
-
-
-@dataclass(frozen=True)
-class TokenTiling:
-    """One core: of a token's Q, K and V."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def macs(self) -> int:
-        return 0
-
-    @property
-    def costs(self) -> Mapping[str, Cost]:
-        """As `Tiling`'s, the table's row split twice; V is copied."""
-        pairs = self.head_dim // 2
-        vectors = pairs // lanes(pairs)
-        return {"rope_qkv": Cost(vectors=vectors * ((self.heads + self.kv_heads + 2) * 14 + 4 * self.kv_heads))}
-
-    def __str__(self) -> str:
-        return f"rope_qkv {self.heads}+{self.kv_heads}x{self.head_dim}: one core"
-
-
-def tile_token(heads: int, kv_heads: int, head_dim: int) -> TokenTiling:
-    """UserError if heads are no whole vectors or the row does not fit L1."""
-    what = f"rope_qkv {heads}+{kv_heads}x{head_dim}"
-    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
-    q, kv = BF16 * heads * head_dim, 2 * BF16 * kv_heads * head_dim
-    fitting = limits.fits_l1(q + kv, kv, F32 * head_dim + BF16 * POSITION)
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(fitting))
-    return TokenTiling(heads, kv_heads, head_dim)
-
-
-def build_token(tiling: TokenTiling) -> AirModule:
-    """Arguments `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`; `table`: f32 `[head_dim + POSITION / 2]`, the row of
-    this position; `q`: bf16 `[heads * head_dim + POSITION]`; `kv`: bf16 `[2 * kv_heads * head_dim]`, the position's row
-    of the cache."""
-    p = tiling
-    q, kv = p.heads * p.head_dim, 2 * p.kv_heads * p.head_dim
-    row = ((p.head_dim + POSITION * BF16 // F32,), "f32")
-    shapes = {"x": ((q + kv,), "bf16"), "table": row, "q": ((q + POSITION,), "bf16"), "kv": ((kv,), "bf16")}
-    b = air.Builder("rope_qkv", {name: air.memref_type(*shape) for name, shape in shapes.items()})
-    whole = {name: b.args[name].at((0, size, 1)) for name, ((size,), _) in shapes.items()}
-    variant = air.Variant.of("rope_qkv", HEADS=p.heads, HEAD_DIM=p.head_dim, KV_HEADS=p.kv_heads)
-    with (
-        b.launch(),
-        b.segment(),
-        b.herd(1, 1),
-        b.alloc(air.L1, *(shapes[name] for name in ("x", "table", "kv"))) as (x, table, new),
-    ):
-        b.dma(x, whole["x"])
-        b.dma(table, whole["table"])
-        b.call(variant, "rope_qkv", x, table, new)
-        b.dma(whole["q"], x.at((0, q + POSITION, 1)))
-        b.dma(whole["kv"], new)
-    return b.finish()
+    q, k = (reference(part, table, pos, head_dim) for part in (q, k))
+    return q[0], np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
 
 
 _READS = ("x", Arg("table", "f32"))
@@ -249,16 +189,5 @@ KERNELS = (
             program=build,
         )
         for name, computes, out in (("rope_kv", reference, KEYS), ("rope_q", reference_queries, QUERIES))
-    ),
-    # Of a token, whose row of the cache is an argument of its own.
-    signature(
-        "rope_qkv",
-        _READS,
-        "pos heads kv_heads head_dim",
-        reference_qkv,
-        writes=("q", "kv"),
-        host=False,
-        tiling=lambda s: tile_token(s["heads"], s["kv_heads"], s["head_dim"]),
-        program=build_token,
     ),
 )

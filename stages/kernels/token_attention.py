@@ -1,4 +1,5 @@
-"""Attention of a token on the array, over the first `window` positions of an interleaved cache that has its K and V."""
+"""Rotation and attention of a token on the array, over the first `window` positions of an interleaved cache, into which
+its K and V go."""
 
 from __future__ import annotations
 
@@ -10,23 +11,31 @@ import numpy as np
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Cost, decode_attention, signature
+from stages.kernels import BF16, F32, Arg, Cost, decode_attention, lanes, rope, signature
 from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Builder, Index, Variant
+    from stages.air import AirModule, Builder, Channel, Index, Variant
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-    """As `decode_attention`'s, of the queries in `q`: `k` and `v` end at the token's position."""
-    return decode_attention.reference(q[:-POSITION], k, v, heads, kv_heads)
+def reference(
+    x: np.ndarray, table: np.ndarray, pos: int, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`x` and `table` as `rope.reference_qkv` takes them, `k` and `v` bf16 `[positions, kv_heads * head_dim]`, of which
+    those before `pos` count -> bf16 `[heads * head_dim]`, and the cache's row of `pos`, bf16 `[kv_heads, 2, head_dim]`.
+    """
+    q, row = rope.reference_qkv(x, table, pos, heads, kv_heads, k.shape[1] // kv_heads)
+    k, v = (np.concatenate([old[:pos], row[:, half].reshape(1, -1)]) for half, old in enumerate((k, v)))
+    return decode_attention.reference(q, k, v, heads, kv_heads), row
 
 
 @dataclass(frozen=True)
 class Tiling:
     """A core per KV head, one in a column, takes all query heads of its group at once, and `tile_k` positions at a
     time. Those behind the token's are read too, and masked: a tile that has no others costs a call that returns at
-    once. Queries go to all cores, because a core has two streams in, and the other brings K and V."""
+    once. Q, K and V of the token go to all cores, because a core has two streams in, and the other brings what is in
+    the cache. Each rotates its group's, writes its part of the cache's row, and puts it into the tile where it belongs:
+    DDR may have the old row or the new one when that is read."""
 
     window: int
     heads: int
@@ -46,8 +55,13 @@ class Tiling:
 
     @property
     def width(self) -> int:
-        """Elements of all queries, with the position behind them."""
-        return self.heads * self.head_dim + POSITION
+        """Elements of Q, K and V of all heads."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def angles(self) -> int:
+        """Of the table's row, with the position behind them."""
+        return self.head_dim + POSITION * BF16 // F32
 
     @property
     def steps(self) -> int:
@@ -63,7 +77,7 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         sizes = {"HD": self.head_dim, "KR": self.tile_k, "MEMBERS": self.group, "QR": self.queries}
-        return air.Variant.of("token_attention", HEADS=self.heads, **sizes)
+        return air.Variant.of("token_attention", HEADS=self.heads, KV_HEADS=self.kv_heads, **sizes)
 
     @property
     def macs(self) -> int:
@@ -71,11 +85,13 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """As `flash_attention`'s; a group's rows are put into blocks and out of them again."""
+        """As `flash_attention`'s and `rope`'s; a group's rows are put into blocks and out of them again."""
+        pairs = self.head_dim // 2
+        rotation = pairs // lanes(pairs) * ((self.group + 1 + 2) * 14 + 4)
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK
         moved = 2 * self.group * dims
         return {
-            "ta_init": Cost(vectors=blocks * (11 * dims + 2) + moved // 2),
+            "ta_init": Cost(vectors=rotation + blocks * (11 * dims + 2) + moved // 2),
             "ta_step": Cost(
                 2 * self.queries * self.tile_k * self.head_dim,
                 vectors=blocks * (self.tile_k // limits.BLOCK * 45 + 56),
@@ -106,10 +122,12 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
 
 
 def _fits(p: Tiling) -> bool:
-    """Whether a core holds all queries, its results, and what attention makes of them and of the keys. Scores, which
-    only the loop over the keys uses, are there as often as the keys."""
+    """Whether a core holds Q, K and V, the table's row and the cache's, its results, and what attention makes of them
+    and of the keys. Scores, which only the loop over the keys uses, are there as often as the keys."""
     return limits.fits_l1(
-        BF16 * p.width,
+        limits.aligned(BF16 * p.width),
+        limits.aligned(F32 * p.angles),
+        BF16 * 2 * p.head_dim,
         BF16 * p.group * p.head_dim,
         (BF16 + F32) * p.queries * p.head_dim,
         limits.copies(p.steps) * (BF16 * 2 * p.head_dim + F32 * p.queries) * p.tile_k,
@@ -118,29 +136,41 @@ def _fits(p: Tiling) -> bool:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `q`: bf16 `[heads * head_dim + POSITION]`, with the token's position behind the queries, as i32; `kv`:
-    bf16 `[window][kv_heads * 2 * head_dim]`; `out`: bf16 `[heads * head_dim]`."""
+    """Arguments `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`; `table`: f32 `[head_dim + POSITION / 2]`, the row of
+    the token's position, which is behind the angles, as i32; `kv`: bf16 `[window][kv_heads * 2 * head_dim]`; `out`:
+    bf16 `[heads * head_dim]`; `row`: bf16 `[2 * kv_heads * head_dim]`, the position's row of the cache."""
     p = tiling
-    keys = air.memref_type((p.window, p.kv_heads * 2 * p.head_dim))
-    out = air.memref_type((p.heads * p.head_dim,))
-    b = air.Builder("token_attention", {"q": air.memref_type((p.width,)), "kv": keys, "out": out})
+    kv = p.kv_heads * 2 * p.head_dim
+    shapes = {"x": (p.width,), "table": (p.angles,), "kv": (p.window, kv), "out": (p.heads * p.head_dim,), "row": (kv,)}
+    dtypes = {"table": "f32"}
+    b = air.Builder(
+        "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
+    )
     for turn in range(p.passes):
-        with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
-            _attend(b, p, tx + turn * p.columns)
+        with b.launch(), b.segment():
+            rows = b.channel((1, 1), (p.columns, 1))
+            for name, size in (("x", p.width), ("table", p.angles)):
+                b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
+            with b.herd(p.columns, 1) as (tx, ty):
+                _attend(b, p, rows, (tx, ty), tx + turn * p.columns)
     return b.finish()
 
 
-def _attend(b: Builder, p: Tiling, kv_head: Index) -> None:
-    """Online softmax of a group's queries over all key tiles."""
+def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
+    """Rotation, then online softmax of a group's queries over all key tiles."""
     d, k, mine = p.head_dim, p.tile_k, p.group * p.head_dim
     blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
     sums = (((p.queries, d), "f32"), ((2, p.queries), "f32"), ((p.queries, k), "f32"))
-    with b.alloc(air.L1, (p.width,), blocks, *sums) as (rows, q, acc, stats, work):
-        b.dma(rows, b.args["q"].at((0, p.width, 1)))
-        b.call(p.variant, "ta_init", rows, kv_head, q, acc, stats)
+    mine_in_cache = kv_head * (2 * d), 2 * d, 1
+    with b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), (2 * d,), blocks, *sums) as (x, table, row, q, *work):
+        b.get(rows, tile, x)
+        b.get(rows, tile, table)
+        acc, stats, scores = work
+        b.call(p.variant, "ta_init", x, table, kv_head, q, acc, stats, row)
+        b.dma(b.args["row"].at(mine_in_cache), row)
         with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
-            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), (kv_head * (2 * d), 2 * d, 1)))
-            b.call(p.variant, "ta_step", rows, j * k, q, kv, acc, stats, work)
+            b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), mine_in_cache))
+            b.call(p.variant, "ta_step", table, j * k, row, q, kv, acc, stats, scores)
         with b.alloc(air.L1, (mine,)) as (out,):
             b.call(p.variant, "ta_out", acc, stats, q, out)
             b.dma(b.args["out"].at((kv_head * mine, mine, 1)), out)
@@ -149,9 +179,10 @@ def _attend(b: Builder, p: Tiling, kv_head: Index) -> None:
 KERNELS = (
     signature(
         "token_attention",
-        ("q", "kv"),
+        ("x", Arg("table", "f32"), "kv"),
         "window pos heads kv_heads head_dim",
         reference,
+        writes=("out", "row"),
         attends=True,
         host=False,
         tiling=lambda s: tile(s["window"], s["heads"], s["kv_heads"], s["head_dim"]),

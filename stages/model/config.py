@@ -64,7 +64,6 @@ class Config:
             "qk_dim": (self.heads + self.kv_heads) * self.head_dim,
             "qkv_dim": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "ffn_pair_dim": 2 * self.ffn,
-            "placed_q_dim": self.heads * self.head_dim + POSITION,
             "placed_heads_dim": self.heads * (self.head_dim + HEAD_POSITION),
             "placed_head_dim": self.head_dim + POSITION // 2,
             "max_seq": self.max_seq,

@@ -22,7 +22,7 @@ Values = dict[str, np.ndarray]
 Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
-HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "rope_qkv": slice(0, 2)}
+HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "token_attention": slice(0, 2)}
 """Kernels that write into rows of an interleaved cache, their last result, and which halves."""
 
 
@@ -39,7 +39,7 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     written = [slots[arg.name] for arg in kernel.args if arg.written]
-    cache = next((values[slots[a.name]] for a in kernel.args if a.name == "kv" and kernel.name not in HALVES), None)
+    cache = next((values[slots[arg.name]] for arg in kernel.args if arg.name == "kv"), None)
     if cache is not None:
         until = known["pos"] + known.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.

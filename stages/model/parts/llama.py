@@ -145,19 +145,14 @@ def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
     return b.slot(name, ("emb",), "input", buffer="x.{turn}")
 
 
-def _norm_qkv_gemv_rope() -> Part:
-    """Of a token's row: RMS norm, Q, K and V as one product, rotation, the cache's new row: 7 slots, 2 launches. The
-    position comes with the rotation's angles and goes on with the queries."""
+def _norm_qkv_gemv() -> Part:
+    """Of a token's row: RMS norm, Q, K and V as one product: 4 slots, 1 launch."""
     b = PartBuilder()
     x, norm_w = _residual_row(b), _weight(b, "norm_w")
     b.slots.append(_QKV)
-    qkv = b.slot("qkv", ("qkv_dim",), "scratch")
-    table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
-    q = b.slot("q_roped", ("placed_q_dim",), "output", buffer="placed_q")
-    kv = _interleaved(b, "output", "@pos")
+    qkv = b.slot("qkv", ("qkv_dim",), "output")
     _normed_product(b, "norm_gemv", x, norm_w, _QKV.name, qkv, "qkv_dim")
-    b.launch("rope_qkv", {"x": qkv, "table": table, "q": q, "kv": kv}, pos="pos", **_HEADS)
-    return b.build("norm_qkv_gemv_rope")
+    return b.build("norm_qkv_gemv")
 
 
 def _normed_product(b: PartBuilder, kernel: str, x: str, norm: str, weight: str, out: str, out_cols: Dim) -> None:
@@ -240,12 +235,15 @@ def _decode_attn_kv() -> Part:
 
 
 def _token_attn() -> Part:
-    """Attend over the first positions of an interleaved cache that has the newest K and V: 3 slots, 1 launch."""
+    """Rotate a token's Q and K, and attend over the first positions of an interleaved cache and what goes into it: 5
+    slots, 1 launch. The position comes with the rotation's angles."""
     b = PartBuilder()
-    q = b.slot("q", ("placed_q_dim",), "input", buffer="placed_q")
-    kv = _window(b)
+    qkv = b.slot("qkv", ("qkv_dim",), "input")
+    table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
+    kv, row = _window(b), _interleaved(b, "output", "@pos")
     out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
-    b.launch("token_attention", {"q": q, "kv": kv, "out": out}, window="window", pos="pos", **_HEADS)
+    args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
+    b.launch("token_attention", args, window="window", pos="pos", **_HEADS)
     return b.build("token_attn")
 
 
@@ -305,7 +303,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "flash_attn_panels": lambda: _attend_panels("flash_attn_panels", _PROMPT, "flash_attention_panels", seq="seq"),
     "decode_attn_panels": lambda: _attend_panels("decode_attn_panels", _TOKEN, "decode_attention_panels"),
     "decode_attn_kv": _decode_attn_kv,
-    "norm_qkv_gemv_rope": _norm_qkv_gemv_rope,
+    "norm_qkv_gemv": _norm_qkv_gemv,
     "token_attn": _token_attn,
     "o_ffn_gemvs": _o_ffn_gemvs,
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),

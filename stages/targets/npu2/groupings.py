@@ -38,11 +38,11 @@ GROUPINGS = {
         # Fewer and larger products with norms and residuals in them, K and V straight into the cache.
         Grouping(
             Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
-            Chain(_START, ("norm_qkv_gemv_rope", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
+            Chain(_START, ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
             (
                 Group("prefill_layer", _PROMPT, prompt=True, windowed=True),
-                Group("decode_first", ("norm_qkv_gemv_rope", "token_attn"), windowed=True),
-                Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv_rope", "token_attn"), windowed=True),
+                Group("decode_first", ("norm_qkv_gemv", "token_attn"), windowed=True),
+                Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv", "token_attn"), windowed=True),
                 Group("decode_last", ("o_ffn_gemvs", "norm_lm_head")),
             ),
         ),
