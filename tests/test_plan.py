@@ -129,24 +129,33 @@ def test_products_are_joined_where_weights_are_stored_alike() -> None:
         found = fused.of("llama", parse_policy(weights))
         assert (found is fused.joined) == alike, weights
     assert GROUPINGS["separate"].of("llama", parse_policy("int4")) is GROUPINGS["separate"]
+
+
+@pytest.mark.parametrize("weights, of_layer", [("int4", 4), ("int4,w_down=int8", 5)])
+def test_a_feed_forward_network_is_one_launch_where_it_is_stored_alike(weights: str, of_layer: int) -> None:
     launches = {
         program.name: sum(len(part.launches) for part in program.parts)
-        for program in programs("llama", fused, (128,), parse_policy("int4"))
+        for program in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights))
         if not program.host
     }
-    assert launches == {"prefill_layer.128": 13, "decode_first.128": 3, "decode_layer.128": 6, "decode_last": 4}
+    tokens = {"decode_first.128": 2, "decode_layer.128": of_layer, "decode_last": of_layer - 1}
+    assert launches == {"prefill_layer.128": 13, **tokens}
 
 
-def test_a_joined_weight_is_stored_once() -> None:
+@pytest.mark.parametrize(
+    "weights, gate_up, down",
+    [("int4", "shared_pairs", "shared_lanes"), ("int4,w_down=int8", "paired_lanes", "lanes")],
+)
+def test_a_joined_weight_is_stored_once(weights: str, gate_up: str, down: str) -> None:
     """One buffer for Q, K and V, which tokens multiply with and prompts unpack; every tensor of the model is in one."""
-    plan = make_plan(config(num_hidden_layers=2), GROUPINGS["fused"], "aie2p", [64], parse_policy("int4"))
+    plan = make_plan(config(num_hidden_layers=2), GROUPINGS["fused"], "aie2p", [64], parse_policy(weights))
     held = [tensor for name in plan.buffers for tensor in tensors_of(name)]
     for layer in range(2):
         stem = f"model.layers.{layer}"
         names = [f"{stem}.self_attn.{which}_proj.weight" for which in "qkv"]
         assert plan.buffers["+".join(names)].layout == "lanes"
         pair = "+".join(f"{stem}.mlp.{which}_proj.weight" for which in ("gate", "up"))
-        assert plan.buffers[pair].layout == "paired_lanes"
+        assert plan.buffers[pair].layout == gate_up and plan.buffers[f"{stem}.mlp.down_proj.weight"].layout == down
     assert sorted(held) == sorted(dict.fromkeys(held))
     assert set(held) >= set(families.tensors(config(num_hidden_layers=2)))
     *_, last = plan.phases["decode@128"]
