@@ -287,7 +287,7 @@ ARRAY = [
         "index",
         "token_attention.cc",
         "copy(v, HD, row + HD);",
-        "copy(v + HD, HD, row + HD);",
+        "copy(k, HD, row + HD);",
         ("token_attention", "decode@128", 0),
         NPU_INT4,
     ),

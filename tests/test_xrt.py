@@ -61,6 +61,8 @@ from tests.test_diagnose import ON_ARRAY
 
 ROWS, COLS = 4, 64
 PROMPT = "The capital of France is"
+LONGER = 4 * f"{PROMPT} Paris. "
+"""One that takes less as a prompt than token by token, also where tokens have weights in groups."""
 HEADS = ("heads", "kv_heads")
 RELEASES = ("2.19.194", "2.20.197", "2.21.75", "2.23.0", NEWEST)
 
@@ -583,12 +585,12 @@ def test_ranges_are_sets_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
 # The demo model
 
 
-def _tokens(directory: Path, count: int = 8) -> tuple[list[int], Any, list[dict[str, int]]]:
+def _tokens(directory: Path, count: int = 8, prompt: str = PROMPT) -> tuple[list[int], Any, list[dict[str, int]]]:
     """Greedy tokens of a prompt, the manifest, and what each phase added to the stand-in's counts."""
     llm = load(directory, 2)
     counts = pyxrt_standin.WORLD.counts
     marks = [dict(counts)]
-    ids = llm.encode(PROMPT, raw=True)
+    ids = llm.encode(prompt, raw=True)
     logits = llm.prefill(ids)
     assert np.isfinite(logits).all()
     marks.append(dict(counts))
@@ -714,9 +716,9 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     """The host unpacks a layer's weights before the layer runs: a submission each. A token is one, in which nothing
     crosses but its embedding and the logits."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
-    expected = _tokens(simulated)[0]
+    expected = _tokens(simulated, prompt=LONGER)[0]
     install()
-    tokens, manifest, (prefill, *others) = _tokens(as_npu2(simulated, tmp_path / "npu2"))
+    tokens, manifest, (prefill, *others) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER)
     assert tokens == expected
     layers = manifest.model["layers"]
     assert prefill["submissions"] == layers
@@ -738,7 +740,7 @@ def test_the_host_unpacks_a_layer_while_the_array_runs_the_one_before(artifacts:
     for name, change, ahead in (("turns", lambda manifest: None, True), ("one", one_buffer, False)):
         change_manifest(as_npu2(simulated, tmp_path / name), change)
         with contextlib.closing(load(tmp_path / name, 2)) as llm, llm.profile() as recorder:
-            found.append(llm.prefill(llm.encode(PROMPT, raw=True)).tobytes())
+            found.append(llm.prefill(llm.encode(LONGER, raw=True)).tobytes())
             layers = llm.manifest.model["layers"]
         spans = recorder.spans()
         started = [span.end for span in spans if (span.kind, span.name) == ("submit", "start")]
