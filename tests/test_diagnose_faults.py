@@ -286,8 +286,8 @@ ARRAY = [
     Fault(
         "index",
         "token_attention.cc",
-        "copy(v, HD, row + HD);",
-        "copy(k, HD, row + HD);",
+        "rotate_heads<1, HD>(k, table, row);",
+        "copy(k, HD, row);",
         ("token_attention", "decode@128", 0),
         NPU_INT4,
     ),
