@@ -150,6 +150,33 @@ def test_compute_tile_descriptors() -> None:
     assert "compute tile descriptors" in refusal(case.module())
 
 
+@pytest.mark.parametrize("elements, part, fits", [(32, None, True), (24, None, False), (64, (0, 32, 1), False)])
+def test_cascades_take_whole_buffers(elements: int, part: tuple[int, int, int] | None, fits: bool) -> None:
+    """From the first of two cores to the other, which alone has it then."""
+    b = Builder("cascade", {name: memref_type((elements,)) for name in ("a", "out")})
+    chain, end = b.cascade((1, 1)), b.channel((1, 1), (1, 1))
+    with b.launch(), b.segment():
+        with b.herd(2, 1) as (tx, _), b.alloc(L1, (elements,)) as (held,):
+            said = held if part is None else held.at(part)
+            with b.where(tx, "eq", 0):
+                b.dma(held, b.args["a"].at((0, elements, 1)))
+                b.put(chain, (0, 0), said)
+            with b.where(tx, "ne", 0):
+                b.get(chain, (0, 0), said)
+                b.put(end, (0, 0), held)
+        with b.alloc(L2, (elements,)) as (out,):
+            b.get(end, (0, 0), out)
+            b.dma(b.args["out"].at((0, elements, 1)), out)
+    module = b.finish().module
+    if not fits:
+        assert "a cascade takes whole buffers of 64 bytes each time" in refusal(module)
+        return
+    a = np.arange(elements).astype(bfloat16)
+    assert to_mlir(parse_mlir(to_mlir(module))) == to_mlir(module)
+    (_, moved), _ = run(module, (a, np.zeros(elements, bfloat16)))
+    np.testing.assert_array_equal(moved, a)
+
+
 def test_shim_channels() -> None:
     case = Case(4096)
     with case.herd(8, 4) as (tx, ty), case.builder.alloc(L1, (64,)) as (x,):
