@@ -144,8 +144,10 @@ def build(tiling: Tiling) -> AirModule:
     """Arguments `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`), `down`: i8 `[SHARES * panels][panel
     bytes]` (`shared_lanes`), `x`, `norm`, `out`: bf16 `[cols]`."""
     p = tiling
-    matrices = {"gate_up": (2 * p.made.pairs.panels, p.made.pairs), "down": (SHARES * p.outputs // 32, p.made.shares)}
-    weights = {name: air.memref_type((panels, cut.panel_bytes), "i8") for name, (panels, cut) in matrices.items()}
+    matrices = {"gate_up": (2, p.made.pairs), "down": (SHARES, p.made.shares)}
+    weights = {
+        name: air.memref_type((times * cut.panels, cut.panel_bytes), "i8") for name, (times, cut) in matrices.items()
+    }
     b = air.Builder("feed_forward", weights | {name: air.memref_type((p.cols,)) for name in ("x", "norm", "out")})
     with b.launch(), b.segment():
         fed = b.channel((SHARES, 1), (SHARES, 1))
