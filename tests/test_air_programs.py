@@ -237,3 +237,13 @@ def test_no_dimension_of_a_transfer_is_longer_than_the_compiler_takes(rows: int,
     air.check(gemm.build(tiling).module)
     with pytest.raises(UserError, match=f"needs {cols // limits.BLOCK} of steps in one DMA dimension on the L2 side"):
         air.check(gemm.build(replace(tiling, x_chunk=cols)).module)
+
+
+@pytest.mark.parametrize(("cols", "run"), [(2048, 1152), (8192, 576), (14336, 576)])
+def test_a_step_takes_a_weight_by_one_descriptor(cols: int, run: int) -> None:
+    """In block floating point 64 inputs are 1152 bytes, cut in two, which leaves a loop no more than the 63 steps of a
+    descriptor; of several descriptors the compiler frees one (mlir-air of 2026-05-08)."""
+    tiling = gemm.tile(128, cols, 2048, bfp16=True)
+    assert tiling.run == run and tiling.weight_descriptors == 1 and tiling.steps[1] > 1
+    wide = replace(tiling, tile_k=64)
+    assert wide.weight_descriptors == (1 if cols == 2048 else 4) and gemm.ddr_bytes(wide) == gemm.ddr_bytes(tiling)

@@ -120,6 +120,12 @@ class Tiling:
         return self.runs, limits.aligned(self.run) if self.bfp16 else self.run
 
     @property
+    def weight_descriptors(self) -> int:
+        """Of a shim, for what one core takes of the weight in one step of the launch. A run that is cut takes the
+        dimension that the loop over `core_steps` would go in, which is cut then too."""
+        return 1 if self.run <= limits.SHIM_DMA.wrap else limits.descriptors(self.core_steps)
+
+    @property
     def variant(self) -> Variant:
         more = {name: 1 for name, chosen in (("BFP", self.bfp16), ("SWIGLU", self.swiglu)) if chosen}
         return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **more)
@@ -163,7 +169,7 @@ def tile(
     swiglu: bool = False,
 ) -> Tiling:
     """Least DDR traffic first: large output tiles. Steps of a core are even in number (`limits.steady`) wherever a
-    shape allows it."""
+    shape allows it. A weight takes one descriptor a step where it can: of several the compiler frees but one."""
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -188,10 +194,12 @@ def tile(
     candidates = [c for c in candidates if limits.cuttable(c.out_cols // c.block_n)]
     limits.first(what, f"descriptors of at most {limits.ITERATIONS} steps", range(len(candidates)))
     candidates = limits.steady_first(what, candidates, lambda c: c.core_steps)
-    return min(
-        candidates,
-        key=lambda c: (not limits.steady(c.core_steps), ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, -c.tile_k),
-    )
+
+    def order(c: Tiling) -> tuple[float, ...]:
+        cut = c.weight_descriptors > 1
+        return not limits.steady(c.core_steps), ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, cut, -c.tile_k
+
+    return min(candidates, key=order)
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
