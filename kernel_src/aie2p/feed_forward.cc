@@ -4,9 +4,8 @@
 // x [INPUTS or OUTS, the larger], of which COLS are given; normed [INPUTS], the norm's weight before; inner [DOWN_INPUTS],
 // of which INNER are the core's share of the activation; acc f32 [2][LANES], behind it of each group of inputs its sum f32
 // and its power of two i32, and what sums begin with; sums f32 [OUTS].
-#include "grouped_sums.h"
+#include "grouped_silu.h"
 #include "rms_norm.h"
-#include "silu.h"
 
 namespace {
 
@@ -17,42 +16,15 @@ constexpr unsigned PART = OUTS / PARTS, EACH = 16, ROW = INPUTS > OUTS ? INPUTS 
 static_assert(PART % EACH == 0);
 constexpr unsigned MOST = (INPUTS > DOWN_INPUTS ? INPUTS : DOWN_INPUTS) / GROUP;
 
-Group *groups_behind(float *acc) { return reinterpret_cast<Group *>(acc + 2 * LANES); }
-
-float &beginning(float *acc) { return groups_behind(acc)[MOST].sum; }
-
-void clear(bfloat16 *x, unsigned from, unsigned to) {
-    const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
-    for (unsigned k = from; k < to; ++k) x[k] = zero;
-}
-
-void fix_all(bfloat16 *x, unsigned given, unsigned count, float *acc) {
-    beginning(acc) = fix_groups(x, given, count, groups_behind(acc));
-}
-
-// The chunk that a row's inputs take as its `at`th, onto `sums` of its panel.
-void multiply(const uint8 *chunk, const bfloat16 *x, unsigned at, float *acc, float *sums) {
-    if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
-    const int16 *fixed = reinterpret_cast<const int16 *>(x);
-    add_chunk(chunk, fixed + at * CHUNK, groups_behind(acc) + at * GROUPS, sums);
-}
-
-void activate(float *acc, bfloat16 *out) {
-    bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);
-    round_sums(acc, rounded);
-    round_sums(acc + LANES, rounded + LANES);
-    silu_times<LANES>(rounded, rounded + LANES, out);
-}
+using Known = Inputs<2, MOST>;
 
 }  // namespace
 
-extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *inner,
-                                           float eps) {
+extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *, float eps) {
     use_nearest_even();
     clear(x, COLS, ROW);
-    clear(inner, INNER, DOWN_INPUTS);
     norm_row(x, normed, normed, eps);
-    fix_all(normed, COLS, INPUTS, acc);
+    Known::fix_all(normed, COLS, INPUTS, acc);
 }
 
 extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *normed, int32 index, float *acc,
@@ -60,12 +32,13 @@ extern "C" void AIE_FN(feed_forward_step)(const uint8 *chunk, const bfloat16 *no
     use_nearest_even();
     if (index < PAIR_CHUNKS) {
         const unsigned at = index % STEPS, panel = index / STEPS;
-        multiply(chunk, normed, at, acc, acc + panel % 2 * LANES);
+        Known::add(chunk, reinterpret_cast<const int16 *>(normed), at, acc, acc + panel % 2 * LANES);
         if (at == STEPS - 1 && panel % 2) activate(acc, inner + panel / 2 * LANES);
     } else {
         const unsigned down = index - PAIR_CHUNKS;
-        if (down == 0) fix_all(inner, DOWN_INPUTS, DOWN_INPUTS, acc);
-        multiply(chunk, inner, down % DOWN_STEPS, acc, sums + down / DOWN_STEPS * LANES);
+        if (down == 0) Known::fix_all(inner, INNER, DOWN_INPUTS, acc);
+        const int16 *fixed = reinterpret_cast<const int16 *>(inner);
+        Known::add(chunk, fixed, down % DOWN_STEPS, acc, sums + down / DOWN_STEPS * LANES);
     }
 }
 

@@ -11,7 +11,7 @@
 #ifndef PANELS
 #define PANELS 1
 #else
-#include "silu.h"
+#include "grouped_silu.h"
 #endif
 
 #ifndef ROW_STEP
@@ -22,15 +22,12 @@ namespace {
 
 constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
 
-Group *groups_behind(float *acc) { return reinterpret_cast<Group *>(acc + PANELS * LANES); }
-
-// What sums begin with: 0, or what no number of fixed point can be, of inputs that are infinite or none.
-float &beginning(float *acc) { return groups_behind(acc)[INPUTS / GROUP].sum; }
+using Known = Inputs<PANELS, INPUTS / GROUP>;
 
 // Also inputs behind COLS, which numbers of 0 are multiplied with.
 void begin(bfloat16 *x, float *acc) {
     use_nearest_even();
-    beginning(acc) = fix_groups(x, COLS, INPUTS, groups_behind(acc));
+    Known::fix_all(x, COLS, INPUTS, acc);
 }
 
 #if KEEP
@@ -44,10 +41,7 @@ void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *ou
 #if KEEP
     aie::store_v(out, aie::load_v<LANES>(acc));
 #elif PANELS == 2
-    bfloat16 *rounded = reinterpret_cast<bfloat16 *>(acc);
-    round_sums(acc, rounded);
-    round_sums(acc + LANES, rounded + LANES);
-    silu_times<LANES>(rounded, rounded + LANES, out);
+    activate(acc, out);
 #else
     round_sums(acc, out);
 #if ADD
@@ -61,9 +55,7 @@ void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *ou
 void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
     use_nearest_even();
     const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
-    float *sums = acc + panel * LANES;
-    if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
-    add_chunk(chunk, x + at * (GROUPS * GROUP), groups_behind(acc) + at * GROUPS, sums);
+    Known::add(chunk, x, at, acc, acc + panel * LANES);
     if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, residual + step * ROW_STEP, out + step * LANES);
 }
 

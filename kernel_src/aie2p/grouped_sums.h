@@ -69,19 +69,37 @@ void add_chunk(const uint8 *chunk, const int16 *x, const Group *groups, float *a
 
 #endif
 
-// Inputs bf16 [count] as fixed point, in place, zeros behind the first `given`; and what is known of their groups. Returns
-// what sums begin with: 0, or what no number of fixed point can be, of inputs that are infinite or none.
-float fix_groups(bfloat16 *x, unsigned given, unsigned count, Group *groups) {
+inline void clear(bfloat16 *x, unsigned from, unsigned to) {
     const bfloat16 zero = aie::zeros<bfloat16, WIDE>().get(0);
-    for (unsigned k = given; k < count; ++k) x[k] = zero;
-    float beginning = 0;
-    for (unsigned k = 0; k < count; k += GROUP, ++groups) {
-        const Fixed fixed = fix(x + k);
-        *groups = {fixed.sum, fixed.power};
-        if (!fixed.finite) beginning = fixed.sum;
-    }
-    return beginning;
+    for (unsigned k = from; k < to; ++k) x[k] = zero;
 }
+
+// What a core knows of its inputs, behind the sums of Panels panels: of each of at most Most groups, and behind those what
+// sums begin with: 0, or what no number of fixed point can be, of inputs that are infinite or none.
+template <unsigned Panels, unsigned Most>
+struct Inputs {
+    static Group *groups(float *acc) { return reinterpret_cast<Group *>(acc + Panels * LANES); }
+
+    static float &beginning(float *acc) { return groups(acc)[Most].sum; }
+
+    // Inputs bf16 [count] as fixed point, in place, zeros behind the first `given`.
+    static void fix_all(bfloat16 *x, unsigned given, unsigned count, float *acc) {
+        clear(x, given, count);
+        Group *group = groups(acc);
+        beginning(acc) = 0;
+        for (unsigned k = 0; k < count; k += GROUP, ++group) {
+            const Fixed fixed = fix(x + k);
+            *group = {fixed.sum, fixed.power};
+            if (!fixed.finite) beginning(acc) = fixed.sum;
+        }
+    }
+
+    // The chunk that a row's inputs take as its `at`th, onto `sums` of its panel.
+    static void add(const uint8 *chunk, const int16 *x, unsigned at, float *acc, float *sums) {
+        if (at == 0) aie::store_v(sums, aie::broadcast<float, LANES>(beginning(acc)));
+        add_chunk(chunk, x + at * (GROUPS * GROUP), groups(acc) + at * GROUPS, sums);
+    }
+};
 
 inline void round_sums(const float *acc, bfloat16 *out) {
     aie::store_v(out, aie::accum<accfloat, LANES>(aie::load_v<LANES>(acc)).template to_vector<bfloat16>());

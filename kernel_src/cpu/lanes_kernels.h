@@ -5,52 +5,28 @@
 
 // Where and how a matrix lies: `groups` and `panels` are those of a share of its columns, or all.
 #define PLACE                                                                                                        \
-    int64_t lanes, int64_t chunks, int64_t chunk_groups, int64_t start, int64_t step, int64_t groups, int64_t panels
-#define PLACED lanes, chunks, chunk_groups, start, step, groups, panels
+    int64_t lanes, int64_t chunks, int64_t chunk_groups, int64_t groups, int64_t panels, int64_t start, int64_t step
+#define PLACED lanes, chunks, chunk_groups, groups, panels, start, step
 
 #ifndef ISA
 #define KERNEL_FILE THIS_FILE
 #include "each_isa.h"
 
-KERNEL void NAMED(unpack)(const int8_t *weight, bf16 *out, int64_t out_cols, int64_t cols, int64_t, int64_t, int64_t to,
-                          int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
+// What takes a matrix out; behind its sizes come scalars of which `start` and `step` say all, each with a comma.
+#define UNPACK(kernel, made, Out, ...)                                                                               \
+    KERNEL void NAMED(kernel)(const int8_t *weight, Out *out, int64_t out_cols, int64_t cols, __VA_ARGS__ int64_t to, \
+                              int64_t apart, PLACE, Worker &worker) {                                                 \
+        ISA_CALL(made, weight, out, out_cols, cols, to, apart, PLACED, worker)                                       \
+    }
 
-KERNEL void NAMED(unpack_paired)(const int8_t *weight, bf16 *out, int64_t out_cols, int64_t cols, int64_t, int64_t to,
-                                 int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_shared_pairs)(const int8_t *weight, bf16 *out, int64_t out_cols, int64_t cols, int64_t,
-                                       int64_t to, int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_shared)(const int8_t *weight, bf16 *out, int64_t out_cols, int64_t cols, int64_t to,
-                                 int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_bfp16)(const int8_t *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t, int64_t,
-                                int64_t to, int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack_bfp16, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_paired_bfp16)(const int8_t *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t,
-                                       int64_t to, int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack_bfp16, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_shared_pairs_bfp16)(const int8_t *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t,
-                                             int64_t to, int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack_bfp16, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
-
-KERNEL void NAMED(unpack_shared_bfp16)(const int8_t *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t to,
-                                       int64_t apart, PLACE, Worker &worker) {
-    ISA_CALL(unpack_bfp16, weight, out, out_cols, cols, to, apart, PLACED, worker)
-}
+UNPACK(unpack, unpack, bf16, int64_t, int64_t, )
+UNPACK(unpack_paired, unpack, bf16, int64_t, )
+UNPACK(unpack_shared_pairs, unpack, bf16, int64_t, )
+UNPACK(unpack_shared, unpack, bf16, )
+UNPACK(unpack_bfp16, unpack_bfp16, int8_t, int64_t, int64_t, )
+UNPACK(unpack_paired_bfp16, unpack_bfp16, int8_t, int64_t, )
+UNPACK(unpack_shared_pairs_bfp16, unpack_bfp16, int8_t, int64_t, )
+UNPACK(unpack_shared_bfp16, unpack_bfp16, int8_t, )
 
 KERNEL void NAMED(embed_rows)(const int32_t *tokens, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols,
                               int64_t vocab, int64_t lanes, int64_t chunks, Worker &worker) {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from xdsl.dialects import arith, func, memref, scf
@@ -66,7 +66,13 @@ def cascades(op: Operation) -> set[str]:
     """Names of the channels of a module, somewhere in which the operation is, that are no DMA's."""
     while (parent := op.parent_op()) is not None:
         op = parent
-    return {channel.sym_name.data for channel in walk_ops(op, ChannelOp) if channel.channel_type}
+    assert isinstance(op, ModuleOp)
+    return {each.sym_name.data for each in op.body.block.ops if isinstance(each, ChannelOp) and each.channel_type}
+
+
+def is_one_of(move: Move, channels: Container[str]) -> bool:
+    """Whether it is an end of one of these channels."""
+    return not isinstance(move, DmaMemcpyNdOp) and move.chan_name.string_value() in channels
 
 
 def name_of(op: Operation, fallback: str) -> str:
@@ -162,8 +168,8 @@ def runs_on(op: Operation, column: int, row: int) -> bool:
     return True
 
 
-_RELATIONS: Mapping[int, Callable[[int, int], bool]] = {0: operator.eq, 1: operator.ne}
-"""By the number that `arith.cmpi` has for them."""
+RELATIONS: Mapping[int, tuple[str, Callable[[int, int], bool]]] = {0: ("==", operator.eq), 1: ("!=", operator.ne)}
+"""By the number that `arith.cmpi` has for them: in C++, and here."""
 
 
 def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
@@ -172,13 +178,19 @@ def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
     assert isinstance(compared, arith.CmpiOp)
     (axis,), other = tile_axes(compared.lhs), constant_of(compared.rhs)
     assert other is not None
-    return _RELATIONS[compared.predicate.value.data]((column, row)[axis], other)
+    _, holds = RELATIONS[compared.predicate.value.data]
+    return holds((column, row)[axis], other)
+
+
+def tiles(herd: HerdOp) -> list[tuple[int, int]]:
+    """Columns and rows of its tiles."""
+    columns, rows = herd.shape()
+    return [(x, y) for x in range(columns) for y in range(rows)]
 
 
 def tiles_of(op: Operation, herd: HerdOp) -> list[tuple[int, int]]:
-    """Columns and rows of the tiles of a herd that execute an operation of it."""
-    columns, rows = herd.shape()
-    return [(x, y) for x in range(columns) for y in range(rows) if runs_on(op, x, y)]
+    """Those that execute an operation of a herd."""
+    return [tile for tile in tiles(herd) if runs_on(op, *tile)]
 
 
 # transfers

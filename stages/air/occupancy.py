@@ -108,10 +108,6 @@ class Transfer:
         ends: list[Side | Fifo] = [Fifo.of(op, spaces), analysis.end(op, where)]
         return Transfer(op, herd, *(ends if isinstance(op, ChannelPutOp) else reversed(ends)))
 
-    def on(self, tile: tuple[int, int]) -> bool:
-        """Whether that of its herd makes it."""
-        return analysis.runs_on(self.op, *tile)
-
 
 @dataclass(frozen=True)
 class Buffer:
@@ -144,13 +140,11 @@ class Segment:
     def __init__(self, op: SegmentOp, where: str, ping_pong: bool = True) -> None:
         self.op, self.where, self.ping_pong = op, where, ping_pong
         self.herds = list(analysis.walk_ops(op, HerdOp))
-        cascades = analysis.cascades(op)
-        channels = [move for move in analysis.moves(op) if isinstance(move, ChannelPutOp | ChannelGetOp)]
-        self.cascades = [end for end in channels if end.chan_name.string_value() in cascades]
-        moves = [move for move in analysis.moves(op) if move not in self.cascades]
-        ends = [end for end in channels if end not in self.cascades]
+        cascades, moves = analysis.cascades(op), list(analysis.moves(op))
+        ends = [move for move in moves if isinstance(move, ChannelPutOp | ChannelGetOp)]
+        self.cascades = [end for end in ends if analysis.is_one_of(end, cascades)]
         spaces = {(end.chan_name.string_value(), type(end)): memory_space(end.buffer.type) for end in ends}
-        self.transfers = [Transfer.of(move, where, spaces) for move in moves]
+        self.transfers = [Transfer.of(m, where, spaces) for m in moves if not analysis.is_one_of(m, cascades)]
 
     def uses(self) -> Iterator[Use]:
         """Of every limit, those of one tile several times."""
@@ -192,28 +186,24 @@ class Segment:
         # Every allocation has its own place for as long as the herd runs.
         taken = sum(self.all_bytes(buffer) for buffer in analysis.allocations(herd, L1))
         yield Use("L1 bytes (with stack)", taken + limits.STACK_BYTES, limits.L1_BYTES)
-        tiles = [(x, y) for x in range(columns) for y in range(rows)] if self._differ(herd) else [(0, 0)]
-        for limit, used, available in (use for tile in tiles for use in self._tile_uses(herd, tile)):
-            yield Use(limit, used, available)
+        differ = any(True for _ in analysis.walk_ops(herd, scf.IfOp))
+        for tile in analysis.tiles(herd) if differ else [(0, 0)]:
+            yield from self._tile_uses(herd, tile)
 
-    def _differ(self, herd: HerdOp) -> bool:
-        """Whether tiles of a herd do different things."""
-        return any(True for _ in analysis.walk_ops(herd, scf.IfOp))
-
-    def _tile_uses(self, herd: HerdOp, tile: tuple[int, int]) -> Iterator[tuple[str, int, int]]:
+    def _tile_uses(self, herd: HerdOp, tile: tuple[int, int]) -> Iterator[Use]:
         descriptors = 0
         far: dict[tuple[str, bool], set[object]] = defaultdict(set)
         for transfer in self.transfers:
-            found = transfer.side(L1) if transfer.herd is herd and transfer.on(tile) else None
+            found = transfer.side(L1) if transfer.herd is herd and analysis.runs_on(transfer.op, *tile) else None
             if found is not None:
                 descriptors += self.copies(analysis.root(found[0].value))
                 other = transfer.dst if found[1] == "out" else transfer.src
                 far[found[1], isinstance(other, Side) and other.space == L3].add(other.key)
-        yield "compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS
+        yield Use("compute tile descriptors", descriptors, limits.TILE_DESCRIPTORS)
         for way in ("in", "out"):
             # Streams of one shim take turns on a channel; those of memory tiles and of other cores cannot.
             used = len(far[way, False]) + min(len(far[way, True]), limits.TILE_CHANNELS)
-            yield f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS
+            yield Use(f"compute tile DMA channels {way}", used, limits.TILE_CHANNELS)
 
     def copies(self, buffer: SSAValue) -> int:
         """2 for a buffer that lives in a loop, or that one fills from DDR: the compiler makes a ping-pong of it, and a

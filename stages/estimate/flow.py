@@ -15,7 +15,7 @@ from xdsl.dialects import func, scf
 from xdsl.ir import Block, Operation, SSAValue
 
 from stages.air import analysis, limits
-from stages.air.dialect import L2, ChannelPutOp, DmaMemcpyNdOp, HerdOp, LaunchOp
+from stages.air.dialect import L2, ChannelPutOp, HerdOp, LaunchOp
 from stages.air.occupancy import streams
 from stages.air.traffic import Traffic, count_launch
 from stages.estimate.work import (
@@ -125,24 +125,19 @@ class _Launch:
         all of them, the others follow it."""
         herd = conditional[0].parent_op()
         assert isinstance(herd, HerdOp)
-        columns, rows = herd.shape()
-        tiles = [(x, y) for x in range(columns) for y in range(rows)]
-        runs = {op: [tile for tile in tiles if analysis.holds_on(op, *tile)] for op in conditional}
+        tiles = analysis.tiles(herd)
         works = {op: self._core(op.true_region.block) for op in conditional}
-        each = [Serial(*(works[op] for op in conditional if tile in runs[op])) for tile in tiles]
-        puts = [move for op in conditional for move in analysis.walk_ops(op, ChannelPutOp) if self._cascades(move)]
-        parts = max((sum(analysis.runs_on(move, *tile) for move in puts) for tile in tiles), default=1) or 1
-        through = Serial(*(Repeat(len(runs[op]), works[op]) for op in conditional))
-        return Serial(Repeat(1 / parts, through), Repeat(1 - 1 / parts, Overlap(*each)))
-
-    def _cascades(self, op: analysis.Move) -> bool:
-        """Whether it is an end of a cascade, and no DMA's."""
-        return not isinstance(op, DmaMemcpyNdOp) and op.chan_name.string_value() in self.cascades
+        each = [Serial(*(works[op] for op in conditional if analysis.holds_on(op, *tile))) for tile in tiles]
+        moves = (move for op in conditional for move in analysis.walk_ops(op, ChannelPutOp))
+        puts = [move for move in moves if analysis.is_one_of(move, self.cascades)]
+        parts = max(sum(analysis.runs_on(put, *tile) for put in puts) for tile in tiles) or 1
+        return Serial(Repeat(1 / parts, Serial(*each)), Repeat(1 - 1 / parts, Overlap(*each)))
 
     def _moved(self, op: analysis.Move) -> Work:
         """By a core's DMA, or by the core itself: a load or a store, and a step of the cascade for each vector."""
-        vectors = 2 * self._bytes(op) // limits.ALIGNMENT_BYTES
-        return Amount(ELEMENTWISE, vectors) if self._cascades(op) else Amount(STREAM, self._bytes(op))
+        if analysis.is_one_of(op, self.cascades):
+            return Amount(ELEMENTWISE, 2 * self._bytes(op) // limits.ALIGNMENT_BYTES)
+        return Amount(STREAM, self._bytes(op))
 
     def _loop(self, op: scf.ForOp) -> Work:
         block, times = op.body.block, analysis.trip_count(op, self.name)

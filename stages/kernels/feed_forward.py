@@ -14,7 +14,7 @@ from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Arg, Cost, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
 from stages.weights.constants import GROUP
-from stages.weights.lanes import SHARES, FeedForward
+from stages.weights.lanes import PARTS, SHARES, FeedForward
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
@@ -27,9 +27,6 @@ def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.nda
     inner = gemv.reference_norm_swiglu(gate_up, x, norm, eps)
     return (x.astype(np.float32) + gemv.reference_f32(down, inner)).astype(x.dtype)
 
-
-PARTS = 4
-"""In which sums go from core to core, so that a core adds to one while the next adds to the one before."""
 
 FIRST, LAST = 0, SHARES - 1
 """Columns of the cores at the ends."""

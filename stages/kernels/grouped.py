@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
-from stages.weights.lanes import PADDED_ROWS, Cut, FeedForward, padded
+from stages.weights.lanes import Cut, FeedForward, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 _OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(a.matrix for a in k.args)]
@@ -93,19 +94,24 @@ def _stored_args(kernel: Kernel, stored: Format, layouts: Mapping[str, str]) -> 
     return tuple(replace(arg, format=stored.name, layouts=layouts) if arg.matrix else arg for arg in given)
 
 
-def _cut_scalars(stored: Format, rows: str, step: int = 1) -> dict[str, Callable[[Sizes], int]]:
-    """What the host has to know of a weight of `rows` rows that lies as the array takes it."""
+def _cut_scalars(cut_of: Callable[[Sizes], Cut], *names: str) -> dict[str, Callable[[Sizes], int]]:
+    """What the host has to know of how a weight is cut that lies as the array takes it."""
 
-    return {
-        "lanes": lambda sizes: _cut(stored, padded(sizes[rows], step), sizes).lanes,
-        "chunks": lambda sizes: _cut(stored, padded(sizes[rows], step), sizes).chunks,
-    }
+    def scalar(name: str, sizes: Sizes) -> int:
+        return int(getattr(cut_of(sizes), name))
+
+    return {name: partial(scalar, name) for name in names}
 
 
 def _cut(stored: Format, rows: int, sizes: Sizes, together: int = 1) -> Cut:
     assert stored.cut is not None
     found: Cut = stored.cut(rows, sizes["cols"], together)
     return found
+
+
+def _padded_cut(stored: Format, rows: str, sizes: Sizes) -> Cut:
+    """Of a vocabulary, whose rows have that name."""
+    return _cut(stored, padded(sizes[rows]), sizes)
 
 
 def _on_array(kernel: Kernel, stored: Format) -> dict[str, Any]:
@@ -184,7 +190,7 @@ def _of_lanes(stored: Format) -> Iterator[Kernel]:
                 _widened(kernel, stored),
                 writes=tuple(arg for arg in kernel.args if arg.written),
                 source=source,
-                derived=_cut_scalars(stored, rows, PADDED_ROWS),
+                derived=_cut_scalars(partial(_padded_cut, stored, rows), "lanes", "chunks"),
             )
     lying = (
         ("lanes", "first rows", _part_of_rows(stored)),
@@ -240,9 +246,8 @@ def _placed(
     cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int] = lambda sizes: 0, step: int = 1
 ) -> dict[str, Callable[[Sizes], int]]:
     """What the host has to know to take panels out of a matrix: how it is cut, the first, and every how manieth."""
-    cut = {name: lambda sizes, name=name: getattr(cut_of(sizes), name) for name in ("lanes", "chunks", "chunk_groups")}
-    share = {name: lambda sizes, name=name: getattr(cut_of(sizes), name) for name in ("groups", "panels")}
-    return {**cut, "start": start, "step": lambda sizes: step, **share}
+    cut = _cut_scalars(cut_of, "lanes", "chunks", "chunk_groups", "groups", "panels")
+    return {**cut, "start": start, "step": lambda sizes: step}
 
 
 def _kernels() -> Iterator[Kernel]:

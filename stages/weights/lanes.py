@@ -34,6 +34,9 @@ PADDED_ROWS = limits.COLUMNS * limits.ROWS * LANES
 SHARES = limits.COLUMNS
 """Of a feed-forward network: the cores that make one."""
 
+PARTS = 4
+"""In which its sums go from core to core, so that a core adds to one while the next adds to the one before."""
+
 CHUNK_COST = 512
 """What a chunk costs besides its bytes, in bytes that come in the meantime: its call and its scales."""
 
@@ -148,11 +151,13 @@ class FeedForward:
     @property
     def l1_bytes(self) -> int:
         """What a core holds: two chunks; its inputs, which are outputs at the end, and as they are multiplied; sums of
-        all outputs and a quarter of another core's; its share of the activation; sums of two panels, what is known of
+        all outputs and a part of another core's; its share of the activation; sums of two panels, what is known of
         groups of inputs, and what aligns them."""
         outputs = self.shares.panels * self.shares.lanes
         groups = max(self.pairs.inputs, self.shares.inputs) // GROUP + 1
-        rows = 2 * (max(self.pairs.inputs, outputs) + self.pairs.inputs + self.shares.inputs) + 5 * outputs
+        rows = 2 * (max(self.pairs.inputs, outputs) + self.pairs.inputs + self.shares.inputs) + 4 * (
+            outputs + outputs // PARTS
+        )
         return 2 * self.pairs.chunk_bytes + rows + 8 * (self.pairs.lanes + groups) + 2 * limits.ALIGNMENT_BYTES
 
 

@@ -197,13 +197,10 @@ class _Array:
                 raise UserError(f"{where} uses {buffer} where its DMA is at {wanted}")
 
     def _rings(self, core: Core) -> Iterator[_Ring]:
-        """Where a channel of the core's tile goes through several buffers. Where it has one more than once, they are
-        no copies of one that take turns, but what a core sends at different times."""
+        """Where a channel of the core's tile has several buffers."""
         for engine in self.configuration.engines:
             buffers = tuple(descriptor.buffer for descriptor in engine.descriptors)
-            if (engine.channel.column, engine.channel.row) == (core.column, core.row) and 1 < len(set(buffers)) == len(
-                buffers
-            ):
+            if (engine.channel.column, engine.channel.row) == (core.column, core.row) and len(set(buffers)) > 1:
                 yield _Ring(buffers)
 
 

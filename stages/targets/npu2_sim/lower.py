@@ -49,8 +49,6 @@ _INTEGER_OPS = {
     arith.DivUIOp: "/",
     arith.RemUIOp: "%",
 }
-_RELATIONS = {0: "==", 1: "!="}
-"""By the number that `arith.cmpi` has for them."""
 _IGNORED = (
     scf.YieldOp,
     scf.ReduceOp,
@@ -412,7 +410,8 @@ class _Lowering:
         elif type(op) in _INTEGER_OPS:
             text = f"{self._name(op.operands[0])} {_INTEGER_OPS[type(op)]} {self._name(op.operands[1])}"
         elif isinstance(op, arith.CmpiOp):
-            text = f"{self._name(op.lhs)} {_RELATIONS[op.predicate.value.data]} {self._name(op.rhs)}"
+            relation, _ = analysis.RELATIONS[op.predicate.value.data]
+            text = f"{self._name(op.lhs)} {relation} {self._name(op.rhs)}"
         elif isinstance(op, arith.IndexCastOp):
             text = f"static_cast<{_c_type(op.result.type)}>({self._name(op.input)})"
         else:
