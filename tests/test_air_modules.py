@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from xdsl.dialects import func, scf
 from xdsl.dialects.builtin import MemRefType, ModuleOp, StringAttr
@@ -20,7 +22,7 @@ from stages.model.parts import Slot
 from stages.model.policy import parse_policy
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.modules import Module, build_module
+from stages.targets.npu2.modules import Module, build_module, step_descriptors
 from tests.conftest import outputs_of_two_runs
 from tests.npu_shapes import BUCKETS, DEMO, JUDGED, MODELS, device_program, device_programs, layout
 
@@ -340,11 +342,21 @@ def refused_for(reason: str, module: ModuleOp) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bucket", "steps"),
-    [("demo", 128, 4), ("llama-3.2-1b", 128, 1), ("llama-3.2-1b", 512, 1), ("llama-3.2-1b", 2048, 1)],
+    [("demo", 128, 4), ("llama-3.2-1b", 128, 4), ("llama-3.1-8b", 512, 4), ("llama-3.2-1b", 2048, 1)],
 )
 def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket: int, steps: int) -> None:
-    """8192 inputs go in 128 or 256 steps of a core, and take four descriptors or eight (mlir-air of 2026-05-08)."""
+    """Steps of a core over 8192 and 14336 inputs go in a dimension of the descriptor. Steps that go in two dimensions
+    share none."""
     found = programs("llama", GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
     (layer,) = (program for program in found if program.bucket and not program.host and program.window == bucket)
     module = build_module(layer, JUDGED[name].dimensions())
     assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
+
+
+@pytest.mark.parametrize("tile_k", [32, 64])
+@pytest.mark.parametrize("cols", [2048, 8192, 14336])
+def test_a_loop_is_cut_where_no_dimension_is_left(cols: int, tile_k: int) -> None:
+    """By the module's text, as the tiling says of itself."""
+    tiling = replace(gemm.tile(128, cols, 2048, bfp16=True), tile_k=tile_k)
+    (launch,) = launches(gemm.build(tiling).module)
+    assert step_descriptors(launch) == tiling.weight_descriptors

@@ -153,7 +153,7 @@ class Module:
         stepped = [(launch, sum(size > 1 for size in launch.shape())) for launch in self.air.launches]
         if max(dimensions for _, dimensions in stepped) > 1:
             return 1
-        most = max((_descriptors(launch) for launch, dimensions in stepped if dimensions), default=1)
+        most = max((step_descriptors(launch) for launch, dimensions in stepped if dimensions), default=1)
         return max(1, limits.QUEUE_DEPTH // most)
 
     @property
@@ -173,19 +173,24 @@ class Module:
         ]
 
 
-def _descriptors(launch: LaunchOp) -> int:
-    """That a step's longest transfer from or to DDR takes."""
+def step_descriptors(launch: LaunchOp) -> int:
+    """That a step's longest transfer from or to DDR takes. Loops around it go in the dimensions that its pattern leaves
+    to a descriptor, where a size that the field does not hold takes two; loops beyond that are cut."""
     from xdsl.dialects import scf
 
     from stages.air import analysis
 
     name = analysis.name_of(analysis.segment_of(launch), "launch")
-    counts = (
-        limits.descriptors(analysis.trip_count(loop, name))
-        for loop in analysis.walk_ops(launch, scf.ForOp)
-        if any(side.space == air.L3 for move in analysis.moves(loop) for side, _ in analysis.ends(move, name))
-    )
-    return max(counts, default=1)
+    most = 1
+    for move in analysis.moves(launch):
+        loops = [loop for loop in analysis.walk_ops(launch, scf.ForOp) if loop.is_ancestor(move)]
+        counts = [analysis.trip_count(loop, name) for loop in loops]
+        for side, _ in analysis.ends(move, name):
+            sizes = [*counts, *(size for size, _ in side.dims)]
+            taken = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
+            if side.space == air.L3 and taken > limits.SHIM_DMA.dimensions:
+                most = max([most, *map(limits.descriptors, counts)])
+    return most
 
 
 def build_module(program: Program, dimensions: Dimensions) -> Module:
