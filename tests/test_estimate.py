@@ -597,9 +597,11 @@ def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
 
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
+    nowhere = tmp_path / "none"
     given = ("model=random:smollm2-360m", "buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
-    run = doit("estimate", *given)
+    run = doit("estimate", *given, f"artifacts={nowhere}")
     assert run.returncode == 0, run.stderr
+    assert not nowhere.exists(), "shapes are enough: no weights are made"
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
     for grouping in ("separate", "fused"):
         part = run.stdout.partition(f"grouping={grouping}: ")[2]

@@ -13,11 +13,12 @@ import pytest
 from llama_npu2 import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.table import amount
-from stages.commands.fit import Machine, config_of, needs_of, policies
+from stages.commands.fit import Machine, needs_of, policies
 from stages.commands.fit_check import peak_memory
 from stages.commands.options import parse_options
 from stages.graph import Build
 from stages.model.plan import make_plan
+from stages.model.sources import config_of
 from stages.needs import Needs
 from tests.conftest import ROOT, doit
 

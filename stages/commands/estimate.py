@@ -23,12 +23,11 @@ from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.graph import Build
-from stages.model.checkpoint import container
 from stages.model.config import Config
-from stages.model.families import parse_config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
 from stages.model.parts import UNPACKED, Slot
 from stages.model.policy import BF16, Policy
+from stages.model.sources import config_of
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.formats import formats
@@ -55,8 +54,7 @@ def _report(build: Build, machine: Machine) -> None:
     from stages.commands.estimate_figures import counted, figures
     from stages.commands.estimate_page import page
 
-    options, checkpoint = build.options, container(build.source.fetch())
-    config = parse_config(checkpoint.fields, checkpoint.where)
+    options, config = build.options, config_of(build.source)
     chosen = options.bucket_list(), machine, build.policy
     estimates = {name: Estimate(config, name, *chosen, positions=build.positions) for name in GROUPINGS}
     grouping = build.grouping_name

@@ -12,17 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_npu2.errors import UserError
 from llama_npu2.table import Column, Table, amount
 from stages.commands.fit_check import Took, measure
 from stages.graph import Build
-from stages.model import families
-from stages.model.checkpoint import container
-from stages.model.config import Config
-from stages.model.importers.directory import CONFIG_FILES
 from stages.model.plan import with_context
 from stages.model.policy import Policy, matrix_formats, parse_policy
-from stages.model.sources import ArtifactsOnly, HubSource, RandomSource, Source
+from stages.model.sources import config_of
 from stages.needs import Needs
 
 CONTEXT = 2048
@@ -87,21 +82,6 @@ def needs_of(build: Build, policy: Policy) -> Needs:
     source = build.source
     config = with_context(config_of(source), build.context)
     return Needs(source, config, build.target, policy, build.buckets, source.inventory())
-
-
-def config_of(source: Source) -> Config:
-    """Of a model whose weights may not be here. Raises UserError."""
-    if isinstance(source, ArtifactsOnly):
-        raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
-    if isinstance(source, RandomSource):
-        return source.config
-    if isinstance(source, HubSource):
-        files = {path.name: path for path in source.config_files()}
-        if CONFIG_FILES[0] not in files:
-            raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
-        return families.read_config(files[CONFIG_FILES[0]])
-    held = container(source.fetch())
-    return families.parse_config(held.fields, held.where)
 
 
 def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:

@@ -346,6 +346,21 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "model"
 
 
+def config_of(source: Source) -> Config:
+    """Of a model whose weights may not be here: none are fetched or made. Raises UserError."""
+    if isinstance(source, ArtifactsOnly):
+        raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
+    if isinstance(source, RandomSource):
+        return source.config
+    if isinstance(source, HubSource):
+        files = {path.name: path for path in source.config_files()}
+        if CONFIG_FILES[0] not in files:
+            raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
+        return families.read_config(files[CONFIG_FILES[0]])
+    held = container(source.fetch())
+    return parse_config(held.fields, held.where)
+
+
 def known_family(source: Source, recorded: Path) -> Family:
     """The family of a model before its checkpoint is there: by the configuration that `recorded` or the source has, the
     first of the table where neither has one yet."""
