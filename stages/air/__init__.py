@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stages.air.checks import check  # noqa: F401
     from stages.air.dialect import L1, L2, L3  # noqa: F401
     from stages.air.externs import Variant  # noqa: F401
-    from stages.air.stitching import settles, stitch, toggle_settling  # noqa: F401
+    from stages.air.stitching import reserve_channel_names, settles, stitch, toggle_settling  # noqa: F401
     from stages.air.text import parse_mlir, to_mlir  # noqa: F401
     from stages.air.traffic import Traffic, count  # noqa: F401
 
@@ -23,7 +23,7 @@ _PUBLIC = {
     "checks": ("check",),
     "dialect": ("L1", "L2", "L3"),
     "externs": ("Variant",),
-    "stitching": ("settles", "stitch", "toggle_settling"),
+    "stitching": ("reserve_channel_names", "settles", "stitch", "toggle_settling"),
     "text": ("parse_mlir", "to_mlir"),
     "traffic": ("Traffic", "count"),
 }

@@ -25,6 +25,7 @@ from stages.air.dialect import (
     Op,
     SegmentOp,
     constant_of,
+    enclosing,
     memory_space,
 )
 
@@ -99,6 +100,12 @@ def grid(loops: scf.ParallelOp) -> tuple[int, ...]:
     """Steps in each dimension."""
     bounds = zip(loops.lowerBound, loops.upperBound, loops.step, strict=True)
     return tuple(_steps(each, "a parallel loop") for each in bounds)
+
+
+def tile_grid(op: Operation) -> tuple[int, ...]:
+    """Columns and rows of the tiles that an operation is made for, each at a place of its own; none if made once."""
+    herd, each = enclosing(op, HerdOp), enclosing(op, scf.ParallelOp)
+    return herd.shape() if herd else grid(each) if each else ()
 
 
 def executions(op: Operation, where: str) -> int:

@@ -59,11 +59,8 @@ class Transfer:
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Columns and rows of the tiles that it is made for, each at a place of its own; none if it is made once."""
-        if self.herd is not None:
-            return self.herd.shape()
-        each = enclosing(self.op, scf.ParallelOp)
-        return analysis.grid(each) if each else ()
+        """Columns and rows of the tiles that it is made for; none if it is made once."""
+        return analysis.tile_grid(self.op)
 
     @property
     def buffers(self) -> list[Side]:

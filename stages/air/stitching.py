@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -140,6 +141,27 @@ def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
         b.dma(line, place)
         b.dma(place, line)
     return b.finish()
+
+
+def reserve_channel_names(module: ModuleOp) -> None:
+    """Declare channels that nothing uses, of the names that the compiler would give to its own.
+
+    It makes a channel of each transfer, `@channel_<n>` with the first number that is free in the module, and for each
+    launch splits those of several entries, of which mlir-air of 2026-07-29 numbers the parts by what is free in the
+    launch. Where it looks up which column a memory tile serves, it goes by the names in the whole module and counts
+    the cores of another launch's channel of that name: the columns' shim tiles are not shared then, and run out. So
+    there are as many declarations as a launch can have parts.
+    """
+    names = max(_channel_entries(launch) for launch in analysis.launches(module))
+    first = module.body.block.first_op
+    assert first is not None
+    module.body.block.insert_ops_before([ChannelOp(f"channel_{n}", (1, 1), (1, 1)) for n in range(names)], first)
+    module.verify()
+
+
+def _channel_entries(launch: LaunchOp) -> int:
+    """At most so many streams does the compiler make of a launch: one for each tile of each transfer."""
+    return sum(math.prod(analysis.tile_grid(move)) for move in analysis.moves(launch))
 
 
 def toggle_settling(module: ModuleOp) -> None:

@@ -204,6 +204,8 @@ def build_module(program: Program, dimensions: Dimensions) -> Module:
     tilings = [_tile(kernel, sizes) for kernel, _, sizes in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
     stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
+    if program.bucket:
+        air.reserve_channel_names(stitched.module)
     return Module(program, stitched, tuple(kernel for kernel, _, _ in launches), tuple(tilings))
 
 
