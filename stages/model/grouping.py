@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stages.model.parts import Part, Slot, joins, layer_part, part, unpacked
+from stages.model.parts import UNPACK, Part, Slot, joins, layer_part, part, unpacked
 from stages.model.policy import BF16, Policy
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Names of parts: before the layers, of every layer, behind them. `unpacks`: products of the layers take bf16,
-    which the host makes of weights in other formats before a layer's first part; says whether they are joined."""
+    """Names of parts: before the layers, of every layer, behind them. `unpacks`: products of the layers take
+    `Policy.matmul`, which the host makes of weights in other formats; says whether they are joined."""
 
     start: tuple[str, ...]
     layer: tuple[str, ...]
@@ -62,6 +62,11 @@ class Placed:
     part: Part
     layer: int
     inside: bool
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether it makes the weights of a part behind it."""
+        return self.part.name.startswith(UNPACK)
 
     def reference(self, slot: Slot, head: str = "") -> str:
         """The buffer bound to a slot, with its view: `name`, `name@pos` or `name@last`."""
@@ -136,21 +141,24 @@ def _layer(family: str, chain: Chain, layer: int, policy: Policy) -> Iterator[Pa
     if not chain.unpacks:
         yield from (layer_part(family, name, layer, policy) for name in chain.layer)
         return
-    pairs = [unpacked(family, name, policy, chain.unpacks) for name in chain.layer]
-    yield from (before for before, _ in pairs if before)
-    yield from (made for _, made in pairs)
+    for name in chain.layer:
+        yield from filter(None, unpacked(family, name, policy, chain.unpacks))
 
 
 def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:
-    """The phase cut into programs: each group with the parts it covers, None with a part for the host."""
+    """The phase cut into programs: each group with the parts it covers, None with a part for the host. What unpacks
+    weights comes in front of the program that takes them."""
     longest_first = sorted(groups, key=lambda group: -len(group.parts))
-    names = tuple(placed.part.name for placed in phase)
-    at = 0
-    while at < len(phase):
+    places = [place for place, placed in enumerate(phase) if not placed.unpacks]
+    names = tuple(phase[place].part.name for place in places)
+    at = begin = 0
+    while at < len(places):
         group = next((g for g in longest_first if names[at : at + len(g.parts)] == g.parts), None)
-        count = len(group.parts) if group else 1
-        yield group, list(phase[at : at + count])
-        at += count
+        at += len(group.parts) if group else 1
+        end = places[at - 1] + 1
+        yield from ((None, [placed]) for placed in phase[begin:end] if placed.unpacks)
+        yield group, [placed for placed in phase[begin:end] if not placed.unpacks]
+        begin = end
 
 
 _LAYERS = 3

@@ -152,8 +152,7 @@ UNPACK, UNPACK_JOINED = "unpack_", "unpack_joined_"
 with (`Policy.matmul`), stored each by itself or joined."""
 
 UNPACKED = "unpacked."
-"""In front of the buffers that it makes. Those in bfp16 take turns, so that the host makes a layer's while the NPU runs
-the layer before; those in bf16, twice as large, do not."""
+"""In front of the buffers that it makes. Layers share them."""
 
 
 @functools.cache
@@ -224,11 +223,10 @@ def _unpacking(
     b = PartBuilder()
     wholes = {part: each for each in joined for part in each.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
-    turn = "{turn}." if policy.matmul != BF16.matmul else ""
     for slot in _unpacks(stored, policy):
         whole, target = wholes.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
         weight = replace(whole.slot, format=slot.format)
-        buffer = f"{UNPACKED}{turn}{target.name}"
+        buffer = f"{UNPACKED}{target.name}"
         out = replace(target, name=_made(target.name, policy), role="output", buffer=buffer, joins=())
         b.slots += [each for each in (weight, out) if each not in b.slots]
         kernel, scalars = whole.unpack(slot, slot.name in shared)

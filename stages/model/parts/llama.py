@@ -103,11 +103,26 @@ def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
     """Output projection, residual, RMS norm, SwiGLU feed-forward, residual: 15 slots, 8 launches. `paired`: gate and up
     are one product with SwiGLU in it (12 slots, 6 launches)."""
     b = PartBuilder()
+    res1 = _project_attended(b, rows, "scratch")
+    swiglu = _normed_swiglu(b, rows, res1, "scratch", paired)
+    _project_down(b, rows, swiglu, res1)
+    return b.build(name)
+
+
+def _project_attended(b: PartBuilder, rows: _Rows, role: str) -> str:
+    """Output projection of attention and residual: 5 slots, 2 launches. Returns the sum's."""
     attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
     wo = _weight(b, "wo")
     proj = b.slot("proj", rows.act("emb"), "scratch")
     x_residual = b.slot("x_residual", rows.act("emb"), "input", buffer="x.{turn}")
-    res1 = b.slot("res1", rows.act("emb"), "scratch")
+    res1 = b.slot("res1", rows.act("emb"), role)
+    rows.project(b, attn_out, wo, proj, "q_dim", "emb")
+    b.launch("add", {"a": x_residual, "b": proj, "out": res1}, rows=rows.rows, cols="emb")
+    return res1
+
+
+def _normed_swiglu(b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool) -> str:
+    """RMS norm, gate, up and SwiGLU: 7 slots, 4 launches; 4 and 2 if they are `paired`. Returns its result's."""
     norm_w = _weight(b, "ffn_norm_w")
     normed = b.slot("normed2", rows.act("emb"), "scratch")
     if paired:
@@ -117,13 +132,8 @@ def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
         gate = b.slot("gate", rows.act("ffn"), "scratch")
         w_up = _weight(b, "w_up")
         up = b.slot("up", rows.act("ffn"), "scratch")
-    swiglu = b.slot("swiglu", rows.act("ffn"), "scratch")
-    w_down = _weight(b, "w_down")
-    down = b.slot("down", rows.act("emb"), "scratch")
-    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
-    rows.project(b, attn_out, wo, proj, "q_dim", "emb")
-    b.launch("add", {"a": x_residual, "b": proj, "out": res1}, rows=rows.rows, cols="emb")
-    b.launch("rms_norm", {"x": res1, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
+    swiglu = b.slot("swiglu", rows.act("ffn"), role)
+    b.launch("rms_norm", {"x": x, "weight": norm_w, "out": normed}, rows=rows.rows, cols="emb", eps="eps")
     if paired:
         args = {"x": normed, "weight": _GATE_UP.name, "out": swiglu}
         b.launch("gemm_swiglu", args, rows=rows.rows, cols="emb", out_cols="ffn")
@@ -131,9 +141,40 @@ def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
         rows.project(b, normed, w_gate, gate, "emb", "ffn")
         rows.project(b, normed, w_up, up, "emb", "ffn")
         b.launch("silu_and_mul", {"gate": gate, "up": up, "out": swiglu}, rows=rows.rows, cols="ffn")
+    return swiglu
+
+
+def _project_down(b: PartBuilder, rows: _Rows, swiglu: str, residual: str) -> None:
+    """Down projection and residual: 3 slots, 2 launches."""
+    w_down = _weight(b, "w_down")
+    down = b.slot("down", rows.act("emb"), "scratch")
+    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
     rows.project(b, swiglu, w_down, down, "ffn", "emb")
-    b.launch("add", {"a": res1, "b": down, "out": output}, rows=rows.rows, cols="emb")
-    return b.build(name)
+    b.launch("add", {"a": residual, "b": down, "out": output}, rows=rows.rows, cols="emb")
+
+
+def _o_add() -> Part:
+    """The first part of `o_ffn`, of a prompt."""
+    b = PartBuilder()
+    _project_attended(b, _PROMPT, "output")
+    return b.build("o_add")
+
+
+def _gate_up(paired: bool = False) -> Part:
+    """The second one: 8 slots, 4 launches; `paired`: 5 and 2."""
+    b = PartBuilder()
+    x = b.slot("res1", _PROMPT.act("emb"), "input")
+    _normed_swiglu(b, _PROMPT, x, "output", paired)
+    return b.build("gate_up")
+
+
+def _down_add() -> Part:
+    """The last one: 5 slots, 2 launches."""
+    b = PartBuilder()
+    swiglu = b.slot("swiglu", _PROMPT.act("ffn"), "input")
+    residual = b.slot("res1", _PROMPT.act("emb"), "input")
+    _project_down(b, _PROMPT, swiglu, residual)
+    return b.build("down_add")
 
 
 _ATTENDED = "attn_out.{turn}"
@@ -307,6 +348,9 @@ PARTS: dict[str, Callable[[], Part]] = {
     "token_attn": _token_attn,
     "o_ffn_gemvs": _o_ffn_gemvs,
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT),
+    "o_add": _o_add,
+    "gate_up": _gate_up,
+    "down_add": _down_add,
     "o_gemv_ffn": lambda: _o_ffn("o_gemv_ffn", _TOKEN),
     "final_norm": _final_norm,
     "lm_head_gemv": lambda: _lm_head("lm_head_gemv", "gemv_f32"),
@@ -315,7 +359,10 @@ PARTS: dict[str, Callable[[], Part]] = {
     "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
 }
 
-PAIRED: dict[str, Callable[[], Part]] = {"o_ffn": lambda: _o_ffn("o_ffn", _PROMPT, paired=True)}
+PAIRED: dict[str, Callable[[], Part]] = {
+    "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT, paired=True),
+    "gate_up": lambda: _gate_up(paired=True),
+}
 """Parts of a prompt where weights that the host unpacks for it are one matrix: eight rows of each in turn."""
 
 SHARED = ("w_gate", "w_up", "w_down")

@@ -8,6 +8,13 @@ CONTEXT = 4096
 
 _START = ("embed_token_rows",)
 _PROMPT = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
+_THIRDS = ("rms_gemms_rope_kv", "flash_attn", "o_add", "gate_up", "down_add")
+# While the NPU runs one, the host unpacks the weights of the next, for which it needs no more room than a layer's take.
+_PROMPT_PROGRAMS = (
+    Group("prefill_attend", _THIRDS[:3], prompt=True, windowed=True),
+    Group("prefill_up", _THIRDS[3:4], prompt=True),
+    Group("prefill_down", _THIRDS[4:], prompt=True),
+)
 _TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
 _LOGITS = ("final_norm", "lm_head_gemv")
 _LAST_ROW = ("final_norm", "lm_head_rows")
@@ -24,23 +31,23 @@ GROUPINGS = {
             *(Group(name, (name,)) for name in ("rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")),
         ),
     ),
-    # A prompt takes one call per layer, all of one program, and the host makes its logits; a token takes layers + 1
-    # calls, because the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
+    # A prompt takes three calls per layer, and the host makes its logits; a token takes layers + 1 calls, because
+    # the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
     "fused": Grouping(
-        Chain(_START, _PROMPT, _LAST_ROW, UNPACK),
+        Chain(_START, _THIRDS, _LAST_ROW, UNPACK),
         _TOKEN,
         (
-            Group("prefill_layer", _PROMPT, prompt=True, windowed=True),
+            *_PROMPT_PROGRAMS,
             Group("rms_gemv_rope", ("rms_gemv_rope",)),
             Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
             Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
         ),
         # Fewer and larger products with norms and residuals in them, K and V straight into the cache.
         Grouping(
-            Chain(_START, _PROMPT, _LAST_ROW, UNPACK_JOINED),
+            Chain(_START, _THIRDS, _LAST_ROW, UNPACK_JOINED),
             Chain(_START, ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
             (
-                Group("prefill_layer", _PROMPT, prompt=True, windowed=True),
+                *_PROMPT_PROGRAMS,
                 Group("decode_first", ("norm_qkv_gemv", "token_attn"), windowed=True),
                 Group("decode_layer", ("o_ffn_gemvs", "norm_qkv_gemv", "token_attn"), windowed=True),
                 Group("decode_last", ("o_ffn_gemvs", "norm_lm_head")),
