@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +16,7 @@ from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
 from stages.air.access import accesses
-from stages.air.analysis import launches, trip_count
+from stages.air.analysis import launches, moves, trip_count, walk_ops
 from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
 from stages.model.config import Config
@@ -43,10 +46,10 @@ def wiring(made: Module) -> list[list[str]]:
     return [[str(arg.name_hint) for arg in launch.args] for launch in made.air.launches]
 
 
-def test_a_prefill_layer_is_fifteen_launches_wired_by_slot_and_one_that_settles() -> None:
-    layer = module("prefill_layer", "fused")
-    assert wiring(layer) == [
-        ["output"],
+def test_a_layer_of_a_prompt_is_three_programs_wired_by_slot_and_launches_that_settle_them() -> None:
+    attend, up, down = (module(name, "fused") for name in ("prefill_attend", "prefill_up", "prefill_down"))
+    assert wiring(attend) == [
+        ["res1"],
         ["norm_w", "x_in", "normed"],
         ["normed", "wq", "q"],
         ["normed", "wk", "k"],
@@ -56,16 +59,18 @@ def test_a_prefill_layer_is_fifteen_launches_wired_by_slot_and_one_that_settles(
         ["q_roped", "kv_window", "attn_out"],
         ["attn_out", "wo", "proj"],
         ["x_in", "proj", "res1"],
+    ]
+    assert wiring(up) == [
         ["ffn_norm_w", "res1", "normed2"],
         ["normed2", "w_gate", "gate"],
         ["normed2", "w_up", "up"],
         ["gate", "up", "swiglu"],
-        ["swiglu", "w_down", "down"],
-        ["res1", "down", "output"],
     ]
-    roles = {name: slot["role"] for name, slot in described(layer).items()}
-    assert [name for name, role in roles.items() if role == "output"] == ["kv", "output"]
-    assert [name for name, role in roles.items() if role == "input"] == ["x_in", "kv_window"]
+    assert wiring(down) == [["swiglu", "w_down", "down"], ["res1", "down", "output"]]
+    passed = [("input", ["x_in", "kv_window"]), ("output", ["kv", "res1"])]
+    passed += [("input", ["res1"]), ("output", ["swiglu"]), ("input", ["swiglu", "res1"]), ("output", ["output"])]
+    for made, (role, names) in zip((attend, attend, up, up, down, down), passed, strict=True):
+        assert [name for name, slot in described(made).items() if slot["role"] == role] == names
 
 
 def test_decode_joins_a_layer_with_the_next() -> None:
@@ -189,19 +194,22 @@ def test_every_model_maps_with_distinct_symbols(modules: tuple[Config, list[Modu
 
 def test_prefill_slots_follow_the_bucket_and_weights_do_not(modules: tuple[Config, list[Module]]) -> None:
     dims = modules[0].dimensions()
-    layers = [built for built in modules[1] if built.program.entry == "prefill_layer"]
-    assert [layer.program.bucket for layer in layers] in ([], list(BUCKETS))
-    for layer in layers:
-        bucket, slots = layer.program.bucket, described(layer)
+    made = {(built.program.entry, built.program.bucket): built for built in modules[1]}
+    for attend in (built for (entry, _), built in made.items() if entry == "prefill_attend"):
+        down = made["prefill_down", attend.program.bucket]
+        bucket, slots = attend.program.bucket, described(attend)
         assert slots["kv"]["shape"] == [bucket, 2 * dims["kv_dim"]]
         assert slots["lut_q"]["shape"] == [bucket, dims["placed_head_dim"]] and slots["lut_q"]["dtype"] == "f32"
-        assert slots["w_down"]["shape"] == [dims["emb"], dims["ffn"]] and layout(layer.program, "w_down") == "blocks"
-        assert layout(layer.program, "norm_w") == "plain"
+        assert layout(attend.program, "norm_w") == "plain"
+        assert described(down)["output"]["shape"] == [bucket, dims["emb"]] and down.program.bucket == bucket
+        assert described(down)["w_down"]["shape"] == [dims["emb"], dims["ffn"]]
+        assert layout(down.program, "w_down") == "blocks"
 
 
 def test_prefill_and_decode_share_one_copy_of_the_weights() -> None:
-    prefill, decode = (weights(module(name, "fused")) for name in ("prefill_layer", "decode_layer"))
-    assert len(prefill) == 9 and prefill == decode
+    thirds = (weights(module(f"prefill_{name}", "fused")) for name in ("attend", "up", "down"))
+    prefill = functools.reduce(operator.or_, thirds)
+    assert len(prefill) == 9 and prefill == weights(module("decode_layer", "fused"))
 
 
 def weights(made: Module) -> dict[str, tuple[Slot, dict, str]]:
@@ -217,10 +225,10 @@ def test_vocabulary_rows_are_padded_for_weight_and_logits_alike() -> None:
 
 def test_a_later_chunk_reads_a_window_and_writes_its_own_rows() -> None:
     """Through the smallest window it is the program of a prompt from position 0 on."""
-    found = [p for p in device_programs("fused", 128, positions=1000) if p.entry == "prefill_layer"]
+    found = [p for p in device_programs("fused", 128, positions=1000) if p.entry == "prefill_attend"]
     assert [(p.name, p.window) for p in found] == [
-        ("prefill_layer.128", 128),
-        ("prefill_layer.128.1024", 1024),
+        ("prefill_attend.128", 128),
+        ("prefill_attend.128.1024", 1024),
     ]
     slots = described(build_module(found[1], MODELS["demo"].dimensions()))
     assert [slots[name]["shape"] for name in ("kv", "kv_window", "x_in")] == [[128, 256], [1024, 256], [128, 256]]
@@ -263,9 +271,27 @@ def test_one_symbol_with_two_signatures_is_refused() -> None:
 
 def test_channels_keep_their_ends_when_stitched() -> None:
     ops = list(module("o_ffn", "separate").air.module.walk())
-    declared = [op.sym_name.data for op in ops if isinstance(op, ChannelOp)]
+    names = [op.sym_name.data for op in ops if isinstance(op, ChannelOp)]
+    declared = [name for name in names if not name.startswith("channel_")]
     ends = {op.chan_name.string_value() for op in ops if isinstance(op, ChannelPutOp | ChannelGetOp)}
     assert len(declared) == 4 and ends == set(declared), "one for each product"
+
+
+def test_a_prompt_reserves_names_of_channels_for_the_launch_that_has_most() -> None:
+    """One for each tile of each transfer at least; a token's program needs none."""
+
+    def reserved(made: Module) -> list[str]:
+        names = [op.sym_name.data for op in made.air.module.walk() if isinstance(op, ChannelOp)]
+        return [name for name in names if name.startswith("channel_")]
+
+    made = module("prefill_attend", "fused")
+    found = reserved(made)
+    assert found == [f"channel_{n}" for n in range(len(found))]
+    for launch in made.air.launches:
+        (herd,) = walk_ops(launch, HerdOp)
+        inside, all_moves = (sum(1 for _ in moves(op)) for op in (herd, launch))
+        assert len(found) >= inside * math.prod(herd.shape()) + all_moves - inside
+    assert not reserved(module("decode_layer", "fused"))
 
 
 def test_block_floating_point_is_what_prompts_are_multiplied_with() -> None:
@@ -275,7 +301,8 @@ def test_block_floating_point_is_what_prompts_are_multiplied_with() -> None:
             {p.name: p for p in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights, matmul=matmul))}
             for matmul in ("bf16", "bfp16")
         )
-        launched = [launch.kernel.name for part in fast["prefill_layer.128"].parts for launch in part.launches]
+        thirds = ("prefill_attend.128", "prefill_up.128", "prefill_down.128")
+        launched = [launch.kernel.name for third in thirds for part in fast[third].parts for launch in part.launches]
         assert [name for name in launched if "gemm" in name] == [
             *("bfp16_gemm", "bfp16_gemm", "bfp16_gemm_kv"),
             *("bfp16_gemm", "bfp16_gemm_swiglu", "bfp16_gemm"),

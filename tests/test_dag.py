@@ -137,7 +137,7 @@ def test_another_bucket_packs_nothing_and_fewer_leave_nothing(built: Path) -> No
     assert "weights" in compiled("128")
     one = {name for name in snapshot(sim) if not name.startswith("build/objects")}
     tasks = compiled("128,256")
-    assert "elf:prefill_layer.256" in tasks and "weights" not in tasks
+    assert "elf:prefill_attend.256" in tasks and "weights" not in tasks
     more = compiled("128")
     assert "weights" not in more and "manifest" in more
     assert {name for name in snapshot(sim) if not name.startswith("build/objects")} == one

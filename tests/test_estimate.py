@@ -263,23 +263,20 @@ def test_a_token_is_its_calls_submissions_and_host_work() -> None:
     assert deeper == pytest.approx(16 * 1024 * 2 * 512 * 2 / (MACHINE.host_read_gbps * GBPS))
 
 
-@pytest.mark.parametrize(("matmul", "beside"), [("bfp16", True), ("bf16", False)])
+@pytest.mark.parametrize("matmul", ["bfp16", "bf16"])
 @pytest.mark.parametrize("copy_gbps", [MACHINE.host_copy_gbps, 0.001])
-def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(
-    matmul: str, beside: bool, copy_gbps: float
-) -> None:
-    """Where buffers take turns it unpacks all layers but the first while the one before runs."""
+def test_what_the_host_does_beside_the_array_counts_as_far_as_it_is_longer(matmul: str, copy_gbps: float) -> None:
+    """It unpacks what each program multiplies with while the one before runs."""
     machine = replace(MACHINE, host_copy_gbps=copy_gbps)
     estimate = Estimate(JUDGED["demo"], "fused", [128], machine, parse_policy("int4", matmul=matmul))
     moments = list(estimate.moments(128))
     unpacked = [moment.time.seconds for moment in moments if "unpack" in moment.what]
-    array = sum(row.time.seconds for row in estimate.rows["prefill_layer.128"])
+    before = sum(row.time.seconds for row in estimate.rows["prefill_down.128"])
     # The first stretch embeds as well, and waits for nothing in any case.
-    first, later = unpacked[0], unpacked[1:]
-    assert len(later) == JUDGED["demo"].layers - 1 and min(unpacked[0], array) > 0
-    alone = max(0.0, first - array) if beside else first
-    assert later == pytest.approx([alone] * len(later), rel=0.1, abs=5e-6)
-    assert (copy_gbps == 0.001 or not beside) == (min(later) > 0)
+    first, *later = unpacked[::3]
+    assert len(unpacked) == 3 * JUDGED["demo"].layers and min(first, before) > 0
+    assert later == pytest.approx([max(0.0, first - before)] * len(later), rel=0.1, abs=5e-6)
+    assert [seconds > 0 for seconds in unpacked[1:]] == [copy_gbps == 0.001] * len(unpacked[1:])
 
 
 def test_a_prompts_logits_are_made_where_the_grouping_says() -> None:
@@ -583,7 +580,7 @@ def module_step(tmp_path: Path, model: str, grouping: str, entry: str, bucket: i
 
 
 def test_a_modules_cost_lies_beside_it(tmp_path: Path) -> None:
-    path = module_step(tmp_path, "llama-3.2-1b", "fused", "prefill_layer", 128)
+    path = module_step(tmp_path, "llama-3.2-1b", "fused", "prefill_attend", 128)
     cost = read_json(path.with_name(f"{path.name}.cost.json"))
     assert cost["milliseconds"] == pytest.approx(sum(each["milliseconds"] for each in cost["launches"]))
     assert [each["kernel"] for each in cost["launches"]][6] == "flash_attention"
@@ -591,8 +588,8 @@ def test_a_modules_cost_lies_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^prefill_layer\.16384 .* 2 s: .*buckets="):
-        module_step(tmp_path, "llama-3.2-1b", "fused", "prefill_layer", 16384)
+    with pytest.raises(UserError, match=r"^prefill_attend\.32768 .* 2 s: .*buckets="):
+        module_step(tmp_path, "llama-3.2-1b", "fused", "prefill_attend", 32768)
 
 
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:

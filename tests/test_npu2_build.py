@@ -285,7 +285,7 @@ pathlib.Path(args[args.index("-o") + 1]).write_bytes(content + facts)
 sys.exit(int(os.environ.get("AIEBU_STATUS", "0")))
 """
 COMPILE = ("compile", "model=models/demo", "target=npu2", "buckets=64")
-LINKS_SILU = {f"elf:{name}" for name in ("prefill_layer.64", "prefill_layer.64.2048", "decode_layer", "decode_last")}
+LINKS_SILU = {f"elf:{name}" for name in ("prefill_up.64", "decode_layer", "decode_last")}
 
 
 @pytest.fixture
@@ -306,10 +306,10 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul"}
     source.write_text(source.read_text() + "int more;\n")
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
-    (wide,) = {name for name in _linked(built, "prefill_layer.64") if name.startswith("silu")}
+    (wide,) = {name for name in _linked(built, "prefill_up.64") if name.startswith("silu")}
     flag = f"-DCOUNT={wide.removeprefix('silu_and_mul_count').removesuffix('.o')}"
     source.write_text(source.read_text() + f"int wide; // only {flag}\n")
-    changed = {"object:aie2p/silu_and_mul", "elf:prefill_layer.64", "elf:prefill_layer.64.2048", "manifest"}
+    changed = {"object:aie2p/silu_and_mul", "elf:prefill_up.64", "manifest"}
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == changed, "decode links another variant"
     header = built / "kernel_src/aie2p/tile.h"
     header.write_text(header.read_text() + "\n// a comment\n")

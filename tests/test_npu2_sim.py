@@ -147,7 +147,10 @@ def test_prompt_longer_than_the_buckets(fused: Path, demo: Path) -> None:
     logits = [llm.prefill(ids)]
     counted = {name: counts.submissions for name, counts in llm.device.counters().items() if counts.submissions}
     layers = llm.manifest.model["layers"]
-    assert counted == {"prefill_layer.64": layers, "prefill_layer.128.2048": 2 * layers}
+    first, more = ({f"prefill_{third}.{size}" for third in ("up", "down")} for size in (64, 128))
+    assert counted == dict.fromkeys({*first, "prefill_attend.64"}, layers) | dict.fromkeys(
+        {*more, "prefill_attend.128.2048"}, 2 * layers
+    )
     llm.close()
     llm = load(demo)
     logits.append(llm.prefill(ids))
@@ -226,7 +229,10 @@ def estimated(fused: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_simulator_counts_what_the_estimate_says(estimated: Path) -> None:
     counted = json.loads((estimated / "estimate.json").read_text())["counted"]
-    assert set(counted["programs"]) == {"prefill_layer.64", "rms_gemv_rope", "decode_layer", "decode_last"}
+    assert set(counted["programs"]) == {
+        *("prefill_attend.64", "prefill_up.64", "prefill_down.64"),
+        *("rms_gemv_rope", "decode_layer", "decode_last"),
+    }
     launches = [launch for program in counted["programs"].values() for launch in program]
     slots = [slot for launch in launches for slot in launch["slots"].values()]
     assert [launch["calls"]["counted"] for launch in launches] == [launch["calls"]["estimated"] for launch in launches]
@@ -239,12 +245,12 @@ def test_the_page_of_an_estimate(estimated: Path, look_at: Look) -> None:
 
 
 def test_submissions_and_traffic(fused: Path) -> None:
-    """A prompt takes a program per layer, a token layers + 1; weights are read once per token."""
+    """A prompt takes three programs per layer, a token layers + 1; weights are read once per token."""
     llm = load(fused)
     layers = llm.manifest.model["layers"]
     llm.prefill([1, 2, 3])
     before = {name: counted.submissions for name, counted in llm.device.counters().items()}
-    assert sum(before.values()) == layers
+    assert sum(before.values()) == 3 * layers
     llm.decode(4)
     after = llm.device.counters()
     assert sum(counted.submissions for counted in after.values()) - sum(before.values()) == layers + 1
@@ -262,8 +268,9 @@ def test_buckets_are_counted_apart(fused: Path) -> None:
         llm.reset()
         llm.prefill(list(range(tokens)))
     layers, counted = llm.manifest.model["layers"], llm.device.counters()
-    assert counted["prefill_layer.64"].submissions == layers
-    assert counted["prefill_layer.128"].submissions == 2 * layers
+    for third in ("attend", "up", "down"):
+        assert counted[f"prefill_{third}.64"].submissions == layers
+        assert counted[f"prefill_{third}.128"].submissions == 2 * layers
     llm.close()
 
 
@@ -272,21 +279,26 @@ def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: 
     del fused  # its tile objects are in the session's cache, not in this checkout's
     arguments = ("compile", "target=npu2-sim", "buckets=64", "model=models/demo")
     first = ran(doit(*arguments, cwd=built))
-    assert {"module:prefill_layer.64", "object:aie2p/gemm", "object:sim/device", "elf:decode_last", "manifest"} <= first
+    assert {
+        "module:prefill_attend.64",
+        "object:aie2p/gemm",
+        "object:sim/device",
+        "elf:decode_last",
+        "manifest",
+    } <= first
     assert ran(doit(*arguments, cwd=built)) == set()
     source = built / "kernel_src/aie2p/silu_and_mul.cc"
     source.write_text(source.read_text() + "\n// a comment\n")
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}
     source.write_text(source.read_text() + '\nextern "C" int added_for_a_test() { return 7; }\n')
-    prompts = {"elf:prefill_layer.64", "elf:prefill_layer.64.2048"}
-    linked = {*prompts, "elf:decode_layer", "elf:decode_last"}
+    linked = {"elf:prefill_up.64", "elf:decode_layer", "elf:decode_last"}
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul", "manifest"} | linked
     # One variant: only prefill's rows are this wide.
     source.write_text(source.read_text().replace("return 7;", "return COUNT > 1000 ? 8 : 7;"))
     tasks = ran(doit(*arguments, cwd=built))
     objects = built / "artifacts/demo/npu2-sim/build/objects/aie2p/silu_and_mul"
     assert len(list(objects.glob("*.o"))) > 1
-    assert tasks == {"object:aie2p/silu_and_mul", *prompts, "manifest"}
+    assert tasks == {"object:aie2p/silu_and_mul", "elf:prefill_up.64", "manifest"}
     next(objects.glob("*.o")).unlink()
     assert ran(doit(*arguments, cwd=built)) == {"object:aie2p/silu_and_mul"}, "the same object again"
     header = source.with_name("silu.h")
@@ -328,7 +340,8 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
     assert parallel.stderr == run.stderr, "one line also when several steps miss them at once"
     directory = artifacts / "demo/npu2"
     assert {p.name for p in (directory / "build/modules").glob("prefill*.mlir")} == {
-        f"prefill_layer.{sizes}.mlir" for sizes in ("64", "64.2048", "128", "128.2048")
+        *(f"prefill_attend.{sizes}.mlir" for sizes in ("64", "64.2048", "128", "128.2048")),
+        *(f"prefill_{third}.{bucket}.mlir" for third in ("up", "down") for bucket in (64, 128)),
     }
     for path in (directory / "build/modules").glob("*.mlir"):
         simulated = fused / "build/modules" / path.name

@@ -44,14 +44,14 @@ def test_a_program_of_the_cpu_is_one_part() -> None:
 
 
 def test_parts_that_bind_one_buffer_share_a_slot() -> None:
-    layer = named(programs("llama", GROUPINGS["fused"], [128]))["prefill_layer.128"]
-    project, attend, feed_forward = layer.wiring
+    layer = named(programs("llama", GROUPINGS["fused"], [128]))["prefill_attend.128"]
+    project, attend, add = layer.wiring
     assert attend == {"q": "q_roped", "kv_window": "kv_window", "attn_out": "attn_out"}, "the cache, seen in two ways"
-    assert feed_forward["x_residual"] == project["x_in"] == "x_in"
+    assert add["x_residual"] == project["x_in"] == "x_in"
     assert project["lut_q"] != project["lut_k"], "slots of one part stay apart"
     found = roles(layer)
     assert (found["q_roped"], found["attn_out"]) == ("scratch", "scratch"), "nobody reads them behind the program"
-    assert (found["kv"], found["output"]) == ("output", "output")
+    assert (found["kv"], found["res1"]) == ("output", "output")
 
 
 def test_roles_follow_who_reads_next() -> None:
@@ -68,7 +68,7 @@ def test_any_neighbours_can_share_a_program() -> None:
         fused,
         groups=(
             Group("project", ("rms_gemms_rope_kv",), prompt=True),
-            Group("attend_ffn", ("flash_attn", "o_ffn"), prompt=True),
+            Group("attend_ffn", ("flash_attn", "o_add", "gate_up", "down_add"), prompt=True),
             Group("rms_gemv_rope", ("rms_gemv_rope",)),
             Group("o_gemv_ffn", ("o_gemv_ffn",)),
             Group("lm_head_gemv", ("lm_head_gemv",)),
@@ -139,7 +139,8 @@ def test_a_feed_forward_network_is_one_launch_where_it_is_stored_alike(weights: 
         if not program.host
     }
     tokens = {"decode_first.128": 2, "decode_layer.128": of_layer, "decode_last": of_layer - 1}
-    assert launches == {"prefill_layer.128": 13, **tokens}
+    prompts = {"prefill_attend.128": 9, "prefill_up.128": 2, "prefill_down.128": 2}
+    assert launches == prompts | tokens
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_caches_have_room_for_the_context() -> None:
 def test_modules_of_the_npu_follow_the_version_of_xdsl(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """It prints them: another one may print them otherwise."""
     build = Build(parse_options({"target": "npu2-sim", "buckets": "64", "artifacts": str(tmp_path)}))
-    step = build.steps["module:prefill_layer.64"]
+    step = build.steps["module:prefill_attend.64"]
     before = step._key(None)["tool"]
     monkeypatch.setattr(modules, "version", lambda package: f"99 of {package}")
     modules.fingerprint.cache_clear()

@@ -157,14 +157,16 @@ def test_separate_attention(pos: int) -> None:
 
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 def test_a_prompt_goes_on_from_any_position(config: Config) -> None:
-    check("fused", "prefill_layer", config, ("kv", "output"), pos=101)
+    check("fused", "prefill_attend", config, ("kv", "res1"), pos=101)
 
 
 @pytest.mark.parametrize("config", [TINY, ODD, pytest.param(DEMO, marks=pytest.mark.slow)], ids=["tiny", "odd", "demo"])
 @pytest.mark.parametrize(
     "name, outputs",
     [
-        ("prefill_layer", ("kv", "output")),
+        ("prefill_attend", ("kv", "res1")),
+        ("prefill_up", ("swiglu",)),
+        ("prefill_down", ("output",)),
         ("decode_layer", (*DECODE, "output")),
         ("decode_last", ("logits",)),
     ],
@@ -180,11 +182,11 @@ def test_a_prompt_gives_the_same_bytes_in_every_bucket(config: Config, buckets: 
     """The last prompt position (and all before) does not see the padding, whatever is in it."""
     prompt, results = 50, []
     for bucket in buckets:
-        program = device_program("prefill_layer", "fused", bucket)
+        program = device_program("prefill_attend", "fused", bucket)
         values = inputs(program, config, dimensions(config, 512, 512))
         values["x_in"] = values["x_in"][:bucket]
         values["x_in"][prompt:] = bfloat16(bucket)
         values["kv_window"] = values["kv_window"][:bucket]
         found = execute(build_module(program, config.dimensions()), dimensions(config, bucket, bucket), values)
-        results.append((found["output"][:prompt].tobytes(), found["kv"][:prompt].tobytes()))
+        results.append((found["res1"][:prompt].tobytes(), found["kv"][:prompt].tobytes()))
     assert results[0] == results[1]

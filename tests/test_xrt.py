@@ -616,9 +616,10 @@ def test_demo_generates_the_simulators_tokens(npu2: Path, expected: list[int], s
     tokens, manifest, (prefill, first, *others) = _tokens(npu2)
     assert tokens == expected
     layers = manifest.model["layers"]
-    listed = switches.get("runlist", True)
-    assert prefill["submissions"] == (1 if listed else layers), "the host makes the logits"
-    assert prefill["runs"] == layers
+    # Without `add_config` each program has a context of its own.
+    listed = switches == {}
+    assert prefill["submissions"] == (1 if listed else 3 * layers), "the host makes the logits"
+    assert prefill["runs"] == 3 * layers
     for token in (first, *others):
         assert token["submissions"] == layers + 1
     model = manifest.model
@@ -713,31 +714,31 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
 
 def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:
-    """The host unpacks a layer's weights before the layer runs: a submission each. A token is one, in which nothing
-    crosses but its embedding and the logits."""
+    """The host unpacks what a program multiplies with before it runs: a submission each. A token is one, in which
+    nothing crosses but its embedding and the logits."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
     expected = _tokens(simulated, prompt=LONGER)[0]
     install()
     tokens, manifest, (prefill, *others) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER)
     assert tokens == expected
     layers = manifest.model["layers"]
-    assert prefill["submissions"] == layers
+    assert prefill["submissions"] == 3 * layers
     assert [token["submissions"] for token in others] == [1] * len(others)
     crossing = host_traffic(read_config(ROOT / "models/demo/config.json"), attends=True)["token"]
     assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
 
 
-def test_the_host_unpacks_a_layer_while_the_array_runs_the_one_before(artifacts: Path, tmp_path: Path) -> None:
-    """Into buffers that take turns. Were there one, it would wait; the bits are the same."""
+def test_the_host_unpacks_for_a_program_while_the_array_runs_the_one_before(artifacts: Path, tmp_path: Path) -> None:
+    """Were the buffer that of the program which runs, it would wait; the bits are the same."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
     install()
 
     def one_buffer(manifest: dict[str, Any]) -> None:
         for call in itertools.chain(*manifest["plans"].values()):
-            call["buffers"] = [name.replace("unpacked.1.", "unpacked.0.") for name in call["buffers"]]
+            call["buffers"] = [name.replace("unpacked.w_down", "unpacked.w_gate_up") for name in call["buffers"]]
 
     found = []
-    for name, change, ahead in (("turns", lambda manifest: None, True), ("one", one_buffer, False)):
+    for name, change, ahead in (("apart", lambda manifest: None, {0, 1, 2}), ("one", one_buffer, {0, 1})):
         change_manifest(as_npu2(simulated, tmp_path / name), change)
         with contextlib.closing(load(tmp_path / name, 2)) as llm, llm.profile() as recorder:
             found.append(llm.prefill(llm.encode(LONGER, raw=True)).tobytes())
@@ -745,10 +746,14 @@ def test_the_host_unpacks_a_layer_while_the_array_runs_the_one_before(artifacts:
         spans = recorder.spans()
         started = [span.end for span in spans if (span.kind, span.name) == ("submit", "start")]
         waited = [span.start for span in spans if span.kind == "wait"]
-        for layer in range(1, layers):
-            unpacked = [span for span in spans if "unpack" in span.name and span.about.get("layer") == layer]
-            assert started[layer - 1] < min(span.start for span in unpacked) or not ahead
-            assert (max(span.end for span in unpacked) < waited[layer - 1]) == ahead
+        programs = [span for span in spans if span.kind == "program" and span.name.startswith("unpack")]
+        # Attention's and the projection's are of one program.
+        of_one = itertools.groupby(programs, lambda span: span.name.endswith(("rope_kv", "o_add")) or span.name)
+        unpacked = [list(group) for _, group in of_one]
+        assert len(unpacked) == len(started) == 3 * layers
+        for call, group in enumerate(unpacked[1:], 1):
+            early = started[call - 1] < group[0].start and group[-1].end < waited[call - 1]
+            assert early == (call % 3 in ahead), (name, call)
     assert found[0] == found[1]
 
 
@@ -758,7 +763,7 @@ def test_demo_within_the_limits(simulated: Path, expected: list[int], tmp_path: 
     directory = as_npu2(simulated, tmp_path / "npu2", instruction_bytes=5 * MIB, milliseconds=400.0)
     tokens, manifest, (prefill, *_) = _tokens(directory)
     assert tokens == expected
-    assert prefill["submissions"] == manifest.model["layers"]
+    assert prefill["submissions"] == 3 * manifest.model["layers"]
     assert max(world.commands) < 1000
     assert world.counts["heap"] < 32 * MIB
 
@@ -879,9 +884,9 @@ def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:
     ("switches", "message"),
     [
         ({"fail_alloc": 9}, "Cannot allocate memory"),
-        ({"time_out": 3}, r"prefill_layer.64, layer 3 of 4: did not finish in time"),
-        ({"hang": 7, "runlist": False}, r"decode_layer, layer 2 of 4: did not finish in time"),
-        ({"hang": 9, "runlist": False}, r"decode_last, layer 4 of 4: did not finish in time"),
+        ({"time_out": 8}, r"prefill_up.64, layer 3 of 4: did not finish in time"),
+        ({"hang": 15, "runlist": False}, r"decode_layer, layer 2 of 4: did not finish in time"),
+        ({"hang": 17, "runlist": False}, r"decode_last, layer 4 of 4: did not finish in time"),
         ({"vanish": 60}, "No such device"),
     ],
 )
