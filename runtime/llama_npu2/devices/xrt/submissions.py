@@ -27,7 +27,7 @@ _BUSY = ("NEW", "QUEUED", "SUBMITTED")
 
 class XrtSubmission:
     """A phase as alternating stretches of host calls and device calls. While the device runs, the host goes on with
-    what is next if it touches nothing that the device does: unpacks the weights of the layer after."""
+    what is next if it touches nothing that the device does: unpacks the weights of the program after."""
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
