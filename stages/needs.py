@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import programs
 from stages.model.importers.directory import TOKENIZER_FILES
+from stages.model.parts import UNPACKED
 from stages.model.plan import Plan, make_plan
 from stages.model.policy import Policy
 from stages.model.random_weights import AHEAD, CHUNK
@@ -165,15 +167,29 @@ class Needs:
 
     @property
     def pinned(self) -> int:
-        """Locked memory: what device programs read and write, and the driver's heap. 0 where the host runs all."""
+        """Locked memory. 0 where the host runs all."""
         if self.target.device != "xrt":
             return 0
-        grouping = self.target.grouping(self.target.default_grouping)
-        family = families.of(self.config).model_type
-        host = {program.name for program in programs(family, grouping, self.buckets, self.policy) if program.host}
-        calls = [call for phase in self.plan.phases.values() for call in phase if call.program not in host]
-        bound = {reference.partition("@")[0] for call in calls for reference in call.buffers}
-        return HEAP + sum(self.plan.buffers[name].nbytes for name in bound)
+        return sum(locked_memory(self.config, self.target, self.policy, self.buckets).values())
+
+
+def locked_memory(
+    config: Config, target: Target, policy: Policy, buckets: Sequence[int], grouping: str = ""
+) -> dict[str, int]:
+    """What device programs read and write, and the driver's heap: bytes by what they are for. `config`: `max_seq` is
+    what the KV cache has room for; `grouping`: the target's usual one if it is empty."""
+    chosen = target.grouping(grouping or target.default_grouping)
+    plan = make_plan(config, chosen, target.kernel_set, buckets, policy)
+    family = families.of(config).model_type
+    host = {program.name for program in programs(family, chosen, buckets, policy) if program.host}
+    calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
+    found = Counter({"weights": 0, "unpacked for prompts": 0, "KV cache": 0, "activations": 0, "driver": HEAP})
+    for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
+        buffer = plan.buffers[name]
+        kept = {"cache": "KV cache"}.get(buffer.kind, "activations")
+        what = "weights" if buffer.packed else "unpacked for prompts" if name.startswith(UNPACKED) else kept
+        found[what] += buffer.nbytes
+    return dict(found)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -14,6 +14,7 @@ import pytest
 
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.errors import UserError
+from llama_npu2.table import amount
 from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
@@ -605,6 +606,9 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
         ratio = float(part.partition("through DDR, ")[2].partition("x")[0])
         assert 1 <= ratio <= 1.05
         assert " ms at 30 GB/s" in part and "tokens/s" in part and "prompt of 128: " in part
+    assert "\ngrouping=fused: locks " in run.stdout and "the cache of 4096 positions" in run.stdout
+    held = json.loads((tmp_path / "report/estimate.json").read_text())["locked"]
+    assert held["driver"] == 64 << 20 and f"weights {amount(held['weights'])}, " in run.stdout
     rows = [line.split() for line in run.stdout.splitlines() if line.startswith("  gemv ")]
     assert rows and all(row[2] in {"configuration", "stream", "elementwise", "DDR"} for row in rows)
 

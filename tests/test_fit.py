@@ -17,9 +17,13 @@ from stages.commands.fit import Machine, needs_of, policies
 from stages.commands.fit_check import peak_memory
 from stages.commands.options import parse_options
 from stages.graph import Build
-from stages.model.plan import make_plan
+from stages.model.families import parse_config
+from stages.model.plan import make_plan, with_context
+from stages.model.policy import parse_policy
+from stages.model.presets import PRESETS
 from stages.model.sources import config_of
-from stages.needs import Needs
+from stages.needs import Needs, locked_memory
+from stages.targets import targets
 from tests.conftest import ROOT, doit
 
 
@@ -74,6 +78,18 @@ def test_the_npu_pins_what_its_programs_use(artifacts: Path) -> None:
     embedding = buffers["model.embed_tokens.weight"].nbytes
     assert layers < found.pinned < sum(b.nbytes for b in buffers.values()) + (64 << 20)
     assert found.resident(1) - found.pinned < embedding + (200 << 20)
+
+
+def test_prompts_are_unpacked_into_room_for_one_layer() -> None:
+    """bfp16: 9 bytes for 8 of a layer's weights. All that is locked besides caches is little more than the weights."""
+    npu2 = targets()["npu2"]
+    for model, buckets in (("llama-3.2-1b", (128, 512)), ("llama-3.2-3b", (128, 512, 2048)), ("llama-3.1-8b", (2048,))):
+        config = with_context(parse_config(PRESETS[model], model), 4096)
+        held = locked_memory(config, npu2, parse_policy("int4", matmul="bfp16"), buckets)
+        attention = 2 * config.emb * config.head_dim * (config.heads + config.kv_heads)
+        assert held["unpacked for prompts"] == (attention + 3 * config.emb * config.ffn) * 9 // 8
+        assert held["KV cache"] == 4096 * config.layers * 2 * config.kv_heads * config.head_dim * 2
+        assert held["weights"] + held["unpacked for prompts"] + held["activations"] < 1.15 * held["weights"]
 
 
 def test_calibration_leaves_activations_and_weights(artifacts: Path) -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from llama_npu2.dtypes import nbytes
-from llama_npu2.table import Column, Table, fitted
+from llama_npu2.table import Column, Table, amount, fitted
 from stages.engine.files import write_json
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.phases import commands, host_work
@@ -26,8 +26,10 @@ from stages.graph import Build
 from stages.model.config import Config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
 from stages.model.parts import UNPACKED, Slot
+from stages.model.plan import with_context
 from stages.model.policy import BF16, Policy
 from stages.model.sources import config_of
+from stages.needs import locked_memory
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.formats import formats
@@ -62,10 +64,13 @@ def _report(build: Build, machine: Machine) -> None:
     found = figures(build.source.name, estimates, grouping)
     if build.target.device == "sim":
         found["counted"] = counted(build.directory, estimates[grouping])
+    stored = with_context(config, build.context)
+    found["locked"] = locked_memory(stored, build.target, build.policy, build.buckets, grouping)
     if options.json:
         print(json.dumps(found))
     else:
         print_estimates(list(estimates.values()))
+        print(f"\ngrouping={grouping}: {_locked(found['locked'], stored.max_seq)}")
     where = build.report("estimate")
     write_json(where / "estimate.json", found)
     page(found).write(where / "estimate.html")
@@ -310,6 +315,17 @@ def _print_phases(estimate: Estimate) -> None:
         print(f"  {what}: {_sum(estimate.prompt(*sizes))}")
     for what, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"  {what}: {size / 1024:.1f} KiB between host and device")
+
+
+def _locked(held: Mapping[str, int], positions: int) -> str:
+    """In one line. KV caches are as large as the positions that they have room for, and the driver takes the same for
+    every model: neither counts as a multiple of the weights."""
+    own = sum(held.values()) - held["KV cache"] - held["driver"]
+    parts = ", ".join(f"{what} {amount(size)}" for what, size in held.items())
+    return (
+        f"locks {amount(sum(held.values()))} of memory: {parts}; without the cache of {positions} positions and the "
+        f"driver's {own / held['weights']:.2f}x its weights"
+    )
 
 
 def _rates(machine: Machine) -> str:
