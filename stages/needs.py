@@ -24,7 +24,7 @@ from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
-from stages.model.grouping import programs
+from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
 from stages.model.parts import UNPACKED
 from stages.model.plan import Plan, make_plan
@@ -170,26 +170,30 @@ class Needs:
         """Locked memory. 0 where the host runs all."""
         if self.target.device != "xrt":
             return 0
-        return sum(locked_memory(self.config, self.target, self.policy, self.buckets).values())
+        grouping = self.target.grouping(self.target.default_grouping)
+        return sum(locked_memory(self.plan, self.config, grouping, self.buckets, self.policy).values())
 
 
 def locked_memory(
-    config: Config, target: Target, policy: Policy, buckets: Sequence[int], grouping: str = ""
+    plan: Plan, config: Config, grouping: Grouping, buckets: Sequence[int], policy: Policy
 ) -> dict[str, int]:
-    """What device programs read and write, and the driver's heap: bytes by what they are for. `config`: `max_seq` is
-    what the KV cache has room for; `grouping`: the target's usual one if it is empty."""
-    chosen = target.grouping(grouping or target.default_grouping)
-    plan = make_plan(config, chosen, target.kernel_set, buckets, policy)
+    """What device programs of a plan read and write, and the driver's heap: bytes by what they are for. The others: of
+    what it is the plan."""
     family = families.of(config).model_type
-    host = {program.name for program in programs(family, chosen, buckets, policy) if program.host}
+    host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
     found = Counter({"weights": 0, "unpacked for prompts": 0, "KV cache": 0, "activations": 0, "driver": HEAP})
     for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
-        buffer = plan.buffers[name]
-        kept = {"cache": "KV cache"}.get(buffer.kind, "activations")
-        what = "weights" if buffer.packed else "unpacked for prompts" if name.startswith(UNPACKED) else kept
-        found[what] += buffer.nbytes
+        found[_purpose(name, plan.buffers[name])] += plan.buffers[name].nbytes
     return dict(found)
+
+
+def _purpose(name: str, buffer: Buffer) -> str:
+    if buffer.packed:
+        return "weights"
+    if name.startswith(UNPACKED):
+        return "unpacked for prompts"
+    return "KV cache" if buffer.kind == "cache" else "activations"
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -85,7 +85,9 @@ def test_prompts_are_unpacked_into_room_for_one_layer() -> None:
     npu2 = targets()["npu2"]
     for model, buckets in (("llama-3.2-1b", (128, 512)), ("llama-3.2-3b", (128, 512, 2048)), ("llama-3.1-8b", (2048,))):
         config = with_context(parse_config(PRESETS[model], model), 4096)
-        held = locked_memory(config, npu2, parse_policy("int4", matmul="bfp16"), buckets)
+        policy, grouping = parse_policy("int4", matmul="bfp16"), npu2.grouping("fused")
+        plan = make_plan(config, grouping, npu2.kernel_set, buckets, policy)
+        held = locked_memory(plan, config, grouping, buckets, policy)
         attention = 2 * config.emb * config.head_dim * (config.heads + config.kv_heads)
         assert held["unpacked for prompts"] == (attention + 3 * config.emb * config.ffn) * 9 // 8
         assert held["KV cache"] == 4096 * config.layers * 2 * config.kv_heads * config.head_dim * 2

@@ -104,8 +104,10 @@ def grid(loops: scf.ParallelOp) -> tuple[int, ...]:
 
 def tile_grid(op: Operation) -> tuple[int, ...]:
     """Columns and rows of the tiles that an operation is made for, each at a place of its own; none if made once."""
-    herd, each = enclosing(op, HerdOp), enclosing(op, scf.ParallelOp)
-    return herd.shape() if herd else grid(each) if each else ()
+    if herd := enclosing(op, HerdOp):
+        return herd.shape()
+    each = enclosing(op, scf.ParallelOp)
+    return grid(each) if each else ()
 
 
 def executions(op: Operation, where: str) -> int:

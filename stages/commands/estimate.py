@@ -26,7 +26,7 @@ from stages.graph import Build
 from stages.model.config import Config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
 from stages.model.parts import UNPACKED, Slot
-from stages.model.plan import with_context
+from stages.model.plan import make_plan, with_context
 from stages.model.policy import BF16, Policy
 from stages.model.sources import config_of
 from stages.needs import locked_memory
@@ -60,12 +60,13 @@ def _report(build: Build, machine: Machine) -> None:
     chosen = options.bucket_list(), machine, build.policy
     estimates = {name: Estimate(config, name, *chosen, positions=build.positions) for name in GROUPINGS}
     grouping = build.grouping_name
-    build.target.grouping(grouping)
+    composed = build.target.grouping(grouping)
     found = figures(build.source.name, estimates, grouping)
     if build.target.device == "sim":
         found["counted"] = counted(build.directory, estimates[grouping])
     stored = with_context(config, build.context)
-    found["locked"] = locked_memory(stored, build.target, build.policy, build.buckets, grouping)
+    plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
+    found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy)
     if options.json:
         print(json.dumps(found))
     else:
