@@ -89,11 +89,13 @@ def _call(layer: int | None, **call: Any) -> dict[str, Any]:
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
-    """Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table."""
+    """Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at`: where
+    it begins in the memory that activations share."""
     if name in packed:
         about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
         return {**about, "values": math.prod(spec["shape"]), **packed[name]}
-    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"]}
+    place = {} if spec["at"] is None else {"at": spec["at"]}
+    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"], **place}
 
 
 def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:

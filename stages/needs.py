@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,6 @@ from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
-from stages.model.parts import UNPACKED
 from stages.model.plan import Plan, make_plan
 from stages.model.policy import Policy
 from stages.model.random_weights import AHEAD, CHUNK
@@ -55,6 +53,9 @@ SAMPLE = 1 << 16
 
 RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
 """Of a run that has a chat template."""
+
+WORKING = "activations and unpacked weights"
+"""What a device computes on the way, and what the host makes of weights for its prompts."""
 
 PRINT_MEMORY = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
 """KiB that this process held at most."""
@@ -155,10 +156,8 @@ class Needs:
         return (
             runtime_memory()
             + self._tokenizer_memory
-            + sum(
-                buffer.nbytes * used // self.config.max_seq if buffer.kind == "cache" else buffer.nbytes
-                for buffer in self.plan.buffers.values()
-            )
+            + self.plan.nbytes(name for name, buffer in self.plan.buffers.items() if buffer.kind != "cache")
+            + sum(b.nbytes * used // self.config.max_seq for b in self.plan.buffers.values() if b.kind == "cache")
         )
 
     @property
@@ -182,18 +181,16 @@ def locked_memory(
     family = families.of(config).model_type
     host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
-    found = Counter({"weights": 0, "unpacked for prompts": 0, "KV cache": 0, "activations": 0, "driver": HEAP})
+    bound: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
     for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
-        found[_purpose(name, plan.buffers[name])] += plan.buffers[name].nbytes
-    return dict(found)
+        bound[_purpose(plan.buffers[name])].add(name)
+    return {purpose: plan.nbytes(names) for purpose, names in bound.items()} | {"driver": HEAP}
 
 
-def _purpose(name: str, buffer: Buffer) -> str:
+def _purpose(buffer: Buffer) -> str:
     if buffer.packed:
         return "weights"
-    if name.startswith(UNPACKED):
-        return "unpacked for prompts"
-    return "KV cache" if buffer.kind == "cache" else "activations"
+    return "KV cache" if buffer.kind == "cache" else WORKING
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -269,6 +269,8 @@ class bo:
         _typed(parent, bo)
         if offset < 0 or size < 1 or offset + size > parent.nbytes:
             raise RuntimeError("sub buffer size and offset: Invalid argument")
+        if parent is not parent.root:
+            WORLD.violations.append("part of a part: its address lacks where the outer one begins")
         self.parent = parent
         self.nbytes, self.start = size, parent.start + offset
         WORLD.born(self)

@@ -126,8 +126,9 @@ class Fault:
         of_phase = sites(build, llm.manifest)[self.phase]
         site = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
         slot = next(slot for slot in llm.manifest.programs[site.program]["slots"] if slot["name"] == self.slot(site))
-        prepare, call = llm.device.prepare, llm.calls[self.phase][site.call]
-        buffer = llm.memory.array(site.buffers[site.written[0].name])
+        memory, calls = llm.apart
+        prepare, call = llm.device.prepare, calls[self.phase][site.call]
+        buffer = memory.array(site.buffers[site.written[0].name])
 
         def prepared(calls: list[Any]) -> Submission:
             made = prepare(calls)

@@ -139,6 +139,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "tokens in a file": (put("weight", "buffers", "tokens", "kind"), "buffers.tokens = "),
     "logits of bf16": (put("bf16", "buffers", "logits", "dtype"), "buffers.logits must be an activation of f32"),
     "few logits": (size("logits", 2047), "buffers.logits has 2047 values, the vocabulary has 2048"),
+    "place below 0": (put(-64, "buffers", "x.0", "at"), "at = -64 must be a whole number from 0"),
+    "place not aligned": (put(32, "buffers", "x.0", "at"), "buffers.x.0 is not at a multiple of 64"),
+    "place far away": (put(1 << 46, "buffers", "x.0", "at"), "buffers.x.0 has"),
+    "logits lie in shared memory": (put(0, "buffers", "logits", "at"), "buffers.logits must have memory of its own"),
+    "a cache lies in shared memory": (put(0, "buffers", "k_cache.0", "at"), "buffers.k_cache.0 must have memory"),
     # what is bound
     "another dtype": (slot("o_ffn", "down", dtype="f32"), "binds bf16 to slot down of f32"),
     "weight into an input": (bind(0, NORM), "binds a buffer of kind weight to slot x_in of role input"),

@@ -80,14 +80,15 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     llm = load(fused)
     ids = llm.encode("Once upon a time there was a small", raw=True)
     layers = llm.manifest.model["layers"]
-    states = []
+    memory, calls = llm.apart
+    x, states = memory.array(f"x.{layers % 2}"), []
     for phase in ("prefill@64", "prefill@128"):
         for filler in (1, 2):
-            llm.reset()
-            llm._tokens[:] = filler
-            llm.memory.array(f"x.{layers % 2}")[:] = filler
-            llm._run(phase, ids)
-            states.append(llm.memory.array(f"x.{layers % 2}")[len(ids) - 1].copy())
+            memory.array("tokens")[:] = filler
+            memory.array("tokens")[: len(ids)] = ids
+            x[:] = filler
+            llm.device.prepare(calls[phase]).run(len(ids), 0)
+            states.append(x[len(ids) - 1].copy())
     for state in states[1:]:
         np.testing.assert_array_equal(state.view(np.uint16), states[0].view(np.uint16))
     llm.close()

@@ -20,10 +20,10 @@ import numpy as np
 from llama_npu2.chat import ChatTemplate
 from llama_npu2.chunks import Chunk, Chunks, decode_phase
 from llama_npu2.completion import Completion, Logprob, Stats
-from llama_npu2.devices import Submission, open_device
+from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
-from llama_npu2.memory import Memory, bind_calls
+from llama_npu2.memory import Memory, bind_calls, load_programs
 from llama_npu2.options import Sampling
 from llama_npu2.sampling import sampler
 from llama_npu2.spans import Recorder, Timer
@@ -49,7 +49,8 @@ class Llama:
         self.manifest = manifest
         self.device: Any = open_device(manifest, threads)
         self.memory = Memory(manifest, self.device)
-        self.calls = bind_calls(manifest, self.device, self.memory)
+        self._programs = load_programs(manifest, self.device)
+        self.calls = bind_calls(manifest, self._programs, self.memory)
         self._phases: dict[str, Submission] = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
@@ -89,16 +90,24 @@ class Llama:
         """The device's buffer of that name in the manifest."""
         return self.memory.bind(name).buffer
 
+    @cached_property
+    def apart(self) -> tuple[Memory, dict[str, list[Call]]]:
+        """Memory in which every buffer holds what it holds until it is written again, and the calls of every phase on
+        it. What runs there leaves K and V where all calls have them."""
+        memory = self.memory.apart()
+        return memory, self.calls if memory is self.memory else bind_calls(self.manifest, self._programs, memory)
+
     @contextlib.contextmanager
     def trace(self, watch: Watch) -> Iterator[None]:
         """While it is entered, `watch` gets every call (`trace.TracedCall`) of prefill, decode and generate once it
         ran, and may read what the call's slots hold. Results are what they are without."""
-        whole, traced = self._phases, traced_phases(self.manifest, self.device, self.memory, self.calls, watch)
-        self._phases = dict(traced)
+        whole, (memory, calls) = (self._phases, self.calls), self.apart
+        traced = traced_phases(self.manifest, self.device, memory, calls, watch)
+        self._phases, self.calls = dict(traced), calls
         try:
             yield
         finally:
-            self._phases = whole
+            self._phases, self.calls = whole
             for phase in traced.values():
                 phase.rest()
 

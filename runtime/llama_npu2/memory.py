@@ -14,9 +14,11 @@ from llama_npu2.manifest import Manifest
 
 
 class Memory:
-    """The buffers of a manifest, by name, on one device."""
+    """The buffers of a manifest, by name, on one device. What a buffer in shared memory holds is known only to calls
+    that follow one another as they do in a plan; `beside`: all the same buffers, but each of those has its own memory,
+    and holds what it holds until it is written again."""
 
-    def __init__(self, manifest: Manifest, device: Device) -> None:
+    def __init__(self, manifest: Manifest, device: Device, beside: Memory | None = None) -> None:
         self._device = device
         self._manifest, self._specs = manifest, manifest.buffers
         self._on_device = {
@@ -26,18 +28,30 @@ class Memory:
             if not manifest.programs[call["program"]]["host"]
             for reference in call["buffers"]
         }
-        self._buffers = {name: self._create(name) for name in manifest.buffers}
+        ends = [spec["at"] + manifest.nbytes(name) for name, spec in self._specs.items() if "at" in spec]
+        self._shared = device.alloc(max(ends)) if ends and not beside else None
+        self._buffers = {name: self._create(name, beside) for name in manifest.buffers}
 
-    def _create(self, name: str) -> Any:
-        manifest, spec = self._manifest, self._specs[name]
+    def _create(self, name: str, beside: Memory | None) -> Any:
+        manifest, device, spec = self._manifest, self._device, self._specs[name]
         host, nbytes = name not in self._on_device, manifest.nbytes(name)
-        if "file" not in spec:
-            return self._device.alloc(nbytes, host)
-        return self._device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
+        if beside and "at" not in spec:
+            return beside._buffers[name]
+        if "file" in spec:
+            return device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
+        if "at" in spec and not beside:
+            return device.part(self._shared, spec["at"], nbytes)
+        return device.alloc(nbytes, host)
+
+    def apart(self) -> Memory:
+        """The same without shared memory."""
+        return self if self._shared is None else Memory(self._manifest, self._device, self)
 
     def array(self, name: str) -> np.ndarray:
-        """The host's view of a buffer, in its dtype and shape."""
+        """The host's view of a buffer, in its dtype and shape. ValueError for one in shared memory."""
         spec = self._specs[name]
+        if "at" in spec and self._shared is not None:
+            raise ValueError(f"{name} shares its memory with others: look at it in Memory.apart()")
         return self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
 
     def bind(self, reference: str) -> Binding:
@@ -47,8 +61,8 @@ class Memory:
         return Binding(self._buffers[name], view, self._manifest.nbytes(name) // rows)
 
 
-def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, list[Call]]:
-    """Load the programs and bind the slots of every call of the manifest's plans."""
+def load_programs(manifest: Manifest, device: Device) -> dict[str, Any]:
+    """By name. Raises UserError."""
     programs = {
         name: device.load_program(manifest.native_file(spec["file"]), spec["entry"], spec["host"])
         for name, spec in manifest.programs.items()
@@ -56,6 +70,11 @@ def bind_calls(manifest: Manifest, device: Device, memory: Memory) -> dict[str, 
     for name, program in programs.items():
         if declared := device.declared(program):
             _check_declared(manifest, name, declared)
+    return programs
+
+
+def bind_calls(manifest: Manifest, programs: Mapping[str, Any], memory: Memory) -> dict[str, list[Call]]:
+    """The calls of the manifest's plans, whose slots are bound."""
 
     def bound(call: Mapping[str, Any]) -> Call:
         name = call["program"]

@@ -2,7 +2,7 @@
 
 What passes refers to nothing that is not there, names files inside its directory, and binds each slot to a buffer that
 is large enough for every call that the runtime makes. What native code says of its own slots is held against the
-manifest where it is loaded (`memory.bind_calls`). Errors are ValueError, in words that go behind a path.
+manifest where it is loaded (`memory.load_programs`). Errors are ValueError, in words that go behind a path.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _DTYPE = one_of(*DTYPES)
 _CONSTANT = ("weight", "table")
 """Kinds of buffers that are part of a file, and roles of the slots that take them."""
 _WRITTEN = ("output", "scratch")
+_READ_AT_ANY_TIME = ("tokens", "logits")
+"""Activations that the runtime itself writes and reads."""
 
 _MODEL = record(
     {
@@ -64,7 +66,7 @@ _MODEL = record(
 )
 _TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}
-_WORKING = record({"kind": one_of("activation", "cache"), **_BUFFER})
+_WORKING = record({"kind": one_of("activation", "cache"), **_BUFFER}, {"at": whole(0, _MOST_BYTES)})
 _STORED = record(
     {
         "kind": one_of(*_CONSTANT),
@@ -140,8 +142,12 @@ def _check_programs(content: Spec) -> None:
 def _check_buffers(content: Spec) -> None:
     for name, spec in content["buffers"].items():
         size, where = _bytes(spec), f"buffers.{name}"
-        if size > _MOST_BYTES:
+        if spec.get("at", 0) + size > _MOST_BYTES:
             raise ValueError(f"{where} has {size} bytes")
+        if "at" in spec and (spec["kind"] == "cache" or name in _READ_AT_ANY_TIME):
+            raise ValueError(f"{where} must have memory of its own")
+        if spec.get("at", 0) % ALIGNMENT:
+            raise ValueError(f"{where} is not at a multiple of {ALIGNMENT}")
         if "file" in spec:
             if spec["file"] not in content["files"]:
                 raise ValueError(f"{where} is in {spec['file']}, which is not among the files")

@@ -15,13 +15,14 @@ from stages.weights.formats import formats
 @dataclass
 class Buffer:
     """`kind`: weight | table | cache | activation. Weights and tables: logical shape, packed in `layout` into the file
-    `blob`."""
+    `blob`. `at`: where it begins in the memory that activations share, in bytes; None where it has its own."""
 
     kind: str
     format: str
     shape: tuple[int, ...]
     layout: str = "plain"
     blob: str = ""
+    at: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -56,6 +57,11 @@ def _format(value: Any) -> None:
         raise Invalid(value, f"one of {', '.join(formats())}")
 
 
+def _place(value: Any) -> None:
+    if value is not None:
+        whole(0, 1 << 46)(value)
+
+
 BUFFERS = mapping(
     string,
     record(
@@ -65,6 +71,7 @@ BUFFERS = mapping(
             "shape": list_of(whole(1, 1 << 46), 1, 8),
             "layout": string,
             "blob": string,
+            "at": _place,
         }
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from stages.model.buffers import Buffer
 from stages.model.config import Config
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_windows
-from stages.model.parts import Dim, Slot
+from stages.model.lifetimes import Step, places
+from stages.model.parts import Dim, Launch, Slot
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
 
@@ -48,6 +49,12 @@ class Call:
 class Plan:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     phases: dict[str, list[Call]] = field(default_factory=dict)
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Memory of these buffers: of what lies in memory that they share, up to where the last ends."""
+        found = [self.buffers[name] for name in names]
+        own = sum(buffer.nbytes for buffer in found if buffer.at is None)
+        return own + max((buffer.at + buffer.nbytes for buffer in found if buffer.at is not None), default=0)
 
 
 def write_plan(
@@ -111,31 +118,56 @@ class _Planner:
             "seq": longest or min(PREFILL_ROWS, config.max_seq),
         }
         self.made = Plan()
+        self.steps: dict[str, list[Step]] = {}
 
     def plan(self) -> Plan:
-        phases, prompt = self.made.phases, self.grouping.prompt
+        prompt = self.grouping.prompt
         for bucket in self.buckets:
             first, *more = prompt_windows(bucket, self.config.max_seq)
-            phases[f"prefill@{bucket}"] = list(self._calls(prompt, bucket, first))
+            self._phase(f"prefill@{bucket}", prompt, bucket, first)
             for window in more:
-                phases[f"prefill@{bucket}@{window}"] = list(self._calls(prompt, bucket, window))
+                self._phase(f"prefill@{bucket}@{window}", prompt, bucket, window)
         if not self.buckets:
-            phases["prefill_chunk"] = list(self._calls(replace(prompt, end=())))
-            phases["prefill"] = list(self._calls(prompt))
+            self._phase("prefill_chunk", replace(prompt, end=()))
+            self._phase("prefill", prompt)
         for window in self.windows:
-            phases[f"decode@{window}"] = list(self._calls(self.grouping.token, window=window))
+            self._phase(f"decode@{window}", self.grouping.token, window=window)
         if not self.windows:
-            phases["decode"] = list(self._calls(self.grouping.token))
+            self._phase("decode", self.grouping.token)
+        if self.buckets:
+            self._share()
         return self.made
 
-    def _calls(self, chain: Chain, bucket: int | None = None, window: int | None = None) -> Iterator[Call]:
+    def _share(self) -> None:
+        """Give what the device works on, and works on no more, one memory."""
+        touched = {name for steps in self.steps.values() for step in steps if not step.host for name in step.touched}
+        buffers = {name: self.made.buffers[name] for name in sorted(touched)}
+        sizes = {name: buffer.nbytes for name, buffer in buffers.items() if buffer.kind == "activation"}
+        formats = {name: buffers[name].format for name in sizes}
+        for name, place in places(sizes, formats, list(self.steps.values())).items():
+            buffers[name].at = place
+
+    def _phase(self, name: str, chain: Chain, bucket: int | None = None, window: int | None = None) -> None:
+        self.steps[name] = []
+        self.made.phases[name] = list(self._calls(self.steps[name], chain, bucket, window))
+
+    def _calls(self, steps: list[Step], chain: Chain, bucket: int | None, window: int | None) -> Iterator[Call]:
         phase = chained(self.family, chain, self.config.layers, self.policy)
         for group, placed in cover(phase, self.grouping.groups):
             entry = group.name if group else placed[0].part.name
             sizes = itertools.product((bucket, None), (window, None))
             program = next(self.programs[key] for size in sizes if (key := (entry, *size)) in self.programs)
             layer = placed[0].layer if placed[0].inside else None
+            steps += (self._step(program.host, at, launch) for at in placed for launch in at.part.launches)
             yield Call(program.name, self._bind(program, placed, bucket), layer)
+
+    def _step(self, host: bool, at: Placed, launch: Launch) -> Step:
+        rows = {slot.name for slot in at.part.slots if slot.shape[0] == "seq"} if host else set()
+        reads, writes, partly = (
+            frozenset(at.buffer(at.part.slot(slot), self.head) for slot in slots)
+            for slots in (launch.reads(), launch.writes(), launch.writes() & rows)
+        )
+        return Step(host, reads, writes, partly)
 
     def _bind(self, program: Program, placed: Sequence[Placed], bucket: int | None) -> list[str]:
         references: dict[str, str] = {}

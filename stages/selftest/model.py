@@ -13,6 +13,7 @@ import numpy as np
 from llama_npu2.dtypes import DTYPES
 from llama_npu2.llama import Llama
 from llama_npu2.manifest import Manifest
+from llama_npu2.memory import Memory
 from stages.model import reference
 from stages.model.config import Config
 from stages.model.grouping import Program
@@ -164,12 +165,13 @@ class Model:
     def _first_layer(self, moments: Sequence[Moment]) -> Verdict:
         chosen = [m for m in moments if m.call.get("layer", 0) == 0 and self._before_layers_end(m, moments)]
         last = [m for m in chosen if self._on_device(m)][-1]
-        calls = self.llm.calls[last.phase][: last.index + 1]
+        memory, bound = self.llm.apart
+        calls = bound[last.phase][: last.index + 1]
         tokens = [int(np.argmax(self.expected.logits[0]))] if last.pos else list(self.expected.ids)
         with said():
             submission = self.llm.device.prepare(calls)
-            self.llm.memory.array("tokens")[: last.seq] = tokens
-            outputs = self._outputs(last)
+            memory.array("tokens")[: last.seq] = tokens
+            outputs = self._outputs(last, memory)
             submission.run(last.seq, last.pos)
         found = {name: array.copy() for name, array in outputs.items()}
         want = {name: last.after[name] for name in found}
@@ -179,11 +181,11 @@ class Model:
         later = [m.index for m in moments if m.call.get("layer", 0) > 0]
         return not later or moment.index < later[0]
 
-    def _outputs(self, moment: Moment) -> dict[str, np.ndarray]:
+    def _outputs(self, moment: Moment, memory: Memory) -> dict[str, np.ndarray]:
         """The host's view of what a call writes."""
         slots = self.manifest.programs[moment.call["program"]]["slots"]
         bound = dict(zip((slot["name"] for slot in slots), moment.call["buffers"], strict=True))
-        return {name: self.llm.memory.array(bound[name].partition("@")[0]) for name in written(slots)}
+        return {name: memory.array(bound[name].partition("@")[0]) for name in written(slots)}
 
     def try_prompt(self) -> tuple[Verdict, float]:
         """Logits of the prompt; and seconds."""

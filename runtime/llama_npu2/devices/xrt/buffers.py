@@ -26,11 +26,17 @@ class Counts:
 
 
 class XrtBuffer:
-    """The buffer object `bo` and its mapping: `bytes`, at `address`. Unusable once released."""
+    """The buffer object `bo` and its mapping: `bytes`, at `address`. Unusable once released.
+
+    A part of another, which is `whole`, begins at its byte `start`. What other parts hold in the same place is of no
+    concern to it: by the time that it is written, nobody wants that any more.
+    """
 
     def __init__(self, pyxrt: Any, counts: Counts, bo: Any, nbytes: int, timed: Timer) -> None:
         self._pyxrt, self._counts, self._timed = pyxrt, counts, timed
         self.nbytes = nbytes
+        self._whole: XrtBuffer | None = None
+        self.start = 0
         self.bo = bo
         with failures("mapping an NPU buffer"):
             self.bytes: Any = np.frombuffer(bo.map(), np.uint8)[:nbytes]
@@ -81,7 +87,24 @@ class XrtBuffer:
         if offset == 0 and nbytes == self.nbytes:
             return self.bo
         with failures("a view of an NPU buffer"):
-            return self._pyxrt.bo(self.bo, nbytes, offset)
+            # Of the whole: a part of a part gets its address wrong in XRT (`buffer_sub::get_address`).
+            return self._pyxrt.bo(self.whole.bo, nbytes, self.start + offset)
+
+    @property
+    def whole(self) -> XrtBuffer:
+        return self._whole or self
+
+    def part(self, offset: int, nbytes: int) -> XrtBuffer:
+        made = XrtBuffer(self._pyxrt, self._counts, self.view(offset, nbytes), nbytes, self._timed)
+        made._whole, made.start = self, offset
+        return made
+
+    def overlaps(self, other: XrtBuffer) -> bool:
+        return (
+            self.whole is other.whole
+            and self.start < other.start + other.nbytes
+            and other.start < self.start + self.nbytes
+        )
 
     def release(self) -> None:
         self.bytes, self.bo, self.address = None, None, 0

@@ -71,6 +71,8 @@ class Session:
         """Context of each ELF."""
         self.programs: list[XrtProgram] = []
         self.buffers: list[XrtBuffer] = []
+        self.parts: list[XrtBuffer] = []
+        """Of buffers."""
         self.submissions: list[Releasable] = []
         self.running: Callable[[], object] | None = None
         """Waits for what is under way."""
@@ -88,6 +90,10 @@ class Session:
     def buffer(self, nbytes: int) -> XrtBuffer:
         self.buffers.append(XrtBuffer(self.pyxrt, self.counts, self._create_bo(nbytes), nbytes, self.timed))
         return self.buffers[-1]
+
+    def part(self, buffer: XrtBuffer, offset: int, nbytes: int) -> XrtBuffer:
+        self.parts.append(buffer.part(offset, nbytes))
+        return self.parts[-1]
 
     def _create_bo(self, nbytes: int) -> Any:
         held = sum(buffer.nbytes for buffer in self.buffers) >> 20
@@ -170,9 +176,10 @@ class Session:
             program.run = program.kernel = None
         self.programs.clear()
         self.contexts.clear()
-        for buffer in self.buffers:
-            buffer.release()
-        self.buffers.clear()
+        for buffers in (self.parts, self.buffers):
+            for buffer in buffers:
+                buffer.release()
+            buffers.clear()
         self.device = None
         self.cpu.close()
         if self.lock is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from llama_npu2.devices import Call, Submission
 from llama_npu2.devices.xrt.access import Access, accesses
 from llama_npu2.devices.xrt.bindings import FAILURES, failures, first_line
+from llama_npu2.devices.xrt.buffers import XrtBuffer
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND, RECOVERY, WATCHDOG, WATCHDOG_PERIODS
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.errors import UserError
@@ -37,6 +38,7 @@ class XrtSubmission:
         ]
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
         self.calls = Counter(call.program for call in on_device)
+        self._beside = list(_beside(self._stretches))
         self.resting = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
@@ -47,6 +49,9 @@ class XrtSubmission:
         session.drain()
         self.resting = False
         try:
+            for part in session.parts:
+                # Of a call that was interrupted: lines that the host still holds would land on what lies there now.
+                part.to_device(0, part.nbytes)
             for access in self._inputs:
                 if access.buffer.shown:
                     access.buffer.host_newer.add(*access.read(seq, pos))
@@ -60,8 +65,8 @@ class XrtSubmission:
 
     def _run_stretches(self, seq: int, pos: int) -> None:
         running: _Device | None = None
-        for stretch in self._stretches:
-            if running and (isinstance(stretch, _Device) or stretch.touched & running.touched):
+        for stretch, beside in zip(self._stretches, self._beside, strict=True):
+            if running and not beside:
                 running.finish()
                 running = None
             stretch.run(seq, pos)
@@ -84,12 +89,21 @@ class XrtSubmission:
         self._stretches.clear()
 
 
+def _beside(stretches: Iterable[_Device | _Host]) -> Iterator[bool]:
+    """Of each, whether it may run beside the last one of the device: of the host's, what touches no memory of that."""
+    device: frozenset[XrtBuffer] = frozenset()
+    for stretch in stretches:
+        yield isinstance(stretch, _Host) and not any(a.overlaps(b) for a in stretch.touched for b in device)
+        if isinstance(stretch, _Device):
+            device = stretch.touched
+
+
 class _Host:
     """Calls of host programs, in one native call."""
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._accesses = list(accesses(calls))
-        self.touched = {access.buffer for access in self._accesses}
+        self.touched = frozenset(access.buffer for access in self._accesses)
         self._native: Submission = session.cpu.prepare(calls)
 
     def run(self, seq: int, pos: int) -> None:
@@ -120,7 +134,7 @@ class _Device:
         self._session = session
         self._calls = calls
         self._accesses = list(accesses(calls))
-        self.touched = {access.buffer for access in self._accesses}
+        self.touched = frozenset(access.buffer for access in self._accesses)
         self._groups: list[_Single | _List] = []
 
     def run(self, seq: int, pos: int) -> None:
