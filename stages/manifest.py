@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import FORMAT
+from llama_npu2.second_copy import second_copy
 from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
@@ -50,6 +51,10 @@ def write_manifest(
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
     described["milliseconds"] = phase_milliseconds(described)
+    copied = second_copy(described["programs"], described["buffers"], described["plans"])
+    if copied.calls and described["milliseconds"]:
+        sections = {"buffers": copied.buffers, "plans": copied.plans}
+        described["copied_milliseconds"] = phase_milliseconds(described | sections)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
     written = work / "manifest.json"
     write_json(written, described)

@@ -25,6 +25,7 @@ from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
+from stages.model.parts import UNPACKED
 from stages.model.plan import Plan, make_plan
 from stages.model.policy import Policy
 from stages.model.random_weights import AHEAD, CHUNK
@@ -72,6 +73,8 @@ class Needs:
     buckets: Sequence[int]
     files: Mapping[str, Listed]
     """Of the checkpoint."""
+    second_copy: bool = False
+    """Of weights, as prompts take them."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -158,6 +161,7 @@ class Needs:
             + self._tokenizer_memory
             + self.plan.nbytes(name for name, buffer in self.plan.buffers.items() if buffer.kind != "cache")
             + sum(b.nbytes * used // self.config.max_seq for b in self.plan.buffers.values() if b.kind == "cache")
+            + (copied_bytes(self.plan) if self.second_copy else 0)
         )
 
     @property
@@ -170,21 +174,36 @@ class Needs:
         if self.target.device != "xrt":
             return 0
         grouping = self.target.grouping(self.target.default_grouping)
-        return sum(locked_memory(self.plan, self.config, grouping, self.buckets, self.policy).values())
+        of_plan = self.plan, self.config, grouping, self.buckets, self.policy
+        return sum(locked_memory(*of_plan, self.second_copy).values())
 
 
 def locked_memory(
-    plan: Plan, config: Config, grouping: Grouping, buckets: Sequence[int], policy: Policy
+    plan: Plan,
+    config: Config,
+    grouping: Grouping,
+    buckets: Sequence[int],
+    policy: Policy,
+    second_copy: bool = False,
 ) -> dict[str, int]:
-    """What device programs of a plan read and write, and the driver's heap: bytes by what they are for. The others: of
-    what it is the plan."""
+    """What device programs of a plan read and write, and the driver's heap: bytes by what they are for. `second_copy`:
+    what the host makes of weights for prompts is there for every layer. The others: of what it is the plan."""
     family = families.of(config).model_type
     host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
     bound: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
     for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
-        bound[_purpose(plan.buffers[name])].add(name)
-    return {purpose: plan.nbytes(names) for purpose, names in bound.items()} | {"driver": HEAP}
+        if not (second_copy and name.startswith(UNPACKED)):
+            bound[_purpose(plan.buffers[name])].add(name)
+    found = {purpose: plan.nbytes(names) for purpose, names in bound.items()} | {"driver": HEAP}
+    return found | ({"second copy": copied_bytes(plan)} if second_copy else {})
+
+
+def copied_bytes(plan: Plan) -> int:
+    """Of what the host makes of weights for prompts, all layers."""
+    calls = (call for phase in plan.phases.values() for call in phase)
+    made = {(name, call.layer) for call in calls for name in call.buffers if name.startswith(UNPACKED)}
+    return sum(plan.buffers[name].nbytes for name, _ in made)
 
 
 def _purpose(buffer: Buffer) -> str:

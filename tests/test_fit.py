@@ -94,6 +94,8 @@ def test_all_that_is_locked_is_little_more_than_the_weights() -> None:
         assert sum(unpacked) == (attention + 3 * config.emb * config.ffn) * 9 // 8
         assert held["KV cache"] == 4096 * config.layers * 2 * config.kv_heads * config.head_dim * 2
         assert sum(unpacked) < held[WORKING] < 0.15 * held["weights"]
+        copied = locked_memory(plan, config, grouping, buckets, policy, second_copy=True)
+        assert copied["second copy"] == config.layers * sum(unpacked) and copied[WORKING] <= held[WORKING]
 
 
 def test_calibration_leaves_activations_and_weights(artifacts: Path) -> None:

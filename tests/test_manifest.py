@@ -134,6 +134,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "bucket in a short window": (rename("plans", "prefill", "prefill@512@256"), "plans.prefill@512@256 is for fewer"),
     "bucket of no time": (rename("plans", "prefill", "prefill@512"), "decode is not in both plans and milliseconds"),
     "time": (put({"decode": -1.0}, "milliseconds"), "milliseconds.decode = -1.0 must be a positive number"),
+    "time with copies": (
+        put({"decode": 0}, "copied_milliseconds"),
+        "copied_milliseconds.decode = 0 must be a positive",
+    ),
     "bucket": (rename("plans", "prefill", "prefill@513"), "plans.prefill@513 has more rows than buffers.tokens"),
     "no tokens": (drop("buffers", "tokens"), "buffers.tokens must be an activation of i32"),
     "tokens in a file": (put("weight", "buffers", "tokens", "kind"), "buffers.tokens = "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,23 @@ def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str)
             assert results[0] == results[1] == results[2]
         llm.close()
     assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_second_copy_gives_the_same_bits(artifacts: Path, weights: str) -> None:
+    """Whatever has been computed in between; and a trace sees it."""
+    directory = build("demo", artifacts, target="npu2-sim", weights=weights, buckets="64")
+    found = []
+    for second_copy in (False, True):
+        with closing(load(directory, second_copy=second_copy)) as llm:
+            assert ("a second copy" in llm.description) == second_copy
+            programs: list[str] = []
+            made = [in_chunks(llm, list(range(5, end)), []) for end in (60, 40)]
+            with llm.trace(lambda call, programs=programs: programs.append(call.program)):
+                made.append(in_chunks(llm, list(range(9, 60)), []))
+            found.append(made)
+            assert any(name.startswith("unpack") for name in programs) != second_copy
+    assert found[0] == found[1]
 
 
 def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:

@@ -332,10 +332,18 @@ def test_numbers_too_large_for_a_float_are_refused(llm: Llama) -> None:
 
 def test_options_survive_a_command_line() -> None:
     options = Sampling(max_tokens=3, temperature=0.5, seed=7, stop=("a b", "-x"))
-    arguments = parse(["DIR", *to_arguments(options, Sampling), *to_arguments(Running(threads=2), Running)])
-    assert chosen(Sampling, arguments) == options
-    assert chosen(Running, arguments) == Running(threads=2)
+    for running in (Running(threads=2), Running(second_copy=True)):
+        arguments = parse(["DIR", *to_arguments(options, Sampling), *to_arguments(running, Running)])
+        assert chosen(Sampling, arguments) == options
+        assert chosen(Running, arguments) == running
     assert Sampling(stop="one").stop == ("one",)  # type: ignore[arg-type]
+
+
+def test_a_second_copy_of_what_is_used_as_it_is_stored_is_refused(demo: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"second_copy=1: prompts of .*cpu take weights as they are stored: leave it out"
+    ):
+        load(demo, second_copy=True)
 
 
 def test_chat_session(demo: Path) -> None:

@@ -36,6 +36,7 @@ from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
 from llama_npu2.dtypes import nbytes
 from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.options import Running
 from llama_npu2.profile import profile
 from llama_npu2.spans import nested
 from llama_npu2.storage import File
@@ -51,6 +52,8 @@ from stages.engine.files import file_digests
 from stages.graph import Build
 from stages.kernels import add
 from stages.model.families import read_config
+from stages.model.plan import make_plan, with_context
+from stages.needs import locked_memory
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
@@ -585,9 +588,11 @@ def test_ranges_are_sets_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
 # The demo model
 
 
-def _tokens(directory: Path, count: int = 8, prompt: str = PROMPT) -> tuple[list[int], Any, list[dict[str, int]]]:
+def _tokens(
+    directory: Path, count: int = 8, prompt: str = PROMPT, second_copy: bool = False
+) -> tuple[list[int], Any, list[dict[str, int]]]:
     """Greedy tokens of a prompt, the manifest, and what each phase added to the stand-in's counts."""
-    llm = load(directory, 2)
+    llm = load(directory, 2, second_copy)
     counts = pyxrt_standin.WORLD.counts
     marks = [dict(counts)]
     ids = llm.encode(prompt, raw=True)
@@ -728,6 +733,44 @@ def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_p
     assert {token["to_device"] + token["from_device"] for token in others[1:]} == {crossing}
 
 
+def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
+    """A prompt is one submission then, in which nothing of weights crosses."""
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    expected = _tokens(simulated, prompt=LONGER)[0]
+    install()
+    tokens, manifest, (first, *_) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER, second_copy=True)
+    assert tokens == expected
+    assert first["submissions"] == 1
+    assert not [name for calls in manifest.plans.values() for name in calls if name["program"].startswith("unpack")]
+    copies = [name for name in manifest.buffers if name.startswith("unpacked.")]
+    assert len(copies) == 6 * manifest.model["layers"], "Q, K, V, O, gate with up, down"
+    with contextlib.closing(load(tmp_path / "npu2", 2, second_copy=True)) as llm:
+        device, ids = llm.device.counts, llm.encode(LONGER, raw=True)
+        sent = []
+        for _ in range(3):
+            llm.reset()
+            before = device.to_device
+            llm.prefill(ids)
+            sent.append(device.to_device - before)
+    assert sent[0] - sent[1] == sum(manifest.nbytes(name) for name in copies)
+    assert sent[1] == sent[2]
+
+
+@pytest.mark.parametrize("second_copy", [False, True])
+def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Path, second_copy: bool) -> None:
+    given = {"model": "demo", "weights": "int4", "buckets": "64", "artifacts": str(artifacts)}
+    simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
+    install()
+    described = Build(parse_options({**given, "target": "npu2-sim"}))
+    config, grouping = read_config(ROOT / "models/demo/config.json"), described.target.grouping("fused")
+    of_plan = with_context(config, described.context), grouping, described.buckets, described.policy
+    plan = make_plan(of_plan[0], grouping, described.target.kernel_set, *of_plan[2:])
+    held = locked_memory(plan, *of_plan, second_copy)
+    with contextlib.closing(load(as_npu2(simulated, tmp_path / "npu2"), 2, second_copy)) as llm:
+        assert sum(buffer.nbytes for buffer in llm.device._session.buffers) == sum(held.values()) - held["driver"]
+    assert ("second copy" in held) == second_copy
+
+
 def test_the_host_unpacks_for_a_program_while_the_array_runs_the_one_before(artifacts: Path, tmp_path: Path) -> None:
     """Were the buffer that of the program which runs, it would wait; the bits are the same."""
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
@@ -779,7 +822,7 @@ def test_bench_measures_what_the_context_holds(
         "cold_start": lambda *_: (),
     }.items():
         monkeypatch.setattr(bench, name, value)
-    bench.run_bench(str(npu2), 2, 1, as_json=True)
+    bench.run_bench(str(npu2), Running(threads=2, repeats=1), as_json=True)
     results = {r["test"]: r for r in json.loads(capsys.readouterr().out)["results"]}
     assert set(results) == {"read per token", "pp16", "pp130", "tg2 @ 0", "tg2 @ 130"}, "in chunks, and no CPU limit"
     assert all(r["share"] is None and r["values"][0] > 0 for r in results.values())

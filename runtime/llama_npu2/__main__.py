@@ -93,7 +93,7 @@ def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
     if options.prompt is None:
         raise UserError(f'no prompt: give "some text" behind {options.artifacts}, or --chat')
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with contextlib.closing(load(options.artifacts, running.threads)) as llm:
+    with contextlib.closing(load(options.artifacts, running.threads, running.second_copy)) as llm:
         print_reply(options, llm, prompt, sampling)
     return 0
 
@@ -134,15 +134,14 @@ def as_json(llm: Any, made: Any) -> dict[str, Any]:
 def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     from llama_npu2.bench import run_bench
 
-    run_bench(options.artifacts, running.threads, running.repeats, options.json)
+    run_bench(options.artifacts, running, options.json)
     return 0
 
 
 def profile(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     from llama_npu2.profile import run_profile
 
-    more = (running.threads, running.repeats, sampling, options.prompt, options.raw, options.json)
-    run_profile(options.artifacts, *more)
+    run_profile(options.artifacts, running, sampling, options.prompt, options.raw, options.json)
     return 0
 
 
@@ -173,7 +172,7 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
     from llama_npu2.session import Session
 
     sampling.check_one_text()
-    with contextlib.closing(load(options.artifacts, running.threads)) as llm:
+    with contextlib.closing(load(options.artifacts, running.threads, running.second_copy)) as llm:
         if llm.chat_template is None:
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
         return Session(llm, sampling).run()

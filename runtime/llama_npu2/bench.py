@@ -27,6 +27,7 @@ import numpy as np
 from llama_npu2.chunks import decode_phase
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.llama import Llama, load
+from llama_npu2.options import Running, to_arguments
 from llama_npu2.table import Column, Table
 
 PROMPTS = (128, 512, 2048)
@@ -150,8 +151,7 @@ class Ours:
 
 def run_bench(
     directory: str,
-    threads: int,
-    repeats: int,
+    running: Running,
     as_json: bool,
     open_peers: OpenPeers | None = None,
     more: Callable[[Llama, Sequence[Any]], Iterable[Result]] = lambda llm, peers: (),
@@ -161,15 +161,15 @@ def run_bench(
 
     Raises UserError.
     """
-    with contextlib.closing(load(directory, threads)) as llm:
+    with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
-            bench = Bench(llm, repeats, peers)
+            bench = Bench(llm, running.repeats, peers)
             names = [peer.name for peer in bench.peers]
             lines = table(names)
             if not as_json:
                 print(f"{heading(llm)}\n\n{lines.header()}", flush=True)
             results = []
-            rows = (bench.results(), cold_start(directory, llm, threads, repeats), more(llm, peers))
+            rows = (bench.results(), cold_start(directory, llm, running), more(llm, peers))
             for result in itertools.chain(*rows):
                 results.append(result)
                 if not as_json:
@@ -350,15 +350,16 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def cold_start(directory: str, llm: Llama, threads: int, repeats: int) -> Iterator[Result]:
+def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]:
     """New processes, page cache warm: until the first piece of text, and the most memory that one held."""
     count = max(1, COLD_PROMPT_TOKENS - 1)
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
     path = f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-m", "llama_npu2", directory, prompt, "--raw", "--max-tokens=2", f"--threads={threads}"]
+    command = [sys.executable, "-m", "llama_npu2", directory, prompt, "--raw", "--max-tokens=2"]
+    command += to_arguments(running, Running)
     first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
-    for _ in range(repeats):
+    for _ in range(running.repeats):
         started = time.perf_counter()
         with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, env=environment) as process:
             assert process.stdout is not None
@@ -367,7 +368,7 @@ def cold_start(directory: str, llm: Llama, threads: int, repeats: int) -> Iterat
             process.stdout.read()
 
         def reload() -> None:
-            load(directory, threads).close()
+            load(directory, running.threads, running.second_copy).close()
 
         loaded.values.append(_timed(reload))
     yield loaded

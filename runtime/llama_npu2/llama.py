@@ -35,22 +35,27 @@ Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 """Text, messages with `role` and `content`, or token ids."""
 
 
-def load(artifact_dir: str | Path, threads: int = 0) -> Llama:
-    """Open an artifact directory. `threads=0`: all CPUs of this process. Raises UserError."""
-    return Llama(Manifest.open(artifact_dir), threads)
+def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False) -> Llama:
+    """Open an artifact directory. `threads=0`: all CPUs of this process. `second_copy`: of the weights, as an NPU
+    multiplies prompts with them, instead of making it for every prompt. Raises UserError."""
+    return Llama(Manifest.open(artifact_dir), threads, second_copy)
 
 
 class Llama:
     """One loaded model with one KV cache. Not thread-safe."""
 
-    def __init__(self, manifest: Manifest, threads: int = 0) -> None:
+    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False) -> None:
         if not manifest.plans:
             raise UserError(f"{manifest.directory}/manifest.json has programs and no model: {REMEDY}")
-        self.manifest = manifest
+        manifest, once = manifest.with_second_copy() if second_copy else (manifest, [])
+        self.manifest, self.second_copy = manifest, second_copy
         self.device: Any = open_device(manifest, threads)
         self.memory = Memory(manifest, self.device)
         self._programs = load_programs(manifest, self.device)
         self.calls = bind_calls(manifest, self._programs, self.memory)
+        if once:
+            made = replace(manifest, plans={"once": once})
+            self.device.prepare(bind_calls(made, self._programs, self.memory)["once"]).run(1, 0)
         self._phases: dict[str, Submission] = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
@@ -71,7 +76,8 @@ class Llama:
         about = self.manifest.model
         calibrated = " calibrated" if "calibration" in about else ""
         cache = f", {about['kv']} KV cache" if about.get("kv", "bf16") != "bf16" else ""
-        return f"{about['weights']}{calibrated} weights{cache}, {self.device.description}"
+        copied = " and a second copy for prompts" if self.second_copy else ""
+        return f"{about['weights']}{calibrated} weights{copied}{cache}, {self.device.description}"
 
     @property
     def position(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import nbytes
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.schema import load_json
+from llama_npu2.second_copy import second_copy
 from llama_npu2.storage import File, Listed, Storage, open_storage
 from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
@@ -25,6 +26,8 @@ FORMAT = 6
 _LARGEST = 64 << 20
 """Bytes of a manifest. That of a model with a hundred layers has one."""
 _SECTIONS = ("model", "target", "buffers", "programs", "plans", "milliseconds", "files")
+
+_OPTIONAL = ("copied_milliseconds",)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Manifest:
     milliseconds: Mapping[str, float]
     """Of a call of each phase of `plans`, by the estimate; empty where rows are known at run time only."""
     files: Mapping[str, Mapping[str, Any]]
+    copied_milliseconds: Mapping[str, float] = field(default_factory=dict)
+    """The same as `milliseconds` with a second copy of weights, where that is of use."""
 
     @classmethod
     def open(cls, directory: str | Path) -> Manifest:
@@ -84,6 +89,14 @@ class Manifest:
         manifest._check_files()
         manifest._check_blobs()
         return manifest
+
+    def with_second_copy(self) -> tuple[Manifest, list[Mapping[str, Any]]]:
+        """The same with a copy of weights as prompts take them, and the calls that make it. Raises UserError."""
+        copy = second_copy(self.programs, self.buffers, self.plans)
+        if not copy.calls:
+            raise UserError(f"second_copy=1: prompts of {self.directory} take weights as they are stored: leave it out")
+        milliseconds = self.copied_milliseconds or self.milliseconds
+        return replace(self, buffers=copy.buffers, plans=copy.plans, milliseconds=milliseconds), copy.calls
 
     @property
     def directory(self) -> Path:
@@ -206,7 +219,7 @@ def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
         check_manifest(content)
     except ValueError as error:
         raise UserError(f"{path}: {error}: {REMEDY}") from None
-    return {section: content[section] for section in _SECTIONS}
+    return {section: content[section] for section in (*_SECTIONS, *_OPTIONAL) if section in content}
 
 
 def _start(storage: Storage, name: str) -> bytes:

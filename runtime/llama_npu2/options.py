@@ -111,6 +111,7 @@ class Running(Checked):
 
     threads: int = option(0, "0: all CPUs of this process", least=0)
     repeats: int = option(5, "of each measurement", least=1)
+    second_copy: bool = option(False, "on the NPU, keep weights as prompts take them, too: faster, for more memory")
 
 
 def kind(each: Field[Any]) -> str:
@@ -121,10 +122,12 @@ def kind(each: Field[Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked]) -> None:
     """`--max-tokens N` and so on, for every option of the groups."""
     for each in (each for group in groups for each in fields(group)):
-        shown = "" if each.default in (None, ()) else f" (default {each.default:g})"
+        shown = "" if each.default in (None, (), False) else f" (default {each.default:g})"
         number = {"int": int, "float": float}.get(kind(each))
         how: dict[str, Any] = {"type": number, "default": each.default, "metavar": "N"}
-        if kind(each) == "tuple":
+        if kind(each) == "bool":
+            how = {"action": "store_true"}
+        elif kind(each) == "tuple":
             how = {"action": "append", "default": [], "metavar": "TEXT"}
         parser.add_argument(_flag(each), help=each.metadata["help"] + shown, **how)
 
@@ -139,6 +142,9 @@ def to_arguments(values: object, *groups: type[Checked]) -> list[str]:
     arguments = []
     for each in (each for group in groups for each in fields(group)):
         value = getattr(values, each.name)
+        if isinstance(value, bool):
+            arguments += [_flag(each)] * value
+            continue
         several: Sequence[Any] = value if isinstance(value, tuple) else [] if value is None else [value]
         arguments += [f"{_flag(each)}={one}" for one in several]
     return arguments

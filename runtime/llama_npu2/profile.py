@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.bench import PEAK_ITERATIONS, Bench, machine
 from llama_npu2.llama import Llama, load
-from llama_npu2.options import Sampling
+from llama_npu2.options import Running, Sampling
 from llama_npu2.spans import Span, nested
 from llama_npu2.table import Column, fitted
 
@@ -35,11 +35,11 @@ SUMS = ("waited", "busy", "bytes", "operations", "runs")
 
 
 def run_profile(
-    directory: str, threads: int, repeats: int, sampling: Sampling, prompt: str | None, raw: bool, as_json: bool
+    directory: str, running: Running, sampling: Sampling, prompt: str | None, raw: bool, as_json: bool
 ) -> None:
     """Print tables, or one JSON object as `profile` returns it. Raises UserError."""
-    with contextlib.closing(load(directory, threads)) as llm:
-        found = profile(llm, prompt, raw, sampling.max_tokens, repeats)
+    with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
+        found = profile(llm, prompt, raw, sampling.max_tokens, running.repeats)
     print(json.dumps(found) if as_json else described(found))
 
 

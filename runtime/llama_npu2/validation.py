@@ -107,7 +107,8 @@ _SECTIONS = record(
         "plans": mapping(_PHASE, list_of(_CALL, 1)),
         "milliseconds": mapping(_PHASE, positive),
         "files": mapping(_FILE, record({"size": whole(0, _MOST_BYTES), "sha256": text("[0-9a-f]{64}", "a SHA-256")})),
-    }
+    },
+    {"copied_milliseconds": mapping(_PHASE, positive)},
 )
 
 
@@ -181,8 +182,9 @@ def _check_phases(content: Spec) -> None:
     for phase in phases:
         if furthest(phase, rows, model["max_seq"])[0][1] < 0:
             raise ValueError(f"plans.{phase} is for fewer positions than rows")
-    if buckets and (odd := sorted(phases ^ content["milliseconds"].keys())):
-        raise ValueError(f"{odd[0]} is not in both plans and milliseconds")
+    for section in ("milliseconds", "copied_milliseconds") if buckets else ():
+        if section in content and (odd := sorted(phases ^ content[section].keys())):
+            raise ValueError(f"{odd[0]} is not in both plans and {section}")
 
 
 def _check_calls(content: Spec) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llama_npu2 import Llama
 from llama_npu2.bench import Result, run_bench
+from llama_npu2.options import Running, chosen
 from stages.commands import quality, transformers_model, verify
 from stages.commands.peers import AS_IT_IS, Peer, conversions, entrants, open_peers
 from stages.graph import Build
@@ -24,7 +25,7 @@ def run(build: Build) -> None:
     found = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
     peers = partial(open_peers, found, options.threads or len(os.sched_getaffinity(0)))
     more = {"more": partial(losses, build)} if options.full else {}
-    run_bench(str(build.directory_as_given), options.threads, options.repeats, options.json, peers, **more)
+    run_bench(str(build.directory_as_given), chosen(Running, options), options.json, peers, **more)
 
 
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:

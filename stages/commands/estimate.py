@@ -58,7 +58,10 @@ def _report(build: Build, machine: Machine) -> None:
 
     options, config = build.options, config_of(build.source)
     chosen = options.bucket_list(), machine, build.policy
-    estimates = {name: Estimate(config, name, *chosen, positions=build.positions) for name in GROUPINGS}
+    estimates = {
+        name: Estimate(config, name, *chosen, positions=build.positions, second_copy=options.second_copy)
+        for name in GROUPINGS
+    }
     grouping = build.grouping_name
     composed = build.target.grouping(grouping)
     found = figures(build.source.name, estimates, grouping)
@@ -66,7 +69,7 @@ def _report(build: Build, machine: Machine) -> None:
         found["counted"] = counted(build.directory, estimates[grouping])
     stored = with_context(config, build.context)
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
-    found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy)
+    found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     if options.json:
         print(json.dumps(found))
     else:
@@ -111,7 +114,7 @@ class Moment:
 
 class Estimate:
     """A model in a grouping, with programs for prompts in buckets, over a cache of so many positions, and for a token
-    behind `depth` others."""
+    behind `depth` others. `second_copy`: the host does not unpack weights for a prompt, it has done so."""
 
     def __init__(
         self,
@@ -122,14 +125,16 @@ class Estimate:
         policy: Policy = BF16,
         depth: int = DEPTH,
         positions: int = WINDOW,
+        second_copy: bool = False,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
         self.buckets, self.machine, self.policy = buckets, machine, policy
-        self.depth, self.positions = depth, positions
+        self.depth, self.positions, self.second_copy = depth, positions, second_copy
 
     def at(self, depth: int, buckets: Sequence[int]) -> Estimate:
         """The same behind other positions, with other buckets."""
-        return Estimate(self.config, self.name, buckets, self.machine, self.policy, depth, self.positions)
+        given = self.config, self.name, buckets, self.machine, self.policy, depth, self.positions
+        return Estimate(*given, self.second_copy)
 
     @property
     def window(self) -> int:
@@ -202,7 +207,9 @@ class Estimate:
     def stretches(self, bucket: int | None = None, window: int = 0) -> Iterator[Stretch]:
         """Of a prompt in a bucket (and a window that is not its first), else of a token."""
         chain = self.grouping.prompt if bucket else self.grouping.token
-        calls = cover(chained(self.config.family, chain, self.config.layers, self.policy), self.grouping.groups)
+        chained_parts = chained(self.config.family, chain, self.config.layers, self.policy)
+        parts = [placed for placed in chained_parts if not (self.second_copy and placed.unpacks)]
+        calls = cover(parts, self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             found = list(part)
             names = tuple(self._program(group, bucket, window) for group, _ in found if group)

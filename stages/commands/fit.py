@@ -81,7 +81,7 @@ def policies(build: Build) -> list[Policy]:
 def needs_of(build: Build, policy: Policy) -> Needs:
     source = build.source
     config = with_context(config_of(source), build.context)
-    return Needs(source, config, build.target, policy, build.buckets, source.inventory())
+    return Needs(source, config, build.target, policy, build.buckets, source.inventory(), build.options.second_copy)
 
 
 def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:

@@ -63,7 +63,7 @@ def run(build: Build) -> None:
     """Raises UserError."""
     options = build.options
     text = Path(options.text) if options.text else quality.TEXT
-    with closing(load(build.directory, options.threads)) as llm:
+    with closing(load(build.directory, options.threads, options.second_copy)) as llm:
         window = min(options.window, llm.context_length)
         ids = llm.encode(quality.read_text(text), raw=True)
         if options.recipe == "llama.cpp":

@@ -28,7 +28,7 @@ def run(build: Build) -> TaskFailed | None:
     options = build.options
     other = read_profile(Path(options.against)) if options.against else None
     raw = ["--raw"] if options.raw else []
-    more = ("--profile", "--json", *raw, *reply_arguments(build), f"--repeats={options.repeats}")
+    more = ("--profile", "--json", *raw, *reply_arguments(build))
     prompt = [] if options.prompt is None else [options.prompt]
     measured = captured_runtime(*more, "--", str(build.directory_as_given), *prompt)
     if isinstance(measured, TaskFailed):

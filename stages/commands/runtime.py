@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from doit.exceptions import TaskFailed
 
-from llama_npu2.options import Sampling, to_arguments
+from llama_npu2.options import Running, Sampling, to_arguments
 from stages.engine.places import python_environment
 from stages.graph import Build
 
@@ -39,5 +39,5 @@ def _failure(status: int) -> TaskFailed:
 
 
 def reply_arguments(build: Build) -> list[str]:
-    """Sampling options and threads, as the runtime's command line takes them."""
-    return [*to_arguments(build.options, Sampling), f"--threads={build.options.threads}"]
+    """Options of a run, as the runtime's command line takes them."""
+    return to_arguments(build.options, Sampling, Running)
