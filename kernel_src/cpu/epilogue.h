@@ -80,15 +80,15 @@ INLINE void finish_panel(Epilogue &epilogue, int64_t panel, int64_t out_cols, co
     epilogue.row(sums, 0, column, out_cols - column < panel_rows ? out_cols - column : panel_rows);
 }
 
-// `count` panels of a row, from `panel` on: their sums of each weight lie together.
+// `count` panels of a row, `panel` and others `apart`: their sums of each weight lie together.
 template <int count, class Epilogue>
-INLINE void finish_panels(Epilogue &epilogue, int64_t panel, int64_t out_cols,
+INLINE void finish_panels(Epilogue &epilogue, int64_t panel, int64_t apart, int64_t out_cols,
                           const float (*sums)[count * panel_rows]) {
     for (int64_t p = 0; p < count; p++) {
         float row[Epilogue::weights * panel_rows];
         for (int64_t w = 0; w < Epilogue::weights; w++)
             memcpy(row + w * panel_rows, sums[w] + p * panel_rows, panel_rows * sizeof(float));
-        finish_panel(epilogue, panel + p, out_cols, row);
+        finish_panel(epilogue, panel + p * apart, out_cols, row);
     }
 }
 

@@ -67,14 +67,15 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, in
 
 #endif
 
-// sums[P][panel_rows] = P panels @ x.
+// sums[P][panel_rows] = P panels, `size` elements apart, @ x.
 template <int P>
-void panels_times_vector(const bf16 *first, const Operand *x, int64_t pairs, float *sums, const After<bf16> &after) {
+void panels_times_vector(const bf16 *first, int64_t size, const Operand *x, int64_t pairs, float *sums,
+                         const After<bf16> &after) {
     const bf16 *panels[P];
     Sum sum[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
-        panels[p] = first + p * pairs * line_elements;
+        panels[p] = first + p * size;
         sum[p] = Sum{};
     }
     const int64_t last = pairs > prefetch_lines ? pairs - prefetch_lines : 0;
@@ -92,9 +93,8 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16));
-        const int64_t least = least_chunk_bytes / (panel_bytes * Epilogue::weights);
-        Chunks chunks(worker, panel_count(out_cols_), most_streams, least < most_streams ? least : most_streams);
+        const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16)) * Epilogue::weights;
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), most_streams, panel_bytes);
         each_panels<most_streams>(
             chunks,
             [&] { x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1)); },
@@ -106,11 +106,11 @@ private:
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
         float sums[weights][count * panel_rows];
-        each_weight<weights, count>(weights_, panel_size(cols_), turn,
-                                    [&](int64_t w, const bf16 *own, const After<bf16> &after) {
-                                        panels_times_vector<count>(own, x_, pair_count(cols_), sums[w], after);
-                                    });
-        finish_panels<count>(epilogue_, turn.panel, out_cols_, sums);
+        const int64_t size = panel_size(cols_);
+        each_weight<weights>(weights_, size, turn, [&](int64_t w, const bf16 *own, const After<bf16> &after) {
+            panels_times_vector<count>(own, size * turn.apart, x_, pair_count(cols_), sums[w], after);
+        });
+        finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
     }
 
     const bf16 *const *weights_;

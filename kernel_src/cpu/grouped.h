@@ -64,10 +64,12 @@ struct GroupedPanel {
 };
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
-// are stored `zero` above their value, whose magnitude is `most` at most.
+// are stored `zero` above their value, whose magnitude is `most` at most. `long_panel`: bytes of a panel from which on
+// vectors are multiplied faster with few panels at a time; the less a line takes, the sooner the reading of it counts.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
+    static constexpr int64_t long_panel = 16384;
     static constexpr int zero = 0, most = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
@@ -78,6 +80,7 @@ struct Nibbles {
 
 struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
+    static constexpr int64_t long_panel = INT64_MAX;
     static constexpr int zero = 32, most = 32;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
@@ -91,6 +94,7 @@ struct SixBits {
 template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
+    static constexpr int64_t long_panel = 0;
     static constexpr int zero = 128, most = 128;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {

@@ -8,7 +8,7 @@ namespace {
 
 #if ISA_LANES == 16
 
-constexpr int most_grouped_streams = 8;
+constexpr int most_grouped_streams = 8, few_grouped_streams = 4;
 
 // Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
 // signed, and high ones what is left of the number.
@@ -51,7 +51,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 
 #else
 
-constexpr int most_grouped_streams = 1;
+constexpr int most_grouped_streams = 1, few_grouped_streams = 1;
 
 INLINE void split_bytes(int16_t *, int64_t) {}
 
@@ -144,16 +144,21 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        const int64_t least = least_chunk_bytes / (GroupedPanel<Format>::size(cols_) * Epilogue::weights);
-        Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
-                      least < most_grouped_streams ? least : most_grouped_streams);
-        each_panels<most_grouped_streams>(
+        if (GroupedPanel<Format>::size(cols_) < Format::long_panel) run_in<most_grouped_streams>(x, worker);
+        else run_in<few_grouped_streams>(x, worker);
+    }
+
+private:
+    template <int streams>
+    void run_in(const bf16 *x, Worker &worker) {
+        const int64_t panel_bytes = GroupedPanel<Format>::size(cols_) * Epilogue::weights;
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
+        each_panels<streams>(
             chunks,
             [&] { prepare(x, worker); },
             [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
-private:
     void prepare(const bf16 *x, Worker &worker) {
         const FixedSize size{cols_, Format::inputs};
         x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
@@ -166,10 +171,10 @@ private:
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
-        each_weight<weights, count>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
-            grouped_panels_times_vector<Format, count>(own, size, x_, groups, sums[w], after);
+        each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
+            grouped_panels_times_vector<Format, count>(own, size * turn.apart, x_, groups, sums[w], after);
         });
-        finish_panels<count>(epilogue_, turn.panel, out_cols_, sums);
+        finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
     }
 
     const uint8_t *const *weights_;

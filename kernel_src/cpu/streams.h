@@ -4,6 +4,7 @@ namespace {
 
 constexpr int64_t prefetch_lines = 16, prefetch_bytes = 64 * prefetch_lines;
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
+constexpr int64_t most_chunk_panels = 32;
 
 // In assembly, because a compiler moves its own to the front of a loop's body, where they come in one burst, wait for
 // each other, and leave memory idle until the next one.
@@ -15,11 +16,13 @@ INLINE void prefetch(const void *line) {
 #endif
 }
 
-// The panels that a worker was given, from `panel` to `end`, and those that it took after them.
+// The panels that a worker was given, up to `end`, and those that it took after them. At hand are `panel` and others that
+// are `apart`; `following` comes behind it, with as many.
 struct Turn {
     Chunks &chunks;
     int64_t panel, end, next, next_end;
     bool more;
+    int64_t apart, following;
 
     void take() {
         more = chunks.next(next, next_end);
@@ -58,25 +61,41 @@ INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
     return most;
 }
 
-// Calls prepare(), and then multiply(Panels, the turn that they are the first of) for all panels of all chunks.
+// Chunks of as many panels, while there are many. `panel_bytes`: of weights.
+INLINE Chunks panel_chunks(Worker &worker, int64_t panels, int64_t streams, int64_t panel_bytes) {
+    const int64_t least = least_chunk_bytes / panel_bytes;
+    return Chunks(worker, panels, most_chunk_panels, least < streams ? least : streams);
+}
+
+// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks. Each of `most` streams
+// has a run of panels that lie one behind the other: it goes on where it is, and so does what the machine fetches for it.
 template <int most, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &multiply) {
-    Turn turn = {chunks, 0, 0, 0, 0, false};
+    Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
-        turn.panel = turn.next;
+        const int64_t first = turn.next, run = (turn.next_end - first) / most;
         turn.end = turn.next_end;
-        while (turn.panel < turn.end)
-            turn.panel += with_panels<most>(turn.end - turn.panel, [&](auto some) { multiply(some, turn); });
+        turn.apart = run;
+        for (turn.panel = first; turn.panel < first + run; turn.panel = turn.following) {
+            turn.following = turn.panel + 1 < first + run ? turn.panel + 1 : first + run * most;
+            multiply(Panels<most>{}, turn);
+        }
+        turn.apart = 1;
+        for (turn.panel = first + run * most; turn.panel < turn.end; turn.panel = turn.following)
+            with_panels<most>(turn.end - turn.panel, [&](auto some) {
+                turn.following = turn.panel + some.value;
+                multiply(some, turn);
+            });
     }
 }
 
-// Calls multiply(w, its panels, what is read behind them: After) for every weight's `count` panels of a turn. Panels have
+// Calls multiply(w, its first panel, what is read behind it: After) for every weight's panels of a turn. Panels have
 // `size` elements.
-template <int weights, int count, class Weight, class Multiply>
+template <int weights, class Weight, class Multiply>
 INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, const Multiply &multiply) {
-    const int64_t rest = turn.panel + count;
+    const int64_t rest = turn.following;
     for (int64_t w = 0; w < weights; w++) {
         const Weight *known = w + 1 < weights   ? first[w + 1] + turn.panel * size
                               : rest < turn.end ? first[0] + rest * size

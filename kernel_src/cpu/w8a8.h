@@ -271,9 +271,8 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        const int64_t least = least_chunk_bytes / (GroupedPanel<W8A8>::size(cols_) * Epilogue::weights);
-        Chunks chunks(worker, panel_count(out_cols_), most_grouped_streams,
-                      least < most_grouped_streams ? least : most_grouped_streams);
+        const int64_t panel_bytes = GroupedPanel<W8A8>::size(cols_) * Epilogue::weights;
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), most_grouped_streams, panel_bytes);
         each_panels<most_grouped_streams>(
             chunks,
             [&] {
@@ -287,16 +286,16 @@ private:
     template <int count>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
-        const int64_t size = GroupedPanel<W8A8>::size(cols_), panel = turn.panel;
+        const int64_t size = GroupedPanel<W8A8>::size(cols_), panel = turn.panel, apart = turn.apart;
         int32_t sums[weights][count * panel_rows];
-        each_weight<weights, count>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
-            integer_panels_times_vector<count>(own, size, quantised_, quad_count(cols_), sums[w], after);
+        each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
+            integer_panels_times_vector<count>(own, size * apart, quantised_, quad_count(cols_), sums[w], after);
         });
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
-                scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p) * size, scale_, row + w * panel_rows);
-            finish_panel(epilogue_, panel + p, out_cols_, row);
+                scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p * apart) * size, scale_, row + w * panel_rows);
+            finish_panel(epilogue_, panel + p * apart, out_cols_, row);
         }
     }
 
