@@ -144,7 +144,9 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        if (GroupedPanel<Format>::size(cols_) < Format::long_panel) run_in<most_grouped_streams>(x, worker);
+        if constexpr (Format::long_panel == 0) run_in<few_grouped_streams>(x, worker);
+        else if constexpr (Format::long_panel == INT64_MAX) run_in<most_grouped_streams>(x, worker);
+        else if (GroupedPanel<Format>::size(cols_) < Format::long_panel) run_in<most_grouped_streams>(x, worker);
         else run_in<few_grouped_streams>(x, worker);
     }
 

@@ -75,19 +75,17 @@ INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
-        const int64_t first = turn.next, run = (turn.next_end - first) / most;
+        const int64_t first = turn.next, run = (turn.next_end - first) / most, behind = first + run * most;
         turn.end = turn.next_end;
-        turn.apart = run;
-        for (turn.panel = first; turn.panel < first + run; turn.panel = turn.following) {
-            turn.following = turn.panel + 1 < first + run ? turn.panel + 1 : first + run * most;
-            multiply(Panels<most>{}, turn);
-        }
-        turn.apart = 1;
-        for (turn.panel = first + run * most; turn.panel < turn.end; turn.panel = turn.following)
-            with_panels<most>(turn.end - turn.panel, [&](auto some) {
-                turn.following = turn.panel + some.value;
+        for (turn.panel = first; turn.panel < turn.end; turn.panel = turn.following) {
+            const bool running = turn.panel < first + run;
+            turn.apart = running ? run : 1;
+            with_panels<most>(running ? most : turn.end - turn.panel, [&](auto some) {
+                turn.following = turn.panel + (running ? 1 : some.value);
+                if (turn.following == first + run) turn.following = behind;
                 multiply(some, turn);
             });
+        }
     }
 }
 
