@@ -22,9 +22,9 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
     }
 }
 
-// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. What lies `ahead` bytes from its
-// numbers begins to be read.
-template <class Format, int P>
+// sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. With `fetch`, what lies `ahead` bytes
+// from its numbers begins to be read.
+template <class Format, int P, bool fetch>
 INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
     __m512i low[P], high[P];
@@ -39,7 +39,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (i % per_line == 0) prefetch(own + i / per_line * line_bytes + ahead);
+            if (fetch && i % per_line == 0) prefetch(own + i / per_line * line_bytes + ahead);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
             low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
             high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
@@ -55,7 +55,7 @@ constexpr int most_grouped_streams = 1, few_grouped_streams = 1;
 
 INLINE void split_bytes(int16_t *, int64_t) {}
 
-template <class Format, int P>
+template <class Format, int P, bool fetch>
 INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     static_assert(P == 1, "one panel at a time");
 #pragma GCC unroll 4
@@ -93,6 +93,11 @@ INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
         for (int64_t p = 0; p < P; p++) prefetch(line + p * size);
 }
 
+// Whether a line takes so little that loads run far enough ahead by themselves: asking for lines takes their place in the
+// window then. What a stream jumps to is asked for all the same.
+template <class Format>
+constexpr bool runs_ahead = ISA_LANES == 16 && Format::long_panel == 0;
+
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, int P>
 void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums,
@@ -117,11 +122,16 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
                 fetched = first + distance;
                 offset = distance == 0 ? 0 : -near_end;
             }
-            prefetch_scales<Format, P>(fetched, size, g + offset);
             const uint8_t *numbers = Panel::numbers(first, g);
+            const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
+            const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
-            group_sums<Format, P>(numbers, size, Panel::numbers(fetched, g + offset) - numbers,
-                                  x.numbers + g * Format::inputs, x.sums[g], sum);
+            if (runs_ahead<Format> && g < near_end) {
+                group_sums<Format, P, false>(numbers, size, ahead, part, x.sums[g], sum);
+            } else {
+                prefetch_scales<Format, P>(fetched, size, g + offset);
+                group_sums<Format, P, true>(numbers, size, ahead, part, x.sums[g], sum);
+            }
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {
                 const PanelScales<Format> scales(first, size, g, v);
