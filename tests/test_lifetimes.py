@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.model.lifetimes import PAGE, Step, places
@@ -105,6 +105,7 @@ def _ordered(steps: Iterable[Step]) -> list[Step]:
 NAMES = st.sets(st.sampled_from("abcdefgh"), max_size=3)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.booleans(), NAMES, NAMES), min_size=1, max_size=24),
     st.lists(st.integers(1, 5 * PAGE), min_size=8, max_size=8),
