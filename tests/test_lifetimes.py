@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.model.lifetimes import PAGE, Step, places
+from stages.model.lifetimes import Step, places
 from stages.model.plan import _Planner, make_plan, with_context
 from stages.model.policy import Policy, parse_policy
 from stages.targets import targets
 from stages.targets.npu2.groupings import CONTEXT
+from stages.weights.blobs import PAGE
 from tests.npu_shapes import JUDGED
 
 BUCKETS = (128, 512, 2048)

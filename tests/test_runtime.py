@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import pytest
 from llama_npu2 import Llama, UserError, load, sandbox
 from llama_npu2.__main__ import parse
 from llama_npu2.chat import ChatTemplate
-from llama_npu2.options import Running, Sampling, chosen, to_arguments
+from llama_npu2.options import Running, Sampling, add_arguments, chosen, to_arguments
 from llama_npu2.sampling import sampler
 from llama_npu2.storage import Directory
 from llama_npu2.text import TextStream, Tokenizer
@@ -328,6 +329,15 @@ def test_options_are_refused_alike_everywhere(llm: Llama, given: dict[str, Any],
 def test_numbers_too_large_for_a_float_are_refused(llm: Llama) -> None:
     with pytest.raises(UserError, match="must be above 0 and at most 1"):
         next(llm.generate("hi", top_p=10**400))
+
+
+def test_help_says_defaults() -> None:
+    """A switch has none to say."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, Sampling, Running)
+    shown = " ".join(parser.format_help().split())
+    assert "0 is greedy (default 0)" in shown and "longest reply (default 256)" in shown
+    assert shown.endswith("for more memory")
 
 
 def test_options_survive_a_command_line() -> None:

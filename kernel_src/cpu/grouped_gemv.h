@@ -154,10 +154,12 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        if constexpr (Format::long_panel == 0) run_in<few_grouped_streams>(x, worker);
-        else if constexpr (Format::long_panel == INT64_MAX) run_in<most_grouped_streams>(x, worker);
-        else if (GroupedPanel<Format>::size(cols_) < Format::long_panel) run_in<most_grouped_streams>(x, worker);
-        else run_in<few_grouped_streams>(x, worker);
+        constexpr int64_t limit = Format::long_panel;
+        // Constants first, where they decide: then there is no code for the other.
+        if (limit == 0 || (limit != INT64_MAX && GroupedPanel<Format>::size(cols_) >= limit))
+            run_in<few_grouped_streams>(x, worker);
+        else
+            run_in<most_grouped_streams>(x, worker);
     }
 
 private:

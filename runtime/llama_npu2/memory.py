@@ -29,7 +29,7 @@ class Memory:
             for reference in call["buffers"]
         }
         ends = [spec["at"] + manifest.nbytes(name) for name, spec in self._specs.items() if "at" in spec]
-        self._shared = device.alloc(max(ends)) if ends and not beside else None
+        self._shared: Any = device.alloc(max(ends)) if ends and not beside else None
         self._buffers = {name: self._create(name, beside) for name in manifest.buffers}
 
     def _create(self, name: str, beside: Memory | None) -> Any:
@@ -40,7 +40,7 @@ class Memory:
         if "file" in spec:
             return device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
         if "at" in spec and not beside:
-            return device.part(self._shared, spec["at"], nbytes)
+            return self._shared.part(spec["at"], nbytes)
         return device.alloc(nbytes, host)
 
     def apart(self) -> Memory:

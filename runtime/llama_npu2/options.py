@@ -122,7 +122,8 @@ def kind(each: Field[Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked]) -> None:
     """`--max-tokens N` and so on, for every option of the groups."""
     for each in (each for group in groups for each in fields(group)):
-        shown = "" if each.default in (None, (), False) else f" (default {each.default:g})"
+        silent = each.default in (None, ()) or kind(each) == "bool"
+        shown = "" if silent else f" (default {each.default:g})"
         number = {"int": int, "float": float}.get(kind(each))
         how: dict[str, Any] = {"type": number, "default": each.default, "metavar": "N"}
         if kind(each) == "bool":

@@ -24,7 +24,7 @@ class SecondCopy:
 
 def second_copy(programs: Spec, buffers: Mapping[str, Spec], plans: Mapping[str, Sequence[Spec]]) -> SecondCopy:
     """Of these sections of a manifest. Without `calls` where weights are used as they are stored."""
-    shared = {name for calls in plans.values() for call in calls for name, _ in _made(programs, call)}
+    shared: set[str] = set()
     copied: dict[str, Spec] = {}
     once: dict[tuple[str, ...], Spec] = {}
     kept: dict[str, list[Spec]] = {}
@@ -33,6 +33,7 @@ def second_copy(programs: Spec, buffers: Mapping[str, Spec], plans: Mapping[str,
         for call in calls:
             made = dict(_made(programs, call))
             current |= made
+            shared |= made.keys()
             bound = [current.get(name, name) for name in call["buffers"]]
             copied |= {own: {k: v for k, v in buffers[name].items() if k != "at"} for name, own in made.items()}
             if made:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-PAGE = 4096
+from stages.weights.blobs import PAGE
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class HostBuffer:
         self.address: int = content.ctypes.data
 
     def part(self, offset: int, nbytes: int) -> HostBuffer:
+        """A buffer in the memory of this one, which may overlap with other parts of it: every device's have this."""
         return HostBuffer(self.bytes[offset : offset + nbytes])
 
 
@@ -92,9 +93,6 @@ class Device(Protocol):
 
     def alloc(self, nbytes: int, host: bool = False) -> Any:
         """A zeroed buffer of the device; `host`: only host programs use it."""
-
-    def part(self, buffer: Any, offset: int, nbytes: int) -> Any:
-        """A buffer in the memory of another, which may overlap with other parts of it."""
 
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
         """A read-only buffer with part of a file's content; `host`: only host programs use it."""

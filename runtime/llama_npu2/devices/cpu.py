@@ -99,9 +99,6 @@ class CpuDevice:
             raise UserError(f"cannot reserve {size >> 20} MiB of memory ({error})") from None
         return HostBuffer(np.frombuffer(memory, np.uint8, nbytes))
 
-    def part(self, buffer: HostBuffer, offset: int, nbytes: int) -> HostBuffer:
-        return buffer.part(offset, nbytes)
-
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
         """Map the file: no copy, and pages are shared with every process that runs the model."""
         if file.container not in self._files:

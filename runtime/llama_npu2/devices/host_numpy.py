@@ -99,9 +99,6 @@ class NumpyDevice:
     def alloc(self, nbytes: int, host: bool = True) -> HostBuffer:
         return HostBuffer(np.zeros(nbytes, np.uint8))
 
-    def part(self, buffer: HostBuffer, offset: int, nbytes: int) -> HostBuffer:
-        return buffer.part(offset, nbytes)
-
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = True) -> HostBuffer:
         """Mapped, not read."""
         return HostBuffer(np.memmap(file.container, np.uint8, "r", file.start + offset, (nbytes,)))

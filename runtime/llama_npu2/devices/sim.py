@@ -111,9 +111,6 @@ class SimDevice:
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
         return self._cpu.alloc(nbytes)
 
-    def part(self, buffer: HostBuffer, offset: int, nbytes: int) -> HostBuffer:
-        return buffer.part(offset, nbytes)
-
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
         return self._cpu.load_weights(file, offset, nbytes)
 

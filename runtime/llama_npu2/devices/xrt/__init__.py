@@ -69,11 +69,6 @@ class XrtDevice:
         buffer.push()
         return buffer
 
-    def part(self, buffer: Any, offset: int, nbytes: int) -> Any:
-        return (
-            self._session.part(buffer, offset, nbytes) if isinstance(buffer, XrtBuffer) else buffer.part(offset, nbytes)
-        )
-
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
         """Read from the file into the pinned memory; no second copy exists."""
         if host:

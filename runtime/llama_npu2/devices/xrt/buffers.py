@@ -36,6 +36,7 @@ class XrtBuffer:
         self._pyxrt, self._counts, self._timed = pyxrt, counts, timed
         self.nbytes = nbytes
         self._whole: XrtBuffer | None = None
+        self.parts: list[XrtBuffer] = []
         self.start = 0
         self.bo = bo
         with failures("mapping an NPU buffer"):
@@ -97,6 +98,7 @@ class XrtBuffer:
     def part(self, offset: int, nbytes: int) -> XrtBuffer:
         made = XrtBuffer(self._pyxrt, self._counts, self.view(offset, nbytes), nbytes, self._timed)
         made._whole, made.start = self, offset
+        self.parts.append(made)
         return made
 
     def overlaps(self, other: XrtBuffer) -> bool:
@@ -107,4 +109,7 @@ class XrtBuffer:
         )
 
     def release(self) -> None:
+        for part in self.parts:
+            part.release()
+        self.parts.clear()
         self.bytes, self.bo, self.address = None, None, 0

@@ -71,8 +71,6 @@ class Session:
         """Context of each ELF."""
         self.programs: list[XrtProgram] = []
         self.buffers: list[XrtBuffer] = []
-        self.parts: list[XrtBuffer] = []
-        """Of buffers."""
         self.submissions: list[Releasable] = []
         self.running: Callable[[], object] | None = None
         """Waits for what is under way."""
@@ -90,10 +88,6 @@ class Session:
     def buffer(self, nbytes: int) -> XrtBuffer:
         self.buffers.append(XrtBuffer(self.pyxrt, self.counts, self._create_bo(nbytes), nbytes, self.timed))
         return self.buffers[-1]
-
-    def part(self, buffer: XrtBuffer, offset: int, nbytes: int) -> XrtBuffer:
-        self.parts.append(buffer.part(offset, nbytes))
-        return self.parts[-1]
 
     def _create_bo(self, nbytes: int) -> Any:
         held = sum(buffer.nbytes for buffer in self.buffers) >> 20
@@ -176,10 +170,9 @@ class Session:
             program.run = program.kernel = None
         self.programs.clear()
         self.contexts.clear()
-        for buffers in (self.parts, self.buffers):
-            for buffer in buffers:
-                buffer.release()
-            buffers.clear()
+        for buffer in self.buffers:
+            buffer.release()
+        self.buffers.clear()
         self.device = None
         self.cpu.close()
         if self.lock is not None:

@@ -39,6 +39,8 @@ class XrtSubmission:
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
         self.calls = Counter(call.program for call in on_device)
         self._beside = list(_beside(self._stretches))
+        wholes = {buffer.whole for stretch in self._stretches for buffer in stretch.touched}
+        self._parts = [part for whole in wholes for part in whole.parts]
         self.resting = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
@@ -49,7 +51,7 @@ class XrtSubmission:
         session.drain()
         self.resting = False
         try:
-            for part in session.parts:
+            for part in (part for part in self._parts if part.host_newer):
                 # Of a call that was interrupted: lines that the host still holds would land on what lies there now.
                 part.to_device(0, part.nbytes)
             for access in self._inputs:
