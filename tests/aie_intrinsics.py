@@ -103,7 +103,8 @@ v16bfloat16 to_v16bfloat16(v16accfloat); v32bfloat16 to_v32bfloat16(v32accfloat)
 v16accfloat ups_to_v16accfloat(v16bfloat16); v32accfloat ups_to_v32accfloat(v32bfloat16);
 v16int32 srs_to_v16int32(v16acc64, int, bool); v8int32 srs_to_v8int32(v8acc64, int, bool);
 v32int16 srs_to_v32int16(v32acc32, int, bool);
-v32uint16 srs_to_v32uint16(v32acc32, int, bool); v32acc32 ups_to_v32acc32(v32int16, int, bool);
+v32uint16 srs_to_v32uint16(v32acc32, int, bool); v16uint16 srs_to_v16uint16(v16acc32, int, bool);
+v32acc32 ups_to_v32acc32(v32int16, int, bool);
 v32acc32 ups_to_v32acc32(v32uint16, int, bool); v16acc32 ups_to_v16acc32(v16uint16, int, bool);
 v16acc64 ups_to_v16acc64(v16int32, int, bool);
 v32acc64 ups_to_v32acc64(v32int16, int, bool); v32acc64 ups_to_v32acc64(v32uint16, int, bool);
@@ -115,6 +116,8 @@ unsigned long long set_uint64(int, unsigned); unsigned long long insert(unsigned
 v32accfloat mul_elem_32(v32bfloat16, v32bfloat16); v32accfloat mac_elem_32(v32bfloat16, v32bfloat16, v32accfloat);
 v32accfloat mac_elem_32_conf(v32bfloat16, v32bfloat16, v32accfloat, int, int, int);
 v64accfloat mul_elem_64(v64bfloat16, v64bfloat16);
+v64acc32 mul_elem_64_conf(v64uint16, bool, v64uint16, bool, int);
+v64acc32 mac_elem_64_conf(v64uint16, bool, v64uint16, bool, v64acc32, int, int, int, int);
 v32acc64 mac_4x8_8x8_conf(v32int16, bool, v64int8, bool, v32acc64, int, int, int, int);
 v32acc64 mac_4x8_8x8_conf(v32int16, bool, v64uint8, bool, v32acc64, int, int, int, int);
 v64bfp16ebs8 to_v64bfp16ebs8(v64accfloat); v64accfloat mul_8x8_8x8T(v64bfp16ebs8, v64bfp16ebs8);

@@ -32,7 +32,8 @@ _ONE = (
     "bit_or",
     "to_fixed",
     "to_float",
-    "exp2",
+    "filter_even",
+    "filter_odd",
     "shuffle_down",
 )
 _ONE_OF_CLASS = ("from_vector", "to_vector", "insert", "unpack")
@@ -50,6 +51,8 @@ def counting_header() -> str:
     for name in _ONE_OF_CLASS:
         text, found = _count(text, rf"^    (?:void|auto|vector|vector<[^;{{}}]*>) &?{name}\(", "sim::vectors += 1;")
         assert found, name
+    text, found = _count(text, r"^std::pair<[^;{}]*> interleave_unzip\(", "sim::vectors += 2;")
+    assert found == 1
     text, found = _count(text, r"^T reduce_(?:add|max)\(", "for (unsigned n = Elems; n > 1; n /= 2) sim::vectors += 2;")
     assert found == 2
     text, found = _count(text, r"^    mmul &mac\(const vector<int16", "sim::vectors += 1;")

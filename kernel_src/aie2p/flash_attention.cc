@@ -4,9 +4,10 @@
 static_assert(LAYOUT_HEAD_POSITION == EDGE, "a block's row");
 
 extern "C" void AIE_FN(fa_init)(bfloat16 *q, float *acc, float *stats) {
+    use_nearest_even();
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query, q += Q_BLOCKS * BLOCK)
         for (unsigned i = 0; i < DIM_BLOCKS * BLOCK; i += BLOCK)
-            aie::store_v(q + i, aie::transpose(aie::load_v<BLOCK>(q + i), EDGE, EDGE));
+            aie::store_v(q + i, prepared(aie::load_v<BLOCK>(q + i)));
     begin(acc, stats);
 }
 

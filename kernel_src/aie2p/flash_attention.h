@@ -1,19 +1,21 @@
 // Attention of QR query rows over a stream of KR-row KV tiles, online softmax in the log2 domain, head size HD. The rows
 // are at positions that follow one another, or with SAME_ROW all at one.
 //
-// q bf16 blocks [QR/8][HD/8][8][8], where rows are at positions of their own [QR/8][HD/8 + 1][8][8]: each row of the last
+// q bf16 blocks [QR/8][HD/8][8][8], prepared, where rows are at positions of their own [QR/8][HD/8 + 1][8][8]: each row of the last
 // block begins with its position, i32. kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
-// [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = running maximum, running sum; work f32 [QR][KR], scratch.
+// [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = ceiling (behind WHOLE), running sum; work f32 [QR][KR], scratch.
 //
 // Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors
-// and not across lanes; fa_init transposes the blocks of q in place for this.
+// and not across lanes; the blocks of q are transposed for this. They are scaled, too, by log2(e) / sqrt(HD), and rounded
+// once more, so that their products with K are exponents of two.
 //
-// The core's exponential gives bf16, which is what the product with V takes anyway; the sum is taken over those same
-// rounded weights, so their error does not scale the result. The running maximum is rounded up to a whole number:
-// the correction of what was accumulated is then a power of two, exact, however often the maximum moves.
+// Weights are rounded to bf16 (exp2.h), which is what the product with V takes; the sum is taken over those same rounded
+// weights, so their error does not scale the result. They are exponents below a ceiling that is a whole number: where it
+// must rise, what was accumulated is corrected by a power of two, exact, however often. It rises to HEADROOM above the
+// scores, so that few steps have to (2 in 1000 for the model that ships over 2048 positions, 36 in 100 without).
 #pragma once
 
-#include "tile.h"
+#include "exp2.h"
 
 namespace {
 
@@ -26,13 +28,19 @@ constexpr unsigned KEYS = EDGE / 2;
 constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
 // Blocks of V held at a time: two are a third of the vector registers, and a product needs as many again.
 constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
-// Score of a masked key; also the maximum before the first key. Far below any score, within the range of an int32.
+// Score of a masked key; also the ceiling before the first key. Far below any score, within the range of an int32.
 constexpr float MASKED = -1048576.0f;
 constexpr float LOG2E = 1.44269504088896341f;
+// From here on a float is a whole number which its bits count, so that whole numbers can be added and compared as such.
+constexpr float WHOLE = 0x1.8p23f;
+// A weight that is 2^94 times smaller than another is none.
+constexpr int32 HEADROOM = 32;
 
 using Block = aie::mmul<EDGE, EDGE, EDGE, bfloat16, bfloat16>;
 using Half = aie::vector<float, HALF>;
 using PerQuery = aie::vector<float, EDGE>;
+// The bits of whole numbers behind WHOLE, or whole numbers.
+using Counts = aie::vector<int32, EDGE>;
 
 constexpr float root(float x) {
     float r = x;
@@ -62,7 +70,7 @@ aie::vector<bfloat16, BLOCK> gather(const bfloat16 *rows) {
 }
 
 // Over the keys of half a block, per query.
-PerQuery maximum_of_keys(const Half &v) {
+Counts maximum_of_keys(const aie::vector<int32, HALF> &v) {
     const auto two = aie::max(v.template extract<2 * EDGE>(0), v.template extract<2 * EDGE>(1));
     return aie::max(two.template extract<EDGE>(0), two.template extract<EDGE>(1));
 }
@@ -84,38 +92,44 @@ void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
         }
 }
 
-// Scales the scores of one query block to the log2 domain and masks; returns their maximum, per query.
+// A block of q, as `scores` takes it.
+aie::vector<bfloat16, BLOCK> prepared(const aie::vector<bfloat16, BLOCK> &q) {
+    const auto scaled = product(q, constants<BLOCK>(halves_of(LOG2E / root(HD))));
+    return aie::transpose(scaled.template to_vector<bfloat16>(), EDGE, EDGE);
+}
+
+// Masks the scores of one query block; returns their maximum, per query, behind WHOLE: rounded, so less than 1 off.
 // Key j of this tile is visible to query i of this block iff i - j >= first_visible.
-PerQuery scale_and_mask(float *work, int32 first_visible) {
-    const Pair<HALF> scale = split<HALF>(LOG2E / root(HD));
-    Half top = aie::broadcast<float, HALF>(MASKED);
+Counts mask(float *work, int32 first_visible) {
+    const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
+    aie::vector<int32, HALF> top = aie::broadcast<float, HALF>(WHOLE + MASKED).template cast_to<int32>();
     for (unsigned half = 0; half < 2 * KEY_BLOCKS; ++half, work += HALF) {
-        Half y = product(split(aie::load_v<HALF>(work)), scale).template to_vector<float>();
+        Half y = aie::load_v<HALF>(work);
         const int32 bound = first_visible + static_cast<int32>(half * KEYS);
-        if (bound > 1 - static_cast<int32>(KEYS))
-            y = aie::select(y, aie::broadcast<float, HALF>(MASKED),
-                            aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
-        top = aie::max(top, y);
-        aie::store_v(work, y);
+        if (bound > 1 - static_cast<int32>(KEYS)) {
+            y = aie::select(y, masked, aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
+            aie::store_v(work, y);
+        }
+        top = aie::max(top, aie::add(y, whole).template cast_to<int32>());
     }
     return maximum_of_keys(top);
 }
 
-// Replaces the scores of one query block by bf16 weights 2^(y - top), blocks [8 queries][8 keys] at the scores' places.
-// Returns the sums of the rounded weights, per query.
-PerQuery weights(float *work, const PerQuery &top) {
-    const Half subtrahend = repeat<HALF>(top);
-    aie::accum<accfloat, HALF> sum = aie::zeros<accfloat, HALF>();
+// Replaces the scores of one query block by bf16 weights 2^(y - ceiling), blocks [8 queries][8 keys] at the scores'
+// places. Returns the sums of the rounded weights, per query.
+PerQuery weights(float *work, const Counts &ceiling) {
+    const PerQuery at = aie::broadcast<float, EDGE>(WHOLE + EXP2_AT);
+    const Half above = repeat<HALF>(aie::sub(at, ceiling.template cast_to<float>()));
+    const aie::vector<bfloat16, BLOCK> one = constant<BLOCK>(ONE_BITS);
+    aie::accum<accfloat, BLOCK> sum = aie::zeros<accfloat, BLOCK>();
     for (unsigned key = 0; key < KEY_BLOCKS; ++key, work += BLOCK) {
-        aie::vector<bfloat16, BLOCK> block;
-        unrolled<2>([&](auto h) {
-            const auto p = aie::exp2<bfloat16>(aie::sub(aie::load_v<HALF>(work + h * HALF), subtrahend));
-            sum = aie::add(sum, p);
-            block.insert(h, p);
-        });
+        const auto block =
+            exp2(aie::add(aie::load_v<HALF>(work), above), aie::add(aie::load_v<HALF>(work + HALF), above));
+        sum = aie::mac(sum, block, one);
         aie::store_v(reinterpret_cast<bfloat16 *>(work), aie::transpose(block, EDGE, EDGE));
     }
-    return sum_of_rows(sum.template to_vector<float>());
+    return sum_of_rows(aie::add(sum.template extract<HALF>(0).template to_vector<float>(),
+                                sum.template extract<HALF>(1).template to_vector<float>()));
 }
 
 // Multiplies the rows of one query block of acc by powers of two, one per query.
@@ -129,20 +143,29 @@ void rescale(float *acc, const aie::vector<bfloat16, EDGE> &factor) {
         });
 }
 
-// Softmax step of one query block.
-void advance(float *work, float *acc, float *maximum, float *sum, int32 first_visible) {
-    const PerQuery highest = scale_and_mask(work, first_visible), before = aie::load_v<EDGE>(maximum);
-    const auto above = aie::add(highest, aie::broadcast<float, EDGE>(0.5f));
-    const auto rounded_up = aie::to_float<float>(aie::to_fixed<int32>(above));
-    const PerQuery top = aie::max(before, rounded_up);
-    const auto change = aie::max(aie::sub(before, top), aie::broadcast<float, EDGE>(-127.0f));
-    const PerQuery added = weights(work, top);
+// Multiplies what was accumulated for one query block by 2^change, per query.
+void rescale(float *acc, float *sum, const Counts &change) {
     // A row of a block is less than an accumulator has: the factor is applied to copies.
     const auto factor = aie::accum<accfloat, HALF>(power_of_two(repeat<HALF>(change))).template to_vector<bfloat16>();
     const auto kept = exact_product(repeat<HALF>(aie::load_v<EDGE>(sum)), factor).template to_vector<float>();
-    aie::store_v(sum, aie::add(kept.template extract<EDGE>(0), added));
-    aie::store_v(maximum, top);
-    if (aie::reduce_add(change) < 0.0f) rescale(acc, factor.template extract<EDGE>(0));
+    aie::store_v(sum, kept.template extract<EDGE>(0));
+    rescale(acc, factor.template extract<EDGE>(0));
+}
+
+// The ceiling of one query block, raised where a score is above it. Before the first key nothing is accumulated.
+Counts raised(const Counts &highest, float *ceiling, float *acc, float *sum, bool first) {
+    const Counts before = aie::load_v<EDGE>(ceiling).template cast_to<int32>();
+    if (aie::lt(before, highest).empty()) return before;
+    const Counts after = aie::max(before, aie::add(highest, aie::broadcast<int32, EDGE>(HEADROOM)));
+    aie::store_v(ceiling, after.template cast_to<float>());
+    if (!first) rescale(acc, sum, aie::max(aie::sub(before, after), aie::broadcast<int32, EDGE>(-127)));
+    return after;
+}
+
+// Softmax step of one query block.
+void advance(float *work, float *acc, float *ceiling, float *sum, int32 first_visible, bool first) {
+    const Counts top = raised(mask(work, first_visible), ceiling, acc, sum, first);
+    aie::store_v(sum, aie::add(aie::load_v<EDGE>(sum), weights(work, top)));
 }
 
 // acc += P V for HELD blocks of keys: `work` their weights, `v` their rows, from one block of dimensions on, as `acc`.
@@ -166,20 +189,22 @@ void accumulate(const float *work, const bfloat16 *kv, float *acc) {
 }
 
 // 1/x in two bf16; one Newton step on the core's estimate, whose accuracy is not published.
-Pair<16> reciprocals(const float *x) {
-    alignas(64) float out[16] = {};
-    for (unsigned i = 0; i < EDGE; ++i) {
-        const float estimate = aie::inv(x[i]);
-        out[i] = estimate * (2.0f - x[i] * estimate);
-    }
-    return split(aie::load_v<16>(out));
+Pair<2 * EDGE> reciprocals(const float *x) {
+    alignas(32) float estimates[EDGE];
+    for (unsigned i = 0; i < EDGE; ++i) estimates[i] = aie::inv(x[i]);
+    const auto near = split(repeat<2 * EDGE>(aie::load_v<EDGE>(estimates)));
+    const auto of = split(repeat<2 * EDGE>(aie::load_v<EDGE>(x)));
+    const auto one = wide_constant<2 * EDGE>(ONE_BITS);
+    const auto lacks = aie::msc(aie::msc(aie::msc(one, of.hi, near.hi), of.hi, near.lo), of.lo, near.hi);
+    const auto more = lacks.template to_vector<bfloat16>();
+    return split(aie::mac(product(constant<2 * EDGE>(ONE_BITS), near), more, near.hi));
 }
 
 // Before the first key.
 void begin(float *acc, float *stats) {
     for (unsigned i = 0; i < QR * HD; i += HALF) aie::store_v(acc + i, aie::zeros<float, HALF>());
     for (unsigned i = 0; i < QR; i += EDGE) {
-        aie::store_v(stats + i, aie::broadcast<float, EDGE>(MASKED));
+        aie::store_v(stats + i, aie::broadcast<float, EDGE>(WHOLE + MASKED));
         aie::store_v(stats + QR + i, aie::zeros<float, EDGE>());
     }
 }
@@ -192,7 +217,7 @@ void attend(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, flo
     scores(q, kv, work);
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query)
         advance(work + query * KEY_BLOCKS * BLOCK, acc + query * DIM_BLOCKS * BLOCK, stats + query * EDGE,
-                stats + QR + query * EDGE, k_row - q_row - APART * static_cast<int32>(query * EDGE));
+                stats + QR + query * EDGE, k_row - q_row - APART * static_cast<int32>(query * EDGE), k_row == 0);
     accumulate(work, kv, acc);
 }
 
@@ -200,7 +225,7 @@ void attend(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, flo
 void finish(float *acc, const float *stats, bfloat16 *q) {
     use_nearest_even();
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query, acc += DIM_BLOCKS * BLOCK, q += DIM_BLOCKS * BLOCK) {
-        const Pair<16> inverse = reciprocals(stats + QR + query * EDGE);
+        const auto inverse = reciprocals(stats + QR + query * EDGE);
         const auto hi = aie::transpose(repeat<BLOCK>(inverse.hi.template extract<EDGE>(0)), EDGE, EDGE);
         const auto lo = aie::transpose(repeat<BLOCK>(inverse.lo.template extract<EDGE>(0)), EDGE, EDGE);
         for (unsigned d = 0; d < DIM_BLOCKS; ++d)

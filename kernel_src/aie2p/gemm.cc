@@ -91,8 +91,6 @@ extern "C" void AIE_FN(gemm_out)(float *c) {
     for (unsigned i = 0; i < TM * TN; i += BLOCK)
         aie::store_v(out + i, load_block(c + i).template to_vector<bfloat16>());
 #if SWIGLU
-    for (unsigned i = 0; i < TM * TN; i += 2 * BLOCK)
-        for (unsigned half = 0; half < BLOCK; half += HALF)
-            silu_times<HALF>(out + i + half, out + i + BLOCK + half, out + i / 2 + half);
+    for (unsigned i = 0; i < TM * TN; i += 2 * BLOCK) silu_times<BLOCK>(out + i, out + i + BLOCK, out + i / 2);
 #endif
 }

@@ -1,37 +1,28 @@
 // SwiGLU's activation: out = silu(gate) * up, silu(gate) = gate / (1 + exp(-gate)), bf16 in and out, rounded where
 // transformers rounds: silu, and its product.
 //
-// e = exp(-|gate|) comes from the core's exponential, which has bf16 precision: where the gate is negative, silu has that
-// rounding besides its own. 1/(1+e) on (1, 2] is good to 2^-13.
+// e = exp(-|gate|) is rounded to bf16 (exp2.h): where the gate is negative, silu has that rounding besides its own. 1/(1+e)
+// on (1, 2] is good to 2^-13.
 #pragma once
 
-#include "tile.h"
+#include "exp2.h"
 
 namespace {
 
-// log2(e) in two bf16: y is off by less than 2^-17 of its size.
-constexpr float LOG2E[2] = {1.4453125f, -0.00262451171875f};
-// 1/d on [1, 2] within 1/99, from d^0 on: what is left of 1 - d p(d) is the Chebyshev polynomial of degree 3.
-constexpr float INVERSE[3] = {210.0f / 99.0f, -144.0f / 99.0f, 32.0f / 99.0f};
+// In two bf16: y is off by less than 2^-17 of its size.
+constexpr Halves LOG2E = halves_of(1.44269504088896341f);
+// 1/d on [1, 2] within 1/75, from d^0 on: what is left of 1 - d p(d) is the Chebyshev polynomial of degree 3, but for the
+// rounding of these.
+constexpr uint16 INVERSE[3] = {bf16_bits(2.109375f), bf16_bits(-1.4296875f), bf16_bits(0.3125f)};
 constexpr unsigned SIGN = 0x8000;
-// Gates below count as this, where the core's exponential ends: their activation is nothing.
-constexpr float LEAST = -87.0f;
+// Gates below count as this, where bf16 ends: their activation is nothing.
+constexpr uint16 LEAST = bf16_bits(-87.0f);
 
+// exp(x), x <= 0.
 template <unsigned L>
-aie::vector<bfloat16, L> constant(float value) {
-    return aie::accum<accfloat, L>(aie::broadcast<float, L>(value)).template to_vector<bfloat16>();
-}
-
-template <unsigned L>
-aie::accum<accfloat, L> wide_constant(float value) {
-    return aie::accum<accfloat, L>(aie::broadcast<float, L>(value));
-}
-
-// exp(gate), LEAST <= gate <= 0.
-template <unsigned L>
-aie::vector<bfloat16, L> power(const aie::vector<bfloat16, L> &gate) {
-    const auto y = aie::mac(aie::mul(gate, constant<L>(LOG2E[0])), gate, constant<L>(LOG2E[1]));
-    return aie::exp2<bfloat16>(y.template to_vector<float>());
+aie::vector<bfloat16, L> exp_of(const aie::vector<bfloat16, L> &x) {
+    const Pair<L> scale = constants<L>(LOG2E);
+    return exp2(aie::mac(aie::mac(wide_constant<L>(bf16_bits(EXP2_AT)), x, scale.hi), x, scale.lo));
 }
 
 // 1/d for d in [1, 2]: a parabola, and from what it lacks, r, two more members of 1 + r + r^2 + ...
@@ -40,7 +31,7 @@ Pair<L> reciprocal(const Pair<L> &d) {
     const auto line = aie::mac(wide_constant<L>(INVERSE[1]), d.hi, constant<L>(INVERSE[2]));
     const auto curve = aie::mac(wide_constant<L>(INVERSE[0]), d.hi, line.template to_vector<bfloat16>());
     const aie::vector<bfloat16, L> near = curve.template to_vector<bfloat16>();
-    const auto rest = aie::msc(aie::msc(wide_constant<L>(1.0f), d.hi, near), d.lo, near);
+    const auto rest = aie::msc(aie::msc(wide_constant<L>(ONE_BITS), d.hi, near), d.lo, near);
     const aie::vector<bfloat16, L> lacks = rest.template to_vector<bfloat16>();
     const aie::vector<bfloat16, L> more = aie::mac(rest, lacks, lacks).template to_vector<bfloat16>();
     return split(aie::mac(aie::accum<accfloat, L>(near), near, more));
@@ -49,14 +40,14 @@ Pair<L> reciprocal(const Pair<L> &d) {
 // L values. What it takes is in memory anyway: a vector by reference would be put there if this is not inlined.
 template <unsigned L>
 void silu_times(const bfloat16 *gates, const bfloat16 *up, bfloat16 *out) {
-    const aie::vector<bfloat16, L> least = constant<L>(LEAST), gate = aie::max(aie::load_v<L>(gates), least);
+    const aie::vector<bfloat16, L> gate = aie::max(aie::load_v<L>(gates), constant<L>(LEAST));
     const aie::vector<uint16, L> sign = aie::broadcast<uint16, L>(SIGN);
     const aie::vector<bfloat16, L> down =
         aie::bit_or(gate.template cast_to<uint16>(), sign).template cast_to<bfloat16>();
-    const aie::vector<bfloat16, L> e = power(aie::max(down, least));
+    const aie::vector<bfloat16, L> e = exp_of(down);
     const aie::mask<L> negative = aie::lt(gate.template cast_to<int16>(), aie::zeros<int16, L>());
-    const Pair<L> inverse = reciprocal(split(aie::add(wide_constant<L>(1.0f), e)));
-    const auto top = aie::mul(gate, aie::select(constant<L>(1.0f), e, negative));
+    const Pair<L> inverse = reciprocal(split(aie::mac(wide_constant<L>(ONE_BITS), e, constant<L>(ONE_BITS))));
+    const auto top = aie::mul(gate, aie::select(constant<L>(ONE_BITS), e, negative));
     const auto silu = product(split(top), inverse).template to_vector<bfloat16>();
     aie::store_v(out, aie::mul(aie::load_v<L>(up), silu).template to_vector<bfloat16>());
 }

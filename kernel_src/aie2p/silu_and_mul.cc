@@ -2,7 +2,7 @@
 #include "silu.h"
 
 extern "C" void AIE_FN(silu_and_mul)(const bfloat16 *gate, const bfloat16 *up, bfloat16 *out) {
-    constexpr unsigned L = lanes_for(COUNT, 32);
+    constexpr unsigned L = lanes_for(COUNT, BLOCK);
     static_assert(COUNT % L == 0);
     use_nearest_even();
     for (unsigned i = 0; i < COUNT; i += L) silu_times<L>(gate + i, up + i, out + i);

@@ -1,7 +1,10 @@
 // What every tile function shares: symbol names per variant, and f32 arithmetic built from bf16 products.
 //
 // AIE2P multiplies bf16 x bf16 exactly into f32 accumulators and has no f32 x f32 product. An f32 value is therefore
-// carried as the sum of two bf16 (relative error 2^-18) or three (exact) where a product needs it.
+// carried as the sum of two bf16 (relative error 2^-18) or three (exact) where a product needs it. What the first leaves
+// is taken by a product with 1: sums of f32 are rounded to the place of the larger one before they are made. The maximum
+// of f32 is emulated by tens of operations, and so are the scalar unit's products, quotients and comparisons of f32
+// (mlir-aie's notes on its kernels, measured): loops do without them.
 #pragma once
 
 #include <aie_api/aie.hpp>
@@ -56,17 +59,42 @@ inline void use_nearest_even() {
     aie::tile::current().set_rounding(aie::rounding_mode::conv_even);
 }
 
+// The bits of the nearest bf16, of what is finite.
+consteval uint16 bf16_bits(float value) {
+    const uint32 bits = __builtin_bit_cast(uint32, value);
+    return static_cast<uint16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// One value in all lanes, of the bits of a bf16.
+template <unsigned L>
+inline aie::vector<bfloat16, L> constant(uint16 bits) {
+    return aie::broadcast<uint16, L>(bits).template cast_to<bfloat16>();
+}
+
+template <unsigned L>
+inline aie::accum<accfloat, L> wide_constant(uint16 bits) {
+    return aie::accum<accfloat, L>(constant<L>(bits));
+}
+
 // hi + lo, each bf16.
 template <unsigned L>
 struct Pair {
     aie::vector<bfloat16, L> hi, lo;
 };
 
+constexpr uint16 ONE_BITS = bf16_bits(1.0f);
+
+// value - part, exact if there is room for the difference.
+template <unsigned L>
+inline aie::accum<accfloat, L> without(const aie::accum<accfloat, L> &value, const aie::vector<bfloat16, L> &part) {
+    return aie::msc(value, part, constant<L>(ONE_BITS));
+}
+
 template <unsigned L>
 inline Pair<L> split(const aie::accum<accfloat, L> &value) {
     Pair<L> out;
     out.hi = value.template to_vector<bfloat16>();
-    out.lo = aie::sub(value, out.hi).template to_vector<bfloat16>();
+    out.lo = without(value, out.hi).template to_vector<bfloat16>();
     return out;
 }
 
@@ -78,6 +106,21 @@ inline Pair<L> split(const aie::vector<float, L> &value) {
 template <unsigned L>
 inline Pair<L> split(float value) {
     return split(aie::broadcast<float, L>(value));
+}
+
+// A constant in two bf16.
+struct Halves {
+    uint16 hi, lo;
+};
+
+consteval Halves halves_of(float value) {
+    const uint16 hi = bf16_bits(value);
+    return {hi, bf16_bits(value - __builtin_bit_cast(float, static_cast<uint32>(hi) << 16))};
+}
+
+template <unsigned L>
+inline Pair<L> constants(const Halves &bits) {
+    return {constant<L>(bits.hi), constant<L>(bits.lo)};
 }
 
 // bf16 x f32, relative error 2^-17.
@@ -97,17 +140,16 @@ template <unsigned L>
 inline aie::accum<accfloat, L> exact_product(const aie::vector<float, L> &a, const aie::vector<bfloat16, L> &b) {
     const aie::accum<accfloat, L> wide(a);
     const aie::vector<bfloat16, L> hi = wide.template to_vector<bfloat16>();
-    const aie::accum<accfloat, L> rest = aie::sub(wide, hi);
+    const aie::accum<accfloat, L> rest = without(wide, hi);
     const aie::vector<bfloat16, L> mid = rest.template to_vector<bfloat16>();
-    const aie::vector<bfloat16, L> lo = aie::sub(rest, mid).template to_vector<bfloat16>();
+    const aie::vector<bfloat16, L> lo = without(rest, mid).template to_vector<bfloat16>();
     return aie::mac(aie::mac(aie::mul(lo, b), mid, b), hi, b);
 }
 
-// 2^n of whole numbers n >= -127, from the exponent bits (-127 gives 0).
+// 2^n, n from -127 to 127, from the exponent's bits (-127 gives 0).
 template <unsigned L>
-inline aie::vector<float, L> power_of_two(const aie::vector<float, L> &n) {
-    const aie::vector<int32, L> biased = aie::add(aie::to_fixed<int32>(n), aie::broadcast<int32, L>(127));
-    return aie::upshift(biased, 23).template cast_to<float>();
+inline aie::vector<float, L> power_of_two(const aie::vector<int32, L> &n) {
+    return aie::upshift(aie::add(n, aie::broadcast<int32, L>(127)), 23).template cast_to<float>();
 }
 
 // One row of a block over and over.

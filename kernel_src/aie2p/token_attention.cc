@@ -33,7 +33,7 @@ extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, int32 group,
             unrolled<EDGE>([&](auto r) {
                 if (query + r < MEMBERS) block.insert(r, aie::load_v<EDGE>(rows + (query + r) * HD + d));
             });
-            aie::store_v(q, aie::transpose(block, EDGE, EDGE));
+            aie::store_v(q, prepared(block));
         }
     begin(acc, stats);
 }

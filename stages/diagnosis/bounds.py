@@ -53,7 +53,8 @@ class Arithmetic:
     """Relative errors of what a kernel set computes in f32, or in pairs of bf16 (kernel_src/aie2p/tile.h): the
     activation, a rotated pair, the reciprocal root, a score of attention; and of a weight that attention gives a
     position, which is rounded to bf16. `exponential`: of that in an activation that is rounded before it is
-    multiplied; 0 where it is not."""
+    multiplied; 0 where it is not. `query`: the chance that a scaled query, rounded before it is multiplied, becomes
+    another number."""
 
     activation: float
     exponential: float
@@ -61,16 +62,24 @@ class Arithmetic:
     root: float
     score: float
     weight: float
+    query: float
 
 
 ARITHMETIC = {
     HOST_SET: Arithmetic(
-        activation=2.0**-16, exponential=0, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U
+        activation=2.0**-16, exponential=0, rotation=2.0**-22, root=2.0**-21, score=2.0**-20, weight=U, query=0
     ),
     # A pair of bf16 keeps 2^-17, a product of two 2^-16; the activation's reciprocal 2^-13. Both a weight and the sum
-    # that it is divided by are rounded.
+    # that it is divided by are rounded. A query that is 2^-17 off lies so near the middle between two bf16 with a
+    # chance of 2^-8.
     "aie2p": Arithmetic(
-        activation=2.0**-12, exponential=U, rotation=2.0**-16, root=2.0**-15, score=2.0**-16, weight=2 * U
+        activation=2.0**-12,
+        exponential=U,
+        rotation=2.0**-16,
+        root=2.0**-15,
+        score=2.0**-16,
+        weight=2 * U,
+        query=2.0**-8,
     ),
 }
 
@@ -408,7 +417,8 @@ def _of_attention(given: Given, of_inputs: float = 0.0) -> tuple[Spread, ...]:
     scores[..., np.arange(length) > known["pos"] + np.arange(seq)[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max() + of_inputs
+    of_scaling = _of_scores(Spread(2 * U * np.abs(q), np.full(q.shape, arithmetic.query)), k, head_dim)
+    of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max() + of_scaling + of_inputs
     error = (arithmetic.weight + of_scores + length * U32) * _weighted(weights, np.abs(v))
     if given.site.format != "bf16":
         error += _fixed_point_attention(q, k, v, weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import elementwise, signature
+from stages.kernels import elementwise, lanes, signature
 
 
 def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -13,6 +13,12 @@ def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.astype(np.float32) + b.astype(np.float32)).astype(bfloat16)
 
 
+def _vectors(values: int) -> int:
+    return values // lanes(values) * 7
+
+
 KERNELS = (
-    signature("add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"), vectors=7)),
+    signature(
+        "add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"), vectors=_vectors)
+    ),
 )

@@ -5,13 +5,13 @@ One row of the array is enough: eight tiles keep eight pairs of DDR streams busy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, Cost, Sizes, lanes
+from stages.kernels import BF16, Cost, Sizes
 
 if TYPE_CHECKING:
     from stages.air import AirModule, MemRef, Number
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 CHUNK = 4096
 
 
+def _none(values: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Tiling:
     """Each of `columns` tiles walks its share in chunks of `tile_rows` x `tile_cols`.
 
-    `vectors`: vector operations per vector of values.
+    `vectors`: vector operations that so many values take.
     """
 
     kernel: str
@@ -33,7 +37,7 @@ class Tiling:
     columns: int
     tile_rows: int
     tile_cols: int
-    vectors: int = 0
+    vectors: Callable[[int], int] = _none
 
     @property
     def chunk(self) -> int:
@@ -58,7 +62,7 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        return {self.kernel: Cost(vectors=self.chunk // lanes(self.chunk) * self.vectors)}
+        return {self.kernel: Cost(vectors=self.vectors(self.chunk))}
 
     def __str__(self) -> str:
         return (
@@ -124,7 +128,7 @@ class _Piece:
         return array.at(columns) if self.row is None else array.at((self.row, tiling.tile_rows, tiling.cols), columns)
 
 
-def device(kernel: str, args: tuple[str, str, str], vectors: int) -> dict[str, Any]:
+def device(kernel: str, args: tuple[str, str, str], vectors: Callable[[int], int]) -> dict[str, Any]:
     """What a kernel says of the array, for `signature`; `args` as in `build`, `vectors` as in `Tiling`."""
 
     def cut(sizes: Sizes) -> Tiling:

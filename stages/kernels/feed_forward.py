@@ -89,7 +89,7 @@ class Tiling:
     @property
     def panel_vectors(self) -> int:
         """Vector operations that the activation of a panel takes."""
-        return self.made.pairs.lanes // 16 + 2 * 3 + silu_and_mul.VECTORS
+        return self.made.pairs.lanes // 16 + 2 * 3 + silu_and_mul.vectors(self.made.pairs.lanes)
 
     @property
     def costs(self) -> Mapping[str, Cost]:

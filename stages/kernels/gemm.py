@@ -138,7 +138,7 @@ class Tiling:
     def costs(self) -> Mapping[str, Cost]:
         vectors = self.tile_m * self.tile_n // limits.VECTOR
         macs = self.tile_m * self.tile_n * self.tile_k
-        activation = vectors // 2 * silu_and_mul.VECTORS if self.swiglu else 0
+        activation = silu_and_mul.vectors(self.tile_m * self.tile_n // 2) if self.swiglu else 0
         return {
             "gemm_zero": Cost(vectors=2 * vectors),
             "gemm_step": Cost(macs, "bf16_x_bfp16" if self.bfp16 else "bf16"),

@@ -130,7 +130,7 @@ class Tiling:
         """Vector operations that a step's outputs take, besides its chunks."""
         lanes = self.panels * self.cut.lanes // 16
         rounded = self.panels * 3 + lanes
-        return lanes + rounded + (silu_and_mul.VECTORS if self.pairs else 6 if self.adds else 0)
+        return lanes + rounded + (silu_and_mul.vectors(self.cut.lanes) if self.pairs else 6 if self.adds else 0)
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"
@@ -142,7 +142,7 @@ class Tiling:
         )
 
 
-_VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 30, 34), 6: (7, 18, 20), 8: (2, 29, 4)}
+_VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 28, 32), 6: (7, 17, 20), 8: (2, 27, 4)}
 """Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
 two for each eight sums; for a chunk."""
 

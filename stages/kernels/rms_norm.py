@@ -49,7 +49,7 @@ class Tiling:
 
 def row_vectors(cols: int) -> int:
     """Vector operations that the norm of a row takes."""
-    return cols // lanes(cols) * 10 + 16
+    return cols // lanes(cols) * 10 + 15
 
 
 def tile(rows: int, cols: int, eps: float) -> Tiling:

@@ -96,7 +96,7 @@ class Tiling:
         """Of a head's pairs, and once per row of the table's, which are split. What goes between positions is stored in
         parts, a row of a block each."""
         pairs = self.head_dim // 2
-        row = (self.heads + 1) * pairs // lanes(pairs) * 14
+        row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
         if self.out == QUERIES:
             row += self.heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
         return {"rope": Cost(vectors=self.tile_rows * row)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import elementwise, signature
+from stages.kernels import elementwise, lanes, signature
 
 
 def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -14,11 +16,18 @@ def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
 
 
-VECTORS = 58
-"""Vector operations for each vector of values."""
+_VECTORS: Mapping[int, int] = {64: 62, 32: 55, 16: 55}
+"""Vector operations for a vector of so many values."""
+
+
+def vectors(values: int) -> int:
+    """Vector operations that so many values take."""
+    width = lanes(values, 64)
+    return values // width * _VECTORS[width]
+
 
 LEAST = 2.0**-110
-"""The core has no e^x below 2^-126: the activation of a gate below -87 is zero to within this."""
+"""There is no e^x below 2^-126: the activation of a gate below -87 is zero to within this."""
 
 KERNELS = (
     signature(
@@ -26,6 +35,6 @@ KERNELS = (
         ("gate", "up"),
         "rows cols",
         reference,
-        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=VECTORS),
+        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=vectors),
     ),
 )

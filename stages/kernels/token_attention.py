@@ -11,7 +11,7 @@ import numpy as np
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Cost, decode_attention, lanes, rope, signature
+from stages.kernels import BF16, F32, Arg, Cost, decode_attention, flash_attention, lanes, rope, signature
 from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def reference(
     """
     q, row = rope.reference_qkv(x, table, pos, heads, kv_heads, k.shape[1] // kv_heads)
     k, v = (np.concatenate([old[:pos], row[:, half].reshape(1, -1)]) for half, old in enumerate((k, v)))
-    return decode_attention.reference(q, k, v, heads, kv_heads), row
+    return decode_attention.reference(flash_attention.rounded(q, row.shape[-1]), k, v, heads, kv_heads), row
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ class Tiling:
     def costs(self) -> Mapping[str, Cost]:
         """As `flash_attention`'s and `rope`'s; a group's rows are put into blocks and out of them again."""
         pairs = self.head_dim // 2
-        rotation = pairs // lanes(pairs) * ((self.group + 1 + 2) * 14 + 4)
+        rotation = pairs // lanes(pairs) * ((self.group + 1) * 14 + 28)
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK
         moved = 2 * self.group * dims
         return {
-            "ta_init": Cost(vectors=rotation + blocks * (11 * dims + 2) + moved // 2),
+            "ta_init": Cost(vectors=rotation + blocks * (14 * dims + 2) + moved // 2),
             "ta_step": Cost(
                 2 * self.queries * self.tile_k * self.head_dim,
-                vectors=blocks * (self.tile_k // limits.BLOCK * 45 + 56),
+                vectors=blocks * (self.tile_k // limits.BLOCK * 33 + 17),
             ),
-            "ta_out": Cost(vectors=blocks * (26 * dims + 24) + moved // 2),
+            "ta_out": Cost(vectors=blocks * (24 * dims + 43) + moved // 2),
         }
 
     def __str__(self) -> str:

@@ -26,8 +26,8 @@ def one_ulp(want: np.ndarray) -> np.ndarray:
 
 
 def silu(want: np.ndarray) -> np.ndarray:
-    """Rounded are the exponential, which is off by a unit at most besides, silu, its product, and the reference."""
-    return 3 * one_ulp(want) + silu_and_mul.LEAST
+    """Rounded are the exponential, silu, its product, and the reference: half a unit each."""
+    return 2 * one_ulp(want) + silu_and_mul.LEAST
 
 
 def norm(want: np.ndarray) -> np.ndarray:
@@ -55,10 +55,10 @@ def block_float(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.ndarr
 
 
 def attention(q: np.ndarray, k: np.ndarray, dim: int, spread: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """`spread`: attention over |v|. Weights carry an error of one and a half units (the core's exponential is off by
-    one at most), in numerator and sum alike; scores carry 2^-16 of themselves into the exponent."""
+    """`spread`: attention over |v|. Weights carry an error of half a unit, and what their polynomial is off by, in
+    numerator and sum alike; scores carry 2^-16 of themselves into the exponent."""
     longest = [np.linalg.norm(t.astype(np.float64).reshape(-1, dim), axis=1).max() for t in (q, k)]
-    weight_error = 3 * 2.0**-8 + float(longest[0] * longest[1] / np.sqrt(dim)) * 2.0**-16
+    weight_error = 2.0**-8 + 2.0**-12 + float(longest[0] * longest[1] / np.sqrt(dim)) * 2.0**-16
     return one_ulp(want) + 2 * weight_error * magnitude(spread)
 
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 using int8 = std::int8_t;
 using uint8 = std::uint8_t;
@@ -38,6 +39,7 @@ inline bool operator<(bfloat16 a, bfloat16 b) {
 }
 
 struct accfloat {};
+struct acc32 {};
 struct acc64 {};
 struct accauto {};
 
@@ -68,6 +70,14 @@ inline bfloat16 narrow(float value, rounding_mode rounding) {
 
 inline float round_integer(float value) {
     return mode == rounding_mode::conv_even ? __builtin_nearbyintf(value) : __builtin_floorf(value);
+}
+
+// A whole number without its last bits.
+inline std::int64_t shift_down(std::int64_t value, int shift, rounding_mode rounding) {
+    const std::int64_t half = shift > 0 && rounding == rounding_mode::conv_even
+                                  ? (std::int64_t{1} << (shift - 1)) - 1 + ((value >> shift) & 1)
+                                  : 0;
+    return (value + half) >> shift;
 }
 
 template <typename T>
@@ -125,6 +135,18 @@ struct Fault {
     const char *what;
 };
 
+// What is too large for its type becomes the largest or wraps, as a mode of the core says; no kernel says which.
+template <typename T, typename Lane>
+void fill(T *to, unsigned lanes, const Lane &lane) {
+    bool fits = true;
+    for (unsigned i = 0; i < lanes; ++i) {
+        const std::int64_t value = lane(i);
+        to[i] = static_cast<T>(value);
+        fits &= static_cast<std::int64_t>(to[i]) == value;
+    }
+    if (!fits) throw Fault{"a whole number is too large"};
+}
+
 // The core ignores the low bits of a vector's address: of 4 bits for 128-bit vectors, 5 for 256, 6 for wider ones.
 inline void require_aligned(const void *pointer, unsigned bytes) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % (bytes < 64 ? bytes : 64) != 0)
@@ -160,6 +182,12 @@ public:
 template <unsigned Elems>
 class mask {
 public:
+    bool empty() const {
+        for (bool each : data)
+            if (each) return false;
+        return true;
+    }
+
     bool data[Elems];
 };
 
@@ -241,11 +269,12 @@ private:
 template <typename Tag, unsigned Elems>
 class alignas(64) accum {
 public:
-    static_assert((std::is_same_v<Tag, accfloat> && (Elems == 16 || Elems == 32 || Elems == 64)) ||
+    static_assert((!std::is_same_v<Tag, acc64> && (Elems == 16 || Elems == 32 || Elems == 64)) ||
                       (std::is_same_v<Tag, acc64> && (Elems == 8 || Elems == 32)),
-                  "the stand-in has f32 accumulators of 16, 32 and 64 lanes, of whole numbers those of 8 and 32");
+                  "the stand-in has accumulators of 32 bits of 16, 32 and 64 lanes, of 64 bits those of 8 and 32");
     using value_type = Tag;
-    using sum_type = std::conditional_t<std::is_same_v<Tag, acc64>, std::int64_t, float>;
+    using sum_type = std::conditional_t<std::is_same_v<Tag, accfloat>, float,
+                                        std::conditional_t<std::is_same_v<Tag, acc32>, int32, std::int64_t>>;
     static constexpr unsigned size() { return Elems; }
 
     accum() = default;
@@ -256,15 +285,17 @@ public:
     }
 
     template <typename T>
-    void from_vector(const vector<T, Elems> &v, int = 0) {
-        if constexpr (std::is_same_v<T, bfloat16>)
+    void from_vector(const vector<T, Elems> &v, int shift = 0) {
+        if constexpr (std::is_same_v<Tag, acc32>)
+            sim::fill(data, Elems, [&](unsigned i) { return static_cast<std::int64_t>(v.data[i]) << shift; });
+        else if constexpr (std::is_same_v<T, bfloat16>)
             for (unsigned i = 0; i < Elems; ++i) data[i] = sim::widen(v.data[i]);
         else
             std::memcpy(data, v.data, sizeof data);
     }
 
     template <typename T>
-    auto to_vector(int = 0) const {
+    auto to_vector(int shift = 0) const {
         std::conditional_t<std::is_same_v<T, bfp16ebs8>, block_vector<T, Elems>, vector<T, Elems>> out;
         if constexpr (std::is_same_v<T, bfp16ebs8>) {
             for (unsigned i = 0; i < Elems; i += 8) {
@@ -276,6 +307,9 @@ public:
         } else if constexpr (std::is_same_v<T, bfloat16>) {
             const rounding_mode rounding = sim::mode;
             for (unsigned i = 0; i < Elems; ++i) out.data[i] = sim::narrow(data[i], rounding);
+        } else if constexpr (std::is_same_v<Tag, acc32>) {
+            const rounding_mode rounding = sim::mode;
+            sim::fill(out.data, Elems, [&](unsigned i) { return sim::shift_down(data[i], shift, rounding); });
         } else if constexpr (std::is_same_v<T, int32>) {
             static_assert(std::is_same_v<Tag, acc64>);
             for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<int32>(data[i]);
@@ -334,6 +368,10 @@ template <unsigned Elems>
 struct zero<accfloat, Elems> {
     using type = accum<accfloat, Elems>;
 };
+template <unsigned Elems>
+struct zero<acc32, Elems> {
+    using type = accum<acc32, Elems>;
+};
 
 template <typename T, unsigned Elems, typename Op>
 vector<T, Elems> lanewise(const vector<T, Elems> &v1, const vector<T, Elems> &v2, Op op) {
@@ -378,7 +416,17 @@ accum<accfloat, Elems> sub(const accum<accfloat, Elems> &acc, const vector<T, El
     return out;
 }
 
+// The core's maximum of f32 is emulated.
 template <typename T, unsigned Elems>
+    requires(!std::is_same_v<T, float>)
+vector<T, Elems> min(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    vector<T, Elems> out;
+    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v2.data[i] < v1.data[i] ? v2.data[i] : v1.data[i];
+    return out;
+}
+
+template <typename T, unsigned Elems>
+    requires(!std::is_same_v<T, float>)
 vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
     vector<T, Elems> out;
     for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i] ? v2.data[i] : v1.data[i];
@@ -402,6 +450,20 @@ T reduce_max(const vector<T, Elems> &v) {
     T largest = v.data[0];
     for (T each : v.data) largest = largest < each ? each : largest;
     return largest;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems / 2> filter_even(const vector<T, Elems> &v) {
+    vector<T, Elems / 2> out;
+    for (unsigned i = 0; i < Elems / 2; ++i) out.data[i] = v.data[2 * i];
+    return out;
+}
+
+template <typename T, unsigned Elems>
+vector<T, Elems / 2> filter_odd(const vector<T, Elems> &v) {
+    vector<T, Elems / 2> out;
+    for (unsigned i = 0; i < Elems / 2; ++i) out.data[i] = v.data[2 * i + 1];
+    return out;
 }
 
 // Lanes `n` further on. What comes in behind them is not said to be anything.
@@ -435,6 +497,33 @@ accum<accfloat, Elems> mul(const vector<bfloat16, Elems> &v1, const vector<bfloa
     return mac(zeros<accfloat, Elems>(), v1, v2);
 }
 
+template <unsigned Elems>
+accum<acc32, Elems> mac(const accum<acc32, Elems> &acc, const vector<uint16, Elems> &v1, const vector<uint16, Elems> &v2) {
+    accum<acc32, Elems> out;
+    sim::fill(out.data, Elems, [&](unsigned i) { return acc.data[i] + std::int64_t{v1.data[i]} * v2.data[i]; });
+    sim::counters.macs += Elems;
+    return out;
+}
+
+template <typename AccumTag, unsigned Elems>
+accum<AccumTag, Elems> mul(const vector<uint16, Elems> &v1, const vector<uint16, Elems> &v2) {
+    return mac(zeros<AccumTag, Elems>(), v1, v2);
+}
+
+// Even lanes of both, one behind the other, and odd lanes.
+template <typename T, unsigned Elems>
+std::pair<vector<T, Elems>, vector<T, Elems>> interleave_unzip(const vector<T, Elems> &v1, const vector<T, Elems> &v2,
+                                                               unsigned chunk_size) {
+    if (chunk_size != 1) throw sim::Fault{"the stand-in takes vectors apart by lanes"};
+    vector<T, Elems> even, odd;
+    for (unsigned i = 0; i < Elems; ++i) {
+        const vector<T, Elems> &from = i < Elems / 2 ? v1 : v2;
+        even.data[i] = from.data[2 * i % Elems];
+        odd.data[i] = from.data[2 * i % Elems + 1];
+    }
+    return {even, odd};
+}
+
 template <typename T, unsigned Elems>
 mask<Elems> lt(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
     static_assert(std::is_same_v<T, int32> || std::is_same_v<T, int16>, "what the stand-in compares");
@@ -462,7 +551,7 @@ vector<T, Elems> transpose(const vector<T, Elems> &v, unsigned Row, unsigned Col
 template <typename T, unsigned Elems>
 vector<T, Elems> upshift(const vector<T, Elems> &v, unsigned shift) {
     vector<T, Elems> out;
-    for (unsigned i = 0; i < Elems; ++i) out.data[i] = static_cast<T>(static_cast<uint32>(v.data[i]) << shift);
+    sim::fill(out.data, Elems, [&](unsigned i) { return static_cast<std::int64_t>(v.data[i]) << shift; });
     return out;
 }
 
@@ -494,22 +583,6 @@ vector<TR, Elems> to_float(const vector<T, Elems> &v, int shift = 0) {
     vector<float, Elems> out;
     for (unsigned i = 0; i < Elems; ++i)
         out.data[i] = __builtin_ldexpf(static_cast<float>(v.data[i]), -shift);
-    return out;
-}
-
-// The core's bf16 exponential. Its error is not published; kernels are tested with the result moved by one unit in the
-// last place as well (AIE_SIM_EXP2_ULP), so that no bound rests on correct rounding.
-template <typename TR, unsigned Elems>
-vector<TR, Elems> exp2(const vector<float, Elems> &v) {
-    static_assert(std::is_same_v<TR, bfloat16>);
-    vector<bfloat16, Elems> out;
-    const rounding_mode rounding = sim::mode;
-    for (unsigned i = 0; i < Elems; ++i) {
-        out.data[i] = sim::narrow(__builtin_exp2f(v.data[i]), rounding);
-#ifdef AIE_SIM_EXP2_ULP
-        if (out.data[i].bits != 0) out.data[i].bits += (i & 1) != 0 ? 1 : -1;
-#endif
-    }
     return out;
 }
 
