@@ -1,8 +1,8 @@
 // Attention of QR query rows over a stream of KR-row KV tiles, online softmax in the log2 domain, head size HD. The rows
 // are at positions that follow one another, or with SAME_ROW all at one.
 //
-// q bf16 blocks [QR/8][HD/8][8][8], prepared, where rows are at positions of their own [QR/8][HD/8 + 1][8][8]: each row of the last
-// block begins with its position, i32. kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
+// q bf16 blocks [QR/8][HD/8][8][8], prepared, where rows are at positions of their own [QR/8][HD/8 + 1][8][8]: each row of
+// the last block begins with its position, i32. kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
 // [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = ceiling (behind WHOLE), running sum; work f32 [QR][KR], scratch.
 //
 // Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors

@@ -40,9 +40,9 @@ class Cost:
 
     `macs`: multiply-accumulates of the matrix unit, what feeds and drains it included, in a `mode`: "bf16" as products
     of elements, "bf16_bfp16" through block floating point (see `stages.estimate.constants`). `vectors`: other vector
-    operations: an operation of the AIE API on at most 64 lanes is one, so is a load or store of 64 bytes; constants,
-    and taking vectors apart, are none. `scheduled`: those of long loops over values that wait for no other, which the
-    compiler overlaps. `share`: of the calls; the others return at once.
+    operations: an operation of the AIE API on at most 64 lanes is one, so is a load or store of 64 bytes; what the API
+    makes of several is those; constants, and taking vectors apart, are none. `scheduled`: those of long loops over
+    values that wait for no other, which the compiler overlaps. `share`: of the calls; the others return at once.
     """
 
     macs: int = 0

@@ -142,11 +142,11 @@ class Tiling:
         )
 
 
-_VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 28, 32), 6: (7, 17, 20), 8: (2, 27, 4)}
+_VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 40, 32), 6: (7, 27, 20), 8: (2, 35, 4)}
 """Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
 two for each eight sums; for a chunk."""
 
-FIXED = 26
+FIXED = 28
 """Those that a group of inputs takes until it lies in fixed point."""
 
 
