@@ -137,7 +137,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(fused: Path) -> None:
 
 SHAPES = {
     "three groups": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
-    "one group": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 32},
+    "one group": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64},
     "heads of 96": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96},
 }
 
