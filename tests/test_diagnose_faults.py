@@ -195,7 +195,7 @@ ARRAY = [
     ),
     Fault("rounding", "gemv.cc", "use_nearest_even()", FLOOR, ("gemv", "decode", 0)),
     Fault("index", "gemv.cc", "spread(x + k)", "spread(x + (k ^ EDGE))", ("gemv", "decode", 0)),
-    Fault("scale", "silu.h", "halves_of(1.44269504088896341f)", "halves_of(1.4375f)", ("silu_and_mul", *PROMPT)),
+    Fault("scale", "silu.h", "halves_of(LOG2E)", "halves_of(1.4375f)", ("silu_and_mul", *PROMPT)),
     # As the core's own exponential has it.
     Fault("fit", "exp2.h", "{11394, 3706, 1284}", "{16384, 0, 0}", ("flash_attention", *PROMPT)),
     Fault(

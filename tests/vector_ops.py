@@ -22,6 +22,7 @@ _ONE = (
     "add",
     "sub",
     "max",
+    "min",
     "mac",
     "msc",
     "lt",

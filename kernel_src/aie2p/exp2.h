@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr float LOG2E = 1.44269504088896341f;
 constexpr float EXP2_AT = 255.0f;
 // The bits of 128.0: what y + EXP2_AT is at least, and its upper half.
 constexpr int32 EXP2_LEAST = 0x43000000;

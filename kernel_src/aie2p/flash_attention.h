@@ -30,7 +30,6 @@ constexpr unsigned GROUP = sharing(QUERY_BLOCKS);
 constexpr unsigned HELD = KEY_BLOCKS % 2 == 0 ? 2 : 1;
 // Score of a masked key; also the ceiling before the first key. Far below any score, within the range of an int32.
 constexpr float MASKED = -1048576.0f;
-constexpr float LOG2E = 1.44269504088896341f;
 // From here on a float is a whole number which its bits count, so that whole numbers can be added and compared as such.
 constexpr float WHOLE = 0x1.8p23f;
 // A weight that is 2^94 times smaller than another is none.
@@ -132,24 +131,19 @@ PerQuery weights(float *work, const Counts &ceiling) {
                                 sum.template extract<HALF>(1).template to_vector<float>()));
 }
 
-// Multiplies the rows of one query block of acc by powers of two, one per query.
-void rescale(float *acc, const aie::vector<bfloat16, EDGE> &factor) {
-    const aie::vector<bfloat16, BLOCK> per_row = aie::transpose(repeat<BLOCK>(factor), EDGE, EDGE);
-    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
-        unrolled<2>([&](auto h) {
-            const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(h);
-            aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
-            acc += HALF;
-        });
-}
-
 // Multiplies what was accumulated for one query block by 2^change, per query.
 void rescale(float *acc, float *sum, const Counts &change) {
     // A row of a block is less than an accumulator has: the factor is applied to copies.
     const auto factor = aie::accum<accfloat, HALF>(power_of_two(repeat<HALF>(change))).template to_vector<bfloat16>();
     const auto kept = exact_product(repeat<HALF>(aie::load_v<EDGE>(sum)), factor).template to_vector<float>();
     aie::store_v(sum, kept.template extract<EDGE>(0));
-    rescale(acc, factor.template extract<EDGE>(0));
+    const auto per_row = aie::transpose(repeat<BLOCK>(factor.template extract<EDGE>(0)), EDGE, EDGE);
+    for (unsigned d = 0; d < DIM_BLOCKS; ++d)
+        unrolled<2>([&](auto h) {
+            const aie::vector<bfloat16, HALF> by = per_row.template extract<HALF>(h);
+            aie::store_v(acc, exact_product(aie::load_v<HALF>(acc), by).template to_vector<float>());
+            acc += HALF;
+        });
 }
 
 // The ceiling of one query block, raised where a score is above it. Before the first key nothing is accumulated.

@@ -111,15 +111,12 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Softmax: per block of queries, 33 vector operations for a block of keys and 17 for the row's bookkeeping. A
-        step whose ceiling rises also scales the result so far, which few do (kernel_src/aie2p/flash_attention.h)."""
         blocks, macs = self.tile_q // limits.BLOCK, 2 * self.tile_q * self.tile_k * self.head_dim
         dims = self.head_dim // limits.BLOCK
-        step = blocks * (self.tile_k // limits.BLOCK * 33 + 17)
         steps = self.heads * self.seq // self.tile_q * (self.window // self.tile_k)
         return {
             "fa_init": Cost(vectors=blocks * (12 * dims + 2)),
-            "fa_step": Cost(macs, vectors=step, share=self.macs / (macs * steps)),
+            "fa_step": Cost(macs, vectors=softmax_vectors(self.tile_q, self.tile_k), share=self.macs / (macs * steps)),
             "fa_out": Cost(vectors=blocks * (22 * dims + 43)),
         }
 
@@ -129,6 +126,12 @@ class Tiling:
             f"herd {self.columns}x{self.herd_rows} ({self.group_rows} heads x {self.query_tiles} row tiles), tile "
             f"{self.tile_q} queries x {self.tile_k} keys"
         )
+
+
+def softmax_vectors(queries: int, keys: int) -> int:
+    """Vector operations of a step: for a block of queries, 34 for a block of keys and 17 besides. A step whose ceiling
+    rises also scales the result so far, which few do (kernel_src/aie2p/flash_attention.h)."""
+    return queries // limits.BLOCK * (keys // limits.BLOCK * 34 + 17)
 
 
 def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> Tiling:

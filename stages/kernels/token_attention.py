@@ -94,7 +94,7 @@ class Tiling:
             "ta_init": Cost(vectors=rotation + blocks * (14 * dims + 2) + moved // 2),
             "ta_step": Cost(
                 2 * self.queries * self.tile_k * self.head_dim,
-                vectors=blocks * (self.tile_k // limits.BLOCK * 33 + 17),
+                vectors=flash_attention.softmax_vectors(self.queries, self.tile_k),
             ),
             "ta_out": Cost(vectors=blocks * (24 * dims + 43) + moved // 2),
         }

@@ -375,7 +375,6 @@ struct zero<acc32, Elems> {
 
 template <typename T, unsigned Elems, typename Op>
 vector<T, Elems> lanewise(const vector<T, Elems> &v1, const vector<T, Elems> &v2, Op op) {
-    static_assert(!std::is_same_v<T, bfloat16>, "bf16 is added in accumulators");
     vector<T, Elems> out;
     for (unsigned i = 0; i < Elems; ++i) out.data[i] = op(v1.data[i], v2.data[i]);
     return out;
@@ -390,7 +389,9 @@ typename detail::zero<T, Elems>::type zeros() {
     return out;
 }
 
+// bf16 is added in accumulators.
 template <typename T, unsigned Elems>
+    requires(!std::is_same_v<T, bfloat16>)
 vector<T, Elems> add(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
     return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a + b); });
 }
@@ -404,6 +405,7 @@ accum<accfloat, Elems> add(const accum<accfloat, Elems> &acc, const vector<T, El
 }
 
 template <typename T, unsigned Elems>
+    requires(!std::is_same_v<T, bfloat16>)
 vector<T, Elems> sub(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
     return detail::lanewise(v1, v2, [](T a, T b) { return static_cast<T>(a - b); });
 }
@@ -419,18 +421,14 @@ accum<accfloat, Elems> sub(const accum<accfloat, Elems> &acc, const vector<T, El
 // The core's maximum of f32 is emulated.
 template <typename T, unsigned Elems>
     requires(!std::is_same_v<T, float>)
-vector<T, Elems> min(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
-    vector<T, Elems> out;
-    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v2.data[i] < v1.data[i] ? v2.data[i] : v1.data[i];
-    return out;
+vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return a < b ? b : a; });
 }
 
 template <typename T, unsigned Elems>
     requires(!std::is_same_v<T, float>)
-vector<T, Elems> max(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
-    vector<T, Elems> out;
-    for (unsigned i = 0; i < Elems; ++i) out.data[i] = v1.data[i] < v2.data[i] ? v2.data[i] : v1.data[i];
-    return out;
+vector<T, Elems> min(const vector<T, Elems> &v1, const vector<T, Elems> &v2) {
+    return detail::lanewise(v1, v2, [](T a, T b) { return b < a ? b : a; });
 }
 
 // Sum of the lanes, by halves: the order in which the core adds them.
