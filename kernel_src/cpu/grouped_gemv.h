@@ -116,12 +116,15 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         const int64_t until = from + block_groups < groups ? from + block_groups : groups;
         const float unit = x.units[from / block_groups];
         f32v total[vectors] = {};
+        MinimaOfBlock<Format, vectors> least = {};
         for (int64_t g = from; g < until; g++) {
             if (g == near_end) {
                 const int64_t distance = after.distance(first);
                 fetched = first + distance;
                 offset = distance == 0 ? 0 : -near_end;
             }
+            if constexpr (whole_minima<Format>)
+                if (g % quad == 0) least.add(panels, x, from, g);
             const uint8_t *numbers = Panel::numbers(first, g);
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             const int16_t *part = x.numbers + g * Format::inputs;
@@ -140,7 +143,9 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         }
 #pragma GCC unroll 8
         for (int64_t v = 0; v < vectors; v++) add_block(sums + v * lanes, total[v], unit);
-        if constexpr (Format::has_minimum)
+        if constexpr (whole_minima<Format>)
+            least.finish(unit, minima[0]);
+        else if constexpr (Format::has_minimum)
             add_minima<Format, 1, vectors>(panels, {x, 0}, from, until, minima);
     }
     for (int64_t p = 0; p < P; p++)

@@ -100,5 +100,33 @@ INLINE void add_minima(const uint8_t *const *panels, const FixedRows &x, int64_t
     }
 }
 
+// Whole minima of V vectors of outputs times the sums of one block of one row, a quad of groups at a time: read in the
+// order of memory, in between the numbers, which streams from memory want. The sums are add_minima's.
+template <class Format, int V>
+struct MinimaOfBlock {
+    i32v sum[V][sum_digits];
+
+    INLINE_MEMBER void add(const uint8_t *const *panels, const FixedRow &x, int64_t from, int64_t group) {
+        const int64_t block = from * Format::inputs / fixed_inputs;
+        const SumDigit *digits = x.digits + block * sum_digits * digit_groups + (group - from);
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < V; v++) {
+            const quadv four = minima_at<Format, quadv>(panels, group, v);
+#pragma GCC unroll 4
+            for (int64_t digit = 0; digit < sum_digits; digit++)
+                sum[v][digit] = multiply_digits(four, digits + digit * digit_groups, sum[v][digit]);
+        }
+    }
+
+    INLINE_MEMBER void finish(float unit, f32v *total) {
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < V; v++) {
+            i32v whole = sum[v][0];
+            for (int64_t digit = 1; digit < sum_digits; digit++) whole = (whole << digit_bits) + sum[v][digit];
+            total[v] = multiply_add(splat(unit), whole_to_float(whole), total[v]);
+        }
+    }
+};
+
 }  // namespace
 }  // namespace ISA
