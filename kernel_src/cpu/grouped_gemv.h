@@ -124,7 +124,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
                 offset = distance == 0 ? 0 : -near_end;
             }
             if constexpr (whole_minima<Format>)
-                if (g % quad == 0) least.add(panels, x, from, g);
+                if (g % quad == 0) least.add(panels, x, g);
             const uint8_t *numbers = Panel::numbers(first, g);
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             const int16_t *part = x.numbers + g * Format::inputs;

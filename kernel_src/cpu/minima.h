@@ -43,12 +43,17 @@ INLINE i32v multiply_digits(quadv four, const SumDigit *digits, i32v sum) {
 #endif
 }
 
+// The highest digit of a group's sum; each next one is `digit_groups` further.
+INLINE SumDigit *digits_of(const FixedRow &row, int64_t group) {
+    return row.digits + group / digit_groups * digit_groups * sum_digits + group % digit_groups;
+}
+
 // Fixes a row of x, as products with a format need it.
 template <class Format>
 INLINE void fix_for(const bf16 *x, const FixedSize &size, const FixedRow &row) {
     fix_row(x, size, row);
     for (int64_t g = 0; whole_minima<Format> && g < size.groups(); g += lanes) {
-        SumDigit *digits = row.digits + g / digit_groups * digit_groups * sum_digits + g % digit_groups;
+        SumDigit *digits = digits_of(row, g);
         i32v sums = load<i32v>(row.sums + g);
         for (int64_t digit = sum_digits - 1; digit >= 0; digit--) sums = split_digit(sums, digits + digit * digit_groups);
     }
@@ -106,9 +111,8 @@ template <class Format, int V>
 struct MinimaOfBlock {
     i32v sum[V][sum_digits];
 
-    INLINE_MEMBER void add(const uint8_t *const *panels, const FixedRow &x, int64_t from, int64_t group) {
-        const int64_t block = from * Format::inputs / fixed_inputs;
-        const SumDigit *digits = x.digits + block * sum_digits * digit_groups + (group - from);
+    INLINE_MEMBER void add(const uint8_t *const *panels, const FixedRow &x, int64_t group) {
+        const SumDigit *digits = digits_of(x, group);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < V; v++) {
             const quadv four = minima_at<Format, quadv>(panels, group, v);
