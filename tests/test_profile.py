@@ -18,11 +18,16 @@ from llama_npu2 import Llama, UserError, load
 from llama_npu2.profile import described, profile, summed
 from llama_npu2.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
-from stages.model.families import read_config
+from stages.model.families import parse_config, read_config
 from stages.model.parts import part
+from stages.model.plan import make_plan
+from stages.model.policy import parse_policy
+from stages.targets import targets
 from stages.targets.cpu.fusion import fuse
+from stages.targets.cpu.modules import launches
+from stages.targets.cpu.work import described_launch
 from tests import browser
-from tests.conftest import doit
+from tests.conftest import CONFIG, doit
 from tests.test_runtime import run_module
 
 IDS = [2038, *range(70, 109)]
@@ -89,6 +94,24 @@ def test_launches_move_and_multiply_what_the_model_has(llm: Llama) -> None:
         moved = sum(span.about["bytes"] for span in launches)
         assert read < moved
         assert phase == "prefill" or moved < 1.1 * (read + position * length)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "w8a8"])
+def test_launches_move_weights_as_they_lie_in_memory(weights: str) -> None:
+    config = parse_config(CONFIG | {"hidden_size": 2048, "intermediate_size": 5632}, "test")
+    policy = parse_policy(weights)
+    plan = make_plan(config, targets()["cpu"].grouping("separate"), "cpu", policy=policy)
+    totals: Counter[str] = Counter()
+    for call in plan.phases["decode"]:
+        placed = part(config.family, call.program, policy)
+        moved = [described_launch(placed, launch, config.dimensions())["bytes"] for launch in launches(placed)]
+        buffers = [plan.buffers[reference.partition("@")[0]] for reference in call.buffers]
+        read = sum(buffer.nbytes for buffer in buffers if buffer.kind == "weight")
+        if "embed" in call.program:
+            assert sum(of_a_row for _, of_a_row, _ in moved) < read / 50, "one row of many"
+        else:
+            totals += Counter({"read": read, "moved": sum(of_a_call for of_a_call, _, _ in moved)})
+    assert totals["read"] <= totals["moved"] < 1.05 * totals["read"], "little but weights"
 
 
 def test_spans_add_up_to_what_clocks_say(llm: Llama) -> None:

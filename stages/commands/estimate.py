@@ -23,16 +23,16 @@ from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.graph import Build
+from stages.kernels import HOST_SET
 from stages.model.config import Config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
-from stages.model.parts import UNPACKED, Slot
+from stages.model.parts import UNPACKED
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import BF16, Policy
 from stages.model.sources import config_of
 from stages.needs import locked_memory
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
-from stages.weights.formats import formats
 
 DEPTH = 1023
 """Positions before the token that is priced, as others quote theirs."""
@@ -228,8 +228,8 @@ class Estimate:
     def _unpacked(self, stretches: Iterable[Stretch]) -> int:
         """Bytes that the host makes of weights."""
         parts = (placed.part for stretch in stretches if not stretch.device for placed in stretch.parts)
-        slots = (slot for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
-        return sum(_bytes(slot, self.config.dimensions()) for slot in slots)
+        slots = ((part, slot) for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
+        return sum(part.nbytes(slot, HOST_SET, self.config.dimensions()) for part, slot in slots)
 
     def _device(self, stretch: Stretch) -> Iterator[Moment]:
         calls = [total(self.rows[name]) for name in stretch.device]
@@ -260,17 +260,11 @@ def total(rows: Iterable[Priced]) -> Time:
 
 def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
     """Of everything that a part's kernels touch; of an embedding only the rows that are looked up."""
-    sizes = {slot.name: _bytes(slot, dims) for slot in placed.part.slots}
+    sizes = {slot.name: placed.part.nbytes(slot, HOST_SET, dims) for slot in placed.part.slots}
     looked_up = {
         launch.args["weight"]: launch.args["out"] for launch in placed.part.launches if "tokens" in launch.args
     }
     return sum(sizes[looked_up.get(name, name)] for name in sizes)
-
-
-def _bytes(slot: Slot, dims: Mapping[str, float]) -> int:
-    """Of a tensor as it is stored, without padding of a layout."""
-    form, shape = formats()[slot.format], tuple(int(dims[d]) if isinstance(d, str) else d for d in slot.shape)
-    return nbytes(form.dtype, form.stored_shape(shape))
 
 
 def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, attends: bool = False) -> dict[str, int]:

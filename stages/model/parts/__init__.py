@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llama_npu2.dtypes import nbytes
 from stages.kernels import Kernel, format_kernel, kernels
 from stages.kernels.unpacking import unpack_kernel
 from stages.model.policy import BF16, Policy
@@ -101,6 +102,12 @@ class Part:
         if len(found) != 1:
             raise TypeError(f"{self.name}: slot {slot} is taken in layouts {sorted(found)}")
         return found.pop()
+
+    def nbytes(self, slot: Slot, kernel_set: str, dimensions: Mapping[str, float]) -> int:
+        """Of a slot as it lies in memory, where this part's kernels are those of `kernel_set`."""
+        form, layout = formats()[slot.format], self.layout_of(slot.name, kernel_set)
+        shape = tuple(int(dimensions[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
+        return nbytes(form.dtype, form.packed_shape(shape, layout))
 
 
 @dataclass

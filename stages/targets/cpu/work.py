@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from llama_npu2.dtypes import nbytes
+from stages.kernels import HOST_SET
 from stages.model.parts import Launch, Part
-from stages.weights.formats import formats
 
 FLOP = 2
 """A multiply-accumulate."""
 
 
 def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> dict[str, Any]:
-    """As the library says it: the kernel; `bytes` of its tensors, each moved once, as they are stored: of a call, of
+    """As the library says it: the kernel; `bytes` of its tensors, each moved once, as they lie in memory: of a call, of
     each of its rows, of each position up to the last row's; `operations` of its products: of a call, of each row, of
     each pair of a row and a position that it attends to."""
     moved = [0, 0, 0]
@@ -33,13 +33,15 @@ def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]
 def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Mapping[str, float]) -> tuple[int, int]:
     """(index into what is said of each call, row and position; bytes) of a slot that a launch reads or else writes."""
     slot = part.slot(name)
-    form, (first, *rest) = formats()[slot.format], slot.shape
-    if first in ("seq", "max_seq") or (slot.role == "weight" and "tokens" in launch.args):
-        scope, shape, share = 1, (1, *rest), 1
-    else:
+    scope, share, (first, *rest) = int(slot.keeps), 1, slot.shape
+    if slot.role == "weight" and "tokens" in launch.args:
+        scope, share = 1, int(dimensions.get(str(first), first))
+    elif first in ("seq", "max_seq"):
+        scope, slot = 1, replace(slot, shape=(1, *rest))
+    elif slot.keeps:
         # A cache that is no table of rows still grows by one position a row.
-        scope, shape, share = int(slot.keeps), slot.shape, int(dimensions["max_seq"]) if slot.keeps else 1
-    size = nbytes(form.dtype, form.stored_shape(_sizes(shape, dimensions))) // share
+        share = int(dimensions["max_seq"])
+    size = part.nbytes(slot, HOST_SET, dimensions) // share
     return (2 if slot.keeps and not written else scope), size
 
 
