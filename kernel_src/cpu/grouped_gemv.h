@@ -2,13 +2,14 @@
 // instruction set.
 //
 // Bound by memory where it can be: for each line of weights there are a few instructions, and panels are taken several at a
-// time, which share each load of x.
+// time, which share each load of x. The fewer, the sooner the reading of lines counts; but a long x does not stay in L1
+// beside what streams by, and then more panels share it.
 namespace ISA {
 namespace {
 
 #if ISA_LANES == 16
 
-constexpr int most_grouped_streams = 8, few_grouped_streams = 4;
+constexpr int most_grouped_streams = 8, narrow_streams = 2;
 
 // Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
 // signed, and high ones what is left of the number.
@@ -51,7 +52,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 
 #else
 
-constexpr int most_grouped_streams = 1, few_grouped_streams = 1;
+constexpr int most_grouped_streams = 1, narrow_streams = 1;
 
 INLINE void split_bytes(int16_t *, int64_t) {}
 
@@ -93,10 +94,15 @@ INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
         for (int64_t p = 0; p < P; p++) prefetch(line + p * size);
 }
 
-// Whether a line takes so little that loads run far enough ahead by themselves: asking for lines takes their place in the
-// window then. What a stream jumps to is asked for all the same.
+// Of a longer x, the numbers take more than a quarter of an L1 of 32 KiB.
+constexpr int64_t narrow_inputs = 4096;
+
 template <class Format>
-constexpr bool runs_ahead = ISA_LANES == 16 && Format::long_panel == 0;
+constexpr int wide_streams = Format::wide_streams < most_grouped_streams ? Format::wide_streams : most_grouped_streams;
+
+// Whether lines within a run are asked for. What a stream jumps to is asked for in any case.
+template <class Format, int P>
+constexpr bool asks_ahead = ISA_LANES != 16 || Format::asks_ahead(P);
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, int P>
@@ -129,7 +135,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
-            if (runs_ahead<Format> && g < near_end) {
+            if (!asks_ahead<Format, P> && g < near_end) {
                 group_sums<Format, P, false>(numbers, size, ahead, part, x.sums[g], sum);
             } else {
                 prefetch_scales<Format, P>(fetched, size, g + offset);
@@ -159,20 +165,21 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        constexpr int64_t limit = Format::long_panel;
-        // Constants first, where they decide: then there is no code for the other.
-        if (limit == 0 || (limit != INT64_MAX && GroupedPanel<Format>::size(cols_) >= limit))
-            run_in<few_grouped_streams>(x, worker);
+        if (cols_ <= narrow_inputs)
+            run_in<narrow_streams>(x, worker);
         else
-            run_in<most_grouped_streams>(x, worker);
+            run_in<wide_streams<Format>>(x, worker);
     }
 
 private:
+    // Where few streams are read and an output has as many weights, each of them is a stream.
+    static constexpr bool paired = Epilogue::weights > 1 && Epilogue::weights == narrow_streams;
+
     template <int streams>
     void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = GroupedPanel<Format>::size(cols_) * Epilogue::weights;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
-        each_panels<streams>(
+        each_panels<paired && streams == narrow_streams ? 1 : streams>(
             chunks,
             [&] { prepare(x, worker); },
             [&](auto count, Turn &turn) { multiply<count.value>(turn); });
@@ -190,9 +197,13 @@ private:
         constexpr int64_t weights = Epilogue::weights;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
-        each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
-            grouped_panels_times_vector<Format, count>(own, size * turn.apart, x_, groups, sums[w], after);
-        });
+        if constexpr (paired && count == 1)
+            grouped_panels_times_vector<Format, weights>(weights_[0] + turn.panel * size, weights_[1] - weights_[0], x_, groups,
+                                                         sums[0], after_turn(weights_[0], size, turn));
+        else
+            each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
+                grouped_panels_times_vector<Format, count>(own, size * turn.apart, x_, groups, sums[w], after);
+            });
         finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
     }
 

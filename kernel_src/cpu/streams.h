@@ -4,7 +4,7 @@ namespace {
 
 constexpr int64_t prefetch_lines = 16, prefetch_bytes = 64 * prefetch_lines;
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
-constexpr int64_t most_chunk_panels = 32;
+constexpr int64_t most_chunk_bytes = 1 << 22;  // a worker that is held up keeps no more from the others
 
 // In assembly, because a compiler moves its own to the front of a loop's body, where they come in one burst, wait for
 // each other, and leave memory idle until the next one.
@@ -61,10 +61,12 @@ INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
     return most;
 }
 
-// Chunks of as many panels, while there are many. `panel_bytes`: of weights.
+// Chunks of as many panels, a power of two, while there are many. `panel_bytes`: of weights.
 INLINE Chunks panel_chunks(Worker &worker, int64_t panels, int64_t streams, int64_t panel_bytes) {
     const int64_t least = least_chunk_bytes / panel_bytes;
-    return Chunks(worker, panels, most_chunk_panels, least < streams ? least : streams);
+    int64_t most = 1;
+    while (2 * most * panel_bytes <= most_chunk_bytes) most *= 2;
+    return Chunks(worker, panels, most, least < streams ? least : streams);
 }
 
 // Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks. Each of `most` streams
@@ -89,16 +91,20 @@ INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &
     }
 }
 
+// What is read behind the panels of a turn, where they are those of the first weight.
+template <class Weight>
+INLINE After<Weight> after_turn(const Weight *first, int64_t size, Turn &turn) {
+    return {turn.following < turn.end ? first + turn.following * size : nullptr, first, size, turn};
+}
+
 // Calls multiply(w, its first panel, what is read behind it: After) for every weight's panels of a turn. Panels have
 // `size` elements.
 template <int weights, class Weight, class Multiply>
 INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, const Multiply &multiply) {
-    const int64_t rest = turn.following;
     for (int64_t w = 0; w < weights; w++) {
-        const Weight *known = w + 1 < weights   ? first[w + 1] + turn.panel * size
-                              : rest < turn.end ? first[0] + rest * size
-                                                : nullptr;
-        multiply(w, first[w] + turn.panel * size, After<Weight>{known, first[0], size, turn});
+        const Weight *own = first[w] + turn.panel * size;
+        const After<Weight> next = {first[(w + 1) % weights] + turn.panel * size, first[0], size, turn};
+        multiply(w, own, w + 1 < weights ? next : after_turn(first[0], size, turn));
     }
 }
 
