@@ -64,16 +64,16 @@ struct GroupedPanel {
 };
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
-// are stored `zero` above their value, whose magnitude is `most` at most. Of panels
-// times a vector, `wide_streams` are taken at a time where it is long; `asks_ahead` says whether lines are asked for, with
-// so many at a time. Where a line takes little, or few streams are read, loads run far enough ahead by themselves.
+// are stored `zero` above their value, whose magnitude is `most` at most. Of panels times a vector, two are taken at a time
+// where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines are asked for: where a line
+// takes little, loads run far enough ahead by themselves.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
+    static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 4;
+    static constexpr bool asks_ahead = true;
     static constexpr int zero = 0, most = 15;
-
-    static constexpr bool asks_ahead(int) { return true; }
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
@@ -83,10 +83,10 @@ struct Nibbles {
 
 struct SixBits {
     static constexpr int64_t inputs = group_inputs, number_bytes = 384;
+    static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 8;
+    static constexpr bool asks_ahead = true;
     static constexpr int zero = 32, most = 32;
-
-    static constexpr bool asks_ahead(int streams) { return streams == wide_streams; }
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + (4 + i / 4) * line_bytes + at);
@@ -99,10 +99,10 @@ struct SixBits {
 template <int64_t group>
 struct Bytes {
     static constexpr int64_t inputs = group, number_bytes = panel_rows * group;
+    static constexpr int64_t narrow_inputs = 1024;
     static constexpr int wide_streams = 4;
+    static constexpr bool asks_ahead = false;
     static constexpr int zero = 128, most = 128;
-
-    static constexpr bool asks_ahead(int) { return false; }
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         return load<quadv>(numbers + i * line_bytes + at);

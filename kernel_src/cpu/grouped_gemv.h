@@ -2,14 +2,18 @@
 // instruction set.
 //
 // Bound by memory where it can be: for each line of weights there are a few instructions, and panels are taken several at a
-// time, which share each load of x. The fewer, the sooner the reading of lines counts; but a long x does not stay in L1
-// beside what streams by, and then more panels share it.
+// time, which share each load of x. Two are read fastest: the machine's own requests run far enough ahead, and ours bring
+// what is due next into L1. But a long x does not stay there beside what streams by, and then more panels share it.
 namespace ISA {
 namespace {
 
 #if ISA_LANES == 16
 
 constexpr int most_grouped_streams = 8, narrow_streams = 2;
+
+// Whether so few panels are read that lines are asked for one group ahead.
+template <int P>
+constexpr bool is_near = P <= narrow_streams;
 
 // Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
 // signed, and high ones what is left of the number.
@@ -40,7 +44,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (fetch && i % per_line == 0) prefetch(own + i / per_line * line_bytes + ahead);
+            if (fetch && i % per_line == 0) prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
             low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
             high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
@@ -53,6 +57,9 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 #else
 
 constexpr int most_grouped_streams = 1, narrow_streams = 1;
+
+template <int P>
+constexpr bool is_near = false;
 
 INLINE void split_bytes(int16_t *, int64_t) {}
 
@@ -91,18 +98,21 @@ INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
     if (group % Panel::block_groups != 0) return;
     const uint8_t *line = group == 0 ? first : Panel::scales(first, group);
     for (; line < Panel::numbers(first, group); line += line_bytes)
-        for (int64_t p = 0; p < P; p++) prefetch(line + p * size);
+        for (int64_t p = 0; p < P; p++) prefetch<is_near<P>>(line + p * size);
 }
-
-// Of a longer x, the numbers take more than a quarter of an L1 of 32 KiB.
-constexpr int64_t narrow_inputs = 4096;
 
 template <class Format>
 constexpr int wide_streams = Format::wide_streams < most_grouped_streams ? Format::wide_streams : most_grouped_streams;
 
 // Whether lines within a run are asked for. What a stream jumps to is asked for in any case.
+template <class Format>
+constexpr bool asks_ahead = ISA_LANES != 16 || Format::asks_ahead;
+
+// How many groups ahead.
 template <class Format, int P>
-constexpr bool asks_ahead = ISA_LANES != 16 || Format::asks_ahead(P);
+constexpr int64_t groups_ahead = is_near<P> ? 1
+                                            : (prefetch_bytes + GroupedPanel<Format>::block - 1) / GroupedPanel<Format>::block *
+                                                  GroupedPanel<Format>::block_groups;
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, int P>
@@ -110,7 +120,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
                                  const After<uint8_t> &after) {
     using Panel = GroupedPanel<Format>;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
-    constexpr int64_t far = (prefetch_bytes + Panel::block - 1) / Panel::block * Panel::block_groups;
+    constexpr int64_t far = groups_ahead<Format, P>;
     const int64_t near_end = groups > far ? groups - far : 0;
     const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read
     int64_t offset = far;
@@ -135,7 +145,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
-            if (!asks_ahead<Format, P> && g < near_end) {
+            if (!asks_ahead<Format> && g < near_end) {
                 group_sums<Format, P, false>(numbers, size, ahead, part, x.sums[g], sum);
             } else {
                 prefetch_scales<Format, P>(fetched, size, g + offset);
@@ -165,7 +175,7 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        if (cols_ <= narrow_inputs)
+        if (cols_ <= Format::narrow_inputs)
             run_in<narrow_streams>(x, worker);
         else
             run_in<wide_streams<Format>>(x, worker);
