@@ -104,9 +104,9 @@ INLINE After<Weight> after_turn(const Weight *first, int64_t size, Turn &turn) {
 template <int weights, class Weight, class Multiply>
 INLINE void each_weight(const Weight *const *first, int64_t size, Turn &turn, const Multiply &multiply) {
     for (int64_t w = 0; w < weights; w++) {
-        const Weight *own = first[w] + turn.panel * size;
-        const After<Weight> next = {first[(w + 1) % weights] + turn.panel * size, first[0], size, turn};
-        multiply(w, own, w + 1 < weights ? next : after_turn(first[0], size, turn));
+        const int64_t at = turn.panel * size;
+        multiply(w, first[w] + at,
+                 w + 1 < weights ? After<Weight>{first[w + 1] + at, first[0], size, turn} : after_turn(first[0], size, turn));
     }
 }
 

@@ -23,7 +23,6 @@ from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.graph import Build
-from stages.kernels import HOST_SET
 from stages.model.config import Config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
 from stages.model.parts import UNPACKED
@@ -229,7 +228,7 @@ class Estimate:
         """Bytes that the host makes of weights."""
         parts = (placed.part for stretch in stretches if not stretch.device for placed in stretch.parts)
         slots = ((part, slot) for part in parts for slot in part.slots if slot.buffer.startswith(UNPACKED))
-        return sum(part.nbytes(slot, HOST_SET, self.config.dimensions()) for part, slot in slots)
+        return sum(part.host_bytes(slot, self.config.dimensions()) for part, slot in slots)
 
     def _device(self, stretch: Stretch) -> Iterator[Moment]:
         calls = [total(self.rows[name]) for name in stretch.device]
@@ -260,7 +259,7 @@ def total(rows: Iterable[Priced]) -> Time:
 
 def _host_bytes(placed: Placed, dims: dict[str, float]) -> int:
     """Of everything that a part's kernels touch; of an embedding only the rows that are looked up."""
-    sizes = {slot.name: placed.part.nbytes(slot, HOST_SET, dims) for slot in placed.part.slots}
+    sizes = {slot.name: placed.part.host_bytes(slot, dims) for slot in placed.part.slots}
     looked_up = {
         launch.args["weight"]: launch.args["out"] for launch in placed.part.launches if "tokens" in launch.args
     }

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, PACKING, PLAN
@@ -23,7 +22,7 @@ from stages.model.config import Config
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_windows
 from stages.model.lifetimes import Step, places
-from stages.model.parts import Dim, Launch, Slot
+from stages.model.parts import Dim, Launch, Slot, resolved
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
 
@@ -210,8 +209,7 @@ class _Planner:
         return Buffer("activation", slot.format, stored(self._sizes(shape, bucket)))
 
     def _sizes(self, shape: Sequence[Dim], bucket: int | None) -> tuple[int, ...]:
-        known: dict[str, Any] = {**self.dimensions, **({"seq": bucket} if bucket else {})}
-        return tuple(int(known[dim]) if isinstance(dim, str) else dim for dim in shape)
+        return resolved(shape, {**self.dimensions, **({"seq": bucket} if bucket else {})})
 
 
 def _blob(at: Placed) -> str:

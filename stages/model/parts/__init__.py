@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama_npu2.dtypes import nbytes
-from stages.kernels import Kernel, format_kernel, kernels
+from stages.kernels import HOST_SET, Kernel, format_kernel, kernels
 from stages.kernels.unpacking import unpack_kernel
 from stages.model.policy import BF16, Policy
 from stages.weights.formats import formats
@@ -23,6 +23,11 @@ RUNTIME_SCALARS = ("seq", "pos")
 
 Dim = str | int
 Shape = tuple[Dim, ...]
+
+
+def resolved(shape: Iterable[Dim | float], dimensions: Mapping[str, float]) -> tuple[int, ...]:
+    """A shape in numbers."""
+    return tuple(int(dimensions[dim] if isinstance(dim, str) else dim) for dim in shape)
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,10 @@ class Part:
             raise TypeError(f"{self.name}: slot {slot} is taken in layouts {sorted(found)}")
         return found.pop()
 
-    def nbytes(self, slot: Slot, kernel_set: str, dimensions: Mapping[str, float]) -> int:
-        """Of a slot as it lies in memory, where this part's kernels are those of `kernel_set`."""
-        form, layout = formats()[slot.format], self.layout_of(slot.name, kernel_set)
-        shape = tuple(int(dimensions[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
-        return nbytes(form.dtype, form.packed_shape(shape, layout))
+    def host_bytes(self, slot: Slot, dimensions: Mapping[str, float]) -> int:
+        """Of a slot as it lies in memory, where this part's kernels are the host's."""
+        form, layout = formats()[slot.format], self.layout_of(slot.name, HOST_SET)
+        return nbytes(form.dtype, form.packed_shape(resolved(slot.shape, dimensions), layout))
 
 
 @dataclass

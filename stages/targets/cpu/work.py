@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stages.kernels import HOST_SET
-from stages.model.parts import Launch, Part
+from stages.model.parts import Launch, Part, resolved
 
 FLOP = 2
 """A multiply-accumulate."""
@@ -26,7 +25,7 @@ def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]
     products[_per_row(part, launch)] += FLOP * _values(part, launch, dimensions)
     if launch.kernel.attends:
         # Queries with keys, and weights with values.
-        products[2] = 2 * FLOP * math.prod(_sizes((launch.scalars["heads"], launch.scalars["head_dim"]), dimensions))
+        products[2] = 2 * FLOP * math.prod(resolved((launch.scalars["heads"], launch.scalars["head_dim"]), dimensions))
     return {"kernel": launch.kernel.name, "bytes": moved, "operations": products}
 
 
@@ -35,13 +34,13 @@ def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Map
     slot = part.slot(name)
     scope, share, (first, *rest) = int(slot.keeps), 1, slot.shape
     if slot.role == "weight" and "tokens" in launch.args:
-        scope, share = 1, int(dimensions.get(str(first), first))
+        scope, share = 1, resolved([first], dimensions)[0]
     elif first in ("seq", "max_seq"):
         scope, slot = 1, replace(slot, shape=(1, *rest))
     elif slot.keeps:
         # A cache that is no table of rows still grows by one position a row.
         share = int(dimensions["max_seq"])
-    size = part.nbytes(slot, HOST_SET, dimensions) // share
+    size = part.host_bytes(slot, dimensions) // share
     return (2 if slot.keeps and not written else scope), size
 
 
@@ -50,12 +49,8 @@ def _values(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> int:
     slots = [part.slot(name) for name in launch.reads()]
     if "tokens" in launch.args or all(slot.role == "weight" for slot in slots):
         return 0
-    return sum(math.prod(_sizes(s.shape, dimensions)) for s in slots if s.role == "weight" and len(s.shape) > 1)
+    return sum(math.prod(resolved(s.shape, dimensions)) for s in slots if s.role == "weight" and len(s.shape) > 1)
 
 
 def _per_row(part: Part, launch: Launch) -> int:
     return int(any(part.slot(name).shape[0] == "seq" for name in launch.writes()))
-
-
-def _sizes(shape: Any, dimensions: Mapping[str, float]) -> tuple[int, ...]:
-    return tuple(int(dimensions.get(size, size)) if isinstance(size, str) else int(size) for size in shape)
