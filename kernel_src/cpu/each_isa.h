@@ -26,6 +26,10 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarms out of the compiler's own intrinsics
 #endif
 
+// Whether the machine's own requests for lines run as far ahead as few long streams need: how panels are best read depends
+// on that (streams.h). They do on Zen 4 and Zen 5, and do not on Granite Rapids.
+static const bool reads_ahead = is_amd();
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -93,15 +93,20 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
+        with_streams<most_streams>([&](auto streams) { run_in<streams.value>(x, worker); });
+    }
+
+private:
+    template <int streams>
+    void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16)) * Epilogue::weights;
-        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), most_streams, panel_bytes);
-        each_panels<most_streams>(
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
+        each_panels<streams>(
             chunks,
             [&] { x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1)); },
             [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
-private:
     template <int count>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;

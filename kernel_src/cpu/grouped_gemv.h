@@ -106,13 +106,16 @@ constexpr int wide_streams = Format::wide_streams < most_grouped_streams ? Forma
 
 // Whether lines within a run are asked for. What a stream jumps to is asked for in any case.
 template <class Format>
-constexpr bool asks_ahead = ISA_LANES != 16 || Format::asks_ahead;
+INLINE bool asks_ahead() {
+    return ISA_LANES != 16 || Format::asks_ahead || !reads_ahead;
+}
 
 // How many groups ahead.
 template <class Format, int P>
-constexpr int64_t groups_ahead = is_near<P> ? 1
-                                            : (prefetch_bytes + GroupedPanel<Format>::block - 1) / GroupedPanel<Format>::block *
-                                                  GroupedPanel<Format>::block_groups;
+INLINE int64_t groups_ahead() {
+    constexpr int64_t block = GroupedPanel<Format>::block;
+    return is_near<P> ? 1 : (prefetch_lines * line_bytes + block - 1) / block * GroupedPanel<Format>::block_groups;
+}
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
 template <class Format, int P>
@@ -120,7 +123,8 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
                                  const After<uint8_t> &after) {
     using Panel = GroupedPanel<Format>;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
-    constexpr int64_t far = groups_ahead<Format, P>;
+    const int64_t far = groups_ahead<Format, P>();
+    const bool asks = asks_ahead<Format>();
     const int64_t near_end = groups > far ? groups - far : 0;
     const uint8_t *fetched = first;  // where group `offset` from the one at hand begins to be read
     int64_t offset = far;
@@ -145,7 +149,7 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
             const int64_t ahead = Panel::numbers(fetched, g + offset) - numbers;
             const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
-            if (!asks_ahead<Format> && g < near_end) {
+            if (!asks && g < near_end) {
                 group_sums<Format, P, false>(numbers, size, ahead, part, x.sums[g], sum);
             } else {
                 prefetch_scales<Format, P>(fetched, size, g + offset);
@@ -175,7 +179,9 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        if (cols_ <= Format::narrow_inputs)
+        if (!reads_ahead)
+            run_in<most_grouped_streams < asking_streams ? most_grouped_streams : asking_streams>(x, worker);
+        else if (cols_ <= Format::narrow_inputs)
             run_in<narrow_streams>(x, worker);
         else
             run_in<wide_streams<Format>>(x, worker);

@@ -29,8 +29,14 @@ inline Isa supported_isa() {
     if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & 1u << 5)) return Isa::avx2;
     return Isa::avx512bf16;
 }
+
+inline bool is_amd() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == signature_AMD_ebx;
+}
 #else
 inline Isa supported_isa() { return Isa::portable; }
+inline bool is_amd() { return false; }
 #endif
 
 inline Isa chosen_isa() {

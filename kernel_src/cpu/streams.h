@@ -2,7 +2,9 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t prefetch_lines = 16, prefetch_bytes = 64 * prefetch_lines;
+// How far ahead a stream asks for its lines. Where the machine does not do so itself, so many streams are read.
+static const int64_t prefetch_lines = reads_ahead ? 16 : 24;
+constexpr int asking_streams = 4;
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
 constexpr int64_t most_chunk_bytes = 1 << 22;  // a worker that is held up keeps no more from the others
 
@@ -53,6 +55,13 @@ template <int N>
 struct Panels {
     static constexpr int value = N;
 };
+
+// Calls run(Panels): how many streams there are, at most `most`.
+template <int most, class Run>
+INLINE void with_streams(const Run &run) {
+    if (most <= asking_streams || reads_ahead) run(Panels<most>{});
+    else run(Panels<(most < asking_streams ? most : asking_streams)>{});
+}
 
 // Calls multiply with as many of `left` panels at a time as there is code for, at most `most`: Panels; returns how many.
 template <int most, class Multiply>

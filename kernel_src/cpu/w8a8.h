@@ -242,7 +242,7 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
         sum[p] = _mm512_loadu_si512(sums + p * panel_rows);
     }
     const int64_t near_end = quads > prefetch_lines ? quads - prefetch_lines : 0;
-    int64_t ahead = prefetch_bytes;
+    int64_t ahead = prefetch_lines * line_bytes;
     for (int64_t k = 0; k < quads; k++) {
         if (k == near_end) ahead = after.distance(lines[0] + near_end * line_bytes);
         int32_t four;
@@ -259,7 +259,7 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
 #else
     static_assert(P == 1, "one panel at a time");
     const uint8_t *next = first + after.distance(first);
-    for (int64_t at = 0; at < prefetch_bytes; at += line_bytes) prefetch(next + at);
+    for (int64_t line = 0; line < prefetch_lines; line++) prefetch(next + line * line_bytes);
     integer_tile<1, 1>({x, 0, {first}, 0, quads, sums, 0});
 #endif
 }
@@ -271,9 +271,15 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
+        with_streams<most_grouped_streams>([&](auto streams) { run_in<streams.value>(x, worker); });
+    }
+
+private:
+    template <int streams>
+    void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = GroupedPanel<W8A8>::size(cols_) * Epilogue::weights;
-        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), most_grouped_streams, panel_bytes);
-        each_panels<most_grouped_streams>(
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
+        each_panels<streams>(
             chunks,
             [&] {
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
@@ -282,7 +288,6 @@ public:
             [&](auto count, Turn &turn) { multiply<count.value>(turn); });
     }
 
-private:
     template <int count>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
