@@ -32,12 +32,12 @@ U32 = 2.0**-24  # unit roundoff of f32
 
 HOST = {name: kernel for name, kernel in all_kernels().items() if kernel.host}
 PLAIN_ISA = "neon" if platform.machine() == "aarch64" else "portable"
+_AVX2 = {"avx2", "fma"}
+_AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"} | _AVX2
 _NEEDED = {
-    "avx512bf16": {
-        *("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"),
-        *("avx2", "fma"),
-    },
-    "avx2": {"avx2", "fma"},
+    "amx": _AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
+    "avx512bf16": _AVX512,
+    "avx2": _AVX2,
 }
 
 # Entries for tests of the team, and what they take.

@@ -39,7 +39,7 @@ from tests.cpu_kernels_util import (
     panels,
 )
 
-ISAS = ["avx512bf16", "avx2", PLAIN_ISA]
+ISAS = ["amx", "avx512bf16", "avx2", PLAIN_ISA]
 
 
 @pytest.fixture(scope="session", params=ISAS)
@@ -610,7 +610,7 @@ def test_team_works_in_a_forked_child(library, rng):
     team.close()
 
 
-@pytest.mark.parametrize("name", ["", "unknown", "AVX2", "avx512bf16"])
+@pytest.mark.parametrize("name", ["", "unknown", "AVX2", "amx"])
 def test_an_unknown_or_higher_instruction_set_is_not_forced(library, name):
     team = Kernels(library, name, 1)
     assert team.isa == machine_isas()[0]

@@ -1,6 +1,7 @@
 // Compiles KERNEL_FILE once per instruction set, inside that instruction set's target pragma, with
-//   ISA        the namespace to put the code in: avx512bf16, avx2 or portable
+//   ISA        the namespace to put the code in: amx, avx512bf16, avx2 or portable
 //   ISA_LANES  f32 lanes of its vector registers: 16, 8 or 4
+//   ISA_AMX    whether it has tiles (amx.h); files that define HAS_AMX have such a variant, others are avx512bf16's there
 // and defines ISA_CALL(function, arguments...), which calls the variant for this machine.
 //
 // Usage, in a kernel's file:
@@ -33,6 +34,7 @@ static const bool reads_ahead = is_amd();
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#define ISA_AMX 0
 #define ISA avx512bf16
 #define ISA_LANES 16
 #if defined(__clang__)
@@ -42,12 +44,21 @@ static const bool reads_ahead = is_amd();
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
 #endif
 #include KERNEL_FILE
+#undef ISA
+#if defined(HAS_AMX)
+#undef ISA_AMX
+#define ISA_AMX 1
+#define ISA amx
+#include KERNEL_FILE
+#undef ISA
+#undef ISA_AMX
+#define ISA_AMX 0
+#endif
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
-#undef ISA
 #undef ISA_LANES
 
 #define ISA avx2
@@ -68,17 +79,29 @@ static const bool reads_ahead = is_amd();
 #undef ISA_LANES
 #endif
 
+#undef ISA_AMX
+#define ISA_AMX 0
 #define ISA portable
 #define ISA_LANES 4
 #include KERNEL_FILE
 #undef ISA
 #undef ISA_LANES
+#undef ISA_AMX
 
 static const Isa isa = chosen_isa();
+
+#if defined(HAS_AMX)
+#define ISA_CALL_AMX(function, ...) \
+    case Isa::amx:                  \
+        return amx::function(__VA_ARGS__);
+#else
+#define ISA_CALL_AMX(function, ...) case Isa::amx:
+#endif
 
 #if defined(__x86_64__)
 #define ISA_CALL(function, ...)                            \
     switch (isa) {                                         \
+        ISA_CALL_AMX(function, __VA_ARGS__)                \
     case Isa::avx512bf16:                                  \
         return avx512bf16::function(__VA_ARGS__);          \
     case Isa::avx2:                                        \

@@ -8,20 +8,26 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t rows_per_task = 43 * tile_rows;  // f32 sums of a task stay in L2
-constexpr int64_t pairs_per_block = 1024;          // and so do its weights: 256 KB
+constexpr int64_t pairs_per_block = 1024;  // weights of a task stay in L2: 256 KB
+
+// Panels of a group, rows that are multiplied at a time, and rows of a task, whose sums stay in L2.
+#if ISA_AMX
+constexpr int64_t group_panels = 8, step_rows = 2 * tile_lines, rows_per_task = 16 * step_rows;
+#else
+constexpr int64_t group_panels = tile_panels, step_rows = tile_rows, rows_per_task = 43 * step_rows;
+#endif
 
 // Weights that are read soon, `bytes` of each panel. Products that first widen a block, or have few columns, would wait for
 // them.
 struct Upcoming {
-    const char *panels[tile_panels];
+    const char *panels[group_panels];
     int64_t bytes;
 
-    // Asks for the share of row `row` to `row` + tile_rows of `rows`, so that requests come evenly.
+    // Asks for the share of row `row` to `row` + step_rows of `rows`, so that requests come evenly.
     INLINE_MEMBER void fetch(int64_t row, int64_t rows) const {
-        const int64_t end = row + tile_rows < rows ? row + tile_rows : rows, last = (bytes * end / rows + 63) / 64;
+        const int64_t end = row + step_rows < rows ? row + step_rows : rows, last = (bytes * end / rows + 63) / 64;
         for (int64_t line = (bytes * row / rows + 63) / 64; line < last; line++)
-            for (int64_t p = 0; p < tile_panels; p++) __builtin_prefetch(panels[p] + line * 64, 0, 2);
+            for (int64_t p = 0; p < group_panels; p++) __builtin_prefetch(panels[p] + line * 64, 0, 2);
     }
 };
 
@@ -30,11 +36,11 @@ struct GemmTask {
     int64_t group, first, last, following;
 };
 
-// The output of a product in groups of columns, of as many panels as a tile takes, and in tasks of rows. A panel of the
+// The output of a product in groups of columns, of group_panels, and in tasks of rows. A panel of the
 // weights has `panel_elements`.
 template <class Weight, class Epilogue>
 struct PanelGroups {
-    static constexpr int64_t panels = tile_panels / Epilogue::weights, columns = panels * panel_rows;
+    static constexpr int64_t panels = group_panels / Epilogue::weights, columns = panels * panel_rows;
 
     const Weight *const *weights;
     int64_t panel_elements, rows, out_cols;
@@ -43,8 +49,8 @@ struct PanelGroups {
 
     // Evenly many, so that the last task is not a sliver.
     int64_t task_rows() const {
-        const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-        return (tiles + row_tasks() - 1) / row_tasks() * tile_rows;
+        const int64_t steps = (rows + step_rows - 1) / step_rows;
+        return (steps + row_tasks() - 1) / row_tasks() * step_rows;
     }
 
     // Calls multiply(GemmTask) for each task that this worker takes.
@@ -74,12 +80,12 @@ struct PanelGroups {
         if (group * panels >= panel_count(out_cols)) return {};
         Upcoming next;
         next.bytes = (block < left ? block : left) * static_cast<int64_t>(sizeof(Weight));
-        for (int64_t p = 0; p < tile_panels; p++) next.panels[p] = reinterpret_cast<const char *>(panel(group, p) + begin);
+        for (int64_t p = 0; p < group_panels; p++) next.panels[p] = reinterpret_cast<const char *>(panel(group, p) + begin);
         return next;
     }
 
     // Between rows' sums. What a single block makes is finished at once: sums then stay in the first-level cache.
-    static int64_t kept(bool several_blocks) { return several_blocks ? tile_panels * panel_rows : 0; }
+    static int64_t kept(bool several_blocks) { return several_blocks ? group_panels * panel_rows : 0; }
 
     // The sums of one row of a group. Whole groups have a loop of known length.
     INLINE_MEMBER void finish(Epilogue &epilogue, int64_t group, int64_t row, const float *sums) const {

@@ -23,7 +23,7 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP, line_bytes = 64;
+constexpr int64_t group_inputs = LAYOUT_GROUP, short_group_inputs = LAYOUT_SHORT_GROUP;
 constexpr int64_t quad = LAYOUT_QUAD, sum_vectors = panel_rows / lanes;
 static_assert(quad == 4, "four inputs of an output are one lane of vpdpbusd");
 static_assert(group_inputs == 32, "four lines of nibbles, or eight quads, are a group");

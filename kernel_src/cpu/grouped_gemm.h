@@ -8,8 +8,72 @@ namespace {
 
 constexpr int64_t inputs_per_block = 1024;
 constexpr int64_t grouped_panels = 2;  // of a tile
-static_assert(tile_panels % grouped_panels == 0, "a task's panels are whole tiles");
+static_assert(group_panels % grouped_panels == 0, "a group's panels are whole tiles");
 static_assert(inputs_per_block % fixed_inputs == 0, "a block is whole blocks of x");
+
+// out[r][16 p + i] += the share of `groups` groups of a tile's panels and of one block of x, for r < R; rows are `out_stride`
+// apart. x: rows `x_stride` apart, and their units `unit_stride` apart.
+template <class Format>
+struct WideGroup;
+
+template <class Format>
+struct GroupedTileArgs {
+    const int16_t *x;
+    int64_t x_stride;
+    const float *unit;
+    int64_t unit_stride;
+    const WideGroup<Format> *weights;
+    int64_t groups;
+    float *out;
+    int64_t out_stride;
+
+    INLINE_MEMBER void next_row() { x += x_stride, unit += unit_stride, out += out_stride; }
+};
+
+// Sums of a tile, as many rows at a time as registers hold.
+constexpr int64_t sum_rows = ISA_LANES == 16 ? tile_rows : 1;
+constexpr int64_t tile_width = grouped_panels * panel_rows, tile_vectors = tile_width / lanes;
+
+// Calls tile(Rows, args) for `rows` rows, sum_rows at a time.
+template <class Args, class Tile>
+INLINE void each_rows(int64_t rows, Args args, const Tile &tile) {
+    if (sum_rows == tile_rows) return with_rows(rows, [&](auto known) { tile(known, args); });
+    for (int64_t r = 0; r < rows; r++, args.next_row()) tile(Rows<1>{}, args);
+}
+
+// out[r][16 p + i] = minima of all groups of a tile's panels times the sums of groups of x, for r < R.
+struct MinimaTileArgs {
+    FixedRows x;
+    const uint8_t *panels[grouped_panels];
+    int64_t groups;
+    float *out;
+    int64_t out_stride;
+
+    INLINE_MEMBER void next_row() { x.first = x.row(1), out += out_stride; }
+};
+
+template <class Format, int R>
+void minima_tile(const MinimaTileArgs &args) {
+    constexpr int64_t step = fixed_inputs / Format::inputs;
+    f32v total[R][tile_vectors] = {};
+    for (int64_t g = 0; g < args.groups; g += step)
+        add_minima<Format, R, tile_vectors>(args.panels, args.x, g,
+                                            g + step < args.groups ? g + step : args.groups, total);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < tile_vectors; v++) store(args.out + r * args.out_stride + v * lanes, total[r][v]);
+}
+
+// Calls minima_tile for `rows` rows.
+template <class Format>
+INLINE void each_minima_tile(int64_t rows, const MinimaTileArgs &args) {
+    each_rows(rows, args, [](auto known, const auto &own) { minima_tile<Format, known.count>(own); });
+}
+
+#if ISA_AMX
+#include "grouped_tiles.h"
+#else
 
 // A group of a tile's panels, widened to pairs of i16; what a step of the product reads lies together.
 template <class Format>
@@ -38,36 +102,13 @@ struct WideGroup {
     }
 };
 
-// out[r][16 p + i] += the share of `groups` groups of a tile's panels and of one block of x, for r < R; rows are `out_stride`
-// apart. x: rows `x_stride` apart, and their units `unit_stride` apart.
+constexpr int64_t product_rows = tile_rows;
+
 template <class Format>
-struct GroupedTileArgs {
-    const int16_t *x;
-    int64_t x_stride;
-    const float *unit;
-    int64_t unit_stride;
-    const WideGroup<Format> *weights;
-    int64_t groups;
-    float *out;
-    int64_t out_stride;
+constexpr int64_t group_elements = Format::inputs;
 
-    INLINE_MEMBER void next_row() { x += x_stride, unit += unit_stride, out += out_stride; }
-};
-
-// out[r][16 p + i] = minima of all groups of a tile's panels times the sums of groups of x, for r < R.
-struct MinimaTileArgs {
-    FixedRows x;
-    const uint8_t *panels[grouped_panels];
-    int64_t groups;
-    float *out;
-    int64_t out_stride;
-
-    INLINE_MEMBER void next_row() { x.first = x.row(1), out += out_stride; }
-};
-
-// Sums of a tile, as many rows at a time as registers hold.
-constexpr int64_t sum_rows = ISA_LANES == 16 ? tile_rows : 1;
-constexpr int64_t tile_width = grouped_panels * panel_rows, tile_vectors = tile_width / lanes;
+template <class Format>
+INLINE void split_numbers(int16_t *, int64_t) {}
 
 template <class Format, int R>
 INLINE void wide_sums(const WideGroup<Format> &weights, const int16_t *x, int64_t stride, i32v (*sums)[tile_vectors]) {
@@ -109,25 +150,17 @@ void grouped_tile(const GroupedTileArgs<Format> &args) {
             add_block(args.out + r * args.out_stride + v * lanes, total[r][v], args.unit[r * args.unit_stride]);
 }
 
-template <class Format, int R>
-void minima_tile(const MinimaTileArgs &args) {
-    constexpr int64_t step = fixed_inputs / Format::inputs;
-    f32v total[R][tile_vectors] = {};
-    for (int64_t g = 0; g < args.groups; g += step)
-        add_minima<Format, R, tile_vectors>(args.panels, args.x, g,
-                                            g + step < args.groups ? g + step : args.groups, total);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < tile_vectors; v++) store(args.out + r * args.out_stride + v * lanes, total[r][v]);
+template <class Format>
+INLINE void multiply_groups(int64_t rows, const GroupedTileArgs<Format> &args) {
+    each_rows(rows, args, [](auto known, const auto &own) { grouped_tile<Format, known.count>(own); });
 }
 
-// Calls tile(Rows, args) for `rows` rows, sum_rows at a time.
-template <class Args, class Tile>
-INLINE void each_rows(int64_t rows, Args args, const Tile &tile) {
-    if (sum_rows == tile_rows) return with_rows(rows, [&](auto known) { tile(known, args); });
-    for (int64_t r = 0; r < rows; r++, args.next_row()) tile(Rows<1>{}, args);
+template <class Format>
+INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
+    each_minima_tile<Format>(rows, args);
 }
+
+#endif
 
 template <class Format, class Epilogue>
 class GroupedGemm {
@@ -143,21 +176,29 @@ public:
         char *own = worker.scratch<char>(wide_bytes + groups_.task_rows() * line_width * sizeof(float));
         wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
         products_ = reinterpret_cast<float *>(own + wide_bytes);
+#if ISA_AMX
+        const Tiles tiles(product_tiles<Format>());
+#endif
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
 private:
     using Panel = GroupedPanel<Format>;
-    static constexpr int64_t line_width = tile_panels * panel_rows, tiles_across = tile_panels / grouped_panels;
+    static constexpr int64_t line_width = group_panels * panel_rows, tiles_across = group_panels / grouped_panels;
     static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
+    static constexpr int64_t rows_ahead = product_rows * fixed_inputs / (inputs_per_block * tiles_across);
 
     void fix(Worker &worker) {
-        fixed_ = worker.shared_scratch<uint8_t>(groups_.rows * size_.bytes());
+        const int64_t whole = (groups_.rows + step_rows - 1) / step_rows * step_rows;
+        fixed_ = worker.shared_scratch<uint8_t>(whole * size_.bytes());
         {
             Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)
-                for (; row < end; row++) fix_for<Format>(x_ + row * size_.cols, size_, fixed(row));
+                for (; row < end; row++) {
+                    fix_for<Format>(x_ + row * size_.cols, size_, fixed(row));
+                    split_numbers<Format>(fixed(row).numbers, size_.blocks() * fixed_inputs);
+                }
         }
         worker.barrier();
     }
@@ -172,52 +213,75 @@ private:
             const bool last = done + count == groups;
             const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), block);
             widen(task.group, done, count);
-            for (int64_t at = 0; at < rows; at += tile_rows) {
-                const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
+            for (int64_t at = 0; at < rows; at += step_rows) {
+                const int64_t row = task.first + at, some = rows - at < step_rows ? rows - at : step_rows;
                 float *products = products_ + at * kept;
                 if (done == 0) memset(products, 0, some * line_width * sizeof(float));
                 next.fetch(at, rows);
                 if (last) groups_.expect(epilogue_, task.group, row, some);
-                multiply_rows(row, some, done, count, products);
+                for (int64_t r = 0; r < some; r += product_rows) {
+                    const bool more = at + r + product_rows < rows;
+                    const NextRows after = {more ? row + r + product_rows : task.first, more ? done : done + count, groups};
+                    multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width, after);
+                }
                 if (last) finish(task.group, row, some, products);
             }
         }
     }
 
     void widen(int64_t column, int64_t first, int64_t count) {
-        for (int64_t p = 0; p < tile_panels; p++)
+        for (int64_t p = 0; p < group_panels; p++)
             for (int64_t g = 0; g < count; g++)
                 wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
     }
 
-    void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {
+    // Rows that are multiplied next, from group `first` on.
+    struct NextRows {
+        int64_t row, first, groups;
+    };
+
+    // Asks for one of them: tiles take a line of 16 rows each, which the machine does not foresee.
+    INLINE_MEMBER void fetch_row(const NextRows &next, int64_t r, int64_t count) const {
+        const int64_t left = next.groups - next.first, some = count < left ? count : left;
+        const char *numbers = reinterpret_cast<const char *>(fixed(next.row + r).numbers + next.first * group_elements<Format>);
+        for (int64_t at = 0; at < some * group_elements<Format> * 2; at += line_bytes) __builtin_prefetch(numbers + at, 0, 2);
+    }
+
+    void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products, const NextRows &next) const {
         const FixedRow x = fixed(row);
         GroupedTileArgs<Format> args;
         args.x_stride = size_.bytes() / 2;
         args.unit_stride = size_.bytes() / 4;
         args.out_stride = line_width;
-        for (int64_t tile = 0; tile < tiles_across; tile++) {
-            args.out = products + tile * tile_width;
-            for (int64_t g = 0; g < count; g += fixed_groups) {
-                args.x = x.numbers + (first + g) * Format::inputs;
-                args.unit = x.units + (first + g) / fixed_groups;
+        for (int64_t g = 0; g < count; g += fixed_groups) {
+            args.x = x.numbers + (first + g) * group_elements<Format>;
+            args.unit = x.units + (first + g) / fixed_groups;
+            args.groups = count - g < fixed_groups ? count - g : fixed_groups;
+            for (int64_t tile = 0; tile < tiles_across; tile++) {
+                args.out = products + tile * tile_width;
                 args.weights = wide_[tile] + g;
-                args.groups = count - g < fixed_groups ? count - g : fixed_groups;
-                each_rows(rows, args, [](auto known, const auto &own) { grouped_tile<Format, known.count>(own); });
+                if (ISA_AMX)
+                    for (int64_t r = 0; r < rows_ahead; r++) fetch_row(next, (g / fixed_groups * tiles_across + tile) * rows_ahead + r, count);
+                multiply_groups(rows, args);
             }
         }
     }
 
     void finish(int64_t column, int64_t row, int64_t rows, float *products) {
-        float least[tile_rows * line_width];
+        for (int64_t r = 0; r < rows; r += product_rows)
+            finish_rows(column, row + r, rows - r < product_rows ? rows - r : product_rows, products + r * line_width);
+    }
+
+    void finish_rows(int64_t column, int64_t row, int64_t rows, float *products) {
+        float least[product_rows * line_width];
         for (int64_t tile = 0; Format::has_minimum && tile < tiles_across; tile++) {
             MinimaTileArgs args = {{fixed(row), size_.bytes()}, {}, group_count<Format>(size_.cols), least + tile * tile_width, line_width};
             for (int64_t p = 0; p < grouped_panels; p++) args.panels[p] = groups_.panel(column, tile * grouped_panels + p);
-            each_rows(rows, args, [](auto known, const auto &own) { minima_tile<Format, known.count>(own); });
+            multiply_minima<Format>(rows, args);
         }
         for (int64_t r = 0; r < rows; r++) {
             float *own = products + r * line_width;
-            for (int64_t p = 0; p < tile_panels; p++)
+            for (int64_t p = 0; p < group_panels; p++)
                 finish_sums<Format>(groups_.panel(column, p), own + p * panel_rows,
                                     least + r * line_width + p * panel_rows);
             groups_.finish(epilogue_, column, row + r, own);

@@ -3,6 +3,7 @@
 // and THIS_FILE, and includes this.
 #ifndef ISA
 #define KERNEL_FILE THIS_FILE
+#define HAS_AMX
 #include "each_isa.h"
 
 KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
@@ -49,6 +50,9 @@ KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, 
 #include "epilogue.h"
 #include "operand.h"
 #include "tile.h"
+#if ISA_AMX
+#include "amx.h"
+#endif
 #include "gemm_core.h"
 #include "streams.h"
 #include "fixed_point.h"
@@ -77,7 +81,7 @@ static void gemm_add(const bf16 *x, const int8_t *weight, const bf16 *residual, 
 
 static void gemm_silu(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows, int64_t cols,
                       int64_t out_cols, Worker &worker) {
-    using Epilogue = SiluAndMul<tile_panels / 2 * panel_rows>;
+    using Epilogue = SiluAndMul<group_panels / 2 * panel_rows>;
     const uint8_t *weights[] = {bytes(gate), bytes(up)};
     GroupedGemm<FORMAT, Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
 }

@@ -7,11 +7,19 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
-enum class Isa { portable, avx2, avx512bf16 };
+enum class Isa { portable, avx2, avx512bf16, amx };
 
 #if defined(__x86_64__)
+// AMX has 8 KB of registers, which Linux keeps for processes that ask for it, if it does.
+inline bool system_keeps_tiles() {
+    constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
 // __builtin_cpu_supports would do, but not every compiler's run time library has what it needs.
 inline Isa supported_isa() {
     unsigned eax, ebx, ecx, edx;
@@ -26,8 +34,10 @@ inline Isa supported_isa() {
     const unsigned f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     if ((ebx & f_dq_bw_vl) != f_dq_bw_vl || (enabled & 0xe6) != 0xe6) return Isa::avx2;
     if (!(ecx & 1u << 11)) return Isa::avx2;  // VNNI
+    const unsigned bf16_tile_int8 = 1u << 22 | 1u << 24 | 1u << 25;
+    const bool amx = (edx & bf16_tile_int8) == bf16_tile_int8 && (enabled & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !(eax & 1u << 5)) return Isa::avx2;
-    return Isa::avx512bf16;
+    return amx && system_keeps_tiles() ? Isa::amx : Isa::avx512bf16;
 }
 
 inline bool is_amd() {
@@ -46,5 +56,6 @@ inline Isa chosen_isa() {
     Isa wanted = best;
     if (strcmp(name, "portable") == 0) wanted = Isa::portable;
     if (strcmp(name, "avx2") == 0) wanted = Isa::avx2;
+    if (strcmp(name, "avx512bf16") == 0) wanted = Isa::avx512bf16;
     return wanted < best ? wanted : best;
 }

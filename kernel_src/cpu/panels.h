@@ -12,7 +12,7 @@
 #endif
 
 constexpr int64_t panel_rows = LAYOUT_PANEL_ROWS;
-constexpr int64_t line_elements = 2 * panel_rows;
+constexpr int64_t line_elements = 2 * panel_rows, line_bytes = 64;
 static_assert(panel_rows == 16, "16 outputs x 2 inputs in bf16 are one line of 64 bytes");
 
 // Positions in a block of a KV cache in panels.

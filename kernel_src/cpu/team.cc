@@ -180,6 +180,7 @@ extern "C" int team_threads(Team *team) { return team->threads; }
 extern "C" const char *isa_name() {
 #if defined(__x86_64__)
     switch (chosen_isa()) {
+    case Isa::amx: return "amx";
     case Isa::avx512bf16: return "avx512bf16";
     case Isa::avx2: return "avx2";
     case Isa::portable: return "portable";

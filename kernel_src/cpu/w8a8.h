@@ -33,8 +33,9 @@ INLINE_MEMBER void widen_row<W8A8>(const uint8_t *panel, int64_t group, int64_t 
     for (int64_t k = 0; k < count; k += lanes) store_bf16(out + k, load<f32v>(wide + k), count - k);
 }
 
-// Bytes of a quantised row of x, with room for whole vectors.
-INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes; }
+// Bytes of a quantised row of x, with room for whole vectors, and no power of two: a tile of rows is in several sets of a
+// cache.
+INLINE int64_t quantised_size(int64_t cols) { return (cols + line_bytes - 1) / line_bytes * line_bytes + line_bytes; }
 
 // out u8 [quantised_size] = 128 + x / scale; returns the scale.
 INLINE float quantise_row(const bf16 *x, int64_t cols, uint8_t *out) {
@@ -56,7 +57,7 @@ INLINE void scale_sums(const int32_t *sums, const uint8_t *panel, float scale, f
 struct IntegerTileArgs {
     const uint8_t *x;
     int64_t x_stride;
-    const uint8_t *panels[tile_panels];
+    const uint8_t *panels[group_panels];
     int64_t from, until;
     int32_t *sums;
     int64_t sums_stride;
@@ -143,10 +144,69 @@ void integer_tile(const IntegerTileArgs &args) {
 
 #endif
 
-template <int P>
-void integer_tile_of_rows(int64_t rows, const IntegerTileArgs &args) {
-    with_rows(rows, [&](auto known) { integer_tile<known.count, P>(args); });
+#if ISA_AMX
+
+// Tiles 0 to 3 have sums of two tiles of rows and two panels, 4 and 5 are x, 6 and 7 weights.
+INLINE TileShapes integer_tiles() {
+    TileShapes shapes;
+    shapes.set(0, 7, tile_lines, line_bytes);
+    return shapes;
 }
+
+template <bool storing>
+INLINE void move_sums(int32_t *sums, int64_t stride) {
+    const int64_t bytes = stride * sizeof *sums;
+    int32_t *below = sums + tile_lines * stride;
+    if (storing) {
+        tile_store<0>(sums, bytes), tile_store<1>(sums + panel_rows, bytes);
+        tile_store<2>(below, bytes), tile_store<3>(below + panel_rows, bytes);
+    } else {
+        tile_load<0>(sums, bytes), tile_load<1>(sums + panel_rows, bytes);
+        tile_load<2>(below, bytes), tile_load<3>(below + panel_rows, bytes);
+    }
+}
+
+// As many inputs as a row of a tile has.
+INLINE void integer_step(const uint8_t *x, int64_t stride, const uint8_t *first, const uint8_t *second) {
+    tile_load<6>(first, line_bytes);
+    tile_load<4>(x, stride);
+    tile_multiply_u8_i8<0, 4, 6>();
+    tile_load<7>(second, line_bytes);
+    tile_multiply_u8_i8<1, 4, 7>();
+    tile_load<5>(x + tile_lines * stride, stride);
+    tile_multiply_u8_i8<2, 5, 6>();
+    tile_multiply_u8_i8<3, 5, 7>();
+}
+
+constexpr int64_t block_panels = 2;
+
+// Panels `p` and the next of all rows that x and sums have memory for, of a step.
+INLINE void integer_rows(int64_t, int64_t p, const IntegerTileArgs &args) {
+    const int64_t whole = args.from + (args.until - args.from) / tile_lines * tile_lines, rest = args.until - whole;
+    const uint8_t *first = args.panels[p] + GroupedPanel<W8A8>::header, *second = args.panels[p + 1] + GroupedPanel<W8A8>::header;
+    int32_t *sums = args.sums + p * panel_rows;
+    move_sums<false>(sums, args.sums_stride);
+    for (int64_t k = args.from; k < whole; k += tile_lines)
+        integer_step(args.x + k * quad, args.x_stride, first + k * line_bytes, second + k * line_bytes);
+    if (rest != 0) {
+        alignas(64) uint8_t lines[block_panels][tile_bytes] = {};
+        memcpy(lines[0], first + whole * line_bytes, rest * line_bytes);
+        memcpy(lines[1], second + whole * line_bytes, rest * line_bytes);
+        integer_step(args.x + whole * quad, args.x_stride, lines[0], lines[1]);
+    }
+    move_sums<true>(sums, args.sums_stride);
+}
+
+#else
+
+constexpr int64_t block_panels = group_panels;
+
+INLINE void integer_rows(int64_t rows, int64_t, const IntegerTileArgs &args) {
+    static_assert(group_panels == tile_panels, "a group is a tile");
+    with_rows(rows, [&](auto known) { integer_tile<known.count, tile_panels>(args); });
+}
+
+#endif
 
 template <class Epilogue>
 class GroupedGemm<W8A8, Epilogue> {
@@ -159,17 +219,22 @@ public:
     void run(Worker &worker) {
         quantise(worker);
         sums_ = worker.scratch<int32_t>(groups_.task_rows() * line_width);
+#if ISA_AMX
+        const Tiles tiles(integer_tiles());
+#endif
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
 private:
-    static constexpr int64_t line_width = tile_panels * panel_rows;
-    static constexpr int64_t quads_per_block = 1024;  // of four panels: 256 KB, which stay in L2
+    static constexpr int64_t line_width = group_panels * panel_rows;
+    // Of four panels: 256 KB, which stay in L2 while rows are multiplied. Tiles read two panels at a time: 16 KB, in L1.
+    static constexpr int64_t quads_per_block = ISA_AMX ? 128 : 1024;
 
     void quantise(Worker &worker) {
         const int64_t size = quantised_size(cols_);
-        quantised_ = worker.shared_scratch<uint8_t>(groups_.rows * (size + 4));
-        scales_ = reinterpret_cast<float *>(quantised_ + groups_.rows * size);
+        const int64_t whole = (groups_.rows + step_rows - 1) / step_rows * step_rows;
+        quantised_ = worker.shared_scratch<uint8_t>(whole * (size + 4));
+        scales_ = reinterpret_cast<float *>(quantised_ + whole * size);
         {
             Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)
@@ -183,36 +248,38 @@ private:
         IntegerTileArgs args;
         args.x_stride = quantised_size(cols_);
         args.sums_stride = line_width;
-        const int64_t kept = groups_.kept(quads > quads_per_block);
-        for (int64_t p = 0; p < tile_panels; p++) args.panels[p] = groups_.panel(task.group, p);
+        const int64_t kept = groups_.kept(quads > quads_per_block || block_panels < group_panels);
+        for (int64_t p = 0; p < group_panels; p++) args.panels[p] = groups_.panel(task.group, p);
         for (args.from = 0; args.from < quads; args.from = args.until) {
             args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
             const bool last = args.until == quads;
             const int64_t read = last ? groups_.panel_elements : GroupedPanel<W8A8>::header + args.until * line_bytes;
             const Upcoming next = groups_.upcoming(task, read, quads_per_block * line_bytes);
-            for (int64_t at = 0; at < rows; at += tile_rows) {
-                const int64_t row = task.first + at, some = rows - at < tile_rows ? rows - at : tile_rows;
-                args.x = quantised_ + row * args.x_stride;
-                args.sums = sums_ + at * kept;
-                next.fetch(at, rows);
-                if (last) groups_.expect(epilogue_, task.group, row, some);
-                if (args.from == 0) begin(args, some);
-                integer_tile_of_rows<tile_panels>(some, args);
-                if (last) finish(args, task.group, row, some);
-            }
+            for (int64_t p = 0; p < group_panels; p += block_panels)
+                for (int64_t at = 0; at < rows; at += step_rows) {
+                    const int64_t row = task.first + at, some = rows - at < step_rows ? rows - at : step_rows;
+                    const bool begins = p == 0, ends = last && p + block_panels == group_panels;
+                    args.x = quantised_ + row * args.x_stride;
+                    args.sums = sums_ + at * kept;
+                    if (begins) next.fetch(at, rows);
+                    if (ends) groups_.expect(epilogue_, task.group, row, some);
+                    if (begins && args.from == 0) begin(args, some);
+                    integer_rows(some, p, args);
+                    if (ends) finish(args, task.group, row, some);
+                }
         }
     }
 
     void begin(const IntegerTileArgs &args, int64_t rows) const {
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t p = 0; p < tile_panels; p++)
+            for (int64_t p = 0; p < group_panels; p++)
                 memcpy(args.sums + r * line_width + p * panel_rows, args.panels[p] + line_bytes, line_bytes);
     }
 
     void finish(const IntegerTileArgs &args, int64_t column, int64_t row, int64_t rows) {
         for (int64_t r = 0; r < rows; r++) {
             float scaled[line_width];
-            for (int64_t p = 0; p < tile_panels; p++)
+            for (int64_t p = 0; p < group_panels; p++)
                 scale_sums(args.sums + r * line_width + p * panel_rows, args.panels[p], scales_[row + r],
                            scaled + p * panel_rows);
             groups_.finish(epilogue_, column, row + r, scaled);
