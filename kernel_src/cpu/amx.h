@@ -69,5 +69,12 @@ INLINE void tile_multiply_i8_u8() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
 
+// Pairs of bf16, sums in f32: those of first and those of second inputs, each in its order, and both together to c.
+// Subnormal numbers are zero.
+template <int c, int a, int b>
+INLINE void tile_multiply_bf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+}
+
 }  // namespace
 }  // namespace ISA

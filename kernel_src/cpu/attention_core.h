@@ -14,6 +14,13 @@ namespace {
 static_assert(kv_block_positions == 128, "K and V of a block, 32 KiB for a head of 64, stay in the first-level cache");
 static_assert(kv_block_positions % (tile_panels * panel_rows) == 0, "scores are made for whole groups of panels");
 
+// Rows that attend a block together.
+#if ISA_AMX
+constexpr int64_t attended_rows = tile_lines;
+#else
+constexpr int64_t attended_rows = tile_rows;
+#endif
+
 // As long as to make joining cheap, as short as to occupy a team with the ranges of one row.
 constexpr int64_t range_positions = 2 * kv_block_positions;
 
@@ -69,9 +76,9 @@ struct AttentionScratch {
     bf16 *k, *v;         // one block
     X *q;                // [rows][head_dim], and room for a whole vector
     float *q_units;      // [rows]
-    float *scores;       // [tile_rows][kv_block_positions]
-    X *weights;          // [tile_rows][kv_block_positions]
-    float *units;        // [tile_rows], of the weights
+    float *scores;       // [attended_rows][kv_block_positions]
+    X *weights;          // [attended_rows][kv_block_positions]
+    float *units;        // [attended_rows], of the weights
     float *out;          // [rows][padded_dim], of the range at hand
     float *sums;         // [rows][lanes], of the range at hand
     float *tops;         // [rows], of the range at hand
@@ -81,7 +88,7 @@ struct AttentionScratch {
     static AttentionScratch make(const AttentionShape &shape, int64_t rows, Worker &worker) {
         const int64_t dim = shape.padded_dim(), block = kv_block_positions;
         const int64_t sizes[] = {block * dim * 2,       block * dim * 2,       rows * dim * 2, rows * 4,
-                                 tile_rows * block * 4, tile_rows * block * 2, tile_rows * 4,          rows * dim * 4,
+                                 attended_rows * block * 4, attended_rows * block * 2, attended_rows * 4,          rows * dim * 4,
                                  rows * lanes * 4,      rows * 4,              rows * dim * 4,         rows * 8};
         char *starts[12];
         int64_t total = 0;
@@ -139,8 +146,8 @@ public:
             __builtin_prefetch(next.k + at, 0, 2);
             __builtin_prefetch(next.v + at, 0, 2);
         }
-        for (int64_t done = 0; done < rows; done += tile_rows) {
-            attend_rows(block, next, row + done, rows - done < tile_rows ? rows - done : tile_rows, first, done, begin,
+        for (int64_t done = 0; done < rows; done += attended_rows) {
+            attend_rows(block, next, row + done, rows - done < attended_rows ? rows - done : attended_rows, first, done, begin,
                         count);
             next = block;
         }
@@ -167,18 +174,21 @@ private:
     }
 
     // Rows at positions before the block, the first ones, are left out.
-    // `rows` <= tile_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
+    // `rows` <= attended_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
     void attend_rows(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t offset,
                      int64_t begin, int64_t count) {
         const int64_t early = (begin - first) * shape_.group() - offset;  // rows at positions before the block
         if (early >= rows) return;
         if (early > 0) row += early, offset += early, rows -= early;
-        int64_t visible[tile_rows], most = 0;
+        int64_t visible[attended_rows], most = 0;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t seen = first + (offset + r) / shape_.group() + 1 - begin;
             visible[r] = seen < count ? seen : count;
             if (visible[r] > most) most = visible[r];
         }
+#if ISA_AMX
+        if (Format::in_tiles) tiles_.take(rows);
+#endif
         score(block.k, next.k - block.k, row, rows, most);
         for (int64_t r = 0; r < rows; r++)
             scratch_.units[r] = weigh(row + r, visible[r], most, Format::scales(block.v),
@@ -192,6 +202,14 @@ private:
     static void each_tile(int64_t panels, const Multiply &multiply) {
         for (int64_t panel = 0; panel < panels;)
             panel += with_panels<tile_panels>(panels - panel, [&](auto some) { multiply(panel, some); });
+    }
+
+    template <int P>
+    static void multiply(int64_t rows, const typename Format::Args &args) {
+#if ISA_AMX
+        if constexpr (Format::in_tiles) return tiles_of_rows<P>(rows, args);
+#endif
+        tile_of_rows<P>(rows, args);
     }
 
     // scores = q @ k^T.
@@ -208,7 +226,7 @@ private:
             for (int64_t p = 0; p < some.value; p++) args.panels[p] = k + Format::header + (panel + p) * size;
             Format::in_units(args, scratch_.q_units + row, Format::scales(k), panel * panel_rows);
             args.out = scratch_.scores + panel * panel_rows;
-            tile_of_rows<some.value>(rows, args);
+            multiply<some.value>(rows, args);
         });
     }
 
@@ -258,12 +276,15 @@ private:
         each_tile(shape_.dim_panels(), [&](int64_t panel, auto some) {
             for (int64_t p = 0; p < some.value; p++) args.panels[p] = v + Format::header + (panel + p) * size;
             args.out = scratch_.out + row * shape_.padded_dim() + panel * panel_rows;
-            tile_of_rows<some.value>(rows, args);
+            multiply<some.value>(rows, args);
         });
     }
 
     AttentionShape shape_;
     Scratch scratch_;
+#if ISA_AMX
+    RowTiles tiles_;
+#endif
 };
 
 }  // namespace

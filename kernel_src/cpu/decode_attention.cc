@@ -8,6 +8,7 @@
 // of the row.
 #ifndef ISA
 #define KERNEL_FILE "decode_attention.cc"
+#define HAS_AMX
 #include "each_isa.h"
 
 KERNEL void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
@@ -33,6 +34,10 @@ KERNEL void int8_rows_decode_attention_panels(const bf16 *q, const int8_t *k_pan
 #include "pairs.h"
 #include "kv_format.h"
 #include "streams.h"
+#if ISA_AMX
+#include "amx.h"
+#include "attention_tiles.h"
+#endif
 #include "attention_core.h"
 #include "kv_pack.h"
 #include "kv_cache.h"

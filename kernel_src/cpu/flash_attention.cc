@@ -6,6 +6,7 @@
 // A row is the same bits whatever rows it is computed with, and as decode_attention has it.
 #ifndef ISA
 #define KERNEL_FILE "flash_attention.cc"
+#define HAS_AMX
 #include "each_isa.h"
 
 KERNEL void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
@@ -26,6 +27,10 @@ KERNEL void int8_rows_flash_attention_panels(const bf16 *q, const int8_t *k_pane
 #include "pairs.h"
 #include "kv_format.h"
 #include "streams.h"
+#if ISA_AMX
+#include "amx.h"
+#include "attention_tiles.h"
+#endif
 #include "attention_core.h"
 #include "kv_pack.h"
 #include "kv_cache.h"

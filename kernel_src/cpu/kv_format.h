@@ -12,6 +12,7 @@
 //   take_query              q of a head to X; returns the unit
 //   Weights                 those of a row to X, a vector after the other: of `count` positions, and 0 behind them, which
 //                           may have no scales; finish() returns the unit
+//   in_tiles                tiles of AMX multiply it, where there are some
 //   Args, in_units          for tile_of_rows: the units of its rows, and its outputs' scales from the first on, or null
 namespace ISA {
 namespace {
@@ -20,6 +21,7 @@ struct Bf16Kv {
     using Number = bf16;
     using X = bf16;
     using Args = TileArgs;
+    static constexpr bool in_tiles = true;
     static constexpr int64_t row_elements = 0, header = 0;
 
     INLINE const float *scales(const bf16 *) { return nullptr; }
@@ -48,6 +50,7 @@ struct Int8Kv {
     using Number = int8_t;
     using X = int16_t;
     using Args = WholeTileArgs;
+    static constexpr bool in_tiles = false;
     static constexpr int64_t row_elements = sizeof(float), header = kv_block_positions * row_elements;
 
     INLINE const float *scales(const int8_t *block) { return reinterpret_cast<const float *>(block); }
