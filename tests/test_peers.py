@@ -15,6 +15,7 @@ from llama_npu2 import Llama, UserError, load
 from llama_npu2.bench import GENERATED, Bench, Ours, Result, table
 from stages.commands import bench, gguf_file, peers, quality
 from stages.commands.options import parse_options
+from stages.engine.places import ROOT, RUNTIME, python_environment
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import tensors
@@ -102,6 +103,49 @@ def test_a_peer_starts_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"^peers=onnx: KeyError: 'onnx'"):
         peer.prefill([1])
     peer.close()
+
+
+_ENDING = """
+import os, signal, types
+
+LLAMA = types.SimpleNamespace
+llama_token = __import__("ctypes").c_int32
+llama_model_default_params = lambda: LLAMA(use_extra_bufts=True)
+llama_context_default_params = LLAMA
+llama_log_set = llama_backend_init = llama_memory_seq_rm = llama_synchronize = lambda *_: None
+llama_model_load_from_file = lambda path, params: params
+llama_init_from_model = lambda model, options: model
+llama_get_memory = llama_model_get_vocab = llama_batch_get_one = lambda *_: None
+llama_vocab_n_tokens = lambda vocab: 2
+llama_get_logits = lambda context: (__import__("ctypes").c_float * 2)(1, 2)
+
+
+def llama_decode(context, batch):
+    if context.use_extra_bufts or os.environ["ALWAYS_ENDS"]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 0
+"""
+"""A llama.cpp whose weights for AMX end its process."""
+
+
+@pytest.mark.parametrize("always", ["", "1"])
+def test_a_peer_that_ends_by_a_signal_begins_again(
+    always: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "llama_cpp.py").write_text(_ENDING)
+    monkeypatch.setenv("ALWAYS_ENDS", always)
+    monkeypatch.setattr(
+        peers, "python_environment", lambda: python_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{RUNTIME}"}
+    )
+    peer = peers.Peer(peers.Entrant("llama.cpp", "Q4_0", Path("model"), 0), 1, 64)
+    if always:
+        with pytest.raises(UserError, match=r"^peers=llama.cpp: its process ended with status -11"):
+            peer.prefill([1])
+    else:
+        assert 0 < peer.prefill([1]) < 60
+        assert np.array_equal(peer.logits([1, 1]), [[1, 2], [1, 2]])
+    peer.close()
+    assert capsys.readouterr().err.count("llama.cpp Q4_0: signal 11 ended it; again") == 1
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

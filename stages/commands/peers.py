@@ -37,14 +37,21 @@ from stages.model.sources import Source
 AS_IT_IS = "as it is"
 """The format of a peer that runs the very file of a checkpoint."""
 
+SAFELY = "safely"
+"""Tells a peer's process to do without what has ended one before."""
+
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes."""
+    """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes. `safely`: weights as the file has them, not
+    arranged anew for the processor. It is slower, but what it arranges for AMX ends the process on some machines
+    (ggml-org/llama.cpp#20824)."""
 
-    def __init__(self, gguf: Path, threads: int, context: int) -> None:
+    def __init__(self, gguf: Path, threads: int, context: int, safely: bool = False) -> None:
         self._api = llama_cpp = gguf_file.silenced()
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = not safely
+        model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = context, 2048, 512
         options.n_threads = options.n_threads_batch = threads
@@ -131,15 +138,17 @@ def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) 
 
 @dataclass(frozen=True)
 class Program:
-    """`engine`: (model, threads, context) -> what has `rewind` and `step`. `entrants`: (checkpoint, formats, where
-    conversions go) -> on what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of
-    our weights -> its nearest, as it calls them."""
+    """`engine`: (model, threads, context) -> what has `rewind` and `step`; where it `can_be_safe`, one more argument says
+    that it is to do without what has ended its process. `entrants`: (checkpoint, formats, where conversions go) -> on what
+    it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of our weights -> its nearest, as
+    it calls them."""
 
-    engine: Callable[[Path, int, int], Any]
+    engine: Callable[..., Any]
     entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
     packages: tuple[str, ...]
     extra: str
     formats: Mapping[str, tuple[str, ...]]
+    can_be_safe: bool = False
 
 
 _PROGRAMS = {
@@ -161,6 +170,7 @@ _PROGRAMS = {
             "int8_f32": ("Q8_0",),
             "int8_f32_16": ("Q6_K",),
         },
+        can_be_safe=True,
     ),
     "transformers": Program(
         Transformers, _transformers_entrants, ("torch", "transformers"), "verify", {"bf16": ("BF16",)}
@@ -169,23 +179,21 @@ _PROGRAMS = {
 
 
 class Peer:
-    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends."""
+    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where its first
+    request ends it by a signal, a line says so and it begins again, safely, if its program can."""
 
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
         self._program = entrant.program
-        command = [
-            sys.executable,
-            "-m",
-            "stages.commands.peers",
-            entrant.program,
-            str(entrant.model.absolute()),
-            str(threads),
-            str(context),
-        ]
-        # Started where this very module is found again, wherever the caller stands.
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
+        self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context)]
+        known = _PROGRAMS.get(entrant.program)
+        self._may_begin_again = known is not None and known.can_be_safe
+        self._process = self._start()
+
+    def _start(self, *more: str) -> subprocess.Popen[str]:
+        """Where this very module is found again, wherever the caller stands."""
+        command, pipe = [sys.executable, "-m", "stages.commands.peers", *self._arguments, *more], subprocess.PIPE
+        return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=python_environment()
         )
 
@@ -203,15 +211,26 @@ class Peer:
             return np.load(path)
 
     def _ask(self, request: Mapping[str, Any]) -> float:
+        answer = self._answer(request)
+        if answer is None and self._may_begin_again and (status := self._process.wait()) < 0:
+            print(f"{self.name}: signal {-status} ended it; again, with weights as its file has them", file=sys.stderr)
+            self._may_begin_again = False
+            self._process = self._start(SAFELY)
+            answer = self._answer(request)
+        if not isinstance(answer, float):
+            ended = f"its process ended with status {self._process.wait()}" if answer is None else answer
+            raise UserError(f"peers={self._program}: {ended}")
+        self._may_begin_again = False
+        return answer
+
+    def _answer(self, request: Mapping[str, Any]) -> Any:
+        """Seconds, what went wrong, or None where the process has ended."""
         process = self._process
         assert process.stdin and process.stdout
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-        answer = json.loads(process.stdout.readline() or "null")
-        if not isinstance(answer, float):
-            raise UserError(f"peers={self._program}: {answer or f'its process ended with status {process.wait()}'}")
-        return answer
+        return json.loads(process.stdout.readline() or "null")
 
     def close(self) -> None:
         self._process.kill()
@@ -248,10 +267,10 @@ def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) ->
     return [each for p in programs for each in p.entrants(source.fetch(), p.formats[weights], cache)]
 
 
-def serve(name: str, model: str, threads: str, context: str) -> None:
+def serve(name: str, model: str, threads: str, context: str, *safely: str) -> None:
     """Answer requests until standard input ends, with seconds or with what went wrong."""
     try:
-        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context))
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *(each == SAFELY for each in safely))
         for line in sys.stdin:
             print(json.dumps(_measure(engine, json.loads(line))), flush=True)
     except Exception as error:  # whatever a foreign library raises
