@@ -96,6 +96,20 @@ def test_products(kernels, name, rows, cols):
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
 
 
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+def test_rows_of_many_tasks_are_those_of_one(kernels, name):
+    """More rows than a task of any instruction set has, in panels that are no whole group."""
+    rng = np.random.default_rng(7)
+    rows, cols, count = 151, 129, 600
+    panels, _ = weight(rng, name, rows, cols)
+    x, whole = activations(rng, count, cols), output((count, rows))
+    kernels(f"{name}_gemm", x, panels, whole, count, cols, rows)
+    for first, last in ((0, 1), (1, 40), (40, 43), (43, 556), (556, 600)):
+        some = output((last - first, rows))
+        kernels(f"{name}_gemm", guarded(x[first:last]), panels, some, last - first, cols, rows)
+        np.testing.assert_array_equal(some.view(np.uint16), whole[first:last].view(np.uint16))
+
+
 @pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
 def test_integer_products_are_the_reference(kernels, rows, cols):
     """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""

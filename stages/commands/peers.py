@@ -179,8 +179,8 @@ _PROGRAMS = {
 
 
 class Peer:
-    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where its first
-    request ends it by a signal, a line says so and it begins again, safely, if its program can."""
+    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where a signal ends
+    it, a line says so and it begins again, once and safely, if its program can and the request needs nothing before it."""
 
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
@@ -212,7 +212,8 @@ class Peer:
 
     def _ask(self, request: Mapping[str, Any]) -> float:
         answer = self._answer(request)
-        if answer is None and self._may_begin_again and (status := self._process.wait()) < 0:
+        from_nothing = self._may_begin_again and not request.get("depth")
+        if answer is None and from_nothing and (status := self._process.wait()) < 0:
             print(f"{self.name}: signal {-status} ended it; again, with weights as its file has them", file=sys.stderr)
             self._may_begin_again = False
             self._process = self._start(SAFELY)
@@ -220,7 +221,6 @@ class Peer:
         if not isinstance(answer, float):
             ended = f"its process ended with status {self._process.wait()}" if answer is None else answer
             raise UserError(f"peers={self._program}: {ended}")
-        self._may_begin_again = False
         return answer
 
     def _answer(self, request: Mapping[str, Any]) -> Any:
@@ -239,13 +239,16 @@ class Peer:
 
 @contextlib.contextmanager
 def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterator[list[Peer]]:
-    """Start the processes, with as long a context as `llm` has."""
+    """Start the processes, with as long a context as `llm` has. They have loaded, so that nothing of it runs beside what is
+    measured. Raises UserError."""
     context = min(llm.context_length, LONGEST)
     with contextlib.ExitStack() as stack:
         peers = []
         for entrant in entrants:
             peers.append(Peer(entrant, threads, context))
             stack.callback(peers[-1].close)
+        for peer in peers:
+            peer.prefill([0])
         yield peers
 
 
