@@ -138,10 +138,10 @@ def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) 
 
 @dataclass(frozen=True)
 class Program:
-    """`engine`: (model, threads, context) -> what has `rewind` and `step`; where it `can_be_safe`, one more argument says
-    that it is to do without what has ended its process. `entrants`: (checkpoint, formats, where conversions go) -> on
-    what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of our weights -> its
-    nearest, as it calls them."""
+    """`engine`: (model, threads, context) -> what has `rewind` and `step`; where it `can_be_safe`, one more argument
+    says that it is to do without what has ended its process. `entrants`: (checkpoint, formats, where conversions go)
+    -> on what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of our weights ->
+    its nearest, as it calls them."""
 
     engine: Callable[..., Any]
     entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
@@ -179,9 +179,9 @@ _PROGRAMS = {
 
 
 class Peer:
-    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where a signal ends
-    it, a line says so and it begins again, once and safely, if its program can and the request needs nothing before
-    it."""
+    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where a signal
+    ends it, a line says so and it begins again, once and safely, if its program can and the request needs nothing
+    before it."""
 
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
@@ -240,8 +240,8 @@ class Peer:
 
 @contextlib.contextmanager
 def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterator[list[Peer]]:
-    """Start the processes, with as long a context as `llm` has. They have loaded, so that nothing of it runs beside what
-    is measured. Raises UserError."""
+    """Start the processes, with as long a context as `llm` has. They have loaded, so that nothing of it runs beside
+    what is measured. Raises UserError."""
     context = min(llm.context_length, LONGEST)
     with contextlib.ExitStack() as stack:
         peers = []
