@@ -44,21 +44,26 @@ struct PanelGroups {
 
     const Weight *const *weights;
     int64_t panel_elements, rows, out_cols;
+    int64_t row_tasks = (rows + rows_per_task - 1) / rows_per_task;
 
-    int64_t row_tasks() const { return (rows + rows_per_task - 1) / rows_per_task; }
+    // Where groups are large and tasks long, so that there are some for each thread of a team.
+    void divide(int64_t threads) {
+        while (ISA_AMX && groups() * row_tasks < 4 * threads && row_tasks * step_rows < rows) row_tasks *= 2;
+    }
+
+    int64_t groups() const { return (panel_count(out_cols) + panels - 1) / panels; }
 
     // Evenly many, so that the last task is not a sliver.
     int64_t task_rows() const {
         const int64_t steps = (rows + step_rows - 1) / step_rows;
-        return (steps + row_tasks() - 1) / row_tasks() * step_rows;
+        return (steps + row_tasks - 1) / row_tasks * step_rows;
     }
 
     // Calls multiply(GemmTask) for each task that this worker takes.
     template <class Multiply>
     void each_task(Worker &worker, const Multiply &multiply) const {
-        const int64_t groups = (panel_count(out_cols) + panels - 1) / panels;
-        const int64_t tasks = row_tasks(), step = task_rows();
-        Chunks chunks(worker, groups * tasks, 1);
+        const int64_t step = task_rows(), tasks = (rows + step - 1) / step;
+        Chunks chunks(worker, groups() * tasks, 1);
         // Row tasks of one group follow each other: its weights come from memory once.
         for (int64_t task, end; chunks.next(task, end);) {
             const int64_t first = task % tasks * step;

@@ -105,9 +105,6 @@ struct WideGroup {
 constexpr int64_t product_rows = tile_rows;
 
 template <class Format>
-constexpr int64_t group_elements = Format::inputs;
-
-template <class Format>
 INLINE void split_numbers(int16_t *, int64_t) {}
 
 template <class Format, int R>
@@ -171,6 +168,7 @@ public:
           epilogue_(epilogue) {}
 
     void run(Worker &worker) {
+        groups_.divide(worker.threads);
         fix(worker);
         constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
         char *own = worker.scratch<char>(wide_bytes + groups_.task_rows() * line_width * sizeof(float));
@@ -187,7 +185,6 @@ private:
     static constexpr int64_t line_width = group_panels * panel_rows, tiles_across = group_panels / grouped_panels;
     static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
-    static constexpr int64_t rows_ahead = product_rows * fixed_inputs / (inputs_per_block * tiles_across);
 
     void fix(Worker &worker) {
         const int64_t whole = (groups_.rows + step_rows - 1) / step_rows * step_rows;
@@ -219,11 +216,8 @@ private:
                 if (done == 0) memset(products, 0, some * line_width * sizeof(float));
                 next.fetch(at, rows);
                 if (last) groups_.expect(epilogue_, task.group, row, some);
-                for (int64_t r = 0; r < some; r += product_rows) {
-                    const bool more = at + r + product_rows < rows;
-                    const NextRows after = {more ? row + r + product_rows : task.first, more ? done : done + count, groups};
-                    multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width, after);
-                }
+                for (int64_t r = 0; r < some; r += product_rows)
+                    multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
                 if (last) finish(task.group, row, some, products);
             }
         }
@@ -235,33 +229,19 @@ private:
                 wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
     }
 
-    // Rows that are multiplied next, from group `first` on.
-    struct NextRows {
-        int64_t row, first, groups;
-    };
-
-    // Asks for one of them: tiles take a line of 16 rows each, which the machine does not foresee.
-    INLINE_MEMBER void fetch_row(const NextRows &next, int64_t r, int64_t count) const {
-        const int64_t left = next.groups - next.first, some = count < left ? count : left;
-        const char *numbers = reinterpret_cast<const char *>(fixed(next.row + r).numbers + next.first * group_elements<Format>);
-        for (int64_t at = 0; at < some * group_elements<Format> * 2; at += line_bytes) __builtin_prefetch(numbers + at, 0, 2);
-    }
-
-    void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products, const NextRows &next) const {
+    void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {
         const FixedRow x = fixed(row);
         GroupedTileArgs<Format> args;
         args.x_stride = size_.bytes() / 2;
         args.unit_stride = size_.bytes() / 4;
         args.out_stride = line_width;
         for (int64_t g = 0; g < count; g += fixed_groups) {
-            args.x = x.numbers + (first + g) * group_elements<Format>;
+            args.x = x.numbers + (first + g) * Format::inputs;
             args.unit = x.units + (first + g) / fixed_groups;
             args.groups = count - g < fixed_groups ? count - g : fixed_groups;
             for (int64_t tile = 0; tile < tiles_across; tile++) {
                 args.out = products + tile * tile_width;
                 args.weights = wide_[tile] + g;
-                if (ISA_AMX)
-                    for (int64_t r = 0; r < rows_ahead; r++) fetch_row(next, (g / fixed_groups * tiles_across + tile) * rows_ahead + r, count);
                 multiply_groups(rows, args);
             }
         }

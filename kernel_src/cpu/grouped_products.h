@@ -6,19 +6,28 @@
 #define HAS_AMX
 #include "each_isa.h"
 
+// Of so few rows, tiles take longer than vectors. Both make the same bits.
+#if defined(__x86_64__)
+#define PRODUCT_CALL(function, ...)                                                          \
+    if (isa == Isa::amx && rows <= 8) return avx512bf16::function(__VA_ARGS__); \
+    ISA_CALL(function, __VA_ARGS__)
+#else
+#define PRODUCT_CALL ISA_CALL
+#endif
+
 KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
                         Worker &worker) {
-    ISA_CALL(gemm, x, weight, out, rows, cols, out_cols, worker)
+    PRODUCT_CALL(gemm, x, weight, out, rows, cols, out_cols, worker)
 }
 
 KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows,
                             int64_t cols, int64_t out_cols, Worker &worker) {
-    ISA_CALL(gemm_add, x, weight, residual, out, rows, cols, out_cols, worker)
+    PRODUCT_CALL(gemm_add, x, weight, residual, out, rows, cols, out_cols, worker)
 }
 
 KERNEL void NAMED(gemm_silu)(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows,
                              int64_t cols, int64_t out_cols, Worker &worker) {
-    ISA_CALL(gemm_silu, x, gate, up, out, rows, cols, out_cols, worker)
+    PRODUCT_CALL(gemm_silu, x, gate, up, out, rows, cols, out_cols, worker)
 }
 
 KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,

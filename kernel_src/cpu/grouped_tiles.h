@@ -59,10 +59,6 @@ struct Parts {
     }
 };
 
-// From a group of a row to the next.
-template <class Format>
-constexpr int64_t group_elements = Parts<Format>::x_bytes;
-
 // A group of a tile's panels, widened.
 template <class Format>
 struct WideGroup {
@@ -75,6 +71,7 @@ struct WideGroup {
     }
 };
 
+// Numbers of a row become their parts, in place.
 template <class Format>
 INLINE void split_numbers(int16_t *numbers, int64_t count) {
     Parts<Format>::split(numbers, count);
@@ -100,7 +97,7 @@ struct TileOperands {
 
     template <int at>
     INLINE_MEMBER void multiply(int64_t g) const {
-        Parts<Format>::template multiply<at>(x + 2 * group_elements<Format> * g, stride, weights[g].lines[panel][0]);
+        Parts<Format>::template multiply<at>(x + 2 * Parts<Format>::x_bytes * g, stride, weights[g].lines[panel][0]);
     }
 
     INLINE_MEMBER void add(const Parts<Format> &sums, int64_t g, f32v *total) const {

@@ -217,6 +217,7 @@ public:
           epilogue_(epilogue) {}
 
     void run(Worker &worker) {
+        groups_.divide(worker.threads);
         quantise(worker);
         sums_ = worker.scratch<int32_t>(groups_.task_rows() * line_width);
 #if ISA_AMX
