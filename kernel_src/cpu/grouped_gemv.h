@@ -180,7 +180,7 @@ public:
 
     void run(const bf16 *x, Worker &worker) {
         if (!reads_ahead)
-            run_in<most_grouped_streams < asking_streams ? most_grouped_streams : asking_streams>(x, worker);
+            run_in<asking_streams<most_grouped_streams>>(x, worker);
         else if (cols_ <= Format::narrow_inputs)
             run_in<narrow_streams>(x, worker);
         else

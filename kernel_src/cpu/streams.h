@@ -2,9 +2,12 @@
 namespace ISA {
 namespace {
 
-// How far ahead a stream asks for its lines. Where the machine does not do so itself, so many streams are read.
+// How far ahead a stream asks for its lines.
 static const int64_t prefetch_lines = reads_ahead ? 16 : 24;
-constexpr int asking_streams = 4;
+
+// Of `most` streams, so many are read where the machine does not ask for lines itself.
+template <int most>
+constexpr int asking_streams = most < 4 ? most : 4;
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
 constexpr int64_t most_chunk_bytes = 1 << 22;  // a worker that is held up keeps no more from the others
 
@@ -59,8 +62,8 @@ struct Panels {
 // Calls run(Panels): how many streams there are, at most `most`.
 template <int most, class Run>
 INLINE void with_streams(const Run &run) {
-    if (most <= asking_streams || reads_ahead) run(Panels<most>{});
-    else run(Panels<(most < asking_streams ? most : asking_streams)>{});
+    if (reads_ahead) run(Panels<most>{});
+    else run(Panels<asking_streams<most>>{});
 }
 
 // Calls multiply with as many of `left` panels at a time as there is code for, at most `most`: Panels; returns how many.
