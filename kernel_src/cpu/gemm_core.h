@@ -51,6 +51,9 @@ struct PanelGroups {
         while (ISA_AMX && groups() * row_tasks < 4 * threads && row_tasks * step_rows < rows) row_tasks *= 2;
     }
 
+    // Rows of x that steps read.
+    int64_t padded_rows() const { return (rows + step_rows - 1) / step_rows * step_rows; }
+
     int64_t groups() const { return (panel_count(out_cols) + panels - 1) / panels; }
 
     // Evenly many, so that the last task is not a sliver.

@@ -187,8 +187,7 @@ private:
     static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
 
     void fix(Worker &worker) {
-        const int64_t whole = (groups_.rows + step_rows - 1) / step_rows * step_rows;
-        fixed_ = worker.shared_scratch<uint8_t>(whole * size_.bytes());
+        fixed_ = worker.shared_scratch<uint8_t>(groups_.padded_rows() * size_.bytes());
         {
             Chunks chunks(worker, groups_.rows, 8);
             for (int64_t row, end; chunks.next(row, end);)

@@ -233,7 +233,7 @@ private:
 
     void quantise(Worker &worker) {
         const int64_t size = quantised_size(cols_);
-        const int64_t whole = (groups_.rows + step_rows - 1) / step_rows * step_rows;
+        const int64_t whole = groups_.padded_rows();
         quantised_ = worker.shared_scratch<uint8_t>(whole * (size + 4));
         scales_ = reinterpret_cast<float *>(quantised_ + whole * size);
         {
