@@ -201,7 +201,7 @@ private:
     template <class Multiply>
     static void each_tile(int64_t panels, const Multiply &multiply) {
         for (int64_t panel = 0; panel < panels;)
-            panel += with_panels<tile_panels>(panels - panel, [&](auto some) { multiply(panel, some); });
+            panel += with_panels<Panels<tile_panels>>(panels - panel, [&](auto some) { multiply(panel, some); });
     }
 
     template <int P>

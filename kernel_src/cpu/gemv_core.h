@@ -9,6 +9,9 @@ namespace {
 // Streams whose sums fit the registers.
 constexpr int most_streams = ISA_LANES == 16 ? 8 : ISA_LANES == 8 ? 4 : 2;
 
+template <class Some>
+constexpr int64_t skew_elements = Some::skew / static_cast<int64_t>(sizeof(bf16));
+
 #if ISA_LANES == 16
 
 static_assert(panel_rows == lanes, "a line is one operand of vdpbf16ps, and its sums are one register");
@@ -21,15 +24,15 @@ INLINE __m512bh load_pair(const Operand *x) {
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// sums[p] += line k of panel p * pair k of x. The product is in assembly, because a separate load would
+// sums[p] += line k of panel p * pair k of x, of `Some` panels. The product is in assembly, because a separate load would
 // take a register and a slot of the window for each line, and with them 6 % of the bandwidth. Its last operand
 // tells the compiler what is read, so that no store to it is moved or dropped.
-template <int P>
+template <class Some>
 INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, int64_t ahead, Sum *sums) {
     const __m512bh pair = load_pair(x + 2 * k);
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) {
-        prefetch(panels[p] + (k * line_elements + ahead));
+    for (int p = 0; p < Some::value; p++) {
+        prefetch(panels[p] + (k * line_elements + ahead) + p * skew_elements<Some>);
         asm("vdpbf16ps (%2,%3), %1, %0"
             : "+v"(sums[p])
             : "v"(pair), "r"(panels[p]), "r"(k * 64),
@@ -49,13 +52,13 @@ INLINE void store(float *sums, const Sum &sum) {
     for (int64_t v = 0; v < panel_rows / lanes; v++) store(sums + v * lanes, sum.part[v]);
 }
 
-template <int P>
+template <class Some>
 INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, int64_t ahead, Sum *sums) {
     const f32v first = splat(x[2 * k]), second = splat(x[2 * k + 1]);
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) {
+    for (int p = 0; p < Some::value; p++) {
         const bf16 *line = panels[p] + k * line_elements;
-        prefetch(line + ahead);
+        prefetch(line + ahead + p * skew_elements<Some>);
 #pragma GCC unroll 4
         for (int64_t v = 0; v < panel_rows / lanes; v++) {
             const u32v both = load<u32v>(line + 2 * v * lanes);
@@ -68,9 +71,10 @@ INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, in
 #endif
 
 // sums[P][panel_rows] = P panels, `size` elements apart, @ x.
-template <int P>
+template <class Some>
 void panels_times_vector(const bf16 *first, int64_t size, const Operand *x, int64_t pairs, float *sums,
                          const After<bf16> &after) {
+    constexpr int P = Some::value;
     const bf16 *panels[P];
     Sum sum[P];
 #pragma GCC unroll 8
@@ -79,9 +83,9 @@ void panels_times_vector(const bf16 *first, int64_t size, const Operand *x, int6
         sum[p] = Sum{};
     }
     const int64_t last = pairs > prefetch_lines ? pairs - prefetch_lines : 0;
-    for (int64_t k = 0; k < last; k++) add_lines<P>(panels, x, k, prefetch_lines * line_elements, sum);
+    for (int64_t k = 0; k < last; k++) add_lines<Some>(panels, x, k, prefetch_lines * line_elements, sum);
     const int64_t ahead = after.distance(first + last * line_elements);
-    for (int64_t k = last; k < pairs; k++) add_lines<P>(panels, x, k, ahead, sum);
+    for (int64_t k = last; k < pairs; k++) add_lines<Some>(panels, x, k, ahead, sum);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) store(sums + p * panel_rows, sum[p]);
 }
@@ -93,27 +97,28 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        with_streams<most_streams>([&](auto streams) { run_in<streams.value>(x, worker); });
+        with_streams<most_streams>([&](auto streams) { run_in<decltype(streams)>(x, worker); });
     }
 
 private:
-    template <int streams>
+    template <class Streams>
     void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16)) * Epilogue::weights;
-        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
-        each_panels<streams>(
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
+        each_panels<Streams>(
             chunks,
             [&] { x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1)); },
-            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
+            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
     }
 
-    template <int count>
+    template <class Some>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
+        constexpr int count = Some::value;
         float sums[weights][count * panel_rows];
         const int64_t size = panel_size(cols_);
         each_weight<weights>(weights_, size, turn, [&](int64_t w, const bf16 *own, const After<bf16> &after) {
-            panels_times_vector<count>(own, size * turn.apart, x_, pair_count(cols_), sums[w], after);
+            panels_times_vector<Some>(own, size * turn.apart, x_, pair_count(cols_), sums[w], after);
         });
         finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
     }

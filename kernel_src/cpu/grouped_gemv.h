@@ -29,8 +29,9 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
 
 // sums of a group of P panels, `size` bytes apart. x: the group's, split into bytes. With `fetch`, what lies `ahead` bytes
 // from its numbers begins to be read.
-template <class Format, int P, bool fetch>
+template <class Format, class Some, bool fetch>
 INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
+    constexpr int P = Some::value;
     constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
     __m512i low[P], high[P];
 #pragma GCC unroll 8
@@ -44,7 +45,7 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             const uint8_t *own = numbers + p * size;
-            if (fetch && i % per_line == 0) prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+            if (fetch && i % per_line == 0) prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead + p * Some::skew);
             const __m512i four = (__m512i)Format::quad_at(own, i, 0);
             low[p] = _mm512_dpbusd_epi32(low[p], four, lower);
             high[p] = _mm512_dpbusd_epi32(high[p], four, upper);
@@ -63,9 +64,9 @@ constexpr bool is_near = false;
 
 INLINE void split_bytes(int16_t *, int64_t) {}
 
-template <class Format, int P, bool fetch>
+template <class Format, class Some, bool fetch>
 INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, int32_t sum_of_x, i32v *sums) {
-    static_assert(P == 1, "one panel at a time");
+    static_assert(Some::value == 1, "one panel at a time");
 #pragma GCC unroll 4
     for (int64_t v = 0; v < sum_vectors; v++) sums[v] = -Format::zero * sum_of_x - i32v{};
     for (int i = 0; i < Format::inputs / quad; i++) {
@@ -92,13 +93,14 @@ struct PanelScales {
 
 // Starts reading what lies before the numbers of a block of P panels, if the group is the first of one: its scales, and of
 // the panel's first block the header.
-template <class Format, int P>
+template <class Format, class Some>
 INLINE void prefetch_scales(const uint8_t *first, int64_t size, int64_t group) {
     using Panel = GroupedPanel<Format>;
+    constexpr int64_t P = Some::value;
     if (group % Panel::block_groups != 0) return;
     const uint8_t *line = group == 0 ? first : Panel::scales(first, group);
     for (; line < Panel::numbers(first, group); line += line_bytes)
-        for (int64_t p = 0; p < P; p++) prefetch<is_near<P>>(line + p * size);
+        for (int64_t p = 0; p < P; p++) prefetch<is_near<P>>(line + p * (size + Some::skew));
 }
 
 template <class Format>
@@ -118,10 +120,11 @@ INLINE int64_t groups_ahead() {
 }
 
 // sums[P][panel_rows] = P panels, `size` bytes apart, @ x.
-template <class Format, int P>
+template <class Format, class Some>
 void grouped_panels_times_vector(const uint8_t *first, int64_t size, const FixedRow &x, int64_t groups, float *sums,
                                  const After<uint8_t> &after) {
     using Panel = GroupedPanel<Format>;
+    constexpr int P = Some::value;
     constexpr int64_t block_groups = fixed_inputs / Format::inputs, vectors = P * sum_vectors;
     const int64_t far = groups_ahead<Format, P>();
     const bool asks = asks_ahead<Format>();
@@ -150,10 +153,10 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
             const int16_t *part = x.numbers + g * Format::inputs;
             i32v sum[vectors];
             if (!asks && g < near_end) {
-                group_sums<Format, P, false>(numbers, size, ahead, part, x.sums[g], sum);
+                group_sums<Format, Some, false>(numbers, size, ahead, part, x.sums[g], sum);
             } else {
-                prefetch_scales<Format, P>(fetched, size, g + offset);
-                group_sums<Format, P, true>(numbers, size, ahead, part, x.sums[g], sum);
+                prefetch_scales<Format, Some>(fetched, size, g + offset);
+                group_sums<Format, Some, true>(numbers, size, ahead, part, x.sums[g], sum);
             }
 #pragma GCC unroll 8
             for (int64_t v = 0; v < vectors; v++) {
@@ -180,25 +183,25 @@ public:
 
     void run(const bf16 *x, Worker &worker) {
         if (!reads_ahead)
-            run_in<asking_streams<most_grouped_streams>>(x, worker);
+            run_in<AskingPanels<most_grouped_streams>>(x, worker);
         else if (cols_ <= Format::narrow_inputs)
-            run_in<narrow_streams>(x, worker);
+            run_in<Panels<narrow_streams>>(x, worker);
         else
-            run_in<wide_streams<Format>>(x, worker);
+            run_in<Panels<wide_streams<Format>>>(x, worker);
     }
 
 private:
     // Where few streams are read and an output has as many weights, each of them is a stream.
     static constexpr bool paired = Epilogue::weights > 1 && Epilogue::weights == narrow_streams;
 
-    template <int streams>
+    template <class Streams>
     void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = GroupedPanel<Format>::size(cols_) * Epilogue::weights;
-        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
-        each_panels<paired && streams == narrow_streams ? 1 : streams>(
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
+        each_panels<std::conditional_t<paired && Streams::value == narrow_streams, Panels<1>, Streams>>(
             chunks,
             [&] { prepare(x, worker); },
-            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
+            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
     }
 
     void prepare(const bf16 *x, Worker &worker) {
@@ -208,17 +211,18 @@ private:
         split_bytes(x_.numbers, size.blocks() * fixed_inputs);
     }
 
-    template <int count>
+    template <class Some>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
+        constexpr int count = Some::value;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
         float sums[weights][count * panel_rows];
         if constexpr (paired && count == 1)
-            grouped_panels_times_vector<Format, weights>(weights_[0] + turn.panel * size, weights_[1] - weights_[0], x_, groups,
+            grouped_panels_times_vector<Format, Panels<weights>>(weights_[0] + turn.panel * size, weights_[1] - weights_[0], x_, groups,
                                                          sums[0], after_turn(weights_[0], size, turn));
         else
             each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
-                grouped_panels_times_vector<Format, count>(own, size * turn.apart, x_, groups, sums[w], after);
+                grouped_panels_times_vector<Format, Some>(own, size * turn.apart, x_, groups, sums[w], after);
             });
         finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
     }

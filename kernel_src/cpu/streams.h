@@ -5,9 +5,19 @@ namespace {
 // How far ahead a stream asks for its lines.
 static const int64_t prefetch_lines = reads_ahead ? 16 : 24;
 
-// Of `most` streams, so many are read where the machine does not ask for lines itself.
+// A number of panels that is known at compile time. Each asks for lines `skew` bytes further ahead than the one before it.
+template <int N, int64_t skew_bytes = 0>
+struct Panels {
+    static constexpr int value = N;
+    static constexpr int64_t skew = skew_bytes;
+    using Half = Panels<N / 2, skew_bytes>;
+};
+
+// Of `most` panels, so many are read at a time where the machine does not ask for lines itself. Panels often lie whole pages
+// apart, and what a machine asks for by itself ends with a page: skewed, they do not all come to one's end at once.
 template <int most>
-constexpr int asking_streams = most < 4 ? most : 4;
+using AskingPanels = Panels<(most < 4 ? most : 4), 512>;
+
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
 constexpr int64_t most_chunk_bytes = 1 << 22;  // a worker that is held up keeps no more from the others
 
@@ -53,26 +63,20 @@ struct After {
     }
 };
 
-// A number of panels that is known at compile time.
-template <int N>
-struct Panels {
-    static constexpr int value = N;
-};
-
 // Calls run(Panels): how many streams there are, at most `most`.
 template <int most, class Run>
 INLINE void with_streams(const Run &run) {
     if (reads_ahead) run(Panels<most>{});
-    else run(Panels<asking_streams<most>>{});
+    else run(AskingPanels<most>{});
 }
 
-// Calls multiply with as many of `left` panels at a time as there is code for, at most `most`: Panels; returns how many.
-template <int most, class Multiply>
+// Calls multiply with as many of `left` panels at a time as there is code for, at most `Most`: Panels; returns how many.
+template <class Most, class Multiply>
 INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
-    if constexpr (most > 1)
-        if (left < most) return with_panels<most / 2>(left, multiply);
-    multiply(Panels<most>{});
-    return most;
+    if constexpr (Most::value > 1)
+        if (left < Most::value) return with_panels<typename Most::Half>(left, multiply);
+    multiply(Most{});
+    return Most::value;
 }
 
 // Chunks of as many panels, a power of two, while there are many. `panel_bytes`: of weights.
@@ -83,20 +87,20 @@ INLINE Chunks panel_chunks(Worker &worker, int64_t panels, int64_t streams, int6
     return Chunks(worker, panels, most, least < streams ? least : streams);
 }
 
-// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks. Each of `most` streams
+// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks. Each of `Most` streams
 // has a run of panels that lie one behind the other: it goes on where it is, and so does what the machine fetches for it.
-template <int most, class Prepare, class Multiply>
+template <class Most, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &multiply) {
     Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
-        const int64_t first = turn.next, run = (turn.next_end - first) / most, behind = first + run * most;
+        const int64_t first = turn.next, run = (turn.next_end - first) / Most::value, behind = first + run * Most::value;
         turn.end = turn.next_end;
         for (turn.panel = first; turn.panel < turn.end; turn.panel = turn.following) {
             const bool running = turn.panel < first + run;
             turn.apart = running ? run : 1;
-            with_panels<most>(running ? most : turn.end - turn.panel, [&](auto some) {
+            with_panels<Most>(running ? Most::value : turn.end - turn.panel, [&](auto some) {
                 turn.following = turn.panel + (running ? 1 : some.value);
                 if (turn.following == first + run) turn.following = behind;
                 multiply(some, turn);

@@ -297,9 +297,10 @@ private:
 };
 
 // sums[panel_rows] of each of P panels, `size` bytes apart, times x.
-template <int P>
+template <class Some>
 void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums,
                                  const After<uint8_t> &after) {
+    constexpr int P = Some::value;
     for (int p = 0; p < P; p++) memcpy(sums + p * panel_rows, first + p * size + line_bytes, line_bytes);
 #if ISA_LANES == 16
     const uint8_t *lines[P];
@@ -318,7 +319,7 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
         const __m512i inputs = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            prefetch(lines[p] + k * line_bytes + ahead);
+            prefetch(lines[p] + k * line_bytes + ahead + p * Some::skew);
             sum[p] = _mm512_dpbusd_epi32(sum[p], inputs, _mm512_loadu_si512(lines[p] + k * line_bytes));
         }
     }
@@ -339,30 +340,31 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        with_streams<most_grouped_streams>([&](auto streams) { run_in<streams.value>(x, worker); });
+        with_streams<most_grouped_streams>([&](auto streams) { run_in<decltype(streams)>(x, worker); });
     }
 
 private:
-    template <int streams>
+    template <class Streams>
     void run_in(const bf16 *x, Worker &worker) {
         const int64_t panel_bytes = GroupedPanel<W8A8>::size(cols_) * Epilogue::weights;
-        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), streams, panel_bytes);
-        each_panels<streams>(
+        Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
+        each_panels<Streams>(
             chunks,
             [&] {
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
                 scale_ = quantise_row(x, cols_, quantised_);
             },
-            [&](auto count, Turn &turn) { multiply<count.value>(turn); });
+            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
     }
 
-    template <int count>
+    template <class Some>
     void multiply(Turn &turn) {
         constexpr int64_t weights = Epilogue::weights;
+        constexpr int count = Some::value;
         const int64_t size = GroupedPanel<W8A8>::size(cols_), panel = turn.panel, apart = turn.apart;
         int32_t sums[weights][count * panel_rows];
         each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
-            integer_panels_times_vector<count>(own, size * apart, quantised_, quad_count(cols_), sums[w], after);
+            integer_panels_times_vector<Some>(own, size * apart, quantised_, quad_count(cols_), sums[w], after);
         });
         for (int64_t p = 0; p < count; p++) {
             float row[weights * panel_rows];
