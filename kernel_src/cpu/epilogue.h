@@ -75,14 +75,14 @@ INLINE void expect_row(const AddResidual &epilogue, int64_t r, int64_t column, i
 
 // One panel of a row: `sums[w * panel_rows + i]` of weight w, output panel * panel_rows + i.
 template <class Epilogue>
-INLINE void finish_panel(Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums) {
+INLINE void finish_panel(const Epilogue &epilogue, int64_t panel, int64_t out_cols, const float *sums) {
     const int64_t column = panel * panel_rows;
     epilogue.row(sums, 0, column, out_cols - column < panel_rows ? out_cols - column : panel_rows);
 }
 
 // `count` panels of a row, `panel` and others `apart`: their sums of each weight lie together.
 template <int count, class Epilogue>
-INLINE void finish_panels(Epilogue &epilogue, int64_t panel, int64_t apart, int64_t out_cols,
+INLINE void finish_panels(const Epilogue &epilogue, int64_t panel, int64_t apart, int64_t out_cols,
                           const float (*sums)[count * panel_rows]) {
     for (int64_t p = 0; p < count; p++) {
         float row[Epilogue::weights * panel_rows];

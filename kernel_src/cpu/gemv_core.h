@@ -106,13 +106,13 @@ private:
         const int64_t panel_bytes = panel_size(cols_) * static_cast<int64_t>(sizeof(bf16)) * Epilogue::weights;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
         each_panels<Streams>(
-            chunks,
+            chunks, epilogue_,
             [&] { x_ = prepare(x, cols_, cols_ + cols_ % 2, worker.scratch<Operand>(cols_ + 1)); },
-            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
+            [&](auto some, Turn &turn, const Epilogue &epilogue) { multiply<decltype(some)>(turn, epilogue); });
     }
 
     template <class Some>
-    void multiply(Turn &turn) {
+    void multiply(Turn &turn, const Epilogue &epilogue) {
         constexpr int64_t weights = Epilogue::weights;
         constexpr int count = Some::value;
         float sums[weights][count * panel_rows];
@@ -120,7 +120,7 @@ private:
         each_weight<weights>(weights_, size, turn, [&](int64_t w, const bf16 *own, const After<bf16> &after) {
             panels_times_vector<Some>(own, size * turn.apart, x_, pair_count(cols_), sums[w], after);
         });
-        finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
+        finish_panels<count>(epilogue, turn.panel, turn.apart, out_cols_, sums);
     }
 
     const bf16 *const *weights_;

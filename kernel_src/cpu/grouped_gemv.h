@@ -199,9 +199,9 @@ private:
         const int64_t panel_bytes = GroupedPanel<Format>::size(cols_) * Epilogue::weights;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
         each_panels<std::conditional_t<paired && Streams::value == narrow_streams, Panels<1>, Streams>>(
-            chunks,
+            chunks, epilogue_,
             [&] { prepare(x, worker); },
-            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
+            [&](auto some, Turn &turn, const Epilogue &epilogue) { multiply<decltype(some)>(turn, epilogue); });
     }
 
     void prepare(const bf16 *x, Worker &worker) {
@@ -212,7 +212,7 @@ private:
     }
 
     template <class Some>
-    void multiply(Turn &turn) {
+    void multiply(Turn &turn, const Epilogue &epilogue) {
         constexpr int64_t weights = Epilogue::weights;
         constexpr int count = Some::value;
         const int64_t size = GroupedPanel<Format>::size(cols_), groups = group_count<Format>(cols_);
@@ -224,7 +224,7 @@ private:
             each_weight<weights>(weights_, size, turn, [&](int64_t w, const uint8_t *own, const After<uint8_t> &after) {
                 grouped_panels_times_vector<Format, Some>(own, size * turn.apart, x_, groups, sums[w], after);
             });
-        finish_panels<count>(epilogue_, turn.panel, turn.apart, out_cols_, sums);
+        finish_panels<count>(epilogue, turn.panel, turn.apart, out_cols_, sums);
     }
 
     const uint8_t *const *weights_;

@@ -79,33 +79,64 @@ INLINE int64_t with_panels(int64_t left, const Multiply &multiply) {
     return Most::value;
 }
 
-// Chunks of as many panels, a power of two, while there are many. `panel_bytes`: of weights.
+constexpr int64_t kept_panels = 256;  // at most
+
+// What an epilogue makes of some panels of a row, kept until they are complete and written at once: where a machine reads
+// slower while a store waits for its line, which it does on Granite Rapids.
+template <class Epilogue>
+class KeptRow {
+public:
+    explicit KeptRow(const Epilogue &epilogue) : epilogue_(epilogue), keeping_(epilogue) {}
+
+    // The epilogue of panels from `panel` on.
+    INLINE_MEMBER const Epilogue &begin(int64_t panel) {
+        if (!reads_ahead) keeping_.out = kept_ - panel * panel_rows;
+        return keeping_;
+    }
+
+    // Panels `panel` to `end` - 1 are complete.
+    INLINE_MEMBER void write(int64_t panel, int64_t end) const {
+        if (reads_ahead) return;
+        const int64_t first = panel * panel_rows, left = epilogue_.out_cols - first, count = (end - panel) * panel_rows;
+        memcpy(epilogue_.out + first, kept_, (count < left ? count : left) * sizeof *kept_);
+    }
+
+private:
+    Epilogue epilogue_, keeping_;
+    alignas(line_bytes) std::remove_pointer_t<decltype(Epilogue::out)> kept_[kept_panels * panel_rows];
+};
+
+// Chunks of as many panels, a power of two and at most `kept_panels`, while there are many. `panel_bytes`: of weights.
 INLINE Chunks panel_chunks(Worker &worker, int64_t panels, int64_t streams, int64_t panel_bytes) {
     const int64_t least = least_chunk_bytes / panel_bytes;
     int64_t most = 1;
-    while (2 * most * panel_bytes <= most_chunk_bytes) most *= 2;
+    while (most < kept_panels && 2 * most * panel_bytes <= most_chunk_bytes) most *= 2;
     return Chunks(worker, panels, most, least < streams ? least : streams);
 }
 
-// Calls prepare(), and then multiply(Panels, the turn that they are in) for all panels of all chunks. Each of `Most` streams
-// has a run of panels that lie one behind the other: it goes on where it is, and so does what the machine fetches for it.
-template <class Most, class Prepare, class Multiply>
-INLINE void each_panels(Chunks &chunks, const Prepare &prepare, const Multiply &multiply) {
+// Calls prepare(), and then multiply(Panels, the turn that they are in, the epilogue to finish them with) for all panels of
+// all chunks. Each of `Most` streams has a run of panels that lie one behind the other: it goes on where it is, and so does
+// what the machine fetches for it.
+template <class Most, class Epilogue, class Prepare, class Multiply>
+INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
+    KeptRow<Epilogue> row(epilogue);
     Turn turn = {chunks, 0, 0, 0, 0, false, 1, 0};
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
         const int64_t first = turn.next, run = (turn.next_end - first) / Most::value, behind = first + run * Most::value;
         turn.end = turn.next_end;
+        const Epilogue &keeping = row.begin(first);
         for (turn.panel = first; turn.panel < turn.end; turn.panel = turn.following) {
             const bool running = turn.panel < first + run;
             turn.apart = running ? run : 1;
             with_panels<Most>(running ? Most::value : turn.end - turn.panel, [&](auto some) {
                 turn.following = turn.panel + (running ? 1 : some.value);
                 if (turn.following == first + run) turn.following = behind;
-                multiply(some, turn);
+                multiply(some, turn, keeping);
             });
         }
+        row.write(first, turn.end);
     }
 }
 

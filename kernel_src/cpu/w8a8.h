@@ -349,16 +349,16 @@ private:
         const int64_t panel_bytes = GroupedPanel<W8A8>::size(cols_) * Epilogue::weights;
         Chunks chunks = panel_chunks(worker, panel_count(out_cols_), Streams::value, panel_bytes);
         each_panels<Streams>(
-            chunks,
+            chunks, epilogue_,
             [&] {
                 quantised_ = worker.scratch<uint8_t>(quantised_size(cols_));
                 scale_ = quantise_row(x, cols_, quantised_);
             },
-            [&](auto some, Turn &turn) { multiply<decltype(some)>(turn); });
+            [&](auto some, Turn &turn, const Epilogue &epilogue) { multiply<decltype(some)>(turn, epilogue); });
     }
 
     template <class Some>
-    void multiply(Turn &turn) {
+    void multiply(Turn &turn, const Epilogue &epilogue) {
         constexpr int64_t weights = Epilogue::weights;
         constexpr int count = Some::value;
         const int64_t size = GroupedPanel<W8A8>::size(cols_), panel = turn.panel, apart = turn.apart;
@@ -370,7 +370,7 @@ private:
             float row[weights * panel_rows];
             for (int64_t w = 0; w < weights; w++)
                 scale_sums(sums[w] + p * panel_rows, weights_[w] + (panel + p * apart) * size, scale_, row + w * panel_rows);
-            finish_panel(epilogue_, panel + p * apart, out_cols_, row);
+            finish_panel(epilogue, panel + p * apart, out_cols_, row);
         }
     }
 
