@@ -23,10 +23,11 @@ from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
 from llama_npu2.storage import File
 from llama_npu2.trust import LOCAL, SIGNATURE
+from stages.engine.files import HUGE_PAGE
 from stages.engine.places import MANIFEST, PROVENANCE, RUNTIME
 from stages.graph import Build
 from stages.provenance import VERIFIED, signed
-from stages.weights.blobs import HUGE_PAGE, PAGE
+from stages.weights.blobs import PAGE
 
 SUFFIX = ".pyz"
 _BEGINNING = b"#!/usr/bin/env python3\n# Python shows this line where the file was cut off: copy it again. "

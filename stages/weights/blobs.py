@@ -10,14 +10,10 @@ from typing import BinaryIO
 import numpy as np
 
 from llama_npu2.dtypes import SAFETENSORS, nbytes
+from stages.engine.files import HUGE_PAGE
 
 PAGE = 4096
 """Bytes. Alignment with which a tensor can also be mapped or read on its own."""
-
-HUGE_PAGE = 2 << 20
-"""Bytes. What is written at once lies in the page cache in pages that large, where the file system can, and then a
-runtime maps them as such."""
-
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """Name, dtype, shape."""
