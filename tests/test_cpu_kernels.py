@@ -298,7 +298,7 @@ static float product_of_fresh_line(bf16 value) {
     const bf16 *panels[] = {line};
     const Operand ones[] = {operand(0x3f80), operand(0x3f80)};
     Sum sum = {};
-    add_lines<1>(panels, ones, 0, 0, &sum);
+    add_lines<Panels<1>>(panels, ones, 0, 0, &sum);
     for (bf16 &element : line) element = 0;
     return sum[0];
 }

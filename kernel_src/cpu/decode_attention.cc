@@ -1,4 +1,4 @@
-// Attention of the one query row at position pos over positions 0 .. pos; contains a barrier:
+// Attention of the one query row at position pos over positions 0 .. pos; contains a barrier, if there are many:
 //   decode_attention_panels            over a KV cache in panels (append_kv_panels.cc)
 //   int8_rows_decode_attention_panels  over one in 8 bits
 //   decode_attention_kv                over one in rows that keep K and V of a head together (append_kv.cc)
@@ -104,9 +104,18 @@ static void join_ranges(const AttentionShape &shape, Partials partials, int64_t 
     store_head(joined, total, shape.head_dim, out + head * shape.head_dim);
 }
 
-template <class Kv>
+// The results of a task over the only range are final.
+template <class Tile>
+static void store_heads(Tile &tile, const AttentionShape &shape, const Task &task, bf16 *out) {
+    const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), first = task.kv_begin * shape.group();
+    tile.finish_range(0, rows);
+    for (int64_t r = 0; r < rows; r++) tile.store_row(r, out + (first + r) * shape.head_dim);
+}
+
+// Calls finish(tile, task) behind each task.
+template <class Kv, class Finish>
 static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, int64_t pos, int64_t ranges,
-                          Partials partials, Worker &worker) {
+                          const Finish &finish, Worker &worker) {
     typename Kv::Tile tile(shape, shape.heads, worker);
     const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
     Chunks chunks(worker, ranges * parts, 1);
@@ -118,17 +127,22 @@ static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &
         const int64_t kv_heads = task.kv_end - task.kv_begin;
         tile.start(q + task.kv_begin * shape.group() * shape.head_dim, 1, kv_heads * shape.group(), 0);
         attend(tile, shape, kv, pos, task, following);
-        keep(tile, shape, task, partials);
+        finish(tile, task);
     }
 }
 
 template <class Kv>
 static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
                              Worker &worker) {
+    using Tile = typename Kv::Tile;
     const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
+    if (ranges == 1)
+        return attend_ranges(shape, q, kv, pos, ranges,
+                             [&](Tile &tile, const Task &task) { store_heads(tile, shape, task, out); }, worker);
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
-    attend_ranges(shape, q, kv, pos, ranges, partials, worker);
+    attend_ranges(shape, q, kv, pos, ranges,
+                  [&](const Tile &tile, const Task &task) { keep(tile, shape, task, partials); }, worker);
     worker.barrier();
     float *total = worker.scratch<float>(shape.padded_dim());
     Chunks joins(worker, shape.heads, 4);
