@@ -110,6 +110,23 @@ def test_rows_of_many_tasks_are_those_of_one(kernels, name):
         np.testing.assert_array_equal(some.view(np.uint16), whole[first:last].view(np.uint16))
 
 
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+def test_more_outputs_than_are_kept(kernels, name):
+    """Of vectors: chunks of results are written where they belong, also over the residual, and no further."""
+    rng = np.random.default_rng(8)
+    rows, cols = 9005, 33
+    panels, _ = weight(rng, name, rows, cols)
+    x, expected, out = activations(rng, 1, cols), output((1, rows)), output(rows)
+    kernels(f"{name}_gemm", x, panels, expected, 1, cols, rows)
+    kernels(f"{name}_gemv", panels, x[0], out, rows, cols)
+    np.testing.assert_array_equal(out.view(np.uint16), expected[0].view(np.uint16))
+    residual, added = activations(rng, rows), output((1, rows))
+    kernels(f"{name}_gemm_add", x, panels, residual, added, 1, cols, rows)
+    out[:] = residual
+    kernels(f"{name}_gemv_add", panels, x[0], out, out, rows, cols)
+    np.testing.assert_array_equal(out.view(np.uint16), added[0].view(np.uint16))
+
+
 @pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
 def test_integer_products_are_the_reference(kernels, rows, cols):
     """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
