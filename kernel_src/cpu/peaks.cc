@@ -100,7 +100,8 @@ static void read_streams(const char *data, int64_t bytes, Worker &worker) {
     for (int64_t s = 0; s < streams; s++) keep(sum[s]);
 }
 
-// The pattern that reads fastest: on Zen, and on Granite Rapids.
+// Of plain patterns, with one distance for all streams, the one that reads fastest: on Zen, and on Granite Rapids, where
+// streams at different distances (streams.h) read up to 1.09 times as fast.
 static void read_all(const char *data, int64_t bytes, Worker &worker) {
     return reads_ahead ? read_streams<8, 1024>(data, bytes, worker) : read_streams<4, 2048>(data, bytes, worker);
 }
