@@ -16,7 +16,7 @@ struct Panels {
 // Of `most` panels, so many are read at a time where the machine does not ask for lines itself. Panels often lie whole pages
 // apart, and what a machine asks for by itself ends with a page: skewed, they do not all come to one's end at once.
 template <int most>
-using AskingPanels = Panels<(most < 4 ? most : 4), 512>;
+using AskingPanels = Panels<(most < 4 ? most : 4), ISA_LANES == 16 ? 512 : 0>;
 
 constexpr int64_t least_chunk_bytes = 65536;  // of weights: fewer are not worth the handing out
 constexpr int64_t most_chunk_bytes = 1 << 22;  // a worker that is held up keeps no more from the others
