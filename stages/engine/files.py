@@ -28,18 +28,19 @@ _MADV_POPULATE_READ = 22  # of Linux 5.14; Python does not name it
 
 def content_digest(path: Path) -> str:
     """xxh3-128 of a file's content, hex."""
-    state = xxhash.xxh3_128()
-    for block in _blocks(path):
-        state.update(block)
-    return state.hexdigest()
+    return _hexdigest(xxhash.xxh3_128(), path)
 
 
 def content_sha256(path: Path) -> str:
     """SHA-256 of a file's content, hex: for what is shared between machines."""
-    state = hashlib.sha256()
+    return _hexdigest(hashlib.sha256(), path)
+
+
+def _hexdigest(state: Any, path: Path) -> str:
     for block in _blocks(path):
         state.update(block)
-    return state.hexdigest()
+    digest: str = state.hexdigest()
+    return digest
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
