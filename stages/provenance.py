@@ -53,9 +53,7 @@ def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]
             "runDetails": {
                 "builder": {"id": "urn:llama-npu2", "version": {name: version(name) for name in PACKAGES}},
                 "byproducts": [
-                    _resource(label, project.digests.sha256(directory / label))
-                    for label in sorted(outputs)
-                    if is_native(label)
+                    _resource(label, project.sha256(label)) for label in sorted(outputs) if is_native(label)
                 ],
             },
         },

@@ -85,7 +85,7 @@ def test_what_nobody_needs_is_found_and_goes(root: Path) -> None:
     kept -= {root / name for names in UNNEEDED.values() for name in names}
     kept -= {root / "model/npu2/build/plan.json", root / "random-x/checkpoint/generated-from"}
     kept -= {root / "model/cpu/build/work/weights/weights/head.safetensors"}
-    assert all(map(remove, unneeded(root)))
+    assert all(remove(root, item) for item in unneeded(root))
     assert {path for path in root.rglob("*") if path.is_file() and ".locks" not in path.parts} == kept
     assert unneeded(root) == []
 
@@ -93,8 +93,8 @@ def test_what_nobody_needs_is_found_and_goes(root: Path) -> None:
 def test_calibration_goes_only_when_asked(root: Path) -> None:
     assert "calibration" not in paths(root, unneeded(root))
     (item,) = (item for item in unneeded(root, calibration=True) if item.kind == "calibration")
-    assert not remove(item), "it was not asked for"
-    assert remove(item, calibration=True)
+    assert not remove(root, item), "it was not asked for"
+    assert remove(root, item, calibration=True)
     assert not (root / "model/cpu/build/calibrated").exists()
 
 
@@ -104,25 +104,26 @@ def test_what_somebody_builds_stays(root: Path) -> None:
     with turn:
         script = f"import sys; sys.path[:0] = {sys.path!r}\n" + (
             "from pathlib import Path; from stages.engine.housekeeping import remove, unneeded\n"
-            f"print([remove(item) for item in unneeded(Path({str(root)!r})) if item.kind == 'incomplete'])"
+            f"root = Path({str(root)!r})\n"
+            "print([remove(root, item) for item in unneeded(root) if item.kind == 'incomplete'])"
         )
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert run.stdout.strip() == "[False]"
     write(root / "model/npu2/manifest.json", '{"files": {}}')
-    assert not remove(item), "it was completed since it was found"
+    assert not remove(root, item), "it was completed since it was found"
     assert (root / "model/npu2/build/plan.json").exists()
 
 
 def test_what_no_lock_guards_stays_while_it_is_new(root: Path) -> None:
     fresh = write(root / ".cache/objects/gemm-3.5-6.o", days=0)
-    assert {path for item in unneeded(root) if not remove(item) for path in item.paths} == {fresh}
+    assert {path for item in unneeded(root) if not remove(root, item) for path in item.paths} == {fresh}
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     outside = write(tmp_path / "outside/file")
     (root / "model/npu2/build/link").symlink_to(outside.parent)
     (root / "model/cpu/elf/link.so").symlink_to(outside)
-    assert all(map(remove, unneeded(root)))
+    assert all(remove(root, item) for item in unneeded(root))
     assert outside.exists() and not (root / "model/cpu/elf/link.so").is_symlink()
 
 
@@ -207,7 +208,7 @@ def test_beside_builds_and_runs(built: Path, monkeypatch: pytest.MonkeyPatch) ->
     def tidy() -> None:
         while not stop.is_set():
             found = [item for item in unneeded(artifacts) if item.directory or item.kind == "cached object"]
-            removed.extend(item.kind for item in found if remove(item))
+            removed.extend(item.kind for item in found if remove(artifacts, item))
 
     thread = threading.Thread(target=tidy)
     thread.start()

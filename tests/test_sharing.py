@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
 from stages.engine.steps import Project, Step
+from stages.engine.tree import Tree
 from stages.engine.turn import Turn
 from stages.sharing import remotes
 from stages.sharing.cache import Cache
@@ -343,7 +344,7 @@ def test_transfers_go_on_where_they_were_dropped(flaky: Flaky, tmp_path: Path) -
     store = Store(flaky, Digests(tmp_path / ".digests"))
     blob = sent(store, tmp_path / "file", bytes(range(100)))
     flaky.drops = 10
-    (received,) = store.receive([blob], tmp_path / "incoming").values()
+    (received,) = store.receive([blob], Tree(tmp_path), PurePath("incoming")).values()
     assert received.read_bytes() == bytes(range(100)) and flaky.moved == 100
 
 
@@ -355,8 +356,8 @@ def test_the_next_command_goes_on_where_one_was_stopped(
     monkeypatch.setattr(remotes, "_ATTEMPTS", 1)
     flaky.drops = 1
     with pytest.raises(RemoteError, match="reset by peer"):
-        store.receive([blob], tmp_path / "incoming")
-    store.receive([blob], tmp_path / "incoming")
+        store.receive([blob], Tree(tmp_path), PurePath("incoming"))
+    store.receive([blob], Tree(tmp_path), PurePath("incoming"))
     assert flaky.moved == 100
 
 
@@ -366,8 +367,8 @@ def test_a_damaged_rest_is_received_anew(flaky: Flaky, tmp_path: Path) -> None:
     (tmp_path / "incoming").mkdir()
     (tmp_path / "incoming" / blob.sha256).write_bytes(b"not it")
     with pytest.raises(Damaged):
-        store.receive([blob], tmp_path / "incoming")
-    (received,) = store.receive([blob], tmp_path / "incoming").values()
+        store.receive([blob], Tree(tmp_path), PurePath("incoming"))
+    (received,) = store.receive([blob], Tree(tmp_path), PurePath("incoming")).values()
     assert received.read_bytes() == bytes(range(100))
 
 
@@ -393,8 +394,8 @@ def test_half_a_file_on_a_full_disk_is_not_taken_for_one(tmp_path: Path) -> None
     assert store.remote.missing({blob.name: blob.size}) == {blob.name}
     store.send({blob: path})
     with largest_file(5000), pytest.raises(OSError):
-        store.receive([blob], tmp_path / "incoming")
-    (received,) = store.receive([blob], tmp_path / "incoming").values()
+        store.receive([blob], Tree(tmp_path), PurePath("incoming"))
+    (received,) = store.receive([blob], Tree(tmp_path), PurePath("incoming")).values()
     assert received.read_bytes() == content
 
 

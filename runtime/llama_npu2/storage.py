@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from llama_npu2.errors import UserError
+from llama_npu2.regular import open_regular
 
 if TYPE_CHECKING:
     from zipfile import ZipInfo
@@ -44,7 +46,7 @@ class File:
 
     def chunks(self, most: int) -> Iterator[bytes]:
         """Its content, at most so many bytes at a time. Raises OSError."""
-        with self.container.open("rb") as file:
+        with os.fdopen(open_regular(self.container), "rb") as file:
             file.seek(self.start)
             left = self.size
             while left and (chunk := file.read(min(left, most))):

@@ -18,6 +18,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2.errors import UserError
 from llama_npu2.table import Column, Table, amount
 from stages.engine.housekeeping import Unneeded, remove, unneeded
+from stages.engine.tree import Linked
 from stages.graph import Build
 
 DEFAULT = "14d"
@@ -66,9 +67,9 @@ def run(build: Build) -> TaskFailed | None:
     done, failed = [], []
     for item in chosen:
         try:
-            outcome = "would go" if dry else "removed" if remove(item, options.full) else "in use"
-        except OSError as error:
-            outcome = f"cannot be removed: {error.strerror}"
+            outcome = "would go" if dry else "removed" if remove(build.artifacts, item, options.full) else "in use"
+        except (OSError, Linked) as error:
+            outcome = f"cannot be removed: {error.strerror if isinstance(error, OSError) else error}"
             failed.append(item)
         done.append((item, outcome))
     if options.json:

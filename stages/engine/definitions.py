@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json, mapping, string
-from stages.engine.files import write_atomic
 from stages.engine.places import ROOT
 
 if TYPE_CHECKING:
@@ -82,15 +82,14 @@ def keep(project: Project, module: str) -> None:
     code = project.code.digest(module)
     if _intact(project, code) is None:
         content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
-        path = project.place((FOLDER / f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json").as_posix())
-        write_atomic(path, content)
+        project.tree.write(FOLDER / f"{code}-{xxhash.xxh3_128_hexdigest(content)}.json", content)
 
 
 def recorded(project: Project, code: str) -> Definitions | None:
     """Of code by its digest, as a step wrote it down; None if it did not, or that is damaged."""
     path = _intact(project, code)
     try:
-        known: Any = load_json(path.read_bytes()) if path else None
+        known: Any = load_json(read_regular(path)) if path else None
         _DEFINITIONS(known)
     except (OSError, ValueError):
         return None
@@ -104,9 +103,10 @@ def settle(project: Project, modules: Iterable[str]) -> None:
     with contextlib.suppress(OSError):  # a directory that cannot be written is no worse for it
         for module in current:
             keep(project, module)
-        kept = {_intact(project, project.code.digest(module)) for module in current}
-        for path in set((project.directory / FOLDER).glob("*")) - kept:
-            path.unlink(missing_ok=True)
+        kept = {path.name for module in current if (path := _intact(project, project.code.digest(module)))}
+        for name in project.tree.names(FOLDER):
+            if name not in kept:
+                project.tree.remove_file(FOLDER / name)
 
 
 def _intact(project: Project, code: str) -> Path | None:

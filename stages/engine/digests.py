@@ -13,17 +13,24 @@ from typing import Any
 
 import xxhash
 
+from llama_npu2 import trust
+from llama_npu2.errors import UserError
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256, write_atomic
 
 # A file changed again within this time of being read could keep its stat signature.
 _STAT_GRANULARITY_NS = 50_000_000
-_ENTRY = 5
-"""What is remembered of a file: size, mtime, ctime and inode, and what was found."""
+_PURPOSE = "digests 2"
+"""The kind of content that the memory's authentication code is for. The number is raised when its shape changes."""
 
 
 class Digests:
-    """Digests of files, and what else follows from their content alone, in one JSON file, which may be deleted."""
+    """Digests of files, and what else follows from their content alone, in one JSON file, which may be deleted.
+
+    The file lies among artifacts that others may write to, so it carries an authentication code that only this user can
+    make (`trust.own_mac`). A file that is damaged, or that somebody else wrote, counts as none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,11 +39,12 @@ class Digests:
 
     def _load(self) -> dict[str, list]:
         try:
-            known = load_json(self.path.read_bytes())
-        except (OSError, ValueError):
+            memory = load_json(read_regular(self.path))
+            known: dict[str, list] = memory["known"]
+            own = trust.is_own_mac(str(memory["mac"]).encode(), _canonical(known), _PURPOSE)
+        except (OSError, ValueError, KeyError, TypeError, UserError):
             return {}
-        entries = known.items() if isinstance(known, dict) else ()
-        return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == _ENTRY}
+        return known if own else {}
 
     def of(self, path: Path) -> str | None:
         """xxh3-128, hex, of a file's content, or of a directory's names and contents; None if there is no such path."""
@@ -67,7 +75,10 @@ class Digests:
         if known and known[:-1] == signature:
             return known[-1]
         started = time.time_ns()
-        found = find(path)
+        try:
+            found = find(path)
+        except OSError:
+            return None  # what cannot be read is as good as absent
         if started - status.st_mtime_ns > _STAT_GRANULARITY_NS and started - status.st_ctime_ns > _STAT_GRANULARITY_NS:
             self._known[key] = [*signature, found]
             self._dirty = True
@@ -76,9 +87,15 @@ class Digests:
     def save(self) -> None:
         """Merge into the file. Losing an entry, to a concurrent writer or a full disk, only costs a hash."""
         if self._dirty and self.path.parent.is_dir():
-            with contextlib.suppress(OSError):
-                write_atomic(self.path, json.dumps(self._load() | self._known).encode())
+            with contextlib.suppress(OSError, UserError):
+                known = self._load() | self._known
+                memory = {"known": known, "mac": trust.own_mac(_canonical(known), _PURPOSE)}
+                write_atomic(self.path, json.dumps(memory).encode())
             self._dirty = False
+
+
+def _canonical(known: Mapping[str, list]) -> bytes:
+    return json.dumps(known).encode()
 
 
 def _listed(directory: Path, digest: Callable[[Path], str | None]) -> bytes:

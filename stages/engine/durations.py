@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock
-
+from llama_npu2.errors import UserError
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.files import write_atomic
 from stages.engine.places import lock_file
+from stages.engine.turn import Turn
 
 
 class Durations:
@@ -21,7 +22,7 @@ class Durations:
     def __init__(self, artifacts: Path, directory: Path) -> None:
         self._path = artifacts / ".durations.json"
         self._directory = directory.relative_to(artifacts).as_posix()
-        self._lock = lock_file(artifacts, "durations")
+        self._turn = Turn(lock_file(artifacts, "durations"))
 
     @cached_property
     def last(self) -> Mapping[str, float]:
@@ -35,15 +36,14 @@ class Durations:
 
     def note(self, step: str, seconds: float) -> None:
         """Remember that of a step. Where that cannot be written, it is not known."""
-        with contextlib.suppress(OSError):
-            self._lock.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._lock):
+        with contextlib.suppress(OSError, UserError):
+            with self._turn:
                 every = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
                 write_atomic(self._path, json.dumps(every, indent=1, sort_keys=True).encode())
 
     def _all(self) -> dict[str, object]:
         try:
-            known = load_json(self._path.read_bytes())
+            known = load_json(read_regular(self._path))
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}

@@ -7,16 +7,18 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 import xxhash
 
 from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.regular import open_regular, read_regular
 from llama_npu2.schema import Check, load_json
+from stages.engine.tree import Tree
 
 HUGE_PAGE = 2 << 20
 """Bytes. What is written or mapped at once lies in the page cache in pages that large, where kernel and file system
@@ -27,12 +29,12 @@ _MADV_POPULATE_READ = 22  # of Linux 5.14; Python does not name it
 
 
 def content_digest(path: Path) -> str:
-    """xxh3-128 of a file's content, hex."""
+    """xxh3-128 of a file's content, hex. Raises OSError, also for what is no regular file."""
     return _hexdigest(xxhash.xxh3_128(), path)
 
 
 def content_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, hex: for what is shared between machines."""
+    """SHA-256 of a file's content, hex: for what is shared between machines. Raises OSError as `content_digest`."""
     return _hexdigest(hashlib.sha256(), path)
 
 
@@ -44,14 +46,17 @@ def _hexdigest(state: Any, path: Path) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The content, in order. What the page cache has not got comes into it in huge pages, where kernel and file system
-    can: weights that are mapped from there read faster than from the small pages that reading alone leaves behind."""
-    with path.open("rb") as file:
+    """The content, in order, as long as the file is when it is opened: some files of the system have no end.
+
+    What the page cache has not got comes into it in huge pages, where kernel and file system can: weights that are
+    mapped from there read faster than from the small pages that reading alone leaves behind.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
         size, read = os.fstat(file.fileno()).st_size, 0
-        while True:
+        while read < size:
             if read % _PIECE == 0:
                 _cache_in_huge_pages(file, read, min(_PIECE, size - read))
-            block = file.read(1 << 20)
+            block = file.read(min(1 << 20, size - read))
             if not block:
                 return
             yield block
@@ -75,13 +80,13 @@ def file_digests(path: Path) -> dict[str, str | int]:
 def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
     """A JSON file that holds an object. `remedy`: what to do if it does not. Raises UserError."""
     try:
-        value = load_json(path.read_bytes())
+        value = load_json(read_regular(path))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {remedy}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): {remedy}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}: {remedy}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, it holds a {type(value).__name__}: {remedy}")
     return value
@@ -136,22 +141,25 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `directory` (replacing an old one) when the block succeeds.
+def atomic_directory(directory: Path, ours: str) -> Iterator[Path]:
+    """A temporary directory that becomes `directory` when the block succeeds.
 
-    Leftovers of killed predecessors are removed first, so the caller holds a lock.
+    An old one is replaced if it holds the file `ours`: a directory of that name may be somebody's own where a link
+    leads to it. Leftovers of killed predecessors are removed first, so the caller holds a lock. Raises UserError.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.parent.glob(f".{directory.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.tmp-"))
+    tree, name = Tree(directory.parent), directory.name
+    if tree.names(name) and ours not in tree.names(name):
+        raise UserError(f"{directory} is in the way, and it was not made by llama-npu2: move it elsewhere")
+    for leftover in tree.names():
+        if leftover.startswith(f".{name}.tmp-"):
+            tree.remove(leftover)
+    temporary = tree.make_empty(f".{name}.tmp-{uuid4().hex[:8]}")
     try:
         yield temporary
         sync_tree(temporary)
-        temporary.chmod(0o755)
-        if directory.exists():
-            shutil.rmtree(directory)
-        temporary.rename(directory)
+        tree.remove(name)
+        tree.take(temporary, name)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            tree.remove(temporary.name)
         raise

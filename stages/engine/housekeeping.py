@@ -1,19 +1,23 @@
-"""What lies below `artifacts/`, and what of it no artifact directory needs that is complete."""
+"""What lies below `artifacts/`, and what of it no artifact directory needs that is complete.
+
+A directory of `artifacts/` that is a link, as one on a larger disk may be, is listed, and nothing of it is removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
-from stages.engine.steps import RECEIPTS, WORK, load_receipt, remove_empty
+from stages.engine.steps import RECEIPTS, WORK, load_receipt
+from stages.engine.tree import Tree
 from stages.engine.turn import Turn
 
 RECENT = 3600
@@ -44,7 +48,7 @@ class ArtifactDirectory:
     def listed(self) -> Mapping[str, Mapping[str, object]]:
         """The files that its manifest names; none where it is not complete."""
         try:
-            files = load_json((self.path / MANIFEST).read_bytes())["files"]
+            files = load_json(read_regular(self.path / MANIFEST))["files"]
             return {name: dict(entry) for name, entry in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
@@ -56,10 +60,20 @@ class ArtifactDirectory:
     @cached_property
     def outputs(self) -> set[str]:
         """What its receipts name."""
-        receipts = (load_receipt(path) for path in (self.path / RECEIPTS).glob("*.json"))
+        receipts = (load_receipt(self.path / RECEIPTS / name) for name in self.tree.names(RECEIPTS))
         return {label for receipt in receipts if receipt for label in receipt["outputs"]}
 
+    @property
+    def linked(self) -> bool:
+        """Whether it or its model's directory is a link."""
+        return self.path.is_symlink() or self.path.parent.is_symlink()
+
+    @cached_property
+    def tree(self) -> Tree:
+        return Tree(self.path)
+
     def files(self) -> Iterator[Path]:
+        """Every file in it; links in it are not followed."""
         return files_below(self.path)
 
 
@@ -83,59 +97,67 @@ def directories(artifacts: Path) -> Iterator[ArtifactDirectory]:
 
 
 def files_below(path: Path) -> Iterator[Path]:
-    """Every file, what vanishes meanwhile left out; links are not followed."""
-    for folder, _, names in os.walk(path):
-        yield from (Path(folder, name) for name in sorted(names))
+    """Every file below a directory, which itself may be a link; links in it are not followed.
+
+    What vanishes meanwhile is left out.
+    """
+    return (path / file for file in Tree(path).files())
 
 
 def unneeded(artifacts: Path, calibration: bool = False) -> list[Unneeded]:
     """`calibration`: also weights that were rounded for a text, once they are packed. A build would make them again."""
     found = [item for directory in directories(artifacts) for item in unneeded_in(directory, calibration)]
-    return [*found, *_checkpoints(artifacts), *_cached(artifacts / CACHE), *_abandoned(artifacts)]
+    return [*found, *_checkpoints(artifacts), *_cached(artifacts), *_abandoned(artifacts)]
 
 
 def unneeded_in(directory: ArtifactDirectory, calibration: bool = False) -> Iterator[Unneeded]:
     """What of one artifact directory may go."""
-    path = directory.path
+    path, tree = directory.path, directory.tree
+    if directory.linked:
+        return
     if not directory.complete:
         yield _item("incomplete", [path], directory)
         return
     for folder in (WORK, INCOMING):
-        for left in sorted((path / folder).glob("*")):
-            yield _item("abandoned work", [left], directory)
+        for name in tree.names(folder):
+            yield _item("abandoned work", [path / folder / name], directory)
     for left in (file for file in directory.files() if file.name.startswith(".")):
         yield _item("abandoned work", [left], directory)  # half of an atomic write
     needed = directory.outputs | directory.listed.keys()
-    old = [file for folder in _OUTPUTS for file in files_below(path / folder)]
-    if gone := [file for file in old if file.relative_to(path).as_posix() not in needed and file.name[:1] != "."]:
+    old = [file for folder in _OUTPUTS for file in tree.files(folder)]
+    if gone := [path / file for file in old if file.as_posix() not in needed and file.name[:1] != "."]:
         yield _item("old outputs", gone, directory)
-    if calibration and (path / CALIBRATED).is_dir():
+    if calibration and next(tree.files(CALIBRATED), None):
         yield _item("calibration", [path / CALIBRATED], directory)
 
 
 def _checkpoints(artifacts: Path) -> Iterator[Unneeded]:
     """Generated ones of which nothing is built."""
-    built = {directory.model for directory in directories(artifacts)}
-    for stamp in sorted(artifacts.glob(f"[!.]*/*/{GENERATED}")):
-        if (model := stamp.parents[1].name) not in built:
-            yield _item("checkpoint", [stamp.parent], ArtifactDirectory(artifacts, model, ""))
-    for half in sorted(artifacts.glob("[!.]*/.*.tmp-*")):
-        yield _item("abandoned work", [half], ArtifactDirectory(artifacts, half.parent.name, ""))
+    built, tree = {directory.model for directory in directories(artifacts)}, Tree(artifacts)
+    for model in (name for name in tree.names() if name[0] != "."):
+        for name in tree.names(model):
+            owner = ArtifactDirectory(artifacts, model, "")
+            if name[0] == "." and ".tmp-" in name:
+                yield _item("abandoned work", [artifacts / model / name], owner)
+            elif model not in built and GENERATED in tree.names(PurePath(model, name)):
+                yield _item("checkpoint", [artifacts / model / name], owner)
 
 
-def _cached(cache: Path) -> Iterator[Unneeded]:
+def _cached(artifacts: Path) -> Iterator[Unneeded]:
     """Objects by when they were last linked, and what compilers left that were stopped."""
-    entries = sorted(cache.glob("*.json"))
+    there = [artifacts / CACHE / name for name in Tree(artifacts).names(CACHE)]
+    entries = [path for path in there if path.suffix == ".json"]
     for entry in entries:
         yield _item("cached object", [entry, entry.with_suffix(".o")])
     known = {path for entry in entries for path in (entry, entry.with_suffix(".o"))}
-    for left in sorted(set(cache.glob("*")) - known):
+    for left in (path for path in there if path not in known):
         yield _item("abandoned work", [left])
 
 
 def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
-    for left in sorted((*artifacts.glob(".fit-*"), *artifacts.glob("..d*.json.*"))):
-        yield _item("abandoned work", [left])
+    for name in Tree(artifacts).names():
+        if name.startswith(".fit-") or (name.startswith("..d") and ".json." in name):
+            yield _item("abandoned work", [artifacts / name])
 
 
 def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Unneeded:
@@ -143,20 +165,22 @@ def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None 
     there, nbytes, used = [], 0, 0.0
     for path in paths:
         with contextlib.suppress(OSError):
-            inside = [path, *files_below(path)] if path.is_dir() else [path]
-            stats = [each.lstat() for each in inside]
-            nbytes += sum(stat.st_size for each, stat in zip(inside, stats, strict=True) if not each.is_dir())
-            used = max([used, *(stat.st_mtime for stat in stats)])
+            stats = [path.lstat()]
+            is_folder = stat.S_ISDIR(stats[0].st_mode)
+            stats += [each.lstat() for each in files_below(path)] if is_folder else []
+            nbytes += sum(status.st_size for status in stats[is_folder:])
+            used = max([used, *(status.st_mtime for status in stats)])
             there.append(path)
     return Unneeded(kind, tuple(there), nbytes, used, directory)
 
 
-def remove(item: Unneeded, calibration: bool = False) -> bool:
-    """Whether it is gone. What somebody works on, or wrote since it was found, stays. Raises OSError."""
+def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
+    """Whether it is gone. What somebody works on, or wrote since it was found, stays. Raises OSError, and UserError
+    where a link now leads to it."""
     if item.directory is None:
         if time.time() - item.used < RECENT:
             return False
-        _delete(item.paths)
+        _delete(artifacts, item.paths)
         return True
     turn = item.directory.turn
     if not turn.try_take():
@@ -164,18 +188,18 @@ def remove(item: Unneeded, calibration: bool = False) -> bool:
     try:
         if item.directory.name and item not in list(unneeded_in(item.directory, calibration)):
             return False
-        _delete(item.paths)
-        for path in item.paths:
-            remove_empty(path.parent, item.directory.path.parent)
+        _delete(artifacts, item.paths)
         return True
     finally:
         turn.give_up()
 
 
-def _delete(paths: Iterable[Path]) -> None:
-    """In order: a cache's entry goes before the object that it promises."""
+def _delete(artifacts: Path, paths: Iterable[Path]) -> None:
+    """Remove them in order: a cache's entry goes before the object that it promises. Folders of models that are empty
+    afterwards go as well."""
+    tree = Tree(artifacts)
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        inside = path.relative_to(artifacts)
+        tree.remove(inside)
+        if inside.parts[0][0] != ".":
+            tree.remove_empty(inside.parent)

@@ -17,9 +17,11 @@ from pathlib import Path
 import xxhash
 
 from llama_npu2 import trust
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
-from stages.engine.files import content_digest, content_sha256, write_atomic
+from stages.engine.files import content_digest, content_sha256
 from stages.engine.places import ROOT
+from stages.engine.tree import Tree
 
 _PURPOSE = "object"
 
@@ -37,9 +39,13 @@ def cached_object(
 ) -> CachedObject:
     """The object `name`, made with `make(path)` unless it is there.
 
+    `cache`: the directory, of which neither it nor the one above it may be a link (`artifacts/.cache/objects`).
     `made_by`: compiler and flags; its `repr` is part of the key. `sources`: every file that the compiler may read.
-    `make` returns those that it did read, all below the project. Raises what `make` raises; then nothing is stored.
+    `make` returns those that it did read, all below the project. Raises UserError for a cache behind a link, and what
+    `make` raises; then nothing is stored.
     """
+    tree = Tree(cache.parents[1])
+    inside = cache.relative_to(tree.root)
     entry = cache / f"{name}-{_key(made_by, sources)}.json"
     output = entry.with_suffix(".o")
     read = _intact(entry, output)
@@ -47,16 +53,16 @@ def cached_object(
         with contextlib.suppress(OSError):
             os.utime(entry)  # how recently it was of use
     else:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
+        with tree.opened(inside, create=True):
+            partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
         try:
             read = list(make(partial))
             names = [str(path.relative_to(ROOT)) for path in read]
             record = {"read": names, "mac": trust.own_mac(_said(entry, partial, names), _PURPOSE)}
-            partial.replace(output)
+            tree.take(partial, inside / output.name)
         finally:
             partial.unlink(missing_ok=True)
-        write_atomic(entry, json.dumps(record).encode())
+        tree.write(inside / entry.name, json.dumps(record).encode())
     return CachedObject(output, tuple(read))
 
 
@@ -70,7 +76,7 @@ def _key(made_by: object, sources: Iterable[Path]) -> str:
 def _intact(entry: Path, output: Path) -> list[Path] | None:
     """What the stored object was made from, if it is as this user stored it."""
     try:
-        record = load_json(entry.read_bytes())
+        record = load_json(read_regular(entry))
         own = trust.is_own_mac(record["mac"].encode(), _said(entry, output, record["read"]), _PURPOSE)
         return [ROOT / path for path in record["read"]] if own else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -11,12 +11,11 @@ import contextlib
 import functools
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import xxhash
@@ -24,15 +23,17 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
+from llama_npu2.regular import read_regular
 from llama_npu2.schema import anything, list_of, load_json, mapping, record, text, whole
 from stages.engine import definitions, memory
 from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.durations import Durations
-from stages.engine.files import content_digest, content_sha256, fsync_path, write_atomic
+from stages.engine.files import content_digest, content_sha256, fsync_path
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.progress import running
+from stages.engine.tree import Tree
 from stages.engine.turn import Turn
 from stages.engine.vouching import MAC, Vouching, is_native
 
@@ -93,14 +94,12 @@ class Project:
 
     @functools.cached_property
     def vouching(self) -> Vouching:
-        return Vouching(self.directory, self.digests)
+        return Vouching(self.directory)
 
-    def place(self, label: str) -> Path:
-        """Where an output goes. Raises UserError if a link that came along with the directory leads out of it."""
-        path = self.directory / label
-        if not path.parent.resolve().is_relative_to(self.directory.resolve()):
-            raise UserError(f"{path} lies behind a link out of {self.directory}: remove the link")
-        return path
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """The directory as what is changed without following a link: it may have come from elsewhere."""
+        return Tree(self.directory)
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
@@ -121,57 +120,71 @@ class Project:
 
     def prune(self, steps: Iterable[str]) -> None:
         """Remove what steps left that are no more, and what never arrived: `steps` are all there are."""
-        shutil.rmtree(self.directory / INCOMING, ignore_errors=True)
-        for half in (self.directory / RECEIPTS).glob(".*"):  # of a process that was killed
-            half.unlink(missing_ok=True)
+        names = self.tree.names(RECEIPTS)
         current = set(map(self.receipt_path, steps))
-        gone = sorted(set((self.directory / RECEIPTS).glob("*.json")) - current)
+        gone = [RECEIPTS / name for name in names if name.endswith(".json") and name[0] != "."]
+        gone = [label for label in gone if self.directory / label not in current]
         kept = {label for path in current for label in (load_receipt(path) or {}).get("outputs", ())} if gone else ()
-        for path in gone:
-            # What cannot be removed is in nobody's way.
+        # What cannot be removed is in nobody's way.
+        with contextlib.suppress(OSError):
+            self.tree.remove(INCOMING)
+        for half in (name for name in names if name[0] == "."):  # of a process that was killed
+            self.tree.remove(RECEIPTS / half)
+        for receipt in gone:
             with contextlib.suppress(OSError):
-                for label in (load_receipt(path) or {"outputs": ()})["outputs"]:
+                for label in (load_receipt(self.directory / receipt) or {"outputs": ()})["outputs"]:
                     if label not in kept:
-                        self.place(label).unlink(missing_ok=True)
-                        remove_empty((self.directory / label).parent, self.directory)
-                path.unlink(missing_ok=True)
+                        self.tree.remove_file(label)
+                        self.tree.remove_empty(PurePath(label).parent)
+                self.tree.remove(receipt)
 
     def commit(self, step: str, work: Path, receipt: Mapping[str, Any]) -> None:
         """Make what a step left below `work` its outputs: move each into place by a rename, remove those of its last
         run that are not among them, and write `receipt`, to which their digests are added."""
-        path = self.place((RECEIPTS / f"{file_name(step)}.json").as_posix())
+        path, tree = self.receipt_path(step), self.tree
         old = (load_receipt(path) or {"outputs": {}})["outputs"]
         produced = sorted(p for p in work.rglob("*") if p.is_file())
         made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
         for output in produced:
             fsync_path(output)
         root, gone = self.directory, [label for label in old if label not in made]
-        places = {label: self.place(label) for label in (*made, *gone)}
-        path.unlink(missing_ok=True)
+        for label in (*made, *gone, self.label(path)):
+            tree.check(label)
+        tree.remove_file(self.label(path))
         changed = [label for label, digest in made.items() if not self._holds(label, digest, work / label)]
         if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
             # From here until the manifest is written again the directory says that it is incomplete.
-            (root / MANIFEST).unlink(missing_ok=True)
+            tree.remove_file(MANIFEST)
         for label in changed:
-            places[label].parent.mkdir(parents=True, exist_ok=True)
-            (work / label).replace(places[label])
+            tree.take(work / label, label)
         for label in gone:
-            places[label].unlink(missing_ok=True)
+            tree.remove_file(label)
         told = {**receipt, "outputs": made, "sizes": {label: (root / label).stat().st_size for label in made}}
-        told[MAC] = self.vouching.mac(path.stem, told)
-        _write_receipt(path, told)
+        self._write_receipt(path, told)
 
     def adopt(self) -> None:
         """Take what all steps left as if it had been built here. Raises UserError."""
         for path in sorted((self.directory / RECEIPTS).glob("*.json")):
             if receipt := load_receipt(path):
-                receipt[MAC] = self.vouching.mac(path.stem, receipt)
-                _write_receipt(path, receipt)
+                self._write_receipt(path, receipt)
+
+    def _write_receipt(self, path: Path, receipt: Mapping[str, Any]) -> None:
+        """Write a receipt as this user's own, with the code that says so and a checksum."""
+        own = {**receipt, MAC: self.vouching.mac(path.stem, receipt)}
+        whole = {**own, CHECKSUM: _checksum(own)}
+        self.tree.write(self.label(path), json.dumps(whole, indent=1, sort_keys=True).encode())
+
+    def sha256(self, label: str) -> str | None:
+        """SHA-256, hex, of a file of the directory, None where there is none.
+
+        What native code is made of is read each time, all else is remembered by its stat signature.
+        """
+        return self.vouching.sha256(label) if is_native(label) else self.digests.sha256(self.directory / label)
 
     def _holds(self, label: str, digest: str, made: Path) -> bool:
         """Whether an output is there already. For native code a digest that can be forged does not do."""
         if is_native(label):
-            return self.digests.sha256(self.directory / label) == content_sha256(made)
+            return self.sha256(label) == content_sha256(made)
         return self.digests.of(self.directory / label) == digest
 
 
@@ -183,7 +196,7 @@ def file_name(step: str) -> str:
 def load_receipt(path: Path) -> dict[str, Any] | None:
     """What a step left, or None if that is not what it should be."""
     try:
-        receipt: dict[str, Any] = load_json(path.read_bytes())
+        receipt: dict[str, Any] = load_json(read_regular(path))
         _RECEIPT(receipt)
         intact = receipt.pop(CHECKSUM, None) in (None, _checksum(receipt)) and receipt.keys() <= _PARTS
     except (OSError, ValueError, RecursionError):
@@ -192,11 +205,6 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
         return None
     labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
     return receipt if all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
-
-
-def _write_receipt(path: Path, receipt: Mapping[str, Any]) -> None:
-    whole = {**receipt, CHECKSUM: _checksum(receipt)}
-    write_atomic(path, json.dumps(whole, indent=1, sort_keys=True).encode())
 
 
 def _checksum(receipt: Mapping[str, Any]) -> str:
@@ -211,13 +219,6 @@ def _is_name(label: str) -> bool:
 def is_inside(label: str) -> bool:
     """Whether a label stays in its directory. Receipts come with directories that others made."""
     return not Path(label).is_absolute() and ".." not in Path(label).parts
-
-
-def remove_empty(directory: Path, root: Path) -> None:
-    """Remove `directory` and what is above it, below `root`, as long as it is empty."""
-    while directory != root and directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
-        directory = directory.parent
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,8 @@ class Step:
         return None
 
     def _build(self) -> None:
-        work = self.project.place((WORK / file_name(self.name)).as_posix())
+        tree, work = self.project.tree, WORK / file_name(self.name)
+        self.project.turn.take()
         stale = next(self.changes(), None)
         if stale is None:
             return
@@ -359,11 +361,10 @@ class Step:
             )
         key, shared, started = self._key(None), self.project.shared, time.monotonic()
         before = {p: self._digest(p) for p in self.inputs}
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        made = tree.make_empty(work)
         try:
-            fetched = shared.fetch(self, work) if shared else None
-            for path in (self.action(work) or ()) if fetched is None else fetched:
+            fetched = shared.fetch(self, made) if shared else None
+            for path in (self.action(made) or ()) if fetched is None else fetched:
                 before.setdefault(path, self._digest(path))
             receipt = {
                 "key": key,
@@ -371,9 +372,10 @@ class Step:
                 "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
             }
             definitions.keep(self.project, self.module)
-            self.project.commit(self.name, work, receipt)
+            self.project.commit(self.name, made, receipt)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                tree.remove(work)
             memory.give_back()
         if fetched is not None:
             print(f"{self.name}: fetched", flush=True)
@@ -387,5 +389,5 @@ class Step:
         labels = (self.receipt() or {"outputs": {}})["outputs"]
         for label in (*labels, *(BESIDE if MANIFEST.as_posix() in labels else ())):
             with contextlib.suppress(UserError):
-                self.project.place(label).unlink(missing_ok=True)
-        self.receipt_path.unlink(missing_ok=True)
+                self.project.tree.remove_file(label)
+        self.project.tree.remove_file(self.project.label(self.receipt_path))

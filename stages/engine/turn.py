@@ -7,6 +7,7 @@ from pathlib import Path
 import filelock
 
 from stages.engine.progress import waiting
+from stages.engine.tree import Linked, Tree
 
 _PATIENCE = 1.0
 """Seconds of waiting before somebody is told."""
@@ -20,11 +21,11 @@ class Turn:
         self._lock = filelock.FileLock(path)
 
     def take(self) -> None:
-        """Returns at once if this process has it already."""
+        """Returns at once if this process has it already. Raises UserError if a link lies where the lock file goes."""
         if self._lock.is_locked:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_room()
             self._lock.acquire(timeout=_PATIENCE)
         except filelock.Timeout:
             with waiting(f"waiting for another process that builds {self.path.stem}"):
@@ -35,11 +36,18 @@ class Turn:
     def try_take(self) -> bool:
         """Whether this process has it now, without waiting."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_room()
             self._lock.acquire(blocking=False)
-        except (filelock.Timeout, OSError):
+        except (filelock.Timeout, OSError, Linked):
             return False
         return True
+
+    def _make_room(self) -> None:
+        """Make the lock file's directory. Raises Linked: a lock file is written, so it is reached through no link."""
+        folder = self.path.parent
+        with Tree(folder.parent).opened(folder.name, create=True):
+            if self.path.is_symlink():
+                raise Linked(f"{self.path} is a link: remove it")
 
     def give_up(self) -> None:
         self._lock.release(force=True)

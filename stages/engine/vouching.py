@@ -14,7 +14,7 @@ from typing import Any
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
-from stages.engine.digests import Digests
+from stages.engine.files import content_sha256
 from stages.engine.places import NATIVE
 
 MAC = "mac"
@@ -31,9 +31,8 @@ def is_native(label: str) -> bool:
 class Vouching:
     """For the steps of one artifact `directory`, each by the name of its receipt."""
 
-    def __init__(self, directory: Path, digests: Digests) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._digests = digests
 
     def mac(self, step: str, receipt: Mapping[str, Any]) -> str:
         """The code of a receipt. Raises UserError."""
@@ -47,16 +46,21 @@ class Vouching:
     def is_trusted(self, step: str, receipt: Mapping[str, Any]) -> bool:
         """Whether this user did, or somebody whom the user trusts. Raises UserError."""
         return self.is_own(step, receipt) or all(
-            self._signed.get(label, "") == self._sha256(label) for label in receipt["outputs"] if is_native(label)
+            self._signed.get(label, "") == self.sha256(label) for label in receipt["outputs"] if is_native(label)
         )
 
     def _said(self, step: str, receipt: Mapping[str, Any]) -> bytes:
         told = {key: value for key, value in receipt.items() if key != MAC}
-        native = {label: self._sha256(label) for label in receipt["outputs"] if is_native(label)}
+        native = {label: self.sha256(label) for label in receipt["outputs"] if is_native(label)}
         return json.dumps([step, told, native], sort_keys=True).encode()
 
-    def _sha256(self, label: str) -> str | None:
-        return self._digests.sha256(self._directory / label)
+    def sha256(self, label: str) -> str | None:
+        """SHA-256, hex, of an output, None where it cannot be read. The file is read each time: what decides whose code
+        runs rests on no memory of what a file was. There are a few MB of them."""
+        try:
+            return content_sha256(self._directory / label)
+        except OSError:
+            return None
 
     @functools.cached_property
     def _signed(self) -> Mapping[str, str]:

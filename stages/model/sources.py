@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.regular import read_regular
 from stages.engine.files import atomic_directory, read_json, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.engine.progress import Bar
@@ -259,7 +260,10 @@ class RandomSource:
 
     @property
     def _made(self) -> bool:
-        return self._stamp.is_file() and self._stamp.read_text() == self._wanted
+        try:
+            return read_regular(self._stamp, len(self._wanted)).decode() == self._wanted
+        except (OSError, ValueError):
+            return False
 
     def fetch(self) -> Path:
         config = self.config
@@ -267,7 +271,7 @@ class RandomSource:
             return self.directory
         with (
             Turn(lock_file(self.directory.parents[1], self.name)),
-            atomic_directory(self.directory) as temporary,
+            atomic_directory(self.directory, GENERATED) as temporary,
         ):
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
             write_random_weights(config, temporary / SINGLE)

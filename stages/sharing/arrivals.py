@@ -18,14 +18,13 @@ class Arrivals:
     a process that was stopped had received under the same `name` is not received again. Raises UserError."""
 
     def __init__(self, store: Store, project: Project, files: Mapping[str, Blob], name: str) -> None:
-        self._directory = project.directory
-        self._incoming = project.place((INCOMING / name / "file").as_posix()).parent
+        self._directory, self._tree, self._incoming = project.directory, project.tree, INCOMING / name
         self._absent = {label: blob for label, blob in files.items() if not is_here(project, label, blob)}
         if self._absent and (manifest := MANIFEST.as_posix()) in files:
             # It goes when the first other file comes.
             self._absent[manifest] = files[manifest]
         self._uses = Counter(self._absent.values())
-        self._received = store.receive(self._uses, self._incoming)
+        self._received = store.receive(self._uses, self._tree, self._incoming)
 
     @property
     def nbytes(self) -> int:
@@ -33,18 +32,25 @@ class Arrivals:
         return sum(blob.size for blob in self._uses)
 
     def place(self, labels: Iterable[str], work: Path) -> None:
-        """Put these of the files below `work`; those that the artifact directory has by a link."""
+        """Put these of the files below `work`, the artifact directory or a directory in it.
+
+        Those that the artifact directory has already become a second name of it. A link that lies where a file goes is
+        replaced, not followed.
+        """
+        inside = work.relative_to(self._directory)
         for label in labels:
-            place, blob = work / label, self._absent.get(label)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            blob = self._absent.get(label)
             if blob is None:
-                if not place.exists():
-                    place.hardlink_to(self._directory / label)
-            elif self._uses[blob] > 1:
-                shutil.copyfile(self._received[blob], place)
-            else:
-                self._received[blob].replace(place)
+                if inside.parts:
+                    self._tree.link(label, inside / label)
+                continue
+            self._uses[blob] -= 1
+            received = self._received[blob]
+            if self._uses[blob]:
+                received = received.with_suffix(".copy")
+                shutil.copyfile(self._received[blob], received)
+            self._tree.take(received, inside / label)
 
     def done(self) -> None:
         """All is placed."""
-        shutil.rmtree(self._incoming)
+        self._tree.remove(self._incoming)

@@ -142,8 +142,8 @@ def record_of(step: Step) -> Record | None:
 
 
 def blob_of(project: Project, path: Path) -> Blob:
-    """Of a file, which is read unless it is known as it is."""
-    sha256 = project.digests.sha256(path)
+    """Of a file of the artifact directory. It is read unless it is known as it is."""
+    sha256 = project.sha256(path.relative_to(project.directory).as_posix())
     if sha256 is None:
         raise UserError(f"{path} is gone: run the command again")
     return Blob(sha256, path.stat().st_size)
@@ -152,7 +152,9 @@ def blob_of(project: Project, path: Path) -> Blob:
 def is_here(project: Project, label: str, wanted: Blob) -> bool:
     """Whether a file of the artifact directory has this content."""
     path = project.directory / label
-    return path.is_file() and path.stat().st_size == wanted.size and project.digests.sha256(path) == wanted.sha256
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != wanted.size:
+        return False
+    return project.sha256(label) == wanted.sha256
 
 
 def fits_here(step: Step, record: Record) -> bool:

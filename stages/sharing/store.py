@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import stat
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -22,6 +21,7 @@ from llama_npu2.trust.envelopes import MAX_BYTES, own_key
 from llama_npu2.trust.keys import from_environment
 from stages.engine.digests import Digests
 from stages.engine.progress import Bar
+from stages.engine.tree import Tree
 from stages.sharing.records import Blob, canonical
 from stages.sharing.remotes import BLOCK, Remote
 
@@ -100,45 +100,46 @@ class Store:
                 raise UserError(f"{path} changed while it was sent: run the command again")
         return total
 
-    def receive(self, blobs: Iterable[Blob], directory: Path) -> dict[Blob, Path]:
-        """Files in `directory` with these contents, each compared with its digest. What was received of one before,
-        there, is not received again. One caller at a time. Raises UserError."""
+    def receive(self, blobs: Iterable[Blob], tree: Tree, inside: PurePath) -> dict[Blob, Path]:
+        """Files with these contents in the directory `inside` of a tree, each compared with its digest. What was
+        received of one before, there, is not received again. One caller at a time. Raises UserError."""
         wanted = list(dict.fromkeys(blobs))
-        directory.mkdir(parents=True, exist_ok=True)
+        with tree.opened(inside, create=True):
+            pass
+
+        def receive_one(blob: Blob) -> Path:
+            with os.fdopen(tree.open_own(inside / blob.sha256), "r+b") as file:
+                self._receive(blob, file, bar.update)
+            return tree.root / inside / blob.sha256
+
         with _progress("receiving", sum(blob.size for blob in wanted)) as bar:
-            paths = self.remote.parallel(lambda blob: self._receive(blob, directory / blob.sha256, bar.update), wanted)
+            paths = self.remote.parallel(receive_one, wanted)
         return dict(zip(wanted, paths, strict=True))
 
-    def _receive(self, blob: Blob, path: Path, moved: Callable[[int], object]) -> Path:
-        digest, start = _started(path)
+    def _receive(self, blob: Blob, file: BinaryIO, moved: Callable[[int], object]) -> None:
+        """Complete a file, of which a part may be there. One that turns out to be damaged is emptied."""
+        digest, start = _started(file)
         if start >= blob.size and digest.hexdigest() != blob.sha256:
-            path.unlink(missing_ok=True)
+            file.truncate(0)
             digest, start = hashlib.sha256(), 0
         moved(start)
-        with path.open("ab") as file, ThreadPoolExecutor(1) as hashing:
+        with ThreadPoolExecutor(1) as hashing:
             for block in self.remote.blocks(blob.name, start, blob.size):
                 hashed = hashing.submit(digest.update, block)
                 file.write(block)
                 hashed.result()
                 moved(len(block))
         if digest.hexdigest() != blob.sha256:
-            path.unlink()
+            file.truncate(0)
             raise Damaged(f"remote {self.remote.url}: {blob.name} is damaged: remove it there, and push it again")
-        return path
 
 
-def _started(path: Path) -> tuple[Any, int]:
-    """Digest and length of what there is of a file. What is no file of its own is removed: a link may have come along
-    with the directory, to be written through."""
+def _started(file: BinaryIO) -> tuple[Any, int]:
+    """Digest and length of what there is of a file."""
     digest, length = hashlib.sha256(), 0
-    with contextlib.suppress(FileNotFoundError):
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            path.unlink()
-    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            length += len(block)
+    while block := file.read(BLOCK):
+        digest.update(block)
+        length += len(block)
     return digest, length
 
 

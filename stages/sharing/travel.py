@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.errors import UserError
-from stages.engine.files import read_json, write_atomic
+from stages.engine.files import read_json
 from stages.engine.places import PULLED
 from stages.engine.steps import WORK, Project, Step
 from stages.sharing.arrivals import Arrivals
@@ -106,17 +105,16 @@ class Exchange:
         and the bytes that were received. Raises UserError; then the directory has no manifest, or is whole."""
         offer, project = self._newest(), self.project
         arrivals = Arrivals(self.store, project, offer.files, _PULL)
-        work = project.place((WORK / _PULL).as_posix())
+        tree = project.tree
         for label in {*self.beside} - offer.beside.keys():
-            (project.directory / label).unlink(missing_ok=True)
+            tree.remove_file(label)
         for run in offer.runs:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
+            work = tree.make_empty(WORK / _PULL)
             arrivals.place(run.outputs, work)
             project.commit(run.step, work, local_receipt(project, run, steps.get(run.step)))
-        shutil.rmtree(work, ignore_errors=True)
+        tree.remove(WORK / _PULL)
         arrivals.place(offer.beside.keys() & {*self.beside}, project.directory)
-        write_atomic(project.place(PULLED.as_posix()), canonical({"pushed": offer.pushed, "signer": offer.signer}))
+        tree.write(PULLED, canonical({"pushed": offer.pushed, "signer": offer.signer}))
         arrivals.done()
         project.prune([*(run.step for run in offer.runs), *offer.withheld])
         return offer, arrivals.nbytes

@@ -1,0 +1,52 @@
+"""Reading files that somebody else may have put there: nothing is waited for, nothing without end is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+LARGEST_JSON = 64 << 20
+"""Bytes of a JSON file that is read whole. The manifest of a model with a hundred layers has one MiB."""
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading.
+
+    A pipe, which would be waited for, and a device, which may have no end, are refused.
+
+    Args:
+        path: The file; a symbolic link is followed.
+
+    Returns:
+        A descriptor that the caller closes.
+
+    Raises:
+        OSError: The file cannot be opened, or it is no regular file (EINVAL).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path, most: int = LARGEST_JSON) -> bytes:
+    """Read a small regular file whole.
+
+    Args:
+        path: The file; a symbolic link is followed.
+        most: Bytes that it may have. A sparse file takes no disk, but it takes memory when it is read.
+
+    Raises:
+        OSError: The file cannot be read, is no regular file (EINVAL), or has more than `most` bytes (EFBIG).
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return content
