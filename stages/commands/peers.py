@@ -30,6 +30,7 @@ from stages.commands import gguf_file
 from stages.commands.transformers_model import load_transformers
 from stages.engine.files import content_digest
 from stages.engine.places import CHECKPOINT, ROOT, python_environment
+from stages.engine.tree import Tree
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
@@ -120,6 +121,9 @@ def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Itera
 
 
 def _converted(checkpoint: Checkpoint, kind: str, cache: Path) -> Path:
+    artifacts = cache.parents[2]
+    with Tree(artifacts).opened(cache.parent.relative_to(artifacts), create=True):
+        pass  # no link leads to where files are written
     plain, made = (cache.with_name(f"{cache.name}-{each}.gguf") for each in (gguf_file.PLAIN, kind))
     if not (plain.exists() or made.exists()):
         gguf_file.write_gguf(checkpoint, plain)

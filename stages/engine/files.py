@@ -7,6 +7,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,14 @@ def write_atomic(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
         raise
+
+
+def require_space(directory: Path, needed: int, what: str) -> None:
+    """Raise UserError if the disk that `directory` is on, or will be, has fewer than `needed` bytes for `what`."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise UserError(f"{what} needs {needed / 1e9:.1f} GB in {there}, {free / 1e9:.1f} GB are free: make room")
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ CALIBRATION = Path("build/calibration.json")
 WEIGHTS = Path("build/weights.json")
 """Which weight was packed where."""
 MODULES = Path("build/modules")
+LOGS = Path("build/logs")
+"""What compilers of programs said."""
 INCOMING = Path("build/incoming")
 """What is being received from a remote."""
 PULLED = Path("build/pulled.json")

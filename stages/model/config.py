@@ -15,6 +15,13 @@ from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_RO
 
 _TOO_LARGE = 1 << 31
 """For a size or a position."""
+MOST_LAYERS = 1 << 12
+MOST_TOKENS = 1 << 24
+"""Entries of a vocabulary."""
+LARGEST_TABLE = 4 << 30
+"""Bytes of the table of rotations: 8 million positions of heads of 128."""
+_TABLE_ROWS = 1 << 13
+"""Rows of that table that are computed at a time, in double precision."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,23 @@ class ConfigFields:
             if name in self.values and self.values[name] not in values:
                 raise self.fail(name, f"only {json.dumps(values[0])} is supported")
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = _TOO_LARGE - 1) -> int:
         value = self.values.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _TOO_LARGE:
-            raise self.fail(name, "must be a positive integer, and below 2^31")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            limit = "below 2^31" if most == _TOO_LARGE - 1 else f"at most {most}"
+            raise self.fail(name, f"must be a positive integer, and {limit}")
         return value
+
+    def positions(self, head_dim: int) -> int:
+        """`max_position_embeddings`, bounded by the size of the table of rotations that follows from it."""
+        positions = self.integer("max_position_embeddings", 2048)
+        most = LARGEST_TABLE // (head_dim * np.dtype(np.float32).itemsize)
+        if positions > most:
+            raise self.fail(
+                "max_position_embeddings", f"must be at most {most}, or the table of rotations is too large"
+            )
+        return positions
 
     def group_size(self, name: str) -> int | None:
         """Values that share a scale; None, which files also write as -1: a whole row."""
@@ -195,10 +213,13 @@ def position_rows(first: int, count: int) -> np.ndarray:
 
 def rope_table(config: Config, positions: int) -> np.ndarray:
     """Float32 `[positions, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
-    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
+    inverse, half = inverse_frequencies(config), config.head_dim // 2
     table = np.empty((positions, config.head_dim), np.float32)
-    table[:, : config.head_dim // 2] = np.cos(angles)
-    table[:, config.head_dim // 2 :] = np.sin(angles)
+    for first in range(0, positions, _TABLE_ROWS):
+        rows = table[first : first + _TABLE_ROWS]
+        angles = np.arange(first, first + len(rows), dtype=np.float64)[:, None] * inverse
+        rows[:, :half] = np.cos(angles)
+        rows[:, half:] = np.sin(angles)
     return table
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from llama_npu2.errors import UserError, first_line
 from llama_npu2.regular import read_regular
-from stages.engine.files import atomic_directory, read_json, write_json
+from stages.engine.files import atomic_directory, read_json, require_space, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.engine.progress import Bar
 from stages.engine.turn import Turn
@@ -269,6 +269,7 @@ class RandomSource:
         config = self.config
         if self._made:
             return self.directory
+        require_space(self.directory, safetensors_bytes(random_tensors(config)), f"model=random:{self.name}")
         with (
             Turn(lock_file(self.directory.parents[1], self.name)),
             atomic_directory(self.directory, GENERATED) as temporary,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.model.config import Config, ConfigFields
+from stages.model.config import MOST_LAYERS, MOST_TOKENS, Config, ConfigFields
 from stages.model.families import Family
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
@@ -69,16 +69,16 @@ def parse(fields: ConfigFields) -> Config:
         raise fields.fail("num_key_value_heads", f"must divide num_attention_heads = {heads}")
     if head_dim % 2:
         raise fields.fails("head_dim", head_dim, "must be even, rotary embedding pairs its halves")
-    max_seq = fields.integer("max_position_embeddings", 2048)
+    max_seq = fields.positions(head_dim)
     theta, scaling = fields.rope(max_seq, ROPE_TYPES)
     if scaling.factors and len(scaling.factors) != head_dim // 2:
         raise fields.fail("rope_scaling", f"must have {head_dim // 2} factors, one for each pair of head_dim")
-    vocab = fields.integer("vocab_size")
+    vocab = fields.integer("vocab_size", most=MOST_TOKENS)
     return Config(
         vocab=vocab,
         emb=emb,
         ffn=fields.integer("intermediate_size"),
-        layers=fields.integer("num_hidden_layers"),
+        layers=fields.integer("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

@@ -149,7 +149,7 @@ def _files(directory: Path) -> list[Path]:
         return _indexed(index)
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    there = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors")
+    there = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors" and p.is_file())
     if len(there) == 1:
         return there
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))

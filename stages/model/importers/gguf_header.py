@@ -6,6 +6,7 @@ Read here and not with the `gguf` package, whose reader allocates what a damaged
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.regular import open_regular
 
 VERSIONS = (2, 3)
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -41,7 +43,10 @@ class Header:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._data:
+            with (
+                os.fdopen(open_regular(path), "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self._data,
+            ):
                 self._at = 0
                 self.metadata, self.tensors = self._read()
         except ValueError:

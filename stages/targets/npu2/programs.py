@@ -18,9 +18,11 @@ from llama_npu2.devices.xrt.limits import RUNS_SHARE, heap_bytes
 from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
-from stages.engine.files import read_json, write_atomic, write_json
+from stages.engine.files import read_json, write_json
 from stages.engine.objects import complaint, linked
+from stages.engine.places import LOGS
 from stages.engine.progress import say
+from stages.engine.tree import Tree
 from stages.targets.npu2.kernel_name import instructions, kernel_name, rename
 from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
@@ -67,12 +69,12 @@ def write_program(module: Path, library: str, work: Path, time_limit: int = TIME
     about, objects = read_json(module.with_suffix(".json")), linked(module)
     job = Job(library, module.read_text(), about["function"], about["options"], objects)
     scratch = work / "aircc"
-    log, told = make(job, scratch, module.parents[1] / "logs" / f"{library}.log", time_limit)
+    log, told = make(job, scratch, module.parents[2] / LOGS / f"{library}.log", time_limit)
     (work / "elf").mkdir(exist_ok=True)
     (scratch / ELF).rename(work / "elf" / f"{library}{SUFFIX}")
     # A dot in the name is a bucket, not a suffix.
     write_json(work / "elf" / f"{library}.json", told)
-    write_atomic(work / "build/logs" / f"{library}.log", log.encode())
+    Tree(work).write(LOGS / f"{library}.log", log.encode())
     shutil.rmtree(scratch)
     return list(objects.values())
 
@@ -114,9 +116,15 @@ def _audited(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = F
         size = instructions(scratch / INTERMEDIATE, job.function).stat().st_size
         limits.require(job.program, "bytes of the NPU's heap for runs", heap_bytes(size), RUNS_SHARE)
     except UserError as error:
-        write_atomic(failed_log, f"{log}\n{error}\n".encode())
+        _leave_log(failed_log, f"{log}\n{error}\n")
         raise UserError(f"{error}: the whole log is {failed_log}") from None
     return findings
+
+
+def _leave_log(path: Path, log: str) -> None:
+    """Write the log of what failed into the artifact directory (`LOGS` in it), which may have come from elsewhere."""
+    directory = path.parents[len(LOGS.parts)]
+    Tree(directory).write(path.relative_to(directory), log.encode())
 
 
 def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> str:
@@ -139,7 +147,7 @@ def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT
     if problem is None:
         return log
     header = f"{' '.join(command_line(job))}\nended with {status} after {time.monotonic() - started:.0f} s\n\n"
-    write_atomic(failed_log, (header + log).encode())
+    _leave_log(failed_log, header + log)
     raise UserError(f"{job.program}: {problem}: the whole log is {failed_log}")
 
 
