@@ -22,7 +22,7 @@ from tests.fuzz.guarded import GuardedDevice
 from tests.fuzz.mutate import mutated_bytes, mutated_json
 from tests.fuzz.parsers import ARTIFACTS, PARSERS, Parser, Run
 
-COUNT = {"manifest": 60, "plan": 60, "template": 60}
+COUNT = {"artifacts": 120, "manifest": 60, "plan": 60, "template": 60}
 """Inputs; 150 of the others, which take less time."""
 
 

@@ -33,7 +33,7 @@ from stages.engine.durations import Durations
 from stages.engine.files import content_digest, content_sha256, fsync_path
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.progress import running
-from stages.engine.tree import Tree
+from stages.engine.tree import Linked, Tree
 from stages.engine.turn import Turn
 from stages.engine.vouching import MAC, Vouching, is_native
 
@@ -98,8 +98,21 @@ class Project:
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """The directory as what is changed without following a link: it may have come from elsewhere."""
-        return Tree(self.directory)
+        """The directory as what is changed without following a link: it may have come from elsewhere.
+
+        It may be a link itself, as may its model's directory, which then leads to artifacts on a larger disk. Raises
+        Linked where it leads to something else, which must not be written over.
+        """
+        tree = Tree(self.directory)
+        if (self.directory.is_symlink() or self.directory.parent.is_symlink()) and not self._may_be_built(tree):
+            raise Linked(f"{self.directory} leads through a link to what is not an artifact directory: remove the link")
+        return tree
+
+    def _may_be_built(self, tree: Tree) -> bool:
+        """Whether a directory is empty, or holds what builds leave."""
+        built = any(load_receipt(self.directory / RECEIPTS / name) for name in tree.names(RECEIPTS))
+        stopped = {*tree.names()} <= {"build"} and {*tree.names("build")} <= {WORK.name, INCOMING.name}
+        return built or stopped
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
@@ -183,9 +196,12 @@ class Project:
 
     def _holds(self, label: str, digest: str, made: Path) -> bool:
         """Whether an output is there already. For native code a digest that can be forged does not do."""
+        there = self.directory / label
+        if not there.is_file() or there.stat().st_size != made.stat().st_size:
+            return False
         if is_native(label):
             return self.sha256(label) == content_sha256(made)
-        return self.digests.of(self.directory / label) == digest
+        return self.digests.of(there) == digest
 
 
 def file_name(step: str) -> str:
@@ -315,10 +331,11 @@ class Step:
     def _output_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
         for label, digest in receipt["outputs"].items():
             path, size = self.project.directory / label, receipt.get("sizes", {}).get(label)
-            found = self._digest(path)
-            here = path.stat().st_size if found else 0
-            if found != digest or size not in (None, here):
-                yield output_change(label, digest, found, (size, here))
+            here = path.stat().st_size if path.is_file() else None
+            # A file of another size is another file, however long it would take to read.
+            found = self._digest(path) if here is None or size in (None, here) else f"{here} bytes"
+            if found != digest:
+                yield output_change(label, digest, found, (size, here or 0))
 
     def why_stale(self) -> str | None:
         """The first reason to run, or None if the step is current."""

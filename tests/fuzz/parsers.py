@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
+import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,7 +18,9 @@ from pathlib import Path
 from random import Random
 
 from llama_npu2.errors import UserError
+from llama_npu2.trust import envelopes
 from tests.fuzz.mutate import mutated_bytes, mutated_json
+from tests.hostile import Refused, World
 
 CORPUS = Path(__file__).with_name("corpus")
 ARTIFACTS = "LLAMA_NPU2_FUZZED"
@@ -423,7 +429,76 @@ def _conversation(scratch: Path) -> Iterator[Run]:
     yield run
 
 
+@functools.cache
+def _world() -> World:
+    """A built directory among documents, pushed to a remote. Raises UserError."""
+    from tests.conftest import write_checkpoint
+    from tests.hostile import ACTIONS, compile_all, reply
+
+    manifests()  # raises UserError
+    world = World(Path(_held.enter_context(tempfile.TemporaryDirectory(prefix="fuzzed-"))))
+    write_checkpoint(world.checkpoint)
+    objects = Path(os.environ[ARTIFACTS].split(":")[0]).parents[1] / ".cache/objects"
+    shutil.copytree(objects, world.artifacts / ".cache/objects")
+    with contextlib.redirect_stdout(io.StringIO()):
+        envelopes.own_key()
+        compile_all(world)
+        ACTIONS["push"](world)
+    (world.root / "expected").write_text(reply(world))
+    shutil.copytree(world.directory, world.documents)
+    return world
+
+
+_held = contextlib.ExitStack()
+atexit.register(_held.close)
+
+
+def _json_below_artifacts() -> dict[str, bytes]:
+    """Every one but for those of kernels that this model does not need, by its path."""
+    world = _world()
+    paths = [path for path in sorted(world.artifacts.rglob("*")) if path.suffix in (".json", ".local", ".sig")]
+    cached = [path for path in paths if ".cache" in path.parts]
+    others = [path for path in paths if ".cache" not in path.parts]
+    return {path.relative_to(world.artifacts).as_posix(): path.read_bytes() for path in (*others, *cached[:3])}
+
+
+@contextlib.contextmanager
+def _commands(scratch: Path) -> Iterator[Run]:
+    """A command on a directory of which one file is damaged: which one, the damaged content decides. What is done is
+    right, and nothing outside changes."""
+    from tests.hostile import ACTIONS, compile_all, run
+
+    pristine = _world()
+    manifest = (pristine.directory / "manifest.json").read_bytes()
+
+    def act(name: str, content: bytes) -> None:
+        world = pristine.copy(scratch / "world")
+        try:
+            path = world.artifacts / name
+            path.unlink()
+            path.write_bytes(content)
+            before, action = world.outside(), _COMMANDS[zlib.crc32(content) % len(_COMMANDS)]
+            try:
+                ACTIONS[action](world)
+                if action in ("compile", "pull"):
+                    compile_all(world)
+                    assert (world.directory / "manifest.json").read_bytes() == manifest
+                    run(world)
+            except Refused as error:
+                raise UserError(str(error)) from None
+            finally:
+                assert world.outside() == before
+        finally:
+            shutil.rmtree(scratch / "world")
+
+    yield act
+
+
+_COMMANDS = ("run", "compile", "why", "gc", "pull")
+
+
 PARSERS = {
+    "artifacts": Parser(_commands, _json_below_artifacts, damaged_json),
     "manifest": Parser(_load_and_run, manifests, damaged_json),
     "gguf": Parser(_gguf, files("gguf"), mutated_bytes),
     "safetensors": Parser(_in_checkpoint("model.safetensors"), files("safetensors"), mutated_bytes),
