@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
+import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -276,3 +278,235 @@ def test_payloads_that_are_no_offer(payload: bytes, url: str, pushed: Machine, t
     open_remote(url).put({offer_name(url): trust.sign(payload, "artifacts")})
     become("ben")
     refused(Machine(tmp_path / "b"), url, "")
+
+
+# What somebody who can write to a shared folder may have put there
+
+
+@pytest.fixture
+def folder(tmp_path: Path, become: Become) -> Path:
+    """A shared folder that anna pushed to; ben, who trusts her, is at work. Beside it lie his documents."""
+    key = become("anna")
+    one = Machine(tmp_path / "a")
+    one.build()
+    shared = tmp_path / "shared"
+    one.push(str(shared))
+    become("ben")
+    trust.add_key(key, "Anna")
+    documents = tmp_path / "documents"
+    for name in ("letter", "0" * 32, "sha256/aa/x", "model/cpu/x.json"):
+        (documents / name).parent.mkdir(parents=True, exist_ok=True)
+        (documents / name).write_text("mine")
+        os.utime(documents / name, (0, 0))
+    return shared
+
+
+def all_below(directory: Path) -> dict[str, tuple[float, bytes]]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime, path.read_bytes()) for path in files}
+
+
+FOLDERS = ("unfinished", "objects", "objects/sha256", "artifacts", "artifacts/model", "artifacts/model/cpu", "steps")
+
+
+@pytest.mark.parametrize("act", ["push", "pull", "push and pull"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_link_in_a_shared_folder_leads_nowhere(name: str, act: str, folder: Path, tmp_path: Path) -> None:
+    """What lies behind it is neither removed nor written over nor added to."""
+    path = folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.symlink_to(tmp_path / "documents")
+    before = all_below(tmp_path / "documents")
+    machine = Machine(tmp_path / "b")
+    for each in act.split(" and "):
+        machine.build()
+        with contextlib.suppress(UserError):
+            getattr(machine, each)(str(folder))
+    assert all_below(tmp_path / "documents") == before
+
+
+def test_a_push_names_the_link(folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder / "unfinished", ignore_errors=True)
+    (folder / "unfinished").symlink_to(tmp_path / "documents")
+    machine = Machine(tmp_path / "b")
+    machine.build()
+    with pytest.raises(UserError, match="lies behind a link out of"):
+        machine.push(str(folder))
+
+
+def test_only_own_leftovers_are_removed(folder: Path, tmp_path: Path) -> None:
+    unfinished = folder / "unfinished"
+    unfinished.mkdir(exist_ok=True)
+    (unfinished / ("a" * 32)).write_text("left")
+    (unfinished / "letter").write_text("mine")
+    (unfinished / ("b" * 32)).mkdir()
+    os.mkfifo(unfinished / ("c" * 32))
+    for path in unfinished.iterdir():
+        os.utime(path, (0, 0))
+    machine = Machine(tmp_path / "b")
+    machine.build()
+    machine.push(str(folder))
+    assert {path.name[:1] for path in unfinished.iterdir()} == {"l", "b", "c"}
+
+
+def instead(folder: Path, pattern: str, make: Callable[[Path], object]) -> None:
+    for path in [path for path in folder.glob(pattern) if path.is_file()]:
+        path.unlink()
+        make(path)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+IN_PLACE: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "sparse file": sparse,
+    "empty file": Path.touch,
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+@pytest.mark.parametrize("what", ["artifacts/*/*/*.json", "objects/*/*/*", "steps/*/*/*.json"])
+def test_other_things_in_the_place_of_files(
+    what: str, kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pull is refused in one line or right, at once; a push afterwards ends too."""
+    monkeypatch.setattr("stages.sharing.remotes._FIRST_PAUSE", 0)
+    instead(folder, what, IN_PLACE[kind])
+    machine = Machine(tmp_path / "b")
+    for act in (machine.pull, machine.push):
+        try:
+            act(str(folder))
+        except UserError as error:
+            assert str(error).isprintable()
+        machine.build()
+
+
+def test_an_object_of_wrong_content_is_mended_by_the_next_push(folder: Path, tmp_path: Path, become: Become) -> None:
+    (damaged, *_) = sorted(path for path in folder.glob("objects/*/*/*") if path.stat().st_size)
+    right = damaged.read_bytes()
+    damaged.write_bytes(bytes([right[0] ^ 1]) + right[1:])
+    become("anna")
+    Machine(tmp_path / "a").push(str(folder))
+    assert damaged.read_bytes() == right
+    become("ben")
+    Machine(tmp_path / "b").pull(str(folder))
+
+
+def second_signer(folder: Path, tmp_path: Path, become: Become) -> Path:
+    """carl, whom ben trusts as well, pushed the same; returns the file of his offer."""
+    before = set(folder.glob("artifacts/*/*/*.json"))
+    key = become("carl")
+    machine = Machine(tmp_path / "c")
+    machine.build()
+    machine.push(str(folder))
+    become("ben")
+    trust.add_key(key, "Carl")
+    (offer,) = set(folder.glob("artifacts/*/*/*.json")) - before
+    return offer
+
+
+@pytest.mark.parametrize("kind", [*IN_PLACE, "malformed offer"])
+def test_one_bad_offer_hides_no_other(
+    kind: str, folder: Path, tmp_path: Path, become: Become, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer = second_signer(folder, tmp_path, become)
+    offer.unlink()
+    if kind == "malformed offer":
+        become("carl")
+        offer.write_bytes(trust.sign(b'{"pushed": "9999"}', "artifacts"))
+        become("ben")
+    else:
+        IN_PLACE[kind](offer)
+    machine = Machine(tmp_path / "b")
+    machine.pull(str(folder))
+    assert machine.build() == []
+
+
+def test_what_does_not_fit_is_not_received(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("stages.engine.files.shutil.disk_usage", lambda path: usage._replace(free=1))
+    with pytest.raises(UserError, match=r"needs .* GB in .*, 0.0 GB are free"):
+        Machine(tmp_path / "b").pull(str(folder))
+
+
+# What a web server may do
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Lists folders without end, sends a byte now and then, or nothing at all, by the first part of the path."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 62))
+        self.send_header("Accept-Ranges", "bytes" if "/ranges" in self.path else "none")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        if "/deep" in self.path:
+            return self._page('<a href="more/">more</a>')
+        if "/wide" in self.path:
+            return self._page("".join(f'<a href="{i}/">x</a>' for i in range(3000)))
+        if "/large" in self.path:
+            return self._page("x" * (8 << 20))
+        if "/silent" in self.path:
+            time.sleep(3)
+            return None
+        self.send_response(206 if "/ranges" in self.path else 200)
+        self.send_header("Content-Length", str(1 << 20))
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(30):
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.1)
+        return None
+
+    def _page(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    started = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    started.daemon_threads = True
+    threading.Thread(target=started.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{started.server_port}"
+    started.shutdown()
+    started.server_close()
+
+
+@pytest.mark.parametrize("kind", ["drip", "ranges", "silent"])
+def test_a_server_that_never_ends(kind: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.sharing.remotes._STALL", 0.5)
+    monkeypatch.setattr("stages.sharing.remotes._SLOWEST", 1 << 20)
+    remote, started = open_remote(f"{server}/{kind}"), time.monotonic()
+    with pytest.raises(RemoteError):
+        remote.read("artifacts/x", 1 << 16)
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(("kind", "complaint"), [("wide", "lists more than 20 pages"), ("large", "more than 4194304")])
+def test_a_server_that_lists_without_end(
+    kind: str, complaint: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.sharing.remotes._MOST_PAGES", 20)
+    with pytest.raises(RemoteError, match=complaint):
+        open_remote(f"{server}/{kind}").names("artifacts")
+
+
+def test_links_that_lead_deeper_are_followed_four_times(server: str) -> None:
+    assert open_remote(f"{server}/deep").names("artifacts") == []

@@ -8,6 +8,7 @@ that was opened. A link that is put there in the meantime leads nowhere either.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -71,6 +72,20 @@ class Tree:
         """Raise `Linked` if one of the directories above `path` is a link. Those that are missing are no harm."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.opened(PurePath(path).parent):
             pass
+
+    def open_regular(self, path: str | PurePath) -> int:
+        """Open a regular file for reading; returns a descriptor that the caller closes.
+
+        A link, a pipe or a device is refused with an OSError: nothing is waited for.
+        """
+        path = PurePath(path)
+        with self.opened(path.parent) as directory:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path.name, flags, dir_fd=directory)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "is not a regular file", str(self.root / path))
+        return descriptor
 
     def open_own(self, path: str | PurePath) -> int:
         """Open a file to write on at its end, made if there is none; returns a descriptor that the caller closes.

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urldefrag, urljoin
 from uuid import uuid4
 
 from llama_npu2.errors import UserError, first_line
 from stages.engine.files import fsync_path
+from stages.engine.tree import Tree
 
 BLOCK = 8 << 20
 """Bytes that are moved at a time. Whole huge pages: what is written in such pieces is mapped as them."""
@@ -28,6 +33,18 @@ _FIRST_PAUSE = 0.5
 """Seconds; doubled from one attempt to the next."""
 _ABANDONED = 24 * 3600
 """Seconds until an upload that was not finished is removed."""
+
+_STALL = 30.0
+"""Seconds without a byte after which a transfer has failed, and that any transfer may take."""
+_SLOWEST = 16 << 10
+"""Bytes per second that a web server must send. Less is taken for one that never ends."""
+_DEEPEST = 4
+"""Folders below the root: `objects/sha256/aa/...`, `artifacts/<model>/<directory>/<signer>.json`."""
+_MOST_NAMES = 100_000
+_MOST_PAGES = 1000
+_LARGEST_PAGE = 4 << 20
+"""Bytes of a web server's list of files."""
+_OURS = re.compile(r"[0-9a-f]{32}")
 
 _PATHS = 500
 """Files that the hub is asked about at once."""
@@ -132,11 +149,24 @@ class Remote:
             self._files.rm_file(self._path(name))
 
     def names(self, prefix: str) -> list[str]:
-        """Files below a prefix, where a remote can list them. RemoteError."""
+        """List the files below a prefix, `_DEEPEST` folders deep, where a remote can list them.
+
+        Raises RemoteError, also where there are more than `_MOST_NAMES`.
+        """
         with self._explained(), contextlib.suppress(FileNotFoundError):
-            found = self._files.find(self._path(prefix))
-            return sorted(str(path).removeprefix(self._root).lstrip("/") for path in found)
+            paths = list(itertools.islice(self._listed(prefix), _MOST_NAMES + 1))
+            if len(paths) > _MOST_NAMES:
+                raise RemoteError(f"remote {self.url}: lists more than {_MOST_NAMES} files below {prefix or '/'}")
+            return sorted(path.removeprefix(self._root).lstrip("/") for path in paths)
         return []
+
+    def _listed(self, prefix: str) -> Iterator[str]:
+        """Yield the paths of the files below a prefix."""
+        yield from map(str, self._files.find(self._path(prefix), maxdepth=_DEEPEST))
+
+    def local(self, name: str) -> Path | None:
+        """Where a file of the remote lies on this machine's file systems; None for what is reached otherwise."""
+        return None
 
     def parallel(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
         """`work` for each item, as many at once as a remote likes."""
@@ -158,35 +188,86 @@ class Remote:
 
 
 class Folder(Remote):
-    """A directory, also one that several machines mount."""
+    """A directory, also one that several machines mount. Others may write to it, so no link below it is followed."""
+
+    @cached_property
+    def _tree(self) -> Tree:
+        return Tree(Path(self._root))
+
+    def _beginning(self, name: str, length: int) -> bytes:
+        with os.fdopen(self._tree.open_regular(name), "rb") as file:
+            return file.read(length)
+
+    def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        with os.fdopen(self._tree.open_regular(name), "rb") as file:
+            file.seek(start)
+            while start < end and (block := file.read(min(BLOCK - start % BLOCK, end - start))):
+                start += len(block)
+                yield block
+
+    def missing(self, sizes: Mapping[str, int]) -> set[str]:
+        def is_absent(name: str) -> bool:
+            with self._explained(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                status = self._tree.status(name)
+                return not stat.S_ISREG(status.st_mode) or status.st_size != sizes[name]
+            return True
+
+        return set(filter(is_absent, sizes))
+
+    def remove(self, name: str) -> None:
+        with self._explained():
+            self._tree.remove_file(name)
+
+    def local(self, name: str) -> Path | None:
+        with self._explained():
+            self._tree.check(name)
+        return Path(self._path(name))
+
+    def _listed(self, prefix: str) -> Iterator[str]:
+        return (self._path(path.as_posix()) for path in self._tree.files(prefix))
 
     def _write(self, path: str, content: Path | bytes) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._unfinished / uuid4().hex
+        name = path.removeprefix(self._root).lstrip("/")
+        self._tree.check(name)
+        unfinished = f"{self._unfinished}/{uuid4().hex}"
         try:
             with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as source:
-                with unfinished.open("xb") as file:
+                with os.fdopen(self._tree.open_own(unfinished), "r+b") as file:
                     while block := source.read(BLOCK):
                         file.write(block)
                     file.flush()
                     os.fsync(file.fileno())
-            unfinished.replace(target)
-            fsync_path(target.parent)
+            self._tree.take(Path(self._path(unfinished)), name)
+            fsync_path(Path(path).parent)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._tree.remove_file(unfinished)
             raise
 
     @cached_property
-    def _unfinished(self) -> Path:
-        """Where files are until they are whole, without those of processes that did not live to see it."""
-        directory = Path(self._root) / "unfinished"
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _ABANDONED:
-                    path.unlink()
-        return directory
+    def _unfinished(self) -> str:
+        """The folder of files that are not whole yet. Those of processes that did not live to see it are removed: files
+        with names that `_write` gives, and nothing else that somebody put there."""
+        folder = "unfinished"
+        with self._tree.opened(folder, create=True):
+            pass
+        for name in filter(_OURS.fullmatch, self._tree.names(folder)):
+            with contextlib.suppress(OSError):
+                status = self._tree.status(f"{folder}/{name}")
+                if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _ABANDONED:
+                    self._tree.remove_file(f"{folder}/{name}")
+        return folder
+
+
+class _Links(HTMLParser):
+    """Collects where the links of a page lead to, in `targets`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.targets += [value for name, value in attrs if tag == "a" and name == "href" and value]
 
 
 class Site(Remote):
@@ -200,6 +281,56 @@ class Site(Remote):
     def _beginning(self, name: str, length: int) -> bytes:
         """In blocks: what a server sends may have no end, whatever it was asked for."""
         return b"".join(self._run(name, 0, length))
+
+    def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """As in a Remote, but that a block may take no longer than `_SLOWEST` lets it: a server may send a byte now and
+        then for ever, which no timeout between two bytes sees."""
+        from fsspec.asyn import sync
+
+        with self._files.open(self._path(name), "rb", block_size=BLOCK, cache_type="none") as file:
+            fetch = getattr(file, "async_fetch_range", None)
+            if fetch is None:  # the server knows no ranges, and what has arrived is read as it comes
+                yield from self._stream(file, name, start, end)
+                return
+            end = min(end, file.size)
+            while start < end:
+                until = min(start - start % BLOCK + BLOCK, end)
+                block = sync(self._files.loop, fetch, start, until, timeout=_STALL + (until - start) / _SLOWEST)
+                if not block:
+                    return
+                # A server may send more than it was asked for.
+                block = block[: until - start]
+                start += len(block)
+                yield block
+
+    def _stream(self, file: Any, name: str, start: int, end: int) -> Iterator[bytes]:
+        begun, position, block = time.monotonic(), 0, b""
+        while position < end and (block := file.read(min(BLOCK, end - position))):
+            position += len(block)
+            if position > start:
+                yield block[max(0, len(block) - (position - start)) :]
+            if time.monotonic() - begun > _STALL + position / _SLOWEST:
+                raise RemoteError(f"remote {self.url}: {name} arrives at less than {_SLOWEST} bytes/s")
+
+    def _listed(self, prefix: str) -> Iterator[str]:
+        """Follow the links of pages to what lies below them, `_DEEPEST` folders deep."""
+        top = f"{self._path(prefix)}/"
+        pages, seen = [(top, 0)], {top}
+        for page, depth in pages:
+            if len(seen) > _MOST_NAMES:
+                raise RemoteError(f"remote {self.url}: its pages link to more than {_MOST_NAMES} others")
+            if depth and not page.endswith("/"):
+                yield page
+                continue
+            content = self.read(page.removeprefix(f"{self._root}/"), _LARGEST_PAGE)
+            links = _Links()
+            links.feed((content or b"").decode(errors="replace"))
+            for target in (urldefrag(urljoin(page, link)).url for link in links.targets):
+                if target.startswith(page) and target not in seen and depth < _DEEPEST:
+                    seen.add(target)
+                    pages.append((target, depth + 1))
+            if len(pages) > _MOST_PAGES and sum(each.endswith("/") for each, _ in pages) > _MOST_PAGES:
+                raise RemoteError(f"remote {self.url}: lists more than {_MOST_PAGES} pages below {prefix or '/'}")
 
 
 class Hub(Remote):
@@ -238,11 +369,13 @@ class Hub(Remote):
         from huggingface_hub.errors import RepositoryNotFoundError
 
         found: dict[str, int] = {}
+        """Sizes by path, of files that hold what their names say as far as the hub says what they hold."""
         with self._explained(), contextlib.suppress(RepositoryNotFoundError):
             names = list(sizes)
             for first in range(0, len(names), _PATHS):
                 paths = [self._in_repository(name) for name in names[first : first + _PATHS]]
-                found |= {info.path: info.size for info in self._api.get_paths_info(paths=paths, **self._place)}
+                infos = self._api.get_paths_info(paths=paths, **self._place)
+                found |= {info.path: info.size for info in infos if _holds_its_name(info)}
         return {name for name, size in sizes.items() if found.get(self._in_repository(name)) != size}
 
     def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
@@ -272,14 +405,30 @@ class Hub(Remote):
         return f"{self._prefix}/{name}".lstrip("/")
 
 
+def _holds_its_name(info: Any) -> bool:
+    """Whether the hub's own SHA-256 of a file, where it has one, is that of the object's name."""
+    sha256 = getattr(getattr(info, "lfs", None), "sha256", None)
+    return sha256 is None or "objects/sha256/" not in info.path or info.path.replace("/", "").endswith(sha256)
+
+
 def _size(content: Path | bytes) -> int:
     return content.stat().st_size if isinstance(content, Path) else len(content)
 
 
 _KINDS: dict[str, type[Remote]] = {"file": Folder, "local": Folder, "http": Site, "https": Site, "hf": Hub}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}, "use_listings_cache": False}
-}
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """What a file system is opened with, below what the user configured."""
+    if protocol == "s3":
+        return {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}, "use_listings_cache": False}
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=10, sock_read=_STALL)}}
+    return {}
+
+
 _KNOWN = "give a directory, file://, s3://, https:// or hf://ORG/NAME"
 _PACKAGES = "pip install -e '.[share]'"
 
@@ -307,7 +456,7 @@ def open_remote(url: str) -> Remote:
     from fsspec.core import url_to_fs
 
     try:
-        files, root = url_to_fs(url, **(_OPTIONS.get(protocol, {}) | conf.get(protocol, {})))
+        files, root = url_to_fs(url, **(_options(protocol) | conf.get(protocol, {})))
     except Exception as error:
         raise RemoteError(f"remote {url}: {first_line(error)}: {_KNOWN}") from None
     return _KINDS.get(protocol, Remote)(url, files, root)

@@ -20,10 +20,11 @@ from llama_npu2.trust import sign, trusted_keys, verify
 from llama_npu2.trust.envelopes import MAX_BYTES, own_key
 from llama_npu2.trust.keys import from_environment
 from stages.engine.digests import Digests
+from stages.engine.files import require_space
 from stages.engine.progress import Bar
 from stages.engine.tree import Tree
 from stages.sharing.records import Blob, canonical
-from stages.sharing.remotes import BLOCK, Remote
+from stages.sharing.remotes import BLOCK, Remote, RemoteError
 
 _FINGERPRINT = "SHA256:"
 _STRANGERS = 16
@@ -54,11 +55,19 @@ class Store:
         """What trusted signers say under a name; others are not asked for. An entry that is damaged counts as absent,
         with a line that says so. Raises RemoteError."""
 
-        def read(signer: str) -> bytes | None:
-            return self.remote.read(f"{name}/{signer}.json", MAX_BYTES)
+        def read(signer: str) -> bytes | RemoteError | None:
+            try:
+                return self.remote.read(f"{name}/{signer}.json", MAX_BYTES)
+            except RemoteError as error:
+                return error
 
-        found = self.remote.parallel(read, _trusted())
-        return [entry for data in found if data is not None for entry in self._opened(name, data)]
+        contents = self.remote.parallel(read, _trusted())
+        failures = [content for content in contents if isinstance(content, RemoteError)]
+        if failures and len(failures) == len(contents):
+            raise failures[0]
+        for failure in failures:  # one signer's file hides no other's
+            warn(f"not used: {failure}")
+        return [entry for content in contents if isinstance(content, bytes) for entry in self._opened(name, content)]
 
     def own(self, name: str) -> dict[str, Any] | None:
         """What this user says there. Raises RemoteError."""
@@ -90,6 +99,7 @@ class Store:
     def send(self, files: Mapping[Blob, Path]) -> int:
         """Write the contents that are not there; returns their bytes. Raises UserError."""
         absent = self.remote.missing({blob.name: blob.size for blob in files})
+        absent |= {blob.name for blob in files if self._is_damaged(blob)}
         new = {blob: path for blob, path in files.items() if blob.name in absent}
         total = sum(blob.size for blob in new)
         with _progress("sending", total) as bar:
@@ -100,12 +110,18 @@ class Store:
                 raise UserError(f"{path} changed while it was sent: run the command again")
         return total
 
+    def _is_damaged(self, blob: Blob) -> bool:
+        """Whether the remote has an object that is not what its name says, where that can be seen on this machine."""
+        path = self.remote.local(blob.name)
+        return path is not None and self.digests.sha256(path) not in (None, blob.sha256)
+
     def receive(self, blobs: Iterable[Blob], tree: Tree, inside: PurePath) -> dict[Blob, Path]:
         """Files with these contents in the directory `inside` of a tree, each compared with its digest. What was
         received of one before, there, is not received again. One caller at a time. Raises UserError."""
         wanted = list(dict.fromkeys(blobs))
         with tree.opened(inside, create=True):
             pass
+        require_space(tree.root / inside, sum(blob.size for blob in wanted), f"what comes from {self.remote.url}")
 
         def receive_one(blob: Blob) -> Path:
             with os.fdopen(tree.open_own(inside / blob.sha256), "r+b") as file:
@@ -131,7 +147,8 @@ class Store:
                 moved(len(block))
         if digest.hexdigest() != blob.sha256:
             file.truncate(0)
-            raise Damaged(f"remote {self.remote.url}: {blob.name} is damaged: remove it there, and push it again")
+            where = f"remote {self.remote.url}: {blob.name}"
+            raise Damaged(f"{where} is damaged: push it again, and if that does not help, remove it there first")
 
 
 def _started(file: BinaryIO) -> tuple[Any, int]:

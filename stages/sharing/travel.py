@@ -23,7 +23,7 @@ from stages.sharing.records import (
     local_receipt,
     record_of,
 )
-from stages.sharing.store import Store
+from stages.sharing.store import Store, warn
 
 _FOLDER = "artifacts/"
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -123,8 +123,17 @@ class Exchange:
         """The offer to take. Raises UserError if there is none, or only one older than what was pulled before: who can
         write to a remote could else bring back what was replaced."""
         entries = self.store.entries(self._entry)
-        said = [Offer.of_json(entry.content, entry.signer, self.name) for entry in entries]
-        newest = max(said, key=lambda offer: offer.pushed, default=None)
+        offers, refusals = [], []
+        for entry in entries:
+            try:
+                offers.append(Offer.of_json(entry.content, entry.signer, self.name))
+            except UserError as error:
+                refusals.append(error)
+        if refusals and not offers:
+            raise refusals[0]
+        for refusal in refusals:  # one signer's mistake hides no other's offer
+            warn(f"not used: {refusal}")
+        newest = max(offers, key=lambda offer: offer.pushed, default=None)
         if newest is None:
             raise UserError(f"remote {self.store.remote.url} {self._why_not()}")
         path = self.project.directory / PULLED
