@@ -99,7 +99,7 @@ class Store:
     def send(self, files: Mapping[Blob, Path]) -> int:
         """Write the contents that are not there; returns their bytes. Raises UserError."""
         absent = self.remote.missing({blob.name: blob.size for blob in files})
-        absent |= {blob.name for blob in files if self._is_damaged(blob)}
+        absent |= {blob.name for blob in files if blob.name not in absent and self._is_damaged(blob)}
         new = {blob: path for blob, path in files.items() if blob.name in absent}
         total = sum(blob.size for blob in new)
         with _progress("sending", total) as bar:
