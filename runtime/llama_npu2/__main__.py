@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_npu2.errors import UserError
 from llama_npu2.options import Running, Sampling, add_arguments, chosen
 from llama_npu2.trust.keys import TRUST
+
+if TYPE_CHECKING:
+    from llama_npu2.llama import Llama
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,14 +91,31 @@ def trust(arguments: list[str]) -> int:
 
 
 def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    from llama_npu2.llama import load
-
     if options.prompt is None:
         raise UserError(f'no prompt: give "some text" behind {options.artifacts}, or --chat')
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    with contextlib.closing(load(options.artifacts, running.threads, running.second_copy)) as llm:
+    with contextlib.closing(open_model(options, running, chats=not options.raw)) as llm:
         print_reply(options, llm, prompt, sampling)
     return 0
+
+
+def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
+    """`chats`: prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
+    programs and weights. Raises UserError."""
+    from llama_npu2.chat import ChatTemplate, start_renderer
+
+    renderer = start_renderer(Path(options.artifacts)) if chats else None
+    from llama_npu2.manifest import Manifest
+
+    manifest = Manifest.open(options.artifacts)
+    manifest.check_trusted()
+    template = ChatTemplate.open(manifest.storage, renderer) if chats else None
+    from llama_npu2.llama import Llama
+
+    llm = Llama(manifest, running.threads, running.second_copy)
+    if chats:
+        llm.chat_template = template
+    return llm
 
 
 def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sampling) -> None:
@@ -168,13 +188,13 @@ def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
 
 
 def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    from llama_npu2.llama import load
-    from llama_npu2.session import Session
-
     sampling.check_one_text()
-    with contextlib.closing(load(options.artifacts, running.threads, running.second_copy)) as llm:
+    with contextlib.closing(open_model(options, running, chats=True)) as llm:
+        from llama_npu2.session import Session
+
         if llm.chat_template is None:
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
+        llm.chat_template.check()
         return Session(llm, sampling).run()
 
 

@@ -1,37 +1,34 @@
-"""Chat templates, rendered as transformers renders them (sandboxed jinja)."""
+"""Chat templates, rendered as transformers renders them: by sandboxed jinja, in a process with limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from llama_npu2.errors import REMEDY, UserError, first_line
+from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.schema import load_json
 from llama_npu2.storage import File, Storage
+
+if TYPE_CHECKING:
+    from llama_npu2.sandbox import Renderer
+
+_LARGEST = 8 << 20
+"""Bytes of a file. The largest `tokenizer_config.json` that is known has some 1.2 MB."""
 
 
 class ChatTemplate:
     """A checkpoint's template and the special tokens it may name."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises UserError."""
+    def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
+        """The process that renders it starts, and nothing waits for it here. `renderer`: one that was started before.
+        Raises UserError."""
         from llama_npu2.sandbox import Sandbox
 
-        def raise_exception(message: str) -> None:
-            raise UserError(f"the chat template refuses these messages: {message}")
-
-        environment = Sandbox()
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = special_tokens
-        try:
-            self._template = environment.from_string(source)
-        except Exception as error:  # one that is nested deeply raises RecursionError, or SyntaxError
-            why = first_line(error)
-            raise UserError(f"the model's chat template is not valid jinja ({why}): use raw text instead") from None
+        self._sandbox = Sandbox(source, special_tokens, renderer)
 
     @classmethod
-    def open(cls, storage: Storage) -> ChatTemplate | None:
+    def open(cls, storage: Storage, renderer: Renderer | None = None) -> ChatTemplate | None:
         """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
         source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
@@ -43,20 +40,36 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise UserError(f"{storage.path}: chat_template is no text: {REMEDY}")
-        return cls(source, special_tokens(storage))
+        return cls(source, special_tokens(storage), renderer)
 
-    def render(self, messages: Sequence[dict[str, str]], reply: bool = True) -> str:
+    def check(self) -> None:
+        """Wait until the template is compiled. Raises UserError if it cannot be."""
+        self._sandbox.check()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
         """The conversation as one string that ends where the assistant's reply begins; without `reply`, behind the last
         message. Raises UserError."""
-        from llama_npu2.sandbox import bounded
+        return self._sandbox.render(messages, reply)
 
+    def close(self) -> None:
+        """End the process. The next rendering starts another one."""
+        self._sandbox.close()
+
+
+def start_renderer(path: Path) -> Renderer | None:
+    """The process for the template of the artifacts at `path`, before anything of them is opened; None where a look at
+    them shows no template. Raises UserError."""
+    source, config = path / "tokenizer/chat_template.jinja", path / "tokenizer/tokenizer_config.json"
+    if not source.is_file():
         try:
-            with bounded():
-                return self._template.render(messages=messages, add_generation_prompt=reply, **self._special_tokens)
-        except UserError:
-            raise
-        except Exception as error:  # a template's mistakes are any
-            raise UserError(f"the chat template cannot render these messages: {first_line(error)}") from None
+            content = next(File.at(config).chunks(_LARGEST), b"") if config.is_file() else b""
+        except OSError:
+            return None
+        if b'"chat_template"' not in content:
+            return None
+    from llama_npu2.sandbox import Renderer
+
+    return Renderer()
 
 
 def special_tokens(storage: Storage) -> dict[str, str]:
@@ -70,7 +83,7 @@ def special_tokens(storage: Storage) -> dict[str, str]:
 def _read_json(storage: Storage, name: str) -> dict[str, Any]:
     file = storage.find(name)
     try:
-        value = load_json(file.read_bytes()) if file else {}
+        value = load_json(_content_of(file)) if file else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{storage.path / name} is not valid JSON ({error}): {REMEDY}") from None
     return value if isinstance(value, dict) else {}
@@ -78,18 +91,19 @@ def _read_json(storage: Storage, name: str) -> dict[str, Any]:
 
 def _read_text(file: File) -> str:
     try:
-        return file.read_bytes().decode()
+        return _content_of(file).decode()
     except (OSError, ValueError) as error:
         raise UserError(f"{file.path} cannot be read ({error}): {REMEDY}") from None
+
+
+def _content_of(file: File) -> bytes:
+    """Raises OSError, and UserError if it is too large or not what it must be."""
+    if file.size > _LARGEST:
+        raise UserError(f"{file.path} has {file.size} bytes, at most {_LARGEST} are read: {REMEDY}")
+    return file.read_bytes()
 
 
 def _content(token: Any) -> str:
     """A special token is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
-
-
-def _strftime_now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)

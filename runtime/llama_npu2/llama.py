@@ -239,7 +239,7 @@ class Llama:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The checkpoint's chat template; None for base models."""
+        """The checkpoint's chat template, whose process is then started; None for base models."""
         return ChatTemplate.open(self.manifest.storage)
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
@@ -254,6 +254,7 @@ class Llama:
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        _ = self.tokenizer  # it is read while the template's process starts
         text = self._timed("host", "template", self.chat_template.render, messages)
         return self._tokenised(text, special_tokens=False)
 
@@ -358,7 +359,9 @@ class Llama:
         return kept
 
     def close(self) -> None:
-        """Release the device."""
+        """Release the device, and end the chat template's process."""
+        if template := self.__dict__.get("chat_template"):
+            template.close()
         self.device.close()
 
 

@@ -108,8 +108,12 @@ class Manifest:
 
     def native_file(self, name: str) -> File:
         """One of `files` that holds native code. Raises UserError if nobody whom the user trusts vouches for it."""
-        _ = self._trusted
+        self.check_trusted()
         return self.file(name)
+
+    def check_trusted(self) -> None:
+        """Raises UserError if nobody whom the user trusts vouches for it."""
+        _ = self._trusted
 
     @cached_property
     def _trusted(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from llama_npu2 import tokenizer_limits as limits
 from llama_npu2.errors import REMEDY, UserError, first_line
 from llama_npu2.storage import Storage
 
@@ -22,9 +24,13 @@ class Tokenizer:
     def open(cls, storage: Storage) -> Tokenizer:
         """Load an artifact's; raises UserError if it is missing or damaged."""
         name = "tokenizer/tokenizer.json"
-        file = storage.find(name)
-        with _explained(f"{storage.path / name} cannot be read"):
-            return cls(tokenizers.Tokenizer.from_buffer(file.read_bytes() if file else b""))
+        path, file = storage.path / name, storage.find(name)
+        with _explained(f"{path} cannot be read"), limits.explained(path):
+            if file:
+                limits.check_size(file.size)
+            inner = tokenizers.Tokenizer.from_buffer(limits.judged(io.BytesIO(file.read_bytes() if file else b"")))
+            limits.judge_model({name: getattr(inner.model, name, None) for name in limits.MODEL_SETTINGS})
+        return cls(inner)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Token ids; `special_tokens` adds what the tokenizer's post-processor adds (a beginning-of-text token).

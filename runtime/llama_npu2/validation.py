@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from llama_npu2.dtypes import DTYPES, SAFETENSORS, nbytes
+from llama_npu2.dtypes import SAFETENSORS, SIZES, nbytes
 from llama_npu2.schema import (
     either,
     flag,
@@ -47,7 +47,7 @@ _FILE = text(
 )
 _SYMBOL = text(r"[A-Za-z_]\w{0,1000}", "the name of a C function")
 _WORDS = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{0,100000}", "a line of text")
-_DTYPE = one_of(*DTYPES)
+_DTYPE = one_of(*SIZES)
 
 _CONSTANT = ("weight", "table")
 """Kinds of buffers that are part of a file, and roles of the slots that take them."""

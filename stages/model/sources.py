@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import tempfile
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_npu2 import tokenizer_limits
 from llama_npu2.errors import UserError, first_line
 from llama_npu2.regular import read_regular
+from llama_npu2.schema import load_json
 from stages.engine.files import atomic_directory, read_json, require_space, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.engine.progress import Bar
@@ -414,7 +417,22 @@ def record_checkpoint(source: Source, digest: Callable[[Path], str | None], igno
 
 
 def copy_tokenizer(source: Source, work: Path) -> None:
-    """Step action: write the tokenizer's files, each checked to be readable."""
+    """Step action: write the tokenizer's files, each checked to be readable, and to be harmless to whoever runs it."""
     (work / "tokenizer").mkdir()
-    for name, content in container(source.fetch()).tokenizer().items():
+    checkpoint = source.fetch()
+    for name, content in container(checkpoint).tokenizer().items():
+        if name == "tokenizer.json":
+            _judge_tokenizer(checkpoint, content)
         (work / "tokenizer" / name).write_bytes(content)
+
+
+def _judge_tokenizer(checkpoint: Path, content: bytes) -> None:
+    """Raises UserError for one that the runtime would refuse."""
+    path = checkpoint / "tokenizer.json" if checkpoint.is_dir() else checkpoint
+    try:
+        with tokenizer_limits.explained(path):
+            tokenizer_limits.judged(io.BytesIO(content))
+            model = load_json(content).get("model")
+            tokenizer_limits.judge_model(model if isinstance(model, dict) else {})
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): download it again") from None

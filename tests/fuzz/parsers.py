@@ -179,7 +179,8 @@ def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
             (scratch / "tokenizer" / file).write_bytes(content)
             if template := ChatTemplate.open(Directory(scratch)):
                 turns = ("system", "user", "assistant", "user")
-                template.render([{"role": role, "content": f"A {role}'s\nwords."} for role in turns])
+                with contextlib.closing(template):
+                    template.render([{"role": role, "content": f"A {role}'s\nwords."} for role in turns])
 
         yield run
 
