@@ -21,16 +21,23 @@ class Turn:
 
     def take(self) -> None:
         """Returns at once if this process has it already."""
-        if self._lock.is_locked:
+        if self.held:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=_PATIENCE)
+            try:
+                self._acquire()
+            except FileNotFoundError:
+                self._acquire()  # whose build came to nothing just removed the directory (`stages.engine.leftovers`)
         except filelock.Timeout:
             with waiting(f"waiting for another process that builds {self.path.stem}"):
                 self._lock.acquire()
         except OSError:
             pass  # what cannot be written needs no lock; a step that has to write will say so
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._lock.is_locked
 
     def try_take(self) -> bool:
         """Whether this process has it now, without waiting."""
@@ -40,6 +47,10 @@ class Turn:
         except (filelock.Timeout, OSError):
             return False
         return True
+
+    def _acquire(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire(timeout=_PATIENCE)
 
     def give_up(self) -> None:
         self._lock.release(force=True)
