@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from stages.commands.tasks import command, estimate, group, quality, report_complete, selftest, step
 from stages.engine.doit_tasks import DOIT_CONFIG, NAMES  # noqa: F401 - doit reads the former
+from stages.engine.streams import end_with_readers
+
+end_with_readers()
 
 
 def task_checkpoint():

@@ -177,7 +177,8 @@ class Build:
     def project(self) -> Project:
         turn = Turn(lock_file(self.artifacts, self.source.name, self.name))
         shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
-        return Project(self.directory, Digests(self.artifacts / ".digests.json"), turn, shared)
+        digests = Digests(self.artifacts / ".digests.json")
+        return Project(self.directory, digests, turn, shared, accepted=Path("tokenizer"))
 
     def may_go(self, step: Step) -> bool:
         """Whether others may have what a step makes."""
@@ -209,6 +210,11 @@ class Build:
     def steps(self) -> dict[str, Step]:
         """Every step by name."""
         return {step.name: step for step in Wiring(self).steps()}
+
+    def need_tools(self) -> None:
+        """Raises UserError where a step never ran, and what it runs is not on this machine."""
+        if any(step.tool and step.tool() is None and step.receipt() is None for step in self.steps.values()):
+            self.target.need_tools()
 
     @cached_property
     def libraries(self) -> list[Library]:

@@ -18,6 +18,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from llama_npu2.devices.xrt.limits import HEAP
+from llama_npu2.peak import PRINT_PEAK
 from stages.engine.places import python_environment
 from stages.model import families
 from stages.model.buffers import Buffer
@@ -57,9 +58,6 @@ RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.
 
 WORKING = "activations and unpacked weights"
 """What a device computes on the way, and what the host makes of weights for its prompts."""
-
-PRINT_MEMORY = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-"""KiB that this process held at most."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ def own_memory() -> int:
 @functools.cache
 def runtime_memory() -> int:
     """Of a Python that imported what a run imports, files of code included."""
-    run = [sys.executable, "-c", f"{RUN_IMPORTS}\n{PRINT_MEMORY}"]
+    run = [sys.executable, "-c", f"{RUN_IMPORTS}\n{PRINT_PEAK}"]
     return int(subprocess.run(run, env=python_environment(), capture_output=True, check=True, text=True).stdout) << 10
 
 

@@ -255,10 +255,19 @@ def change_manifest(directory: Path, change: Callable[[dict[str, Any]], object])
     trust.mark_own(directory, path.read_bytes())
 
 
+_STEP = re.compile(r"[a-z]+(:[\w./:]+)?")
+"""What the name of a step looks like."""
+
+
 def ran(run: subprocess.CompletedProcess[str]) -> set[str]:
     """Names of the steps that a doit run executed."""
     assert run.returncode == 0, run.stdout + run.stderr
-    return {line for line in run.stdout.splitlines() if re.fullmatch(r"[a-z]+(:[\w./:]+)?", line)}
+    return {line for line in run.stderr.splitlines() if _STEP.fullmatch(line)}
+
+
+def complaints(run: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a doit run said on standard error besides the names of the steps that it executed."""
+    return [line for line in run.stderr.strip().splitlines() if not _STEP.fullmatch(line)]
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

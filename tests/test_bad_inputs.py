@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -18,15 +19,15 @@ from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
 from stages.commands.prompts import read_prompts
 from stages.graph import Build
-from tests.conftest import ROOT, change_manifest, doit, snapshot, write_checkpoint
+from tests.conftest import ROOT, change_manifest, complaints, doit, ran, snapshot, write_checkpoint
 
 Damage = Callable[[Path], Any]
 
 
 def one_line(run: subprocess.CompletedProcess[str], fragment: str) -> None:
-    """The run failed, with a single line on standard error that says why."""
+    """The run failed, with a single line on standard error, besides names of steps, that says why."""
     assert run.returncode != 0, run.stdout
-    lines = run.stderr.strip().splitlines()
+    lines = complaints(run)
     assert len(lines) == 1, run.stderr
     assert lines[0].lower().startswith("error: ")
     assert fragment in lines[0]
@@ -96,7 +97,11 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "no_config": (remove("config.json"), "config.json"),
     "config_not_json": (write("config.json", "{"), "not valid JSON"),
-    "config_not_object": (write("config.json", "[]"), "must hold a JSON object"),
+    "config_cut_off": (truncate("config.json", 0.5), "): the checkpoint is incomplete or damaged, download it again"),
+    "config_not_object": (
+        write("config.json", "[]"),
+        "must hold a JSON object, it holds a list: the checkpoint is incomplete or damaged",
+    ),
     "config_not_utf8": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{}"), "not valid JSON"),
     "other_architecture": (set_config(architectures=["MistralForCausalLM"]), 'architectures = ["MistralForCausalLM"]'),
     "other_model_type": (set_config(model_type="qwen2"), 'model_type = "qwen2"'),
@@ -177,6 +182,57 @@ def test_bad_checkpoint(name: str, tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "artifacts").rglob("*") if ".tmp-" in p.name]
 
 
+REFUSED = ("other_architecture", "config_not_json", "truncated_weights", "no_tokenizer")
+RUNNERS = [(), ("-n", "2"), ("-n", "2", "-P", "thread")]
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=["serial", "process", "thread"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_model_leaves_nothing(name: str, runner: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where other steps ran beside the one that refused it: what these left in shared caches may stay."""
+    damage, fragment = CHECKPOINTS[name]
+    write_checkpoint(tmp_path / "model")
+    damage(tmp_path / "model")
+    artifacts = tmp_path / "below/artifacts"
+    command = ("run", *runner, "prompt=hi", f"model={tmp_path / 'model'}", f"artifacts={artifacts}")
+    one_line(doit(*command), fragment)
+    if not runner and name != "no_tokenizer":
+        assert not artifacts.parent.exists()
+    assert not (artifacts / "model").exists() and not (artifacts / ".locks/model-cpu.lock").exists()
+
+
+def test_a_refused_model_leaves_what_was_there(tmp_path: Path) -> None:
+    """Of another target, of another model, or nothing but a directory."""
+    write_checkpoint(tmp_path / "model")
+    CHECKPOINTS["other_architecture"][0](tmp_path / "model")
+    artifacts = tmp_path / "artifacts"
+    before = ("model/cpu-int4/manifest.json", "other/cpu/manifest.json", ".locks/model-cpu.lock")
+    for name in before:
+        (artifacts / name).parent.mkdir(parents=True)
+        (artifacts / name).write_text("{}")
+    command = ("run", "prompt=hi", f"model={tmp_path / 'model'}", f"artifacts={artifacts}")
+    for _ in range(2):
+        one_line(doit(*command), "MistralForCausalLM")
+        assert set(snapshot(artifacts)) - {".digests.json"} == set(before)
+        assert not (artifacts / "model/cpu/build").exists()
+        (artifacts / "model/cpu").mkdir(exist_ok=True)
+    assert (artifacts / "model/cpu").is_dir()
+
+
+def test_a_refused_change_leaves_the_build(built: Path) -> None:
+    before = snapshot(built / "artifacts/model")
+    CHECKPOINTS["other_architecture"][0](built / "model")
+    one_line(doit("run", "prompt=hi", "model=model", cwd=built), "MistralForCausalLM")
+    assert snapshot(built / "artifacts/model") == before
+
+
+def test_a_step_by_itself_stays(tmp_path: Path) -> None:
+    """Nothing failed, although no model is accepted yet."""
+    write_checkpoint(tmp_path / "model")
+    ran(doit("checkpoint", f"model={tmp_path / 'model'}", f"artifacts={tmp_path / 'artifacts'}"))
+    assert (tmp_path / "artifacts/model/cpu/build/receipts/checkpoint.json").is_file()
+
+
 COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt_variable": (("run", "prmpt=hi"), "did you mean prompt="),
     "unknown_variable": (("run", "zzz=1"), "zzz= is not a variable"),
@@ -210,6 +266,11 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "key_of_nobody": (("trust", "key=nonsense"), "is no Ed25519 key"),
     "remove_nobody": (("trust", "remove=nobody"), "no trusted key is called nobody"),
     "model_name_of_nothing": (("compile", "model=llama"), "model=llama"),
+    "model_is_a_file": (("run", "prompt=hi", "model=README.md"), "not one that ends in .gguf: give the directory that"),
+    "model_is_a_file_of_a_checkpoint": (
+        ("run", "prompt=hi", "model=models/demo/model.safetensors"),
+        "give the directory that holds it, models/demo",
+    ),
 }
 
 
@@ -218,6 +279,22 @@ def test_bad_command_line(name: str, tmp_path: Path) -> None:
     arguments, fragment = COMMAND_LINES[name]
     one_line(doit(*arguments, f"artifacts={tmp_path}"), fragment)
     assert list(tmp_path.iterdir()) == []
+
+
+TOOLS = "target npu2 needs aircc, aiecc, Peano, AIE API headers"
+
+
+@pytest.mark.parametrize(
+    ("command", "target", "said"),
+    [("run", "npu2", TOOLS), ("bench", "npu2", TOOLS), ("selftest", "npu2", TOOLS), ("run", "cpu", "CXX=")],
+)
+def test_missing_tools_are_said_before_any_step_runs(command: str, target: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    nothing = dict.fromkeys(("PEANO_INSTALL_DIR", "AIE_API_INCLUDE", "CXX", "PATH"), str(tmp_path / "empty"))
+    given = ("prompt=hi", f"target={target}", f"artifacts={tmp_path / 'artifacts'}")
+    run = doit(command, *given, env=nothing)
+    assert run.returncode != 0 and run.stderr.startswith(f"error: {said}") and run.stderr.count("\n") == 1
+    assert not (tmp_path / "artifacts").exists()
 
 
 PROMPTS: dict[str, tuple[str, bytes, str]] = {
@@ -340,7 +417,7 @@ def test_disk_full(built: Path) -> None:
     limited += "sys.argv = ['doit', 'compile', 'model=model']; sys.path.insert(0, ''); "
     limited += "runpy.run_module('doit', run_name='__main__')"
     run = subprocess.run([sys.executable, "-c", limited], cwd=built, capture_output=True, text=True)
-    one_line(run, "cannot build weights")
+    one_line(run, "cannot build weights: a file would be larger than 19.5 KiB, see ulimit -f: raise that, or")
     after = snapshot(built / "artifacts/model/cpu")
     unchanged = {name for name in before if not name.startswith("build/")}
     assert {name: after.get(name) for name in unchanged} == {name: before[name] for name in unchanged}
@@ -383,6 +460,7 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """The real download code against a hub that cannot be reached."""
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(tmp_path / "hf")}
     one_line(doit("compile", "model=some/model", f"artifacts={tmp_path / 'a'}", env=env), "some/model")
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
@@ -410,6 +488,21 @@ def test_hub_refusals(error: str, fragment: str, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=fragment) as caught:
         HubSource("meta-llama/Llama-3.2-1B", "main").fetch()
     assert "\n" not in str(caught.value)
+
+
+def test_hub_cache_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    from stages.model.sources import HubSource
+
+    def fill(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fill)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    said = rf"org/name \(revision main\): the disk is full: .* free in {tmp_path} .*, or set HF_HOME to another place$"
+    with pytest.raises(UserError, match=said):
+        HubSource("org/name", "main").fetch()
 
 
 def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
 import shutil
 from collections.abc import Sequence
 from math import prod
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.bench import GENERATED, Bench, Ours, Result, table
+from llama_npu2 import bench as runtime_bench
+from llama_npu2.bench import GENERATED, Bench, Ours, Result, cold_start, table
+from llama_npu2.options import Running
 from stages.commands import bench, gguf_file, peers, quality
 from stages.commands.options import parse_options
 from stages.engine.places import ROOT, RUNTIME, python_environment
@@ -146,6 +149,34 @@ def test_a_peer_that_ends_by_a_signal_begins_again(
         assert np.array_equal(peer.logits([1, 1]), [[1, 2], [1, 2]])
     peer.close()
     assert capsys.readouterr().err.count("llama.cpp Q4_0: signal 11 ended it; again") == 1
+
+
+BALLAST = 400 << 20
+"""Bytes, many times what a run of the small model holds."""
+
+
+def test_memory_is_that_of_a_run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a peer, one of which ended before, nor of the process that measures."""
+    (tmp_path / "llama_cpp.py").write_text(f"{_ENDING}\nballast = b'x' * {BALLAST}\n")
+    monkeypatch.setenv("ALWAYS_ENDS", "")
+    monkeypatch.setattr(
+        peers, "python_environment", lambda: python_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}:{RUNTIME}"}
+    )
+    llm, own = load(demo, 1), np.ones(BALLAST, np.uint8)
+    with peers.open_peers([peers.Entrant("llama.cpp", "Q4_0", Path("model"), 0)], 1, llm) as (peer,):
+        assert peer.prefill([1]) > 0
+        rows = {row.test: row for row in cold_start(str(demo), llm, Running(repeats=2))}
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 > own.nbytes, "it is of the peer that ended"
+    (peak,) = rows["peak memory"].values
+    assert 20 < peak < 200 and rows["peak memory"].peers == {}
+    llm.close()
+
+
+def test_memory_that_nobody_knows_is_left_out(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_bench, "_RUN", "raise SystemExit(1)")
+    llm = load(demo, 1)
+    assert [row.test for row in cold_start(str(demo), llm, Running(repeats=1))] == ["load", "cold start"]
+    llm.close()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_what_is_rounded_is_said(tmp_path: Path, artifacts: Path) -> None:
     write_checkpoint(directory, dtype=bfloat16)
     run = doit("compile", f"model={directory}", f"artifacts={artifacts}", "weights=int4")
     assert run.returncode == 0, run.stderr
-    assert "14 matrices that the checkpoint holds as bf16 are rounded to int4" in run.stdout
-    assert "1 matrices that the checkpoint holds as bf16 are rounded to int6" in run.stdout
+    assert "14 matrices that the checkpoint holds as bf16 are rounded to int4" in run.stderr
+    assert "1 matrices that the checkpoint holds as bf16 are rounded to int6" in run.stderr
     assert (artifacts / "said/cpu-int4/manifest.json").is_file() and not (artifacts / "said/cpu").exists()
 
 

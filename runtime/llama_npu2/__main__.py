@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import CLOSED, UserError
 from llama_npu2.options import Running, Sampling, add_arguments, chosen
 from llama_npu2.trust.keys import TRUST
 
@@ -60,9 +61,29 @@ def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namesp
 
 
 def main(arguments: list[str] | None = None, artifacts: str | None = None) -> int:
-    """`artifacts` as for `parse`. Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C."""
+    """`artifacts` as for `parse`. Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where
+    nobody reads the output any more."""
     try:
-        given = sys.argv[1:] if arguments is None else arguments
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments, artifacts)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # here it can still be told why that failed
+    except BrokenPipeError:
+        _discard_output()
+        return CLOSED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _discard_output(errors=False)
+        print(
+            f"error: the output cannot be written: {error.strerror}: make room, or write it elsewhere", file=sys.stderr
+        )
+        return 1
+
+
+def _run(given: list[str], artifacts: str | None) -> int:
+    try:
         if given[:1] == ["trust"]:
             return trust(given[1:])
         options = parse(given, artifacts)
@@ -73,12 +94,17 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _discard_output(errors: bool = True) -> None:
+    """What still waits to be written would fail again when Python ends. `errors`: also on standard error."""
+    with Path(os.devnull).open("wb") as nowhere:
+        for stream in (sys.stdout, *([sys.stderr] if errors else [])):
+            with contextlib.suppress(OSError, AttributeError):  # of a stream that is no file, or none
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def trust(arguments: list[str]) -> int:

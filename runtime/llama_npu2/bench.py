@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from llama_npu2.chunks import decode_phase
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.llama import Llama, load
 from llama_npu2.options import Running, to_arguments
+from llama_npu2.peak import PRINT_PEAK
 from llama_npu2.table import Column, Table
 
 PROMPTS = (128, 512, 2048)
@@ -350,22 +350,34 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+_RUN = f"""from llama_npu2.__main__ import main
+if status := main():
+    raise SystemExit(status)
+{PRINT_PEAK}
+"""
+"""The command line of the runtime, behind whose reply comes the most memory that it held, in KiB."""
+
+
 def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]:
-    """New processes, page cache warm: until the first piece of text, and the most memory that one held."""
+    """New processes, page cache warm: until the first piece of text, and the most memory that one of these held, which
+    is left out where none could say it."""
     count = max(1, COLD_PROMPT_TOKENS - 1)
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
     path = f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-m", "llama_npu2", directory, prompt, "--raw", "--max-tokens=2"]
+    command = [sys.executable, "-c", _RUN, directory, prompt, "--raw", "--max-tokens=2"]
     command += to_arguments(running, Running)
     first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
+    peaks: list[int] = []
     for _ in range(running.repeats):
         started = time.perf_counter()
         with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, env=environment) as process:
             assert process.stdout is not None
             os.read(process.stdout.fileno(), 1)
             first.values.append(time.perf_counter() - started)
-            process.stdout.read()
+            said = process.stdout.read()
+        if not process.returncode:
+            peaks.append(int(said.split()[-1]))
 
         def reload() -> None:
             load(directory, running.threads, running.second_copy).close()
@@ -373,5 +385,5 @@ def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]
         loaded.values.append(_timed(reload))
     yield loaded
     yield first
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
-    yield Result("peak memory", "MiB", [peak], [_weight_bytes(llm) / 2**20])
+    if peaks:
+        yield Result("peak memory", "MiB", [max(peaks) / 2**10], [_weight_bytes(llm) / 2**20])

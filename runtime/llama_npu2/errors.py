@@ -3,6 +3,9 @@
 REMEDY = "run doit compile or copy the directory again"
 """For an artifact directory that is not what was built."""
 
+CLOSED = 141
+"""Exit status where whoever read the output has gone: what a shell says of a program that SIGPIPE ended."""
+
 
 class UserError(Exception):
     """One line that says what is wrong, where, and what to do. Shown without a traceback, exit status 1."""

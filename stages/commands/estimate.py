@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from llama_npu2.dtypes import nbytes
 from llama_npu2.table import Column, Table, amount, fitted
@@ -43,7 +44,7 @@ def run(build: Build) -> None:
     options = build.options
     machine = Machine.from_report(Path(options.measured)) if options.measured else Machine()
     if options.check:
-        print_check(machine)
+        print_check(machine, options.json)
         return
     if not build.target.static:
         # Which target this machine would run does not matter.
@@ -373,14 +374,24 @@ def _sum(time: Time) -> str:
 # others
 
 
-def print_check(machine: Machine) -> None:
+def print_check(machine: Machine, as_json: bool = False) -> None:
     """The table of rates, and other projects' plans by it."""
+    plans = (("fitted", FITTED), ("single kernels", KERNELS), ("predicted", PREDICTED))
+    if as_json:
+        rates = [asdict(each) for each in constants(machine)]
+        compared = {title: [_described_row(row, machine) for row in rows] for title, rows in plans}
+        print(json.dumps({"rates": rates, "measured here": sorted(machine.measured), "plans": compared}))
+        return
     columns = Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")
     print(fitted(columns, (list(_constant_cells(each, each.name in machine.measured)) for each in constants(machine))))
     numbers = [Column(name, right=True) for name in ("measured ms", "model ms", "error")]
-    for title, rows in (("fitted", FITTED), ("single kernels", KERNELS), ("predicted", PREDICTED)):
+    for title, rows in plans:
         cells = (list(_row_cells(row, machine)) for row in rows)
         print(f"\n{fitted([Column(title), *numbers, Column('note')], cells)}")
+
+
+def _described_row(row: Row, machine: Machine) -> dict[str, Any]:
+    return {"what": row.what, "measured": row.measured, "model": row.model(machine), "note": row.note}
 
 
 def _row_cells(row: Row, machine: Machine) -> Iterator[str]:

@@ -13,6 +13,7 @@ import io
 import os
 import py_compile
 import struct
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from llama_npu2.storage import File
 from llama_npu2.trust import LOCAL, SIGNATURE
 from stages.engine.files import HUGE_PAGE
 from stages.engine.places import MANIFEST, PROVENANCE, RUNTIME
+from stages.engine.room import no_room
 from stages.graph import Build
 from stages.provenance import VERIFIED, signed
 from stages.weights.blobs import PAGE
@@ -47,7 +49,7 @@ def run(build: Build) -> None:
     try:
         beside[SIGNATURE] = signed(build.directory)
     except UserError as error:
-        print(f"not signed, so that others have to allow it by its digest: {error}", flush=True)
+        print(f"not signed, so that others have to allow it by its digest: {error}", file=sys.stderr, flush=True)
     with build.project.turn:
         export(build.directory, output, beside)
     print(f'{output}: {output.stat().st_size / 1e6:.1f} MB, python {output} "some text"', flush=True)
@@ -136,4 +138,5 @@ def _replacing(output: Path) -> Iterator[BinaryIO]:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UserError(f"output={output} cannot be written: {error.strerror}") from None
+        why = no_room(error, [output.parent]) or error.strerror
+        raise UserError(f"output={output} cannot be written: {why}") from None

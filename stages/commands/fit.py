@@ -84,6 +84,12 @@ def needs_of(build: Build, policy: Policy) -> Needs:
     return Needs(source, config, build.target, policy, build.buckets, source.inventory(), build.options.second_copy)
 
 
+def room(build: Build) -> int:
+    """Bytes of disk that a build takes, besides what comes from a hub. Raises UserError, OSError."""
+    needs = needs_of(build, build.policy)
+    return needs.disk - needs.download
+
+
 def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
     described = [_described(needs, machine) for needs in rows]
     if as_json:
@@ -119,6 +125,10 @@ def _described(needs: Needs, machine: Machine) -> dict:
 def print_check(build: Build, rows: Sequence[Needs]) -> None:
     numbers = (Column(title, 9, right=True) for title in ("needs", "took", "%"))
     table = Table([Column("weights", 12), Column("", 8), *numbers])
+    if build.options.json:
+        found = ((needs.policy.text, *row) for needs in rows for row in compared(needs, measure(build, needs, CHECKED)))
+        print(json.dumps([dict(zip(("weights", "what", "needs", "took"), row, strict=True)) for row in found]))
+        return
     print(table.header(), flush=True)
     for needs in rows:
         for what, needed, took in compared(needs, measure(build, needs, CHECKED)):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.errors import UserError
+from llama_npu2.peak import PRINT_PEAK
 from stages.commands.options import parse_options
 from stages.engine.places import ROOT, python_environment
 from stages.graph import Build
-from stages.needs import PRINT_MEMORY, RUN_IMPORTS, Needs, process_memory
+from stages.needs import RUN_IMPORTS, Needs, process_memory
 
 _LOOK = 0.01
 """Seconds between two looks at a build's processes."""
@@ -27,7 +28,7 @@ llm, context = load(sys.argv[1]), int(sys.argv[2])
 llm.encode("x", raw=True)
 llm.prefill(np.random.default_rng(0).integers(llm.manifest.model["vocab"], size=context - 1))
 llm.decode(0)
-{PRINT_MEMORY}
+{PRINT_PEAK}
 """
 """Tokens from all over the vocabulary: of an embedding that is not the head, a run holds what its tokens are in."""
 
@@ -71,13 +72,17 @@ def measure(build: Build, needs: Needs, context: int) -> Took:
 def peak_memory(command: list[str]) -> int:
     """Anonymous memory that a command and all that it starts hold at most at a time. Raises UserError if it fails."""
     peak = 0
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    # Nobody reads what it says before it ends: a pipe could be full by then.
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said) as process,
+    ):
         while process.poll() is None:
             peak = max(peak, sum(map(_anonymous, (process.pid, *_descendants(process.pid)))))
             time.sleep(_LOOK)
-        assert process.stderr is not None
+        said.seek(0)
         if process.returncode:
-            raise UserError(f"the build failed: {(process.stderr.read().strip().splitlines() or ['no message'])[-1]}")
+            raise UserError(f"the build failed: {(said.read().strip().splitlines() or ['no message'])[-1]}")
     return peak
 
 

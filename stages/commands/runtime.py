@@ -11,16 +11,18 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2.options import Running, Sampling, to_arguments
 from stages.engine.places import python_environment
+from stages.engine.streams import end_if_closed, for_answers
 from stages.graph import Build
 
 
 def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
     """It prints its own error line."""
-    process = subprocess.Popen(_command(arguments), env=python_environment())
+    process = subprocess.Popen(_command(arguments), env=python_environment(), stdout=for_answers())
     while (status := process.returncode) is None:
         # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
+    end_if_closed(status)
     return _failure(status) if status else None
 
 

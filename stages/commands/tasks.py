@@ -17,7 +17,7 @@ from doit.exceptions import InvalidDodoFile, TaskFailed
 
 from llama_npu2.errors import UserError
 from stages.commands.options import parse_options
-from stages.engine.doit_tasks import COMPLETE, command_task, doit_task
+from stages.engine.doit_tasks import COMPLETE, FIRST, command_task, doit_task
 from stages.graph import Build
 from stages.selftest.graph import Probes
 
@@ -34,8 +34,17 @@ try:
     _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
     _probes = Probes(_wired)
     _steps = _wired.steps | _probes.steps
+    _places = [_build.artifacts, _build.report("")]
 except UserError as error:
     raise InvalidDodoFile(str(error)) from None
+
+
+def _room() -> int:
+    needed: int = import_module("stages.commands.fit").room(_wired)
+    return needed
+
+
+_wired.project.needed = _room
 
 
 def step(name: str) -> Task:
@@ -51,7 +60,9 @@ def group(name: str) -> Iterator[Task]:
 def command(name: str, built: bool = True, **more: Any) -> Task:
     """A command as a doit task; `built`: it uses the artifacts, once they are complete. `more`: of the task."""
     action = partial(_run, name, _build)
-    return command_task(action, [_build.finish] if built else [], ["manifest"] if built else []) | more
+    if built:
+        return command_task(action, [_build.finish], ["manifest"], _places) | {"meta": {FIRST: _need_tools}} | more
+    return command_task(action, [], [], _places) | more
 
 
 def estimate() -> Task:
@@ -62,18 +73,32 @@ def estimate() -> Task:
 def quality() -> Task:
     """The comparison of formats as a doit task: it needs no programs."""
     needs = ["tokenizer", *(["calibration"] if _build.calibration else [])]
-    return command_task(partial(_run, "quality", _build), [], needs)
+    return command_task(partial(_run, "quality", _build), [], needs, _places)
 
 
 def selftest() -> Task:
     """The ladder as a doit task: it uses its own programs, and a model's."""
-    needs = ["manifest", "probe:manifest"] if _probes.suit else []
-    return command_task(partial(_run, "selftest", _probes), [_build.finish, _probes.finish] if needs else [], needs)
+    if not _probes.suit:
+        return command_task(partial(_run, "selftest", _probes), [], [], _places)
+    needs = ["manifest", "probe:manifest"]
+    task = command_task(partial(_run, "selftest", _probes), [_build.finish, _probes.finish], needs, _places)
+    return task | {"meta": {FIRST: _need_tools_of_probes}}
 
 
 def report_complete() -> Task:
     """The task that builds everything and says so."""
-    return command_task(_build.finish, [], ["manifest"]) | {"meta": {COMPLETE: str(_build.directory_as_given)}}
+    return command_task(_build.finish, [], ["manifest"], _places) | {"meta": {COMPLETE: str(_build.directory_as_given)}}
+
+
+def _need_tools() -> None:
+    """What is to run has to be built as a whole: before anything is, it is said what that lacks. Raises UserError."""
+    _build.need_tools()
+
+
+def _need_tools_of_probes() -> None:
+    """Raises UserError."""
+    _build.need_tools()
+    _probes.need_tools()
 
 
 def _run(name: str, build: Build, *names: str) -> TaskFailed | bool | None:

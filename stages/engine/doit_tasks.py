@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doit.exceptions import BaseFail, TaskFailed
+from doit.exceptions import BaseFail, InvalidTask, TaskFailed
 from doit.reporter import ConsoleReporter
 
 from llama_npu2.errors import UserError
+from stages.engine.leftovers import note, remove_leftovers
 from stages.engine.progress import show_on
+from stages.engine.room import no_room
 from stages.engine.steps import Step
+from stages.engine.streams import answering, parted
 
 if TYPE_CHECKING:
     from stages.engine.display import Display
@@ -23,7 +29,13 @@ LAST = "last"
 COMPLETE = "complete"
 """In `meta` of a command's: the directory that is up to date behind it."""
 
+FIRST = "first"
+"""In `meta` of a command's: raises UserError where the command cannot be done, before any step runs for it."""
+
 Action = Callable[..., TaskFailed | bool | None]
+
+_SPOKEN = {"verbosity": 2, "io": {"capture": False}}
+"""Of a task: what it prints is shown, and doit keeps no copy, for which it would put streams of its own in between."""
 
 NAMES = "names"
 """`pos_arg` of a task that takes words of the command line: its action gets them one by one."""
@@ -31,26 +43,36 @@ NAMES = "names"
 
 class OneLineReporter(ConsoleReporter):
     """Names what runs, on a terminal also while it does; says nothing of what is up to date; a failure is one line
-    unless it is a defect."""
+    unless it is a defect. All of that goes to standard error, or to the file of `doit --output-file`."""
 
     desc = "one line per task that runs, one line per failure"
 
     def __init__(self, outstream: Any, options: Any) -> None:
         super().__init__(outstream, options)
+        self._file = None if outstream is sys.stdout else outstream
+        self._parted = contextlib.ExitStack()
         self._said: set[str] = set()
         self._started = time.monotonic()
         self._display: Display | None = None
         self._ran = self._current = 0
+        self._failed = False
+
+    def write(self, text: str) -> None:
+        print(text, end="", file=self._file or sys.stderr, flush=True)
 
     def initialize(self, tasks, selected_tasks) -> None:
+        self._parted.enter_context(parted())
+        for name in selected_tasks:
+            if check := (tasks[name].meta or {}).get(FIRST):
+                _check_first(check)
         steps = [task for task in _needed(tasks, selected_tasks) if _is_step(task)]
-        if steps and self.outstream.isatty():
+        if steps and not self._file and sys.stderr.isatty():
             # It takes longer to import than most builds that are up to date.
             from stages.engine.display import Display, is_terminal
 
-            if is_terminal(self.outstream):
+            if is_terminal(sys.stderr):
                 before = {task.name: task.meta[LAST] for task in steps if task.meta[LAST] is not None}
-                self._display = Display(self.outstream, len(steps), before)
+                self._display = Display(sys.stderr, len(steps), before)
                 show_on(self._display)
 
     def get_status(self, task) -> None:
@@ -71,7 +93,9 @@ class OneLineReporter(ConsoleReporter):
                 self._display.end(task.name)
         elif complete := (task.meta or {}).get(COMPLETE):
             seconds = time.monotonic() - self._started
-            self.write(f"{complete} is up to date: {self._ran} steps run, {self._current} current, {seconds:.1f} s\n")
+            with answering():
+                said = f"{complete} is up to date: {self._ran} steps run, {self._current} current, {seconds:.1f} s"
+                print(said, file=self._file, flush=True)
 
     def skip_uptodate(self, task) -> None:
         if _is_step(task):
@@ -81,6 +105,7 @@ class OneLineReporter(ConsoleReporter):
 
     def add_failure(self, task, fail: BaseFail) -> None:
         message = fail.get_msg() if fail.traceback else fail.message
+        self._failed |= _is_step(task)
         if self._display and _is_step(task):
             self._display.end(task.name, done=False)
         if fail.report and message not in self._said:
@@ -94,6 +119,16 @@ class OneLineReporter(ConsoleReporter):
             show_on(None)
         if self.runtime_errors:
             self.write("\n".join(self.runtime_errors) + "\n")
+        remove_leftovers(self._failed)
+        self._parted.close()
+
+
+def _check_first(check: Callable[[], None]) -> None:
+    """For doit, what cannot be done is an invalid task."""
+    try:
+        check()
+    except UserError as error:
+        raise InvalidTask(f"error: {error}") from None
 
 
 def _is_step(task: Any) -> bool:
@@ -138,7 +173,9 @@ class UpToDate:
         self.step = step
 
     def __call__(self) -> bool:
-        self.step.project.turn.take()
+        project = self.step.project
+        note(project.leftovers)
+        project.turn.take()
         try:
             return self.step.is_current()
         except UserError:
@@ -161,25 +198,32 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
         "task_dep": sorted({maker[p] for p in step.inputs if p in maker} | set(step.after)),
         "clean": [step.clean],
         "meta": {LAST: step.project.durations.last.get(step.name)},
-        "verbosity": 2,
+        **_SPOKEN,
     }
 
 
-def command_task(action: Action, before: Sequence[Action], needs: Sequence[str]) -> dict[str, Any]:
+def command_task(
+    action: Action, before: Sequence[Action], needs: Sequence[str], places: Sequence[Path] = ()
+) -> dict[str, Any]:
     """A doit task of what people ask for: `action` behind `before` and the tasks it `needs`. A user's mistake, or a
-    full disk, is a failed task with its one line."""
+    full disk, is a failed task with its one line. `places`: where it writes."""
     return {
-        "actions": [partial(_reported, each) for each in (*before, action)],
+        "actions": [partial(_reported, each, places) for each in (*before, action)],
         "task_dep": list(needs),
-        "verbosity": 2,
+        **_SPOKEN,
     }
 
 
-def _reported(action: Action, names: Sequence[str] | None = None) -> TaskFailed | bool | None:
+def _reported(action: Action, places: Sequence[Path], names: Sequence[str] | None = None) -> TaskFailed | bool | None:
     try:
-        return action(*(names or ()))
+        with answering():
+            return action(*(names or ()))
     except UserError as error:
         return TaskFailed(str(error))
-    except OSError as error:
+    except Exception as error:
+        if full := no_room(error, [*places, Path(tempfile.gettempdir()), Path.cwd()]):
+            return TaskFailed(full)
+        if not isinstance(error, OSError):
+            raise
         where = f"{error.filename}: " if error.filename else ""
         return TaskFailed(f"{where}{error.strerror or error}: run the command again once that is mended")

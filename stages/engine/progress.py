@@ -98,12 +98,8 @@ def running(step: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken(channel: Channel) -> Iterator[None]:
-    """While what this process prints on a terminal stands above what is shown."""
-    with contextlib.ExitStack() as stack:
-        if sys.stdout.isatty():
-            stack.enter_context(contextlib.redirect_stdout(Lines(channel)))
-        if sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(Lines(channel)))
+    """While what this process says on the terminal, which is standard error, stands above what is shown."""
+    with contextlib.redirect_stderr(Lines(channel)) if sys.stderr.isatty() else contextlib.nullcontext():
         yield
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ from stages.engine.code import Code
 from stages.engine.digests import Digests
 from stages.engine.durations import Durations
 from stages.engine.files import content_digest, content_sha256, fsync_path
+from stages.engine.leftovers import Leftovers
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.progress import running
+from stages.engine.room import no_room, still_to_come
 from stages.engine.tree import Linked, Tree
 from stages.engine.turn import Turn
 from stages.engine.vouching import MAC, Vouching, is_native
@@ -80,6 +83,10 @@ class Project:
     turn: Turn
     """Held from the first look at a step until the build is done: builds of one directory take turns."""
     shared: Shared | None = None
+    accepted: Path | None = None
+    """What is in the directory once the model was accepted. A new directory without it is of no use."""
+    needed: Callable[[], int] | None = None
+    """Bytes of the directory when it is complete, where that is known. It may raise OSError or UserError."""
 
     def __post_init__(self) -> None:
         memory.use_one_arena()
@@ -113,6 +120,12 @@ class Project:
         built = any(load_receipt(self.directory / RECEIPTS / name) for name in tree.names(RECEIPTS))
         stopped = {*tree.names()} <= {"build"} and {*tree.names("build")} <= {WORK.name, INCOMING.name}
         return built or stopped
+
+    @functools.cached_property
+    def leftovers(self) -> Leftovers:
+        """What is new here, from the first time that this is asked."""
+        accepted = self.accepted and self.directory / self.accepted
+        return Leftovers(self.directory, self.directory / WORK, self.turn, self.digests.path, accepted)
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
@@ -357,9 +370,15 @@ class Step:
                 self._build()
         except UserError as error:
             return TaskFailed(str(error))
-        except OSError as error:
-            where = f" {error.filename}" if error.filename else ""
-            return TaskFailed(f"cannot build {self.name}:{where}: {error.strerror or error}: nothing was changed")
+        except Exception as error:
+            project = self.project
+            more = functools.partial(still_to_come, project.directory, project.needed)
+            if full := no_room(error, [project.directory], more):
+                return TaskFailed(f"cannot build {self.name}: {full}")
+            if not isinstance(error, OSError):
+                raise
+            where = f" {error.filename}:" if error.filename else ""
+            return TaskFailed(f"cannot build {self.name}:{where} {error.strerror or error}: nothing was changed")
         finally:
             self.project.digests.save()
         return None
@@ -395,7 +414,7 @@ class Step:
                 tree.remove(work)
             memory.give_back()
         if fetched is not None:
-            print(f"{self.name}: fetched", flush=True)
+            print(f"{self.name}: fetched", file=sys.stderr, flush=True)
             return
         self.project.durations.note(self.name, time.monotonic() - started)
         if shared:

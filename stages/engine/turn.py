@@ -22,16 +22,23 @@ class Turn:
 
     def take(self) -> None:
         """Returns at once if this process has it already. Raises UserError if a link lies where the lock file goes."""
-        if self._lock.is_locked:
+        if self.held:
             return
         try:
-            self._make_room()
-            self._lock.acquire(timeout=_PATIENCE)
+            try:
+                self._acquire()
+            except FileNotFoundError:
+                self._acquire()  # whose build came to nothing just removed the directory (`stages.engine.leftovers`)
         except filelock.Timeout:
             with waiting(f"waiting for another process that builds {self.path.stem}"):
                 self._lock.acquire()
         except OSError:
             pass  # what cannot be written needs no lock; a step that has to write will say so
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._lock.is_locked
 
     def try_take(self) -> bool:
         """Whether this process has it now, without waiting."""
@@ -41,6 +48,10 @@ class Turn:
         except (filelock.Timeout, OSError, Linked):
             return False
         return True
+
+    def _acquire(self) -> None:
+        self._make_room()
+        self._lock.acquire(timeout=_PATIENCE)
 
     def _make_room(self) -> None:
         """Make the lock file's directory. Raises Linked: a lock file is written, so it is reached through no link."""

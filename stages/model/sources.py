@@ -23,12 +23,13 @@ from llama_npu2.schema import load_json
 from stages.engine.files import atomic_directory, read_json, require_space, write_json
 from stages.engine.places import CHECKPOINT, CONFIG, GENERATED, ROOT, lock_file
 from stages.engine.progress import Bar
+from stages.engine.room import no_room
 from stages.engine.turn import Turn
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import Config
 from stages.model.families import Family, family_of, parse_config
-from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
+from stages.model.importers.directory import CONFIG_FILES, DAMAGED, INDEX, SINGLE, TOKENIZER_FILES
 from stages.model.presets import PRESETS
 from stages.model.random_weights import RECIPE, random_tensors, write_byte_tokenizer, write_random_weights
 from stages.weights.blobs import safetensors_bytes
@@ -191,7 +192,7 @@ class HubSource:
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """What the hub's client raises, as UserError."""
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors
 
         where = f"model {self.repo} (revision {self.revision})"
         try:
@@ -212,6 +213,9 @@ class HubSource:
                 f"{where} is not in the local cache and the hub cannot be reached: check the network"
             ) from None
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
+            cache = Path(constants.HF_HUB_CACHE)
+            if full := no_room(error, [cache], elsewhere="set HF_HOME to another place"):
+                raise UserError(f"{where}: {full}") from None
             raise UserError(
                 f"{where}: download failed ({first_line(error)}): run the command again to resume"
             ) from None
@@ -327,6 +331,10 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
         return GgufSource(safe_name(path.stem), path)
     if ((artifacts / model).is_dir() or elsewhere) and safe_name(model) == model:
         return ArtifactsOnly(model)
+    if path.is_file():
+        raise UserError(
+            f"model={model}: is a file, and not one that ends in .gguf: give the directory that holds it, {path.parent}"
+        )
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
         return HubSource(model, revision)
     raise UserError(
@@ -364,7 +372,7 @@ def config_of(source: Source) -> Config:
         files = {path.name: path for path in source.config_files()}
         if CONFIG_FILES[0] not in files:
             raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
-        return families.read_config(files[CONFIG_FILES[0]])
+        return families.read_config(files[CONFIG_FILES[0]], DAMAGED)
     held = container(source.fetch())
     return parse_config(held.fields, held.where)
 
@@ -402,7 +410,8 @@ def quantised(source: Source, recorded: Path) -> bool:
     # Whoever builds is told why it cannot be had.
     with contextlib.suppress(UserError):
         files = files or source.config_files()
-    return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
+        return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
+    return False
 
 
 def record_checkpoint(source: Source, digest: Callable[[Path], str | None], ignore: Sequence[str], work: Path) -> None:

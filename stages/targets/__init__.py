@@ -83,8 +83,9 @@ class Target:
     runs in a bucket. `foreign_tools`: it is built with more than this machine's C++ compiler. `machine`: what a machine
     must have to run the artifacts, for the manifest. `context`: positions that its KV caches have room for unless
     something else is said; 0: as many as the model knows. `built_on`: what of a machine, besides its tools, objects and
-    programs may depend on. `suits(model)`: whether this machine should run it unasked, given
-    the directory of a model's artifacts; the target of the highest `rank` that does is the default."""
+    programs may depend on. `suits(model)`: whether this machine should run it unasked, given the directory of a model's
+    artifacts; the target of the highest `rank` that does is the default. `need_tools`: raises UserError, which names
+    them, where what builds it is not on this machine."""
 
     name: str
     device: str
@@ -97,6 +98,7 @@ class Target:
     machine: Callable[[], Mapping[str, Any]] = dict
     built_on: Callable[[], Mapping[str, Any]] = dict
     suits: Callable[[Path], bool] = lambda model: False
+    need_tools: Callable[[], object] = lambda: None
     rank: int = 0
 
     def grouping(self, name: str) -> Grouping:

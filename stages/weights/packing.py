@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work:
     buffers = read_buffers(wanted)
     checkpoint = Checkpoint.open(source.fetch())
     for line in conversions(checkpoint, buffers):
-        print(line, flush=True)
+        print(line, file=sys.stderr, flush=True)
     pack(checkpoint, buffers, work, calibrated_weights(calibrated))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
 
@@ -69,9 +70,10 @@ def parse_config(values: Mapping[str, Any], where: str) -> Config:
     return family_of(values, where).parse(ConfigFields(values, where))
 
 
-def read_config(path: Path) -> Config:
-    """Read and check a `config.json`. Raises UserError naming the file, the field and the value."""
-    return parse_config(read_json(path), str(path))
+def read_config(path: Path, remedy: str = REMEDY) -> Config:
+    """Read and check a `config.json`. `remedy`: what to do where it cannot be read. Raises UserError naming the file,
+    the field and the value."""
+    return parse_config(read_json(path, remedy), str(path))
 
 
 def of(config: Config) -> Family:

@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-REMEDY = "the checkpoint is incomplete or damaged, download it again"
+DAMAGED = "the checkpoint is incomplete or damaged, download it again"
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,16 @@ class Directory:
         found = self._tokenizer_files()
         for path in found:
             if path.suffix == ".json":
-                read_json(path, REMEDY)
+                read_json(path, DAMAGED)
         return {path.name: path.read_bytes() for path in found}
 
 
 def _config(directory: Path) -> dict[str, Any]:
     """`config.json`, with what old tools wrote into a file beside it."""
     main, beside = (directory / name for name in CONFIG_FILES)
-    fields = read_json(main, REMEDY)
+    fields = read_json(main, DAMAGED)
     if fields.get("quantization_config") is None and beside.is_file():
-        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside, REMEDY)}
+        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside, DAMAGED)}
     return fields
 
 
@@ -161,7 +161,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    weight_map = read_json(index, REMEDY).get("weight_map")
+    weight_map = read_json(index, DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map must be a non-empty object")
     for file in weight_map.values():

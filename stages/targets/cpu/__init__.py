@@ -5,7 +5,7 @@ Each device part is a program of its own, which fuses its launches where the hos
 
 from stages.model.grouping import Chain, Group, Grouping
 from stages.targets import Target
-from stages.targets.cpu.toolchain import host_system
+from stages.targets.cpu.toolchain import host_system, need_host_compiler
 
 _START, _END = ("embed_tokens",), ("final_norm", "lm_head_gemv")
 _PROMPT = ("rms_gemms_rope", "flash_attn_panels", "o_ffn")
@@ -27,4 +27,5 @@ TARGET = Target(
     default_grouping="separate",
     built_on=host_system,
     suits=lambda model: True,
+    need_tools=need_host_compiler,
 )

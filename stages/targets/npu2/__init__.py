@@ -8,7 +8,7 @@ attend in windows of the cache.
 from stages.targets import Target
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
-from stages.targets.npu2.toolchain import usable_here
+from stages.targets.npu2.toolchain import need_npu_tools, usable_here
 
 TARGET = Target(
     name="npu2",
@@ -21,5 +21,6 @@ TARGET = Target(
     context=CONTEXT,
     built_on=lambda: {"generation": KERNEL_SET},
     suits=usable_here,
+    need_tools=need_npu_tools,
     rank=1,
 )

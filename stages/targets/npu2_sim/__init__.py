@@ -5,7 +5,7 @@ What the hardware would refuse is refused: memory sizes, channels, descriptors, 
 
 from llama_npu2.cpu_features import cpu_features
 from stages.targets import Target
-from stages.targets.cpu.toolchain import host_system
+from stages.targets.cpu.toolchain import host_system, need_host_compiler
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET
 
@@ -20,4 +20,5 @@ TARGET = Target(
     # Tile functions are compiled for all that this CPU has.
     machine=lambda: {"features": cpu_features()},
     built_on=lambda: {"features": cpu_features(), **host_system()},
+    need_tools=need_host_compiler,
 )
