@@ -176,7 +176,8 @@ def test_a_template_takes_little_whatever_it_calls(name: str, monkeypatch: pytes
     monkeypatch.setattr(sandbox, "LONGEST", 0.5)
     source, complaint = TEMPLATES[name]
     refusal = held(lambda: ChatTemplate(source, {}).render(MESSAGES))
-    assert re.search(complaint, refusal), refusal
+    # What takes too much memory takes time to get it: with less time, either limit may be met first.
+    assert re.search(EITHER if complaint == LARGE else complaint, refusal), refusal
     assert ChatTemplate(ORDINARY, {}).render(MESSAGES) == ANSWER
 
 
