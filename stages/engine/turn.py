@@ -18,7 +18,7 @@ class Turn:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = filelock.FileLock(path)
+        self._lock = filelock.FileLock(path, thread_local=False)  # steps may run in threads of the holder
 
     def take(self) -> None:
         """Returns at once if this process has it already. Raises UserError if a link lies where the lock file goes."""
