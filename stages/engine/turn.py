@@ -18,7 +18,9 @@ class Turn:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = filelock.FileLock(path, thread_local=False)  # steps may run in threads of the holder
+        self._lock = filelock.FileLock(path)
+        self.held = False
+        """Whether this process has it: also seen by its threads, and by what it forks, which run steps for it."""
 
     def take(self) -> None:
         """Returns at once if this process has it already. Raises UserError if a link lies where the lock file goes."""
@@ -32,19 +34,16 @@ class Turn:
         except filelock.Timeout:
             with waiting(f"waiting for another process that builds {self.path.stem}"):
                 self._lock.acquire()
+            self.held = True
         except OSError:
             pass  # what cannot be written needs no lock; a step that has to write will say so
-
-    @property
-    def held(self) -> bool:
-        """Whether this process has it."""
-        return self._lock.is_locked
 
     def try_take(self) -> bool:
         """Whether this process has it now, without waiting."""
         try:
             self._make_room()
             self._lock.acquire(blocking=False)
+            self.held = True
         except (filelock.Timeout, OSError, Linked):
             return False
         return True
@@ -52,6 +51,7 @@ class Turn:
     def _acquire(self) -> None:
         self._make_room()
         self._lock.acquire(timeout=_PATIENCE)
+        self.held = True
 
     def _make_room(self) -> None:
         """Make the lock file's directory. Raises Linked: a lock file is written, so it is reached through no link."""
@@ -62,6 +62,7 @@ class Turn:
 
     def give_up(self) -> None:
         self._lock.release(force=True)
+        self.held = False
 
     def __enter__(self) -> None:
         self.take()
