@@ -22,7 +22,7 @@ class Durations:
     def __init__(self, artifacts: Path, directory: Path) -> None:
         self._path = artifacts / ".durations.json"
         self._directory = directory.relative_to(artifacts).as_posix()
-        self._turn = Turn(lock_file(artifacts, "durations"))
+        self._lock = lock_file(artifacts, "durations")
 
     @cached_property
     def last(self) -> Mapping[str, float]:
@@ -37,7 +37,7 @@ class Durations:
     def note(self, step: str, seconds: float) -> None:
         """Remember that of a step. Where that cannot be written, it is not known."""
         with contextlib.suppress(OSError, UserError):
-            with self._turn:
+            with Turn(self._lock):  # a new one: steps run in threads and forks
                 every = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
                 write_atomic(self._path, json.dumps(every, indent=1, sort_keys=True).encode())
 

@@ -385,7 +385,6 @@ class Step:
 
     def _build(self) -> None:
         tree, work = self.project.tree, WORK / file_name(self.name)
-        self.project.turn.take()
         stale = next(self.changes(), None)
         if stale is None:
             return
