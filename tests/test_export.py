@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +144,26 @@ def test_damage_is_refused(one: Path, tmp_path: Path) -> None:
         file.write(b"\xff" * 16)
     with pytest.raises(UserError, match=r"damaged.pyz/elf/host.so is not what was built"):
         Manifest.open(damaged).host_library.read_bytes()
+
+
+@pytest.mark.parametrize("members", ["artifact", "runtime", "runtime alone"])
+@pytest.mark.parametrize("offset", [2**31, 2**62, 2**63, 2**64 - 1])
+def test_offsets_beyond_the_file_are_refused(members: str, offset: int, tmp_path: Path) -> None:
+    """As a 64-bit extra field of the central directory gives them (APPNOTE.TXT 6.3.10, 4.5.3)."""
+
+    def archive(damaged: bool) -> bytes:
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as file:
+            file.writestr("manifest.json", "{}")
+            if damaged:
+                file.infolist()[0].header_offset = offset
+        return content.getvalue()
+
+    damaged = tmp_path / "damaged.pyz"
+    artifact = b"" if members == "runtime alone" else archive(members == "artifact")
+    damaged.write_bytes(artifact + archive(members != "artifact"))
+    with pytest.raises(UserError, match="no whole file of doit export"):
+        Manifest.open(damaged)
 
 
 def test_what_is_not_as_built_is_not_exported(demo: Path, tmp_path: Path) -> None:

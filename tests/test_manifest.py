@@ -110,6 +110,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         for name in (
             *("", ".", "..", "/etc/passwd", "../host.so", "elf/../../host.so", "elf/..", "elf//host.so", "elf/"),
             *("./elf/host.so", "elf\\host.so", "elf/ho\0st.so", "elf/ho\nst.so", "elf/\ud800"),
+            *("x" * 256, "elf/" + "\u00e4" * 128 + "/host.so", "/".join(["elf"] * 251)),
         )
     },
     "program outside": (put("../host.so", "programs", "o_ffn", "file"), "must be the name of a file inside"),

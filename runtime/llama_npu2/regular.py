@@ -46,7 +46,12 @@ def read_regular(path: Path, most: int = LARGEST_JSON) -> bytes:
         OSError: The file cannot be read, is no regular file (EINVAL), or has more than `most` bytes (EFBIG).
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if content is None or len(content) > most:
-        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+        return file.read(size)  # `most` would be allocated before anything is read
+
+
+def can_be_a_path(name: str) -> bool:
+    """Whether file systems take a path: at most 255 bytes between slashes, and 1,000 letters in all."""
+    return len(name) <= 1000 and all(len(part.encode()) <= 255 for part in name.split("/"))

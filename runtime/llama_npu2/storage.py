@@ -101,10 +101,12 @@ class Archive:
         try:
             with ZipFile(self.path) as runtime:
                 end = min((member.header_offset for member in runtime.infolist()), default=0)
+            if not 0 < end <= self.path.stat().st_size:
+                raise ValueError("it has no artifact in front of its runtime")
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as artifact:
                 with ZipFile(cast(BinaryIO, artifact)) as members:
                     return {each.filename: self._file(artifact, each) for each in members.infolist()}
-        except (BadZipFile, struct.error, ValueError, NotImplementedError, OSError) as error:
+        except (BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError, OSError) as error:
             raise UserError(
                 f"{self.path} is no artifact directory and no whole file of doit export ({error}): copy it again"
             ) from None

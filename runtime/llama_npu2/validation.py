@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from llama_npu2.dtypes import SAFETENSORS, SIZES, nbytes
+from llama_npu2.regular import can_be_a_path
 from llama_npu2.schema import (
+    Invalid,
     either,
     flag,
     inside,
@@ -41,9 +43,9 @@ _LONGEST_HEADER = 100_000_000
 _SIZE = whole(1, _MOST_BYTES)
 _COUNT = whole(1, 1 << 31)
 _NAME = text(r"[\w.+-]{1,1000}", "a name of letters, digits and . + - _")
-_FILE = text(
-    r"(?!.*(^|/)\.{1,2}(/|$))[^/\\\x00-\x1f\x7f\ud800-\udfff]+(/[^/\\\x00-\x1f\x7f\ud800-\udfff]+)*",
-    "the name of a file inside the directory",
+_A_FILE = "the name of a file inside the directory"
+_FILE_TEXT = text(
+    r"(?!.*(^|/)\.{1,2}(/|$))[^/\\\x00-\x1f\x7f\ud800-\udfff]+(/[^/\\\x00-\x1f\x7f\ud800-\udfff]+)*", _A_FILE
 )
 _SYMBOL = text(r"[A-Za-z_]\w{0,1000}", "the name of a C function")
 _WORDS = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{0,100000}", "a line of text")
@@ -54,6 +56,14 @@ _CONSTANT = ("weight", "table")
 _WRITTEN = ("output", "scratch")
 _READ_AT_ANY_TIME = ("tokens", "logits")
 """Activations that the runtime itself writes and reads."""
+
+
+def file_inside(value: Any) -> None:
+    """A relative path that does not leave the directory, and that file systems take."""
+    _FILE_TEXT(value)
+    if not can_be_a_path(value):
+        raise Invalid(value, _A_FILE)
+
 
 _MODEL = record(
     {
@@ -71,7 +81,7 @@ _STORED = record(
     {
         "kind": one_of(*_CONSTANT),
         **_BUFFER,
-        "file": _FILE,
+        "file": file_inside,
         "offset": whole(0, _MOST_BYTES),
         "values": _SIZE,
         **dict.fromkeys(("format", "layout"), _WORDS),
@@ -85,7 +95,7 @@ _SLOT = record(
         "shape": list_of(either(_SIZE, one_of("seq", "max_seq"), "a size, seq or max_seq"), 1, 8),
     }
 )
-_PROGRAM = record({"file": _FILE, "entry": _SYMBOL, "host": flag, "slots": list_of(_SLOT, 1, 1000)})
+_PROGRAM = record({"file": file_inside, "entry": _SYMBOL, "host": flag, "slots": list_of(_SLOT, 1, 1000)})
 _NPU_PROGRAM = record({"kernel": _SYMBOL, "instruction_bytes": _SIZE, "milliseconds": positive})
 _PHASE = text(
     r"decode(@[1-9]\d{0,8})?|prefill(_chunk|@[1-9]\d{0,6}(@[1-9]\d{0,8})?)?",
@@ -106,7 +116,9 @@ _SECTIONS = record(
         "programs": mapping(_NAME, _PROGRAM),
         "plans": mapping(_PHASE, list_of(_CALL, 1)),
         "milliseconds": mapping(_PHASE, positive),
-        "files": mapping(_FILE, record({"size": whole(0, _MOST_BYTES), "sha256": text("[0-9a-f]{64}", "a SHA-256")})),
+        "files": mapping(
+            file_inside, record({"size": whole(0, _MOST_BYTES), "sha256": text("[0-9a-f]{64}", "a SHA-256")})
+        ),
     },
     {"copied_milliseconds": mapping(_PHASE, positive)},
 )

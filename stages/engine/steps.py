@@ -24,7 +24,7 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
-from llama_npu2.regular import read_regular
+from llama_npu2.regular import can_be_a_path, read_regular
 from llama_npu2.schema import anything, list_of, load_json, mapping, record, text, whole
 from stages.engine import definitions, memory
 from stages.engine.changes import Change, input_change, key_change, output_change
@@ -233,16 +233,11 @@ def load_receipt(path: Path) -> dict[str, Any] | None:
     if not intact:
         return None
     labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
-    return receipt if all(map(_is_name, labels)) and all(map(is_inside, receipt["outputs"])) else None
+    return receipt if all(map(can_be_a_path, labels)) and all(map(is_inside, receipt["outputs"])) else None
 
 
 def _checksum(receipt: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(receipt, sort_keys=True).encode())
-
-
-def _is_name(label: str) -> bool:
-    """Whether a file may be called that: 255 bytes between slashes, and not too many of them."""
-    return len(label) <= 1000 and all(len(part.encode()) <= 255 for part in label.split("/"))
 
 
 def is_inside(label: str) -> bool:

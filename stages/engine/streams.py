@@ -112,12 +112,20 @@ def end_with_readers() -> None:
             return  # it was a connection: who writes to it gets an error
         _discard(gone)
         if os.getpid() == owner:
+            _stop_children()
             raise SystemExit(CLOSED)
         if os.getppid() == owner:
             os.kill(owner, signal.SIGPIPE)  # a step in a process of its own was the first to notice
 
     signal.signal(signal.SIGPIPE, end)
     atexit.register(_end_at_exit)
+
+
+def _stop_children() -> None:
+    """doit stops the processes of `-n` itself, but not while it starts them: they would be waited for at exit."""
+    if multiprocessing := sys.modules.get("multiprocessing"):
+        for child in multiprocessing.active_children():
+            child.terminate()
 
 
 def end_if_closed(status: int) -> None:
