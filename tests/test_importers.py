@@ -682,7 +682,7 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no width": (renamed("llama.embedding_length", "llama.embedding_lengtg"), "llama.embedding_length = null"),
     "no heads": (metadata("llama.attention.head_count", 0), "llama.attention.head_count = 0"),
     "heads": (metadata("llama.attention.head_count_kv", 3), "num_key_value_heads = 3"),
-    "layers": (metadata("llama.block_count", (1 << 31) - 1), "2147483647 layers"),
+    "layers": (metadata("llama.block_count", (1 << 31) - 1), "num_hidden_layers = 2147483647"),
     "too many layers": (metadata("llama.block_count", 1 << 31), "llama.block_count = 2147483648: must be a positive"),
     "more layers": (metadata("llama.block_count", 2), "tensors are missing, first model.layers.1"),
     "epsilon": (metadata("llama.attention.layer_norm_rms_epsilon", float("nan")), "layer_norm_rms_epsilon = NaN"),

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,8 @@ class OneLineReporter(ConsoleReporter):
         self._parted.enter_context(parted())
         for name in selected_tasks:
             if check := (tasks[name].meta or {}).get(FIRST):
-                _check_first(check)
+                with _in_one_line():
+                    check()
         steps = [task for task in _needed(tasks, selected_tasks) if _is_step(task)]
         if steps and not self._file and sys.stderr.isatty():
             # It takes longer to import than most builds that are up to date.
@@ -93,7 +94,7 @@ class OneLineReporter(ConsoleReporter):
                 self._display.end(task.name)
         elif complete := (task.meta or {}).get(COMPLETE):
             seconds = time.monotonic() - self._started
-            with answering():
+            with _in_one_line(), answering():
                 said = f"{complete} is up to date: {self._ran} steps run, {self._current} current, {seconds:.1f} s"
                 print(said, file=self._file, flush=True)
 
@@ -123,10 +124,11 @@ class OneLineReporter(ConsoleReporter):
         self._parted.close()
 
 
-def _check_first(check: Callable[[], None]) -> None:
-    """For doit, what cannot be done is an invalid task."""
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Outside of tasks doit prints a traceback of all but its own errors."""
     try:
-        check()
+        yield
     except UserError as error:
         raise InvalidTask(f"error: {error}") from None
 
