@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import FORMAT
+from llama_npu2.plan import parse_plans
 from llama_npu2.second_copy import second_copy
 from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
@@ -49,12 +50,12 @@ def write_manifest(
     about["eos"] = end_tokens(directory, config)
     described["model"] = about
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
-    described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
-    described["milliseconds"] = phase_milliseconds(described)
-    copied = second_copy(described["programs"], described["buffers"], described["plans"])
+    described["plans"] = plan["phases"]
+    plans = parse_plans(plan["phases"])
+    described["milliseconds"] = phase_milliseconds(described, plans)
+    copied = second_copy(described["programs"], described["buffers"], plans)
     if copied.calls and described["milliseconds"]:
-        sections = {"buffers": copied.buffers, "plans": copied.plans}
-        described["copied_milliseconds"] = phase_milliseconds(described | sections)
+        described["copied_milliseconds"] = phase_milliseconds(described | {"buffers": copied.buffers}, copied.plans)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
     written = work / "manifest.json"
     write_json(written, described)
@@ -87,10 +88,6 @@ def _program(directory: Path, name: str, described: Sequence[str], **entry: Any)
     for told in (read_json(directory / path) for path in described):
         entry |= told["programs"][name] if "programs" in told else {key: told[key] for key in _TOLD if key in told}
     return entry
-
-
-def _call(layer: int | None, **call: Any) -> dict[str, Any]:
-    return call if layer is None else {**call, "layer": layer}
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:

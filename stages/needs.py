@@ -25,11 +25,11 @@ from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
-from stages.model.parts import UNPACKED
 from stages.model.plan import Plan, make_plan
 from stages.model.policy import Policy
 from stages.model.random_weights import AHEAD, CHUNK
 from stages.model.sources import HubSource, Listed, RandomSource, Source
+from stages.model.unpacking import UNPACKED
 from stages.targets import Target
 from stages.weights.blobs import PAGE, safetensors_bytes
 from stages.weights.formats import PACKED_AT_ONCE, formats
@@ -192,7 +192,7 @@ def locked_memory(
     host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
     bound: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
-    for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
+    for name in {name for call in calls for name in call.names}:
         if not (second_copy and name.startswith(UNPACKED)):
             bound[_purpose(plan.buffers[name])].add(name)
     found = {purpose: plan.nbytes(names) for purpose, names in bound.items()} | {"driver": HEAP}
@@ -202,7 +202,7 @@ def locked_memory(
 def copied_bytes(plan: Plan) -> int:
     """Of what the host makes of weights for prompts, all layers."""
     calls = (call for phase in plan.phases.values() for call in phase)
-    made = {(name, call.layer) for call in calls for name in call.buffers if name.startswith(UNPACKED)}
+    made = {(name, call.layer) for call in calls for name in call.names if name.startswith(UNPACKED)}
     return sum(plan.buffers[name].nbytes for name, _ in made)
 
 

@@ -18,11 +18,11 @@ from stages.commands.fit_check import peak_memory
 from stages.commands.options import Options, parse_options
 from stages.graph import Build
 from stages.model.families import parse_config
-from stages.model.parts import UNPACKED
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.model.sources import config_of
+from stages.model.unpacking import UNPACKED
 from stages.needs import WORKING, Needs, locked_memory
 from stages.targets import targets
 from tests.conftest import ROOT, doit

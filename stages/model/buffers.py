@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.dtypes import nbytes
+from llama_npu2.plan import PHASE_TEXT
 from llama_npu2.schema import Invalid, anything, list_of, mapping, one_of, record, string, whole
 from stages.engine.files import read_checked
 from stages.weights.formats import formats
@@ -88,6 +89,8 @@ def read_buffers(path: Path) -> dict[str, Buffer]:
     return {name: Buffer(**{field: spec[field] for field in names}) for name, spec in found.items()}
 
 
+_CALL = record({"program": string, "buffers": list_of(string)}, {"layer": whole(0, 1 << 31)})
+
 PLANNED = record(
     {
         "weights": string,
@@ -95,7 +98,7 @@ PLANNED = record(
         "matmul": string,
         "context": whole(1, 1 << 31),
         "buffers": BUFFERS,
-        "phases": mapping(string, list_of(record({"program": string, "buffers": list_of(string), "layer": anything}))),
+        "phases": mapping(PHASE_TEXT, list_of(_CALL)),
     }
 )
 """What a plan is as JSON."""
