@@ -50,10 +50,10 @@ from stages.commands.options import parse_options
 from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
 from stages.graph import Build
+from stages.graph.needs import locked_memory
 from stages.kernels import add
 from stages.model.families import read_config
 from stages.model.plan import make_plan, with_context
-from stages.needs import locked_memory
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin

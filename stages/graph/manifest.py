@@ -32,11 +32,14 @@ def write_manifest(
     model: str,
     calibrated: bool,
 ) -> None:
-    """Step action: collect what is in the artifact `directory`.
+    """Step action: describe the artifact `directory` in its manifest.
 
-    `programs`: name -> file, entry point, on the host?, and the files that say the rest: its slots, and what a device's
-    build counted and estimated. `target`: name, device, and what it asks of a machine. `model`: its name. `calibrated`:
-    the weights were rounded for a text.
+    Args:
+        programs: by name; file, entry point, whether the host runs it, and the files with the rest: its slots, and what
+            a device's build counted and estimated.
+        target: name, device, and what it asks of a machine.
+        model: the model's name.
+        calibrated: whether the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
     plan = read_checked(directory / PLAN, PLANNED)
@@ -66,7 +69,7 @@ def write_manifest(
 
 
 def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a manifest, of programs alone: no model, no buffers, no plans and what they take."""
+    """Return the sections of a manifest of programs alone: without model, buffers and plans."""
     files = sorted({str(program["file"]) for program in programs.values()})
     return {
         "format": FORMAT,
@@ -80,19 +83,22 @@ def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target:
     }
 
 
-_TOLD = ("kernel", "instruction_bytes", "milliseconds")
-"""What the runtime knows of a device program besides its slots: `stages.targets.npu2` says how each is found."""
+_FACTS = ("kernel", "instruction_bytes", "milliseconds")
+"""Fields of a device program besides its slots: `stages.targets.npu2` says how each is found."""
 
 
 def _program(directory: Path, name: str, described: Sequence[str], **entry: Any) -> dict[str, Any]:
-    for told in (read_json(directory / path) for path in described):
-        entry |= told["programs"][name] if "programs" in told else {key: told[key] for key in _TOLD if key in told}
+    for facts in (read_json(directory / path) for path in described):
+        entry |= facts["programs"][name] if "programs" in facts else {key: facts[key] for key in _FACTS if key in facts}
     return entry
 
 
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
-    """Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at`: where
-    it begins in the memory that activations share."""
+    """Return a buffer as the manifest has it.
+
+    Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at` is where
+    an activation begins in the memory that activations share.
+    """
     if name in packed:
         about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
         return {**about, "values": math.prod(spec["shape"]), **packed[name]}
@@ -101,7 +107,7 @@ def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str
 
 
 def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:
-    """Ids that end a reply: `generation_config.json` decides where it says something, as in transformers."""
+    """Return the ids that end a reply: those of `generation_config.json` if it has any, as in transformers."""
     path = directory / "tokenizer/generation_config.json"
     if path.is_file() and (values := read_json(path)).get("eos_token_id") is not None:
         return ConfigFields(values, str(path)).token_ids("eos_token_id", config.vocab)
