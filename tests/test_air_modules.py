@@ -21,7 +21,7 @@ from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, La
 from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
 from stages.model.config import Config
 from stages.model.grouping import programs
-from stages.model.parts import Slot
+from stages.model.part import Slot
 from stages.model.policy import parse_policy
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llama_npu2.chunks import Chunk, Chunks, decode_phase
+from llama_npu2.plan import Phase
 
 TIMES = {
     "decode@128": 10.0,
@@ -14,11 +15,17 @@ TIMES = {
     "prefill@256": 80.0,
     "prefill@256@512": 100.0,
 }
-CHUNKS = Chunks(TIMES, [128, 512])
+
+
+def milliseconds(times: dict[str, float]) -> dict[Phase, float]:
+    return {Phase.parse(phase): time for phase, time in times.items()}
+
+
+CHUNKS = Chunks(milliseconds(TIMES), [128, 512])
 
 
 def cut(chunks: list[Chunk]) -> list[tuple[str, int, int]]:
-    return [(each.phase, each.start, each.end) for each in chunks]
+    return [(str(each.phase), each.start, each.end) for each in chunks]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def cut(chunks: list[Chunk]) -> list[tuple[str, int, int]]:
 def test_the_cheapest_sequence(start: int, end: int, wanted: list[tuple[str, int, int]]) -> None:
     chosen = CHUNKS.cheapest(start, end)
     assert cut(chosen) == wanted
-    assert CHUNKS.cost(start, end) == sum(TIMES[each.phase] for each in chosen)
+    assert CHUNKS.cost(start, end) == sum(TIMES[str(each.phase)] for each in chosen)
 
 
 def test_at_the_end_of_the_cache_a_chunk_begins_earlier() -> None:
@@ -47,7 +54,7 @@ def test_at_the_end_of_the_cache_a_chunk_begins_earlier() -> None:
 
 
 def test_one_bucket_that_holds_the_context_serves_every_start() -> None:
-    alone = Chunks({"decode": 100.0, "prefill@128": 50.0}, [])
+    alone = Chunks(milliseconds({"decode": 100.0, "prefill@128": 50.0}), [])
     assert cut(alone.cheapest(100, 110)) == [("prefill@128", 0, 110)]
     assert cut(alone.cheapest(128, 129)) == [("decode", 128, 129)], "behind all buckets"
 
@@ -57,7 +64,7 @@ def test_nothing_is_cheaper(start: int, end: int) -> None:
     """Against all sequences of chunks and single tokens in any order."""
     known = {end: 0.0}
     for at in range(end - 1, start - 1, -1):
-        found = [TIMES[decode_phase([128, 512], at)] + known[at + 1]]
+        found = [TIMES[str(decode_phase([128, 512], at))] + known[at + 1]]
         for rows, phase in ((128, "prefill@128"), (256, "prefill@256")):
             begin = min(at, 512 - rows)
             found.append(TIMES[phase + "@512" * (begin > 0)] + known[min(begin + rows, end)])

@@ -50,7 +50,7 @@ def test_what_is_imported_by_name_counts(tmp_path: Path) -> None:
     assert {"stages/kernels/gemm.py", "stages/model/parts/llama.py", "stages/weights/formats/bf16.py"} <= found
 
 
-@pytest.mark.parametrize("module", ["stages.weights.packing", "stages.model.checkpoint", "stages.manifest"])
+@pytest.mark.parametrize("module", ["stages.model.packing", "stages.model.checkpoint", "stages.graph.manifest"])
 def test_weights_do_not_depend_on_programs(module: str, tmp_path: Path) -> None:
     """An edited kernel or target must not pack gigabytes again."""
     found = modules(tmp_path, module)

@@ -255,15 +255,15 @@ def test_why_names_what_was_edited(built: Path) -> None:
         return [text for change in finding["changes"] for text in change["text"]]
 
     before = snapshot(built / BUILT)
-    edit("stages/weights/packing.py", "def pack_weights(", "LIMIT = 3\n\n\ndef pack_weights(")
-    edit("stages/weights/packing.py", "def _write_blob(", "def _write_all(")
-    edit("stages/targets/cpu/programs.py", "\nfrom stages.targets", "\nimport stages.needs\nfrom stages.targets")
+    edit("stages/model/packing.py", "def pack_weights(", "LIMIT = 3\n\n\ndef pack_weights(")
+    edit("stages/model/packing.py", "def _write_blob(", "def _write_all(")
+    edit("stages/targets/cpu/programs.py", "\nfrom stages.targets", "\nimport stages.graph.needs\nfrom stages.targets")
     edit("kernel_src/cpu/epilogue.h", "namespace ISA {", "namespace ISA {  // each")
     edit("model/config.json", '"rope_theta": 10000.0', '"rope_theta": 500.0')
     said = why()
-    edited = "code stages/weights/packing.py: LIMIT, _write_all added; _write_blob removed"
+    edited = "code stages/model/packing.py: LIMIT, _write_all added; _write_blob removed"
     assert texts(said["weights"]) == [edited]
-    assert "code stages/needs.py is imported now" in texts(said["elf:o_ffn"])
+    assert "code stages/graph/needs.py is imported now" in texts(said["elf:o_ffn"])
     assert texts(said["object:cpu/gemm"]) == ["header kernel_src/cpu/epilogue.h changed"]
     assert said["object:cpu/rope"]["state"] == "current"
     assert texts(said["checkpoint"]) == ["input model/config.json changed"]

@@ -19,6 +19,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.devices import Submission
+from llama_npu2.plan import DECODE, Phase
 from stages.commands import diagnose as command
 from stages.commands import transformers_model
 from stages.commands.diagnose import Report, diagnose
@@ -123,11 +124,12 @@ class Fault:
 
     def __call__(self, build: Build, llm: Llama) -> Site:
         """Makes it; returns where it is."""
-        of_phase = sites(build, llm.manifest)[self.phase]
+        phase = Phase.parse(self.phase)
+        of_phase = sites(build, llm.manifest)[phase]
         site = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
         slot = next(slot for slot in llm.manifest.programs[site.program]["slots"] if slot["name"] == self.slot(site))
         memory, calls = llm.apart
-        prepare, call = llm.device.prepare, calls[self.phase][site.call]
+        prepare, call = llm.device.prepare, calls[phase][site.call]
         buffer = memory.array(site.buffers[site.written[0].name])
 
         def prepared(calls: list[Any]) -> Submission:
@@ -217,11 +219,11 @@ def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
     """A row that is not written holds what a run before left there: the right one."""
 
     def unwritten(llm: Llama) -> None:
-        at = sites(host, llm.manifest)["decode"]
+        at = sites(host, llm.manifest)[DECODE]
         call = next(call[0].call for call in at if call[0].kernel.name == "append_kv_panels")
         llm.prefill(range(30, 78))
         kept = llm.memory.array("k_cache.0").copy()
-        prepare, cut = llm.device.prepare, llm.calls["decode"][call]
+        prepare, cut = llm.device.prepare, llm.calls[DECODE][call]
 
         def prepared(calls: list[Any]) -> Submission:
             made = prepare(calls)
@@ -236,7 +238,7 @@ def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
         llm.device.prepare = prepared
 
     first = found(host, unwritten).wrong[0].site
-    assert (first.kernel.name, first.phase, first.layer) == ("append_kv_panels", "decode", 0)
+    assert (first.kernel.name, first.phase, first.layer) == ("append_kv_panels", DECODE, 0)
 
 
 @pytest.mark.verify

@@ -333,7 +333,7 @@ def check(checkout: Path, kernels: str, fault: Fault, *variables: str) -> None:
     assert not report.passed
     first = report.wrong[0]
     print(report.verdict)
-    assert (first.site.kernel.name, first.site.phase, first.site.layer) == fault.found, report.verdict
+    assert (first.site.kernel.name, str(first.site.phase), first.site.layer) == fault.found, report.verdict
     if fault.variables == ONE_LAYER:
         assert {finding.site.layer for finding in report.wrong} == {1}
 

@@ -17,13 +17,13 @@ from stages.commands.fit import Machine, needs_of, policies
 from stages.commands.fit_check import peak_memory
 from stages.commands.options import Options, parse_options
 from stages.graph import Build
+from stages.graph.needs import WORKING, Needs, locked_memory
 from stages.model.families import parse_config
-from stages.model.parts import UNPACKED
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.model.sources import config_of
-from stages.needs import WORKING, Needs, locked_memory
+from stages.model.unpacking import UNPACKED
 from stages.targets import targets
 from tests.conftest import ROOT, doit
 
@@ -158,7 +158,7 @@ import numpy as np
 from stages.engine.digests import Digests
 from stages.engine.steps import Project, Step
 from stages.engine.turn import Turn
-from stages.needs import process_memory
+from stages.graph.needs import process_memory
 
 def act(work):
     with ThreadPoolExecutor(1) as pool:

@@ -28,7 +28,7 @@ from stages.model.families import parse_config, tensors
 from stages.model.importers.gguf import rotary_order, tensor_name
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
-from stages.model.policy import Policy, held_policy
+from stages.model.policy import LayerSlot, Policy, held_policy
 from stages.model.sources import resolve
 from stages.targets import targets
 from stages.weights.formats import formats
@@ -196,8 +196,8 @@ def test_layers_and_vocabulary_of_two_formats_are_kept(tmp_path: Path, artifacts
     types = dict.fromkeys(matrices, "Q4_K") | dict.fromkeys(wider, "Q6_K")
     expected = write_file(tmp_path / "mixed.gguf", types, **changes)
     policy = held_policy(Checkpoint.open(tmp_path / "mixed.gguf"), targets()["cpu"].runs)
-    others = dict.fromkeys(("vocab", "w_down.0", "wv.2"), "int8_f32_16")
-    assert policy == Policy("int4_f32", others | {"w_embed": "int4_f32"})
+    in_layers = dict.fromkeys((LayerSlot("w_down", 0), LayerSlot("wv", 2)), "int8_f32_16")
+    assert policy == Policy("int4_f32", {"vocab": "int8_f32_16", "w_embed": "int4_f32"}, in_layers=in_layers)
     weights = ArtifactWeights(build(tmp_path / "mixed.gguf", artifacts))
     for name in matrices:
         assert weights.manifest.buffers[name]["format"] == ("int8_f32_16" if name in wider else "int4_f32")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.model.lifetimes import Step, places
+from stages.model.lifetimes import LaunchAccess, places
 from stages.model.plan import _Planner, make_plan, with_context
 from stages.model.policy import Policy, parse_policy
 from stages.targets import targets
@@ -21,15 +21,15 @@ from tests.npu_shapes import JUDGED
 BUCKETS = (128, 512, 2048)
 
 
-def device(reads: str, writes: str) -> Step:
-    return Step(False, frozenset(reads.split()), frozenset(writes.split()))
+def device(reads: str, writes: str) -> LaunchAccess:
+    return LaunchAccess(False, frozenset(reads.split()), frozenset(writes.split()))
 
 
-def host(reads: str, writes: str, partly: str = "") -> Step:
-    return Step(True, frozenset(reads.split()), frozenset(writes.split()), frozenset(partly.split()))
+def host(reads: str, writes: str, partly: str = "") -> LaunchAccess:
+    return LaunchAccess(True, frozenset(reads.split()), frozenset(writes.split()), frozenset(partly.split()))
 
 
-def placed(*steps: Step, sizes: Mapping[str, int] | None = None, **formats: str) -> dict[str, int]:
+def placed(*steps: LaunchAccess, sizes: Mapping[str, int] | None = None, **formats: str) -> dict[str, int]:
     names = {name for step in steps for name in step.touched}
     return places(sizes or dict.fromkeys(names, PAGE), {name: formats.get(name, "bf16") for name in names}, [steps])
 
@@ -70,7 +70,7 @@ def test_rows_that_nobody_writes_hold_numbers() -> None:
     assert placed(*whole, w="bfp16")["x"] == placed(*whole, w="bfp16")["w"]
 
 
-def replay(sizes: Mapping[str, int], found: Mapping[str, int], steps: Sequence[Step], early: bool) -> None:
+def replay(sizes: Mapping[str, int], found: Mapping[str, int], steps: Sequence[LaunchAccess], early: bool) -> None:
     """Every launch, with the memory as it is: what it reads is what was written last. `early`: what the host does
     beside the device comes before it."""
     unit = 1 << 12
@@ -86,8 +86,8 @@ def replay(sizes: Mapping[str, int], found: Mapping[str, int], steps: Sequence[S
         unread = (unread | step.writes) - step.reads
 
 
-def _ordered(steps: Iterable[Step]) -> list[Step]:
-    made: list[Step] = []
+def _ordered(steps: Iterable[LaunchAccess]) -> list[LaunchAccess]:
+    made: list[LaunchAccess] = []
     busy: frozenset[str] = frozenset()
     begin = 0
     for of_host, group in groupby(steps, lambda step: step.host):
@@ -112,7 +112,7 @@ NAMES = st.sets(st.sampled_from("abcdefgh"), max_size=3)
     st.lists(st.integers(1, 5 * PAGE), min_size=8, max_size=8),
 )
 def test_nothing_is_lost_before_it_is_read(launches: list[tuple[bool, set[str], set[str]]], lengths: list[int]) -> None:
-    steps = [Step(of_host, frozenset(reads), frozenset(writes)) for of_host, reads, writes in launches]
+    steps = [LaunchAccess(of_host, frozenset(reads), frozenset(writes)) for of_host, reads, writes in launches]
     sizes = dict(zip("abcdefgh", lengths, strict=True))
     used = {name: size for name, size in sizes.items() if any(name in step.touched for step in steps)}
     found = places(used, dict.fromkeys(used, "bf16"), [steps])
@@ -136,7 +136,7 @@ def test_no_phase_of_a_model_loses_anything(model: str, weights: str, grouping: 
     found = {name: buffers[name].at for name in sizes}
     assert {"swiglu", "unpacked.w_down", "res1", "x.0"} <= found.keys()
     assert not {"tokens", "logits"} & found.keys()
-    for steps in made.steps.values():
+    for steps in made.accesses.values():
         replay(sizes, found, steps, early=False)
         replay(sizes, found, steps, early=True)
 

@@ -15,6 +15,7 @@ from llama_npu2.chunks import Chunk
 from llama_npu2.completion import Logprob
 from llama_npu2.dtypes import nbytes
 from llama_npu2.manifest import Manifest
+from llama_npu2.plan import Phase
 from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.browser import Look
 from tests.conftest import ROOT, build, complaints, doit, ran, write_checkpoint
@@ -69,7 +70,7 @@ def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str)
         if buckets:
             cuts = [(0, 64)], [(0, 41), (41, 43), (43, 64)], [(0, 30), (20, 64)]
             phases = "prefill@64", "prefill@64@2048"
-            made = [[Chunk(phases[first > 0], first, end) for first, end in cut] for cut in cuts]
+            made = [[chunk(phases[first > 0], first, end) for first, end in cut] for cut in cuts]
             results = [in_chunks(llm, list(range(5, 69)), chunks) for chunks in made]
             assert results[0] == results[1] == results[2]
         llm.close()
@@ -105,11 +106,15 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
             memory.array("tokens")[:] = filler
             memory.array("tokens")[: len(ids)] = ids
             x[:] = filler
-            llm.device.prepare(calls[phase]).run(len(ids), 0)
+            llm.device.prepare(calls[Phase.parse(phase)]).run(len(ids), 0)
             states.append(x[len(ids) - 1].copy())
     for state in states[1:]:
         np.testing.assert_array_equal(state.view(np.uint16), states[0].view(np.uint16))
     llm.close()
+
+
+def chunk(phase: str, start: int, end: int) -> Chunk:
+    return Chunk(Phase.parse(phase), start, end)
 
 
 def in_chunks(llm: Llama, ids: list[int], chunks: list[Chunk]) -> tuple[bytes, bytes]:
@@ -124,12 +129,12 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(fused: Path) -> None:
     """Bit for bit, wherever it is cut and through whatever window; also where a chunk makes what is there again."""
     llm = load(fused)
     ids = np.random.default_rng(0).integers(5, 1900, 128).tolist()
-    whole = in_chunks(llm, ids, [Chunk("prefill@128", 0, 128)])
+    whole = in_chunks(llm, ids, [chunk("prefill@128", 0, 128)])
     for cut in (
-        [Chunk("prefill@64", 0, 64), Chunk("prefill@64@2048", 64, 128)],
-        [Chunk("prefill@64", 0, 37), Chunk("prefill@128@2048", 37, 128)],
-        [Chunk("prefill@128", 0, 127), Chunk("prefill@64@2048", 127, 128)],
-        [Chunk("prefill@64@2048", 0, 64), Chunk("prefill@128@2048", 50, 100), Chunk("prefill@64@2048", 70, 128)],
+        [chunk("prefill@64", 0, 64), chunk("prefill@64@2048", 64, 128)],
+        [chunk("prefill@64", 0, 37), chunk("prefill@128@2048", 37, 128)],
+        [chunk("prefill@128", 0, 127), chunk("prefill@64@2048", 127, 128)],
+        [chunk("prefill@64@2048", 0, 64), chunk("prefill@128@2048", 50, 100), chunk("prefill@64@2048", 70, 128)],
     ):
         assert in_chunks(llm, ids, cut) == whole, cut
     llm.close()
@@ -150,11 +155,11 @@ def test_any_shape_goes_on_from_anywhere(shape: str, weights: str, artifacts: Pa
     write_checkpoint(tmp_path / "model", **sizes, **SHAPES[shape])
     llm = load(build(tmp_path / "model", tmp_path / "artifacts", target="npu2-sim", weights=weights, buckets="64,128"))
     ids = np.random.default_rng(4).integers(5, 250, 128).tolist()
-    whole = in_chunks(llm, ids, [Chunk("prefill@128", 0, 128)])
+    whole = in_chunks(llm, ids, [chunk("prefill@128", 0, 128)])
     for cut in (1, 63, 64, 77, 127):
-        first = [Chunk("prefill@128", 0, cut)]
-        assert in_chunks(llm, ids, [*first, Chunk("prefill@128@256", cut, 128)]) == whole, cut
-        rest = [Chunk("prefill@64@256", start, min(start + 64, 128)) for start in range(cut, 128, 64)]
+        first = [chunk("prefill@128", 0, cut)]
+        assert in_chunks(llm, ids, [*first, chunk("prefill@128@256", cut, 128)]) == whole, cut
+        rest = [chunk("prefill@64@256", start, min(start + 64, 128)) for start in range(cut, 128, 64)]
         assert in_chunks(llm, ids, [*first, *rest]) == whole, cut
     llm.close()
 
@@ -182,10 +187,10 @@ def test_a_context_is_filled_to_its_end(fused: Path) -> None:
     llm = load(fused)
     ids = np.random.default_rng(2).integers(5, 1900, 2048).tolist()
     expected, _ = in_chunks(
-        llm, ids, [Chunk("prefill@128" + "@2048" * (at > 0), at, at + 128) for at in range(0, 2048, 128)]
+        llm, ids, [chunk("prefill@128" + "@2048" * (at > 0), at, at + 128) for at in range(0, 2048, 128)]
     )
     llm.rewind(1990)
-    assert llm._chunked.cheapest(1990, 2048) == [Chunk("prefill@64@2048", 1984, 2048)]
+    assert llm._chunked.cheapest(1990, 2048) == [chunk("prefill@64@2048", 1984, 2048)]
     assert llm.prefill(ids[1990:]).tobytes() == expected and llm.position == 2048
     llm.close()
 
@@ -202,7 +207,7 @@ def test_scores_are_by_the_logits_of_prefill(fused: Path) -> None:
         logits, _ = in_chunks(
             llm,
             ids[:length],
-            [Chunk("prefill@64" + "@2048" * (at > 0), at, min(at + 64, length)) for at in range(0, length, 64)],
+            [chunk("prefill@64" + "@2048" * (at > 0), at, min(at + 64, length)) for at in range(0, length, 64)],
         )
         assert score == Logprob.of(ids[length], np.frombuffer(logits, np.float32))
     llm.close()
@@ -231,7 +236,7 @@ def test_a_manifest_says_what_the_estimate_does(fused: Path, estimated: Path) ->
     said, found = Manifest.open(fused).milliseconds, json.loads((estimated / "estimate.json").read_text())["phases"]
     names = {"prompt of 64": "prefill@64", "128 more up to 2048": "prefill@128@2048", "token": "decode"}
     for name, phase in names.items():
-        assert said[phase] == pytest.approx(found[name]["milliseconds"], rel=0.01), phase
+        assert said[Phase.parse(phase)] == pytest.approx(found[name]["milliseconds"], rel=0.01), phase
     assert len(said) == 5
 
 

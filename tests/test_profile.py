@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.plan import DECODE, Phase
 from llama_npu2.profile import described, profile, summed
 from llama_npu2.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
@@ -59,10 +60,10 @@ def test_launches_are_those_that_the_parts_say(llm: Llama, demo: Path) -> None:
     family = read_config(demo / "build/config.json").family
     for phase in ("prefill", "decode"):
         inside = phase_of(spans, phase)
-        plan = llm.manifest.plans[phase]
+        plan = llm.manifest.plans[Phase(phase)]
         programs = [(span.name, span.about.get("layer")) for span in inside if span.kind == "program"]
-        assert programs == [(call["program"], call.get("layer")) for call in plan]
-        kernels = [launch.kernel.name for call in plan for launch in fuse(part(family, call["program"]))]
+        assert programs == [(call.program, call.layer) for call in plan]
+        kernels = [launch.kernel.name for call in plan for launch in fuse(part(family, call.program))]
         for thread in range(llm.device.threads):
             assert [s.name for s in inside if s.kind == "launch" and s.thread == thread] == kernels
 
@@ -76,10 +77,10 @@ def test_launches_move_and_multiply_what_the_model_has(llm: Llama) -> None:
         // config["max_seq"]
     )
     for phase, count, pairs in (("prefill", rows, rows * (rows + 1) // 2), ("decode", 1, rows + 1)):
-        calls = manifest.plans[phase]
+        calls = manifest.plans[Phase(phase)]
         weights = [w for call in calls for w in manifest.weights_read(call).values()]
         products = sum(
-            weight.values * manifest.rows(call["program"], count)
+            weight.values * manifest.rows(call.program, count)
             for call in calls
             for weight in manifest.weights_read(call).values()
         )
@@ -102,10 +103,10 @@ def test_launches_move_weights_as_they_lie_in_memory(weights: str) -> None:
     policy = parse_policy(weights)
     plan = make_plan(config, targets()["cpu"].grouping("separate"), "cpu", policy=policy)
     totals: Counter[str] = Counter()
-    for call in plan.phases["decode"]:
+    for call in plan.phases[DECODE]:
         placed = part(config.family, call.program, policy)
         moved = [described_launch(placed, launch, config.dimensions())["bytes"] for launch in launches(placed)]
-        buffers = [plan.buffers[reference.partition("@")[0]] for reference in call.buffers]
+        buffers = [plan.buffers[name] for name in call.names]
         read = sum(buffer.nbytes for buffer in buffers if buffer.kind == "weight")
         if "embed" in call.program:
             assert sum(of_a_row for _, of_a_row, _ in moved) < read / 50, "one row of many"

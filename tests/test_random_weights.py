@@ -76,5 +76,5 @@ def test_the_same_shapes_are_the_same_weights(tmp_path: Path, monkeypatch: pytes
     assert made.read_bytes() == (second.fetch() / "model.safetensors").read_bytes()
     before = made.stat().st_ino
     assert first.fetch() and made.stat().st_ino == before
-    monkeypatch.setattr("stages.model.sources.RECIPE", 0)
+    monkeypatch.setattr("stages.model.sources.generated.RECIPE", 0)
     assert first.fetch() and made.stat().st_ino != before

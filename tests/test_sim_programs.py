@@ -16,7 +16,7 @@ from llama_npu2.dtypes import DTYPES
 from stages.air import parse_mlir
 from stages.model.config import TABLES, Config, position_rows
 from stages.model.grouping import Program
-from stages.model.parts import Launch
+from stages.model.part import Launch
 from stages.targets.npu2.modules import Module, build_module
 from stages.weights.constants import HEAD_POSITION
 from stages.weights.formats import formats

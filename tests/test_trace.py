@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, load
+from llama_npu2.plan import DECODE, PREFILL
 from llama_npu2.trace import TracedCall
 from stages.model.sources import DEMO
 
@@ -64,13 +65,11 @@ def test_results_are_those_without(llm: Llama) -> None:
         traced = [llm.prefill(IDS), llm.decode(5)]
     np.testing.assert_array_equal(traced, plain)
     assert [(call.phase, call.program, call.layer) for call in seen] == [
-        (phase, call["program"], call.get("layer"))
-        for phase in ("prefill", "decode")
-        for call in llm.manifest.plans[phase]
+        (phase, call.program, call.layer) for phase in (PREFILL, DECODE) for call in llm.manifest.plans[phase]
     ]
     assert {(call.rows, call.position) for call in seen} == {(len(IDS), 0), (1, len(IDS))}
     llm.decode(6)
-    assert len(seen) == sum(len(llm.manifest.plans[phase]) for phase in ("prefill", "decode"))
+    assert len(seen) == sum(len(llm.manifest.plans[phase]) for phase in (PREFILL, DECODE))
 
 
 def test_slots_are_read_in_their_shapes(llm: Llama) -> None:

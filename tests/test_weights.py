@@ -22,6 +22,7 @@ from stages.model.grouping import programs
 from stages.model.parts import layer_part, part
 from stages.model.plan import make_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
+from stages.model.unpacking import keyed_part
 from stages.targets import targets
 from tests.conftest import CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
 
@@ -95,7 +96,7 @@ def test_parts_call_the_kernels_of_their_formats() -> None:
 def test_layers_of_other_formats_have_programs_of_their_own() -> None:
     policy = parse_policy("int4,w_down.1=int8,wo.1=bf16,wv.4=int6")
     others = layer_part("llama", "o_ffn", 1, policy)
-    assert others.name == "o_ffn__wo__bf16__w_down__int8" and part("llama", others.name, policy) == others
+    assert others.name == "o_ffn__wo__bf16__w_down__int8" and keyed_part("llama", others.key, policy) == others
     assert [launch.kernel.name for launch in others.launches][::6] == ["gemm", "int8_gemm"]
     assert layer_part("llama", "o_ffn", 4, policy) == part("llama", "o_ffn", policy)
     grouping = targets()["cpu"].grouping("separate")

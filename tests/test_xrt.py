@@ -50,10 +50,10 @@ from stages.commands.options import parse_options
 from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
 from stages.graph import Build
+from stages.graph.needs import locked_memory
 from stages.kernels import add
 from stages.model.families import read_config
 from stages.model.plan import make_plan, with_context
-from stages.needs import locked_memory
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
@@ -665,7 +665,7 @@ def test_chunks_of_a_prompt_are_the_simulators(npu2: Path, simulated: Path) -> N
                 if directory == npu2:
                     chunks = llm._chunked.cheapest(start, end)
                     assert world.counts["submissions"] - before == len(chunks) < 3
-                    assert all(chunk.phase.startswith("prefill") for chunk in chunks)
+                    assert all(chunk.phase.kind == "prefill" for chunk in chunks)
             found.append(made)
     assert found[0] == found[1]
 
@@ -711,7 +711,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
         def changed(values: np.ndarray) -> None:
             ON_ARRAY[0].change(values)
-            llm.apart[0].bind(site.buffers[site.written[0].name]).buffer.push()
+            llm.apart[0].buffer(site.buffers[site.written[0].name]).push()
 
         site = replace(ON_ARRAY[0], change=changed)(described, llm)
         (first, *_) = diagnose(described, llm).wrong
@@ -741,7 +741,7 @@ def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
     tokens, manifest, (first, *_) = _tokens(as_npu2(simulated, tmp_path / "npu2"), prompt=LONGER, second_copy=True)
     assert tokens == expected
     assert first["submissions"] == 1
-    assert not [name for calls in manifest.plans.values() for name in calls if name["program"].startswith("unpack")]
+    assert not [name for calls in manifest.plans.values() for name in calls if name.program.startswith("unpack")]
     copies = [name for name in manifest.buffers if name.startswith("unpacked.")]
     assert len(copies) == 6 * manifest.model["layers"], "Q, K, V, O, gate with up, down"
     with contextlib.closing(load(tmp_path / "npu2", 2, second_copy=True)) as llm:

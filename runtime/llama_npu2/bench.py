@@ -28,6 +28,7 @@ from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.llama import Llama, load
 from llama_npu2.options import Running, to_arguments
 from llama_npu2.peak import PRINT_PEAK
+from llama_npu2.plan import PREFILL
 from llama_npu2.table import Column, Table
 
 PROMPTS = (128, 512, 2048)
@@ -330,8 +331,8 @@ class Bench:
         """Two per weight and row that it is multiplied with, four per head element and attended pair."""
         manifest = self.llm.manifest
         products = sum(
-            weight.values * manifest.rows(call["program"], rows)
-            for call in manifest.plans["prefill"]
+            weight.values * manifest.rows(call.program, rows)
+            for call in manifest.plans[PREFILL]
             for weight in manifest.weights_read(call).values()
         )
         pairs = rows * (rows + 1) / 2

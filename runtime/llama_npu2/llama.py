@@ -23,13 +23,13 @@ from llama_npu2.completion import Completion, Logprob, Stats
 from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
-from llama_npu2.memory import Memory, bind_calls, load_programs
+from llama_npu2.memory import Memory, bind_calls, bind_plans, load_programs
 from llama_npu2.options import Sampling
+from llama_npu2.plan import DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
 from llama_npu2.sampling import sampler
 from llama_npu2.spans import Recorder, Timer
 from llama_npu2.text import TextStream, Tokenizer
 from llama_npu2.trace import Watch, traced_phases
-from llama_npu2.validation import sizes
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
 """Text, messages with `role` and `content`, or token ids."""
@@ -52,16 +52,17 @@ class Llama:
         self.device: Any = open_device(manifest, threads)
         self.memory = Memory(manifest, self.device)
         self._programs = load_programs(manifest, self.device)
-        self.calls = bind_calls(manifest, self._programs, self.memory)
+        self.calls = bind_plans(manifest, self._programs, self.memory)
         if once:
-            made = replace(manifest, plans={"once": once})
-            self.device.prepare(bind_calls(made, self._programs, self.memory)["once"]).run(1, 0)
-        self._phases: dict[str, Submission] = {phase: self.device.prepare(calls) for phase, calls in self.calls.items()}
+            self.device.prepare(bind_calls(manifest, self._programs, self.memory, once)).run(1, 0)
+        self._phases: dict[Phase, Submission] = {
+            phase: self.device.prepare(calls) for phase, calls in self.calls.items()
+        }
         self._tokens = self.memory.array("tokens")
         self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
-        self.buckets, self.windows = (sizes(self._phases, phase) for phase in ("prefill", "decode"))
+        self.buckets, self.windows = (sizes(self._phases, phase.kind) for phase in (PREFILL, DECODE))
         self._chunked = Chunks(manifest.milliseconds, self.windows)
-        self._awake = {phase.partition("@")[0]: phase for phase in sorted(self._phases, key=_by_size, reverse=True)}
+        self._awake = {phase.kind: phase for phase in sorted(self._phases, reverse=True)}
         for phase in self._phases.keys() - self._awake.values():
             self._phases[phase].rest()
         self.context_length: int = manifest.model["max_seq"]
@@ -94,14 +95,14 @@ class Llama:
 
     def buffer(self, name: str) -> Any:
         """The device's buffer of that name in the manifest."""
-        return self.memory.bind(name).buffer
+        return self.memory.buffer(name)
 
     @cached_property
-    def apart(self) -> tuple[Memory, dict[str, list[Call]]]:
+    def apart(self) -> tuple[Memory, dict[Phase, list[Call]]]:
         """Memory in which every buffer holds what it holds until it is written again, and the calls of every phase on
         it. What runs there leaves K and V where all calls have them."""
         memory = self.memory.apart()
-        return memory, self.calls if memory is self.memory else bind_calls(self.manifest, self._programs, memory)
+        return memory, self.calls if memory is self.memory else bind_plans(self.manifest, self._programs, memory)
 
     @contextlib.contextmanager
     def trace(self, watch: Watch) -> Iterator[None]:
@@ -163,7 +164,7 @@ class Llama:
             self._run(phase, chunk)
             rows = range(max(wanted - position, 0), len(chunk))
             wanted = max(wanted, self.position)
-            if len(rows) == 1 and phase != "prefill_chunk":
+            if len(rows) == 1 and phase != PREFILL_CHUNK:
                 yield self._logits
             elif rows:
                 logits_of_last = self._behind_layers(phase)
@@ -171,13 +172,13 @@ class Llama:
                     logits_of_last.run(row + 1, position)
                     yield self._logits
 
-    def _behind_layers(self, phase: str) -> Submission:
+    def _behind_layers(self, phase: Phase) -> Submission:
         """What makes a prompt's logits of the last of the rows that the layers left: of fewer rows, so of any."""
-        phase = phase.replace("prefill_chunk", "prefill")
-        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if "layer" in call]
+        phase = PREFILL if phase == PREFILL_CHUNK else phase
+        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if call.layer is not None]
         return self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
 
-    def _cut(self, ids: list[int], chunks: Sequence[Chunk] = ()) -> Iterator[tuple[str, list[int]]]:
+    def _cut(self, ids: list[int], chunks: Sequence[Chunk] = ()) -> Iterator[tuple[Phase, list[int]]]:
         """Phases that append tokens, and what each appends. With buckets one may begin with tokens that are there
         already, and rows past the tokens are computed and never read."""
         if self.buckets:
@@ -188,7 +189,7 @@ class Llama:
             return
         rows = len(self._tokens)
         for start in range(0, len(ids), rows):
-            yield "prefill" if start + rows >= len(ids) else "prefill_chunk", ids[start : start + rows]
+            yield PREFILL if start + rows >= len(ids) else PREFILL_CHUNK, ids[start : start + rows]
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token; returns float32 logits `[vocab]`. Raises UserError."""
@@ -223,14 +224,13 @@ class Llama:
         more = f", or compile with context= up to {longest}" if longest > self.context_length else ""
         return f"shorten the prompt{more}"
 
-    def _run(self, phase: str, ids: list[int]) -> None:
-        kind = phase.partition("@")[0]
-        if self._awake[kind] != phase:
-            self._phases[self._awake[kind]].rest()
-            self._awake[kind] = phase
+    def _run(self, phase: Phase, ids: list[int]) -> None:
+        if self._awake[phase.kind] != phase:
+            self._phases[self._awake[phase.kind]].rest()
+            self._awake[phase.kind] = phase
         about = {"rows": len(ids), "position": self.position}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
-        self._timed("phase", phase, self._phases[phase].run, len(ids), self.position, about=about)
+        self._timed("phase", str(phase), self._phases[phase].run, len(ids), self.position, about=about)
         self._history += ids
 
     @cached_property
@@ -375,10 +375,6 @@ class _Prompt:
     started: float
     reused: int
     logprobs: list[Logprob] | None = None
-
-
-def _by_size(phase: str) -> list[int]:
-    return [int(size) for size in phase.split("@")[1:]]
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from llama_npu2.cpu_features import cpu_features
 from llama_npu2.dtypes import nbytes
 from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.plan import Phase, PlannedCall, Plans
 from llama_npu2.schema import load_json
 from llama_npu2.second_copy import second_copy
 from llama_npu2.storage import File, Listed, Storage, open_storage
@@ -25,9 +26,8 @@ FORMAT = 6
 
 _LARGEST = 64 << 20
 """Bytes of a manifest. That of a model with a hundred layers has one."""
-_SECTIONS = ("model", "target", "buffers", "programs", "plans", "milliseconds", "files")
-
-_OPTIONAL = ("copied_milliseconds",)
+_SECTIONS = ("model", "target", "buffers", "programs", "files")
+_MILLISECONDS = ("milliseconds", "copied_milliseconds")
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Manifest:
     target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
     programs: Mapping[str, Mapping[str, Any]]
-    plans: Mapping[str, list[Mapping[str, Any]]]
-    milliseconds: Mapping[str, float]
+    plans: Plans
+    milliseconds: Mapping[Phase, float]
     """Of a call of each phase of `plans`, by the estimate; empty where rows are known at run time only."""
     files: Mapping[str, Mapping[str, Any]]
-    copied_milliseconds: Mapping[str, float] = field(default_factory=dict)
+    copied_milliseconds: Mapping[Phase, float] = field(default_factory=dict)
     """The same as `milliseconds` with a second copy of weights, where that is of use."""
 
     @classmethod
@@ -90,7 +90,7 @@ class Manifest:
         manifest._check_blobs()
         return manifest
 
-    def with_second_copy(self) -> tuple[Manifest, list[Mapping[str, Any]]]:
+    def with_second_copy(self) -> tuple[Manifest, list[PlannedCall]]:
         """The same with a copy of weights as prompts take them, and the calls that make it. Raises UserError."""
         copy = second_copy(self.programs, self.buffers, self.plans)
         if not copy.calls:
@@ -136,15 +136,15 @@ class Manifest:
         """Bytes of a buffer."""
         return nbytes(self.buffers[buffer]["dtype"], self.buffers[buffer]["shape"])
 
-    def weights_read(self, call: Mapping[str, Any]) -> dict[str, Weight]:
+    def weights_read(self, call: PlannedCall) -> dict[str, Weight]:
         """The weights that a call of a plan reads in full, by name; an embedding only picks rows."""
-        if "tokens" in call["buffers"]:
+        names = call.names
+        if "tokens" in names:
             return {}
-        bound = {name: self.buffers[name] for name in call["buffers"] if name in self.buffers}
         return {
             name: Weight(self.nbytes(name), spec["values"] if len(spec["shape"]) > 1 else 0)
-            for name, spec in bound.items()
-            if spec["kind"] == "weight"
+            for name in names
+            if (spec := self.buffers[name])["kind"] == "weight"
         }
 
     def rows(self, program: str, seq: int) -> int:
@@ -220,10 +220,15 @@ def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
         remedy = "update llama-npu2" if version > FORMAT else "run doit compile to bring the directory up to date"
         raise UserError(f"{path} has format {version}, this runtime reads format {FORMAT}: {remedy}")
     try:
-        check_manifest(content)
+        plans = check_manifest(content)
     except ValueError as error:
         raise UserError(f"{path}: {error}: {REMEDY}") from None
-    return {section: content[section] for section in (*_SECTIONS, *_OPTIONAL) if section in content}
+    estimates = {
+        section: {Phase.parse(phase): milliseconds for phase, milliseconds in content[section].items()}
+        for section in _MILLISECONDS
+        if section in content
+    }
+    return {**{section: content[section] for section in _SECTIONS}, "plans": plans, **estimates}
 
 
 def _start(storage: Storage, name: str) -> bytes:

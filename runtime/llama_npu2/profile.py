@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from llama_npu2.bench import PEAK_ITERATIONS, Bench, machine
 from llama_npu2.llama import Llama, load
 from llama_npu2.options import Running, Sampling
+from llama_npu2.plan import Phase
 from llama_npu2.spans import Span, nested
 from llama_npu2.table import Column, fitted
 
@@ -64,8 +65,8 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
 
     def phase(name: str, windows: Sequence[Window]) -> dict[str, Any]:
         more = {"alone": _alone(llm, windows[-1]), "counted": counted.get(name)}
-        plan = llm.manifest.plans[windows[-1].phase.name]
-        calls = Counter(call["program"] for call in plan)
+        plan = llm.manifest.plans[Phase.parse(windows[-1].phase.name)]
+        calls = Counter(call.program for call in plan)
         return _phase(name, windows, calls) | {key: value for key, value in more.items() if value}
 
     tokens = min(max(max_tokens, 2), llm.context_length - llm.position + 2)
@@ -213,7 +214,7 @@ def _alone(llm: Llama, window: Window) -> dict[str, float]:
     if llm.manifest.target["device"] != "xrt":
         return {}
     span = window.phase
-    calls = llm.calls[span.name]
+    calls = llm.calls[Phase.parse(span.name)]
     submissions = [llm.device.prepare([call]) for call in calls]
     for _ in range(2):
         spent: Counter[str] = Counter()

@@ -6,11 +6,10 @@ in memory that layers share. A copy of all layers takes more memory, and prompts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Spec = Mapping[str, Any]
+from llama_npu2.plan import BufferRef, Phase, PlannedCall, Plans, Spec
 
 
 @dataclass(frozen=True)
@@ -18,37 +17,37 @@ class SecondCopy:
     """Sections of a manifest as they are with a copy for each layer. `calls` make it; no plan has them any more."""
 
     buffers: Mapping[str, Spec]
-    plans: Mapping[str, list[Spec]]
-    calls: list[Spec]
+    plans: dict[Phase, list[PlannedCall]]
+    calls: list[PlannedCall]
 
 
-def second_copy(programs: Spec, buffers: Mapping[str, Spec], plans: Mapping[str, Sequence[Spec]]) -> SecondCopy:
+def second_copy(programs: Spec, buffers: Mapping[str, Spec], plans: Plans) -> SecondCopy:
     """Of these sections of a manifest. Without `calls` where weights are used as they are stored."""
     shared: set[str] = set()
     copied: dict[str, Spec] = {}
-    once: dict[tuple[str, ...], Spec] = {}
-    kept: dict[str, list[Spec]] = {}
+    once: dict[tuple[str, tuple[BufferRef, ...]], PlannedCall] = {}
+    kept: dict[Phase, list[PlannedCall]] = {}
     for phase, calls in plans.items():
-        kept[phase], current = [], dict[str, str]()
+        kept[phase], current = [], dict[BufferRef, BufferRef]()
         for call in calls:
             made = dict(_made(programs, call))
-            current |= made
+            current |= {BufferRef(name): BufferRef(own) for name, own in made.items()}
             shared |= made.keys()
-            bound = [current.get(name, name) for name in call["buffers"]]
+            bound = call._replace(buffers=tuple(current.get(reference, reference) for reference in call.buffers))
             copied |= {own: {k: v for k, v in buffers[name].items() if k != "at"} for name, own in made.items()}
             if made:
-                once[call["program"], *bound] = {**call, "buffers": bound}
+                once[bound.program, bound.buffers] = bound
             else:
-                kept[phase].append({**call, "buffers": bound})
+                kept[phase].append(bound)
     others = {name: spec for name, spec in buffers.items() if name not in shared}
     return SecondCopy(others | copied, kept, list(once.values()))
 
 
-def _made(programs: Spec, call: Spec) -> Iterator[tuple[str, str]]:
+def _made(programs: Spec, call: PlannedCall) -> Iterator[tuple[str, str]]:
     """What a call makes, if it does of one layer's weights alone: the buffer, and its name when it has that of all."""
-    program = programs[call["program"]]
+    program = programs[call.program]
     roles = [slot["role"] for slot in program["slots"]]
-    if program["host"] and "layer" in call and {*roles} <= {"weight", "output"}:
-        for role, name in zip(roles, call["buffers"], strict=True):
+    if program["host"] and call.layer is not None and {*roles} <= {"weight", "output"}:
+        for role, name in zip(roles, call.names, strict=True):
             if role == "output":
-                yield name, f"{name}.{call['layer']}"
+                yield name, f"{name}.{call.layer}"

@@ -12,7 +12,7 @@ import numpy as np
 from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory
-from llama_npu2.validation import view_offset
+from llama_npu2.plan import BufferRef, Phase, PlannedCall, view_offset
 
 _NOTHING = 0xFF
 """Every byte of scratch before a call: NaN as bf16 and f32."""
@@ -23,13 +23,13 @@ class TracedCall:
     """One call that has just run: `rows` tokens from `position` on, in `phase`. `layer`: from 0, None outside of the
     layers. What its slots hold is read by their names, while the watcher that was given this runs."""
 
-    phase: str
+    phase: Phase
     program: str
     layer: int | None
     rows: int
     position: int
     _slots: Mapping[str, Mapping[str, Any]]
-    _buffers: Mapping[str, str]
+    _buffers: Mapping[str, BufferRef]
     _memory: Memory
 
     @property
@@ -50,7 +50,7 @@ class TracedCall:
 
     def seen(self, slot: str) -> np.ndarray:
         """The same without a copy: it changes with the next call."""
-        spec, (name, _, view) = self._slots[slot], self._buffers[slot].partition("@")
+        spec, (name, view) = self._slots[slot], self._buffers[slot]
         held = self._memory.array(name)
         if spec["role"] in ("weight", "table"):
             return held
@@ -66,7 +66,7 @@ Watch = Callable[[TracedCall], object]
 class TracedPhase:
     """A phase whose calls are submitted one by one."""
 
-    def __init__(self, phase: str, calls: Sequence[TracedSubmission], watch: Watch) -> None:
+    def __init__(self, phase: Phase, calls: Sequence[TracedSubmission], watch: Watch) -> None:
         self._phase, self._calls, self._watch = phase, calls, watch
 
     def run(self, seq: int, pos: int) -> None:
@@ -80,42 +80,40 @@ class TracedPhase:
 
 @dataclass(frozen=True)
 class TracedSubmission:
-    """One call of a plan, as `spec` has it. `scratch`: buffers that show what is not stored in them."""
+    """One call of a plan. `scratch`: names of buffers that are filled before it, to show what it does not store."""
 
-    spec: Mapping[str, Any]
+    call: PlannedCall
     slots: Mapping[str, Mapping[str, Any]]
     scratch: Sequence[str]
     submission: Submission
     memory: Memory
 
-    def run(self, phase: str, seq: int, pos: int) -> TracedCall:
-        buffers = dict(zip(self.slots, self.spec["buffers"], strict=True))
+    def run(self, phase: Phase, seq: int, pos: int) -> TracedCall:
+        call, buffers = self.call, dict(zip(self.slots, self.call.buffers, strict=True))
         for name in self.scratch:
             self.memory.array(name).view(np.uint8)[...] = _NOTHING
         self.submission.run(seq, pos)
-        return TracedCall(
-            phase, self.spec["program"], self.spec.get("layer"), seq, pos, self.slots, buffers, self.memory
-        )
+        return TracedCall(phase, call.program, call.layer, seq, pos, self.slots, buffers, self.memory)
 
 
 def traced_phases(
-    manifest: Manifest, device: Device, memory: Memory, calls: Mapping[str, Sequence[Call]], watch: Watch
-) -> dict[str, TracedPhase]:
+    manifest: Manifest, device: Device, memory: Memory, calls: Mapping[Phase, Sequence[Call]], watch: Watch
+) -> dict[Phase, TracedPhase]:
     """Every phase of a manifest, call by call. On an NPU each is a submission of its own, behind which all that
     it wrote comes to the host."""
     on_array = manifest.target["device"] == "xrt"
     for name in manifest.buffers:
         memory.array(name)  # from now on the host sees it
 
-    def traced(phase: str) -> Iterator[TracedSubmission]:
-        for spec, call in zip(manifest.plans[phase], calls[phase], strict=True):
-            program = manifest.programs[spec["program"]]
+    def traced(phase: Phase) -> Iterator[TracedSubmission]:
+        for planned, call in zip(manifest.plans[phase], calls[phase], strict=True):
+            program = manifest.programs[planned.program]
             slots = {slot["name"]: slot for slot in program["slots"]}
             scratch = [
-                buffer
-                for slot, buffer in zip(slots.values(), spec["buffers"], strict=True)
+                name
+                for slot, name in zip(slots.values(), planned.names, strict=True)
                 if slot["role"] == "scratch" and (program["host"] or not on_array)
             ]
-            yield TracedSubmission(spec, slots, scratch, device.prepare([call]), memory)
+            yield TracedSubmission(planned, slots, scratch, device.prepare([call]), memory)
 
     return {phase: TracedPhase(phase, list(traced(phase)), watch) for phase in calls}

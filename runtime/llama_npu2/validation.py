@@ -1,17 +1,34 @@
-"""Holds a manifest against itself and against its files, as a whole, before anything in it is used.
+"""Checks a manifest as a whole, against itself and against its files, before anything in it is used.
 
-What passes refers to nothing that is not there, names files inside its directory, and binds each slot to a buffer that
-is large enough for every call that the runtime makes. What native code says of its own slots is held against the
-manifest where it is loaded (`memory.load_programs`). Errors are ValueError, in words that go behind a path.
+A manifest that passes refers only to what is there, names files inside its directory, and binds each argument (slot) of
+a program to a buffer that is large enough for every call that the runtime makes. The slots that native code declares
+are compared with the manifest where it is loaded (`memory.load_programs`). Errors are ValueErrors whose message follows
+a path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from llama_npu2.dtypes import SAFETENSORS, SIZES, nbytes
+from llama_npu2.plan import (
+    DECODE,
+    FROM_POSITION,
+    PHASE_TEXT,
+    PREFILL,
+    PREFILL_CHUNK,
+    BufferRef,
+    PlannedCall,
+    Plans,
+    Spec,
+    furthest,
+    parse_plans,
+    sizes,
+    slot_bytes,
+    view_offset,
+)
 from llama_npu2.regular import can_be_a_path
 from llama_npu2.schema import (
     Invalid,
@@ -30,15 +47,13 @@ from llama_npu2.schema import (
 )
 from llama_npu2.storage import File
 
-Spec = Mapping[str, Any]
-
 ALIGNMENT = 64
-"""Bytes: kernels load whole lines of weights."""
+"""Bytes to a multiple of which buffers begin: kernels load whole cache lines of weights."""
 
 _MOST_BYTES = 1 << 46
-"""Of a buffer. What a process can address is twice that."""
+"""The largest buffer. A process can address twice as much."""
 _LONGEST_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file, by its format."""
+"""The most bytes that the safetensors format allows for a file's header."""
 
 _SIZE = whole(1, _MOST_BYTES)
 _COUNT = whole(1, 1 << 31)
@@ -52,10 +67,10 @@ _WORDS = text(r"[^\x00-\x1f\x7f\ud800-\udfff]{0,100000}", "a line of text")
 _DTYPE = one_of(*SIZES)
 
 _CONSTANT = ("weight", "table")
-"""Kinds of buffers that are part of a file, and roles of the slots that take them."""
+"""Kinds of buffers that lie in a file, and the roles of slots that take them."""
 _WRITTEN = ("output", "scratch")
 _READ_AT_ANY_TIME = ("tokens", "logits")
-"""Activations that the runtime itself writes and reads."""
+"""Activations that the runtime itself writes or reads."""
 
 
 def file_inside(value: Any) -> None:
@@ -97,10 +112,6 @@ _SLOT = record(
 )
 _PROGRAM = record({"file": file_inside, "entry": _SYMBOL, "host": flag, "slots": list_of(_SLOT, 1, 1000)})
 _NPU_PROGRAM = record({"kernel": _SYMBOL, "instruction_bytes": _SIZE, "milliseconds": positive})
-_PHASE = text(
-    r"decode(@[1-9]\d{0,8})?|prefill(_chunk|@[1-9]\d{0,6}(@[1-9]\d{0,8})?)?",
-    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS or prefill@ROWS@POSITIONS",
-)
 _CALL = record({"program": _NAME, "buffers": list_of(string, 1, 1000)}, {"layer": whole(0, 1 << 31)})
 
 
@@ -114,28 +125,31 @@ _SECTIONS = record(
         "target": _TARGET,
         "buffers": mapping(_NAME, _buffer),
         "programs": mapping(_NAME, _PROGRAM),
-        "plans": mapping(_PHASE, list_of(_CALL, 1)),
-        "milliseconds": mapping(_PHASE, positive),
+        "plans": mapping(PHASE_TEXT, list_of(_CALL, 1)),
+        "milliseconds": mapping(PHASE_TEXT, positive),
         "files": mapping(
             file_inside, record({"size": whole(0, _MOST_BYTES), "sha256": text("[0-9a-f]{64}", "a SHA-256")})
         ),
     },
-    {"copied_milliseconds": mapping(_PHASE, positive)},
+    {"copied_milliseconds": mapping(PHASE_TEXT, positive)},
 )
 
 
-def check_manifest(content: Spec) -> None:
-    """Types, ranges and references of a manifest's sections. Raises ValueError.
+def check_manifest(content: Spec) -> Plans:
+    """Check types, ranges and references of a manifest's sections; return its plans, parsed.
 
-    One without plans describes programs, and no model.
+    A manifest without plans describes programs, and no model. Raises ValueError.
     """
     _SECTIONS(content)
     _check_programs(content)
     _check_buffers(content)
-    if content["plans"]:
+    plans = parse_plans(content["plans"])
+    if plans:
         inside("model", _MODEL, content["model"])
-        _check_phases(content)
-        _check_calls(content)
+        _check_model(content)
+        _check_phases(content, plans)
+        _check_calls(content, plans)
+    return plans
 
 
 def _check_programs(content: Spec) -> None:
@@ -168,9 +182,9 @@ def _check_buffers(content: Spec) -> None:
                 raise ValueError(f"{where} lies outside {spec['file']}, or not at a multiple of {ALIGNMENT}")
 
 
-def _check_phases(content: Spec) -> None:
-    """What the runtime asks of any model: tokens, logits, a prompt's phases and a token's."""
-    model, buffers, phases = content["model"], content["buffers"], content["plans"].keys()
+def _check_model(content: Spec) -> None:
+    """Check the model's sizes, its buffers of tokens and logits, and that the host has programs."""
+    model, buffers = content["model"], content["buffers"]
     for name, dtype, least in (("tokens", "i32", 1), ("logits", "f32", model["vocab"])):
         spec = buffers.get(name)
         if not spec or spec["kind"] != "activation" or spec["dtype"] != dtype or len(spec["shape"]) != 1:
@@ -183,65 +197,51 @@ def _check_phases(content: Spec) -> None:
         raise ValueError(f"model has {model['heads']} heads for {model['kv_heads']} of keys and values")
     if not any(spec["host"] for spec in content["programs"].values()):
         raise ValueError("programs has none for the host")
-    rows = buffers["tokens"]["shape"][0]
-    buckets, windows = (sizes(phases, kind) for kind in ("prefill", "decode"))
-    if not (windows or "decode" in phases) or not (buckets or {"prefill", "prefill_chunk"} <= phases):
+
+
+def _check_phases(content: Spec, plans: Plans) -> None:
+    """Check that a prompt and a token have phases, whose sizes fit the buffers and the context."""
+    model, phases, rows = content["model"], plans.keys(), content["buffers"]["tokens"]["shape"][0]
+    buckets, contexts = (sizes(phases, phase.kind) for phase in (PREFILL, DECODE))
+    if not (contexts or DECODE in phases) or not (buckets or {PREFILL, PREFILL_CHUNK} <= phases):
         raise ValueError("plans lacks the phases of a prompt or of a token")
-    if windows and max(windows) < model["max_seq"]:
-        raise ValueError(f"plans.decode@{max(windows)} is for fewer positions than model.max_seq")
-    if buckets and max(buckets) > rows:
-        raise ValueError(f"plans.prefill@{max(buckets)} has more rows than buffers.tokens, which has {rows}")
+    if contexts and contexts[-1] < model["max_seq"]:
+        raise ValueError(f"plans.{DECODE._replace(context=contexts[-1])} is for fewer positions than model.max_seq")
+    if buckets and buckets[-1] > rows:
+        bucket = PREFILL._replace(rows=buckets[-1])
+        raise ValueError(f"plans.{bucket} has more rows than buffers.tokens, which has {rows}")
     for phase in phases:
         if furthest(phase, rows, model["max_seq"])[0][1] < 0:
             raise ValueError(f"plans.{phase} is for fewer positions than rows")
     for section in ("milliseconds", "copied_milliseconds") if buckets else ():
-        if section in content and (odd := sorted(phases ^ content[section].keys())):
+        if section in content and (odd := sorted(content["plans"].keys() ^ content[section].keys())):
             raise ValueError(f"{odd[0]} is not in both plans and {section}")
 
 
-def _check_calls(content: Spec) -> None:
-    """Each slot of each call gets a buffer of its dtype and kind, which holds what the slot may touch."""
+def _check_calls(content: Spec, plans: Plans) -> None:
+    """Check that each slot of each call gets a buffer of its dtype and kind, which holds what the slot may touch."""
     programs, buffers = content["programs"], content["buffers"]
     rows, positions = buffers["tokens"]["shape"][0], content["model"]["max_seq"]
-    bound: dict[str, _Bound] = {}
+    bound: dict[BufferRef, _Bound] = {}
     sound: set[tuple[Any, ...]] = set()
-    for phase, calls in content["plans"].items():
+    for phase, calls in plans.items():
         reach = furthest(phase, rows, positions)
         for index, call in enumerate(calls):
             try:
-                program = _known(programs, call["program"], "programs")
+                program = _named(programs, call.program, "programs")
                 _check_layer(call, content["model"])
-                references = [bound.get(name) or _bound(bound, buffers, name) for name in call["buffers"]]
-                _check_aliases(program["slots"], call["buffers"], buffers)
+                references = [bound.get(reference) or _bound(bound, buffers, reference) for reference in call.buffers]
+                _check_aliases(program["slots"], call, buffers)
                 # Most layers are alike.
-                if (kind := (phase, call["program"], *references)) not in sound:
+                if (kind := (phase, call.program, *references)) not in sound:
                     _check_slots(program["slots"], references, reach)
                     sound.add(kind)
             except ValueError as error:
                 raise ValueError(f"plans.{phase}[{index}] {error}") from None
 
 
-def sizes(phases: Iterable[str], kind: str) -> list[int]:
-    """Of the phases of a kind that come in sizes (`prefill@128`), ascending; of those in several windows
-    (`prefill@128@512`) once."""
-    named = (phase.split("@") for phase in phases)
-    return sorted({int(size[0]) for name, *size in named if name == kind and size})
-
-
-def furthest(phase: str, rows: int, positions: int) -> list[tuple[int, int]]:
-    """Rows and first position of the calls of a phase that reach furthest. What a call touches grows with both, and
-    linearly, so that no call between them reaches further."""
-    kind, *size = phase.split("@")
-    if kind == "decode":
-        return [(1, min(positions, int(size[0]) if size else positions) - 1)]
-    if size:
-        return [(int(size[0]), int(size[-1]) - int(size[0]))]
-    most = min(rows, positions)
-    return [(most, positions - most), (1, positions - 1)]
-
-
 class _Bound(NamedTuple):
-    """What of a buffer decides whether it may be bound to a slot."""
+    """The properties of a buffer that decide whether it may be bound to a slot."""
 
     kind: str
     dtype: str
@@ -250,36 +250,32 @@ class _Bound(NamedTuple):
     view: str
 
 
-def _bound(seen: dict[str, _Bound], buffers: Spec, reference: str) -> _Bound:
-    name, at, view = reference.partition("@")
-    if at and view not in ("pos", "last"):
-        raise ValueError(f"binds {reference}: a view is @pos or @last")
-    spec = _known(buffers, name, "buffers")
+def _bound(seen: dict[BufferRef, _Bound], buffers: Spec, reference: BufferRef) -> _Bound:
+    spec = _named(buffers, reference.name, "buffers")
     size = _bytes(spec)
-    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, size // spec["shape"][0], view)
+    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, size // spec["shape"][0], reference.view)
     return seen[reference]
 
 
-def _known(section: Spec, name: str, which: str) -> Any:
+def _named(section: Spec, name: str, which: str) -> Any:
     if name not in section:
         raise ValueError(f"calls for {name}, which is not among the {which}")
     return section[name]
 
 
-def _check_layer(call: Spec, model: Spec) -> None:
-    if call.get("layer", 0) >= model["layers"]:
-        raise ValueError(f"is of layer {call['layer']}, the model has {model['layers']}")
+def _check_layer(call: PlannedCall, model: Spec) -> None:
+    if call.layer is not None and call.layer >= model["layers"]:
+        raise ValueError(f"is of layer {call.layer}, the model has {model['layers']}")
 
 
-def _check_aliases(slots: Sequence[Spec], references: Sequence[str], buffers: Spec) -> None:
-    """What a call writes is nothing else to it, but for the row of a cache that it reads afterwards."""
-    if len(slots) != len(references):
-        raise ValueError(f"binds {len(references)} buffers to {len(slots)} slots")
-    names = [reference.partition("@")[0] for reference in references]
+def _check_aliases(slots: Sequence[Spec], call: PlannedCall, buffers: Spec) -> None:
+    """Check that a buffer that a call writes is bound once, except for the row of a cache that it then reads."""
+    if len(slots) != len(call.buffers):
+        raise ValueError(f"binds {len(call.buffers)} buffers to {len(slots)} slots")
+    names = call.names
     if len({*names}) < len(names):
-        for slot, reference in zip(slots, references, strict=True):
-            name, _, view = reference.partition("@")
-            row = view == "pos" and names.count(name) == 2 and buffers[name]["kind"] == "cache"
+        for slot, (name, view) in zip(slots, call.buffers, strict=True):
+            row = view == FROM_POSITION and names.count(name) == 2 and buffers[name]["kind"] == "cache"
             if slot["role"] in _WRITTEN and names.count(name) > 1 and not row:
                 raise ValueError(f"binds {name}, which it writes, to two slots")
 
@@ -301,39 +297,26 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence
                 )
 
 
-def view_offset(view: str, row_bytes: int, seq: int, pos: int) -> int:
-    """Where a view of a buffer begins, in bytes, in a call of `seq` rows from position `pos` on: "" whole, "pos" from
-    the row of the first position on, "last" the last row."""
-    return {"": 0, "pos": pos, "last": seq - 1}[view] * row_bytes
-
-
-def slot_bytes(slot: Spec, seq: int, pos: int) -> int:
-    """What a call of `seq` rows from position `pos` on may touch of a slot: `seq` are its rows, `max_seq` all positions
-    up to its last."""
-    known = {"seq": seq, "max_seq": pos + seq}
-    return nbytes(slot["dtype"], (known.get(size, size) for size in slot["shape"]))
-
-
 def _bytes(spec: Spec) -> int:
     return nbytes(spec["dtype"], spec["shape"])
 
 
 def check_blob(file: File, buffers: Spec) -> None:
-    """Hold those `buffers` that a safetensors file has against its header. Raises ValueError, OSError."""
+    """Compare the header of a safetensors file with the `buffers` that it holds. Raises ValueError, OSError."""
     header, start = _header(file)
     for name, spec in buffers.items():
-        found, begin = header.get(name), spec["offset"] - start
-        wanted = {
+        begin = spec["offset"] - start
+        expected = {
             "dtype": SAFETENSORS[spec["dtype"]],
             "shape": spec["shape"],
             "data_offsets": [begin, begin + _bytes(spec)],
         }
-        if found != wanted:
+        if header.get(name) != expected:
             raise ValueError(f"has {name} not as the manifest says")
 
 
 def _header(file: File) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begin."""
+    """Return the header of a safetensors file and the offset of its data."""
     content = next(file.chunks(1 << 14), b"")
     start = 8 + int.from_bytes(content[:8], "little")
     if not 8 < start <= min(_LONGEST_HEADER, file.size):

@@ -127,10 +127,11 @@ class Report:
 
 def _launch(finding: Finding) -> dict[str, Any]:
     site = finding.site
-    where = {name: getattr(site, name) for name in ("phase", "program", "layer", "index", "does", "base", "fused")}
+    where = {name: getattr(site, name) for name in ("program", "layer", "index", "does", "base", "fused")}
     seen = ("calls", "elements", "differ", "expected", "ratio", "largest", "bias", "wrong")
     worst = asdict(finding.worst) if finding.worst else None
-    return where | {"kernel": site.kernel.name} | {name: getattr(finding, name) for name in seen} | {"worst": worst}
+    where |= {"phase": str(site.phase), "kernel": site.kernel.name}
+    return where | {name: getattr(finding, name) for name in seen} | {"worst": worst}
 
 
 def _plain(value: Any) -> Any:
@@ -180,7 +181,7 @@ def diagnose(build: Build, llm: Llama) -> Report:
         layers=layers,
         unsaid=unsaid,
         findings=sorted(findings, key=lambda finding: in_order[finding.site]),
-        unmet=[phase for phase in llm.manifest.plans if phase not in {site.phase for site in in_order}],
+        unmet=[str(phase) for phase in llm.manifest.plans if phase not in {site.phase for site in in_order}],
     )
     if report.wrong and report.wrong[0].site.fused:
         return replace(report, inside=inside(build, report.wrong[0].site, ids, len(text) - len(ids)))
@@ -208,10 +209,9 @@ def _others(llm: Llama) -> Iterator[tuple[int, list[Chunk]]]:
     if not llm.buckets:
         yield min(len(llm.memory.array("tokens")) + 1, longest), []
     for phase in llm.manifest.plans:
-        kind, *sizes = phase.split("@")
-        if kind == "prefill" and sizes:
-            rows, start = int(sizes[0]), int(sizes[-1]) - int(sizes[0])
-            first = Chunk(f"prefill@{rows}", 0, min(rows, longest))
+        if rows := phase.rows:
+            start = phase.positions - rows
+            first = Chunk(phase._replace(context=0), 0, min(rows, longest))
             behind = [Chunk(phase, min(rows, start), min(rows + min(rows, start), longest))] if start else []
             yield max(chunk.end for chunk in (first, *behind)), [first, *behind]
     yield from ((min(window, longest), []) for window in llm.windows[:-1])

@@ -137,7 +137,7 @@ def _by_layer(report: Report) -> Iterator[Markup]:
 def _line(finding: Finding) -> tuple[object, ...]:
     site = finding.site
     return (
-        site.phase,
+        str(site.phase),
         site.program,
         site.index + 1,
         site.does,

@@ -24,13 +24,13 @@ from stages.estimate.price import Priced, price
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.graph import Build
+from stages.graph.needs import locked_memory
 from stages.model.config import Config
 from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
-from stages.model.parts import UNPACKED
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import BF16, Policy
 from stages.model.sources import config_of
-from stages.needs import locked_memory
+from stages.model.unpacking import UNPACKED
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module
 

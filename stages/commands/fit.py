@@ -15,10 +15,10 @@ from pathlib import Path
 from llama_npu2.table import Column, Table, amount
 from stages.commands.fit_check import Took, measure
 from stages.graph import Build
+from stages.graph.needs import Needs
 from stages.model.plan import with_context
 from stages.model.policy import Policy, matrix_formats, parse_policy
 from stages.model.sources import config_of
-from stages.needs import Needs
 
 CONTEXT = 2048
 """Positions of a short run."""

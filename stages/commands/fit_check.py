@@ -15,7 +15,7 @@ from llama_npu2.peak import PRINT_PEAK
 from stages.commands.options import parse_options
 from stages.engine.places import ROOT, python_environment
 from stages.graph import Build
-from stages.needs import RUN_IMPORTS, Needs, process_memory
+from stages.graph.needs import RUN_IMPORTS, Needs, process_memory
 
 _LOOK = 0.01
 """Seconds between two looks at a build's processes."""

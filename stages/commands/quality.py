@@ -28,11 +28,11 @@ from stages.commands import gguf_file, peers, transformers_model
 from stages.graph import Build
 from stages.model import calibration
 from stages.model.buffers import Buffer
+from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.plan import make_plan
 from stages.model.policy import Policy, matrix_formats, parse_policy
 from stages.targets import targets
-from stages.weights.calibrated import calibrated_weights, read_calibrated
 from stages.weights.formats import formats
 
 TEXT = Path(__file__).with_name("evaluation.txt")

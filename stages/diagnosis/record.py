@@ -11,6 +11,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama
 from llama_npu2.chunks import Chunk
+from llama_npu2.plan import FROM_POSITION, Phase
 from llama_npu2.trace import TracedCall
 from stages.diagnosis.sites import Site
 from stages.kernels import Arg
@@ -41,11 +42,11 @@ class Sample:
 class Recorder:
     """A `trace.Watch`. `dimensions`: of the model. `tables`: those that launches read, by buffer."""
 
-    sites: Mapping[str, Sequence[Sequence[Site]]]
+    sites: Mapping[Phase, Sequence[Sequence[Site]]]
     dimensions: Mapping[str, Any]
     samples: dict[Site, list[Sample]] = field(default_factory=dict)
     tables: Values = field(default_factory=dict)
-    _at: dict[str, int] = field(default_factory=dict)
+    _at: dict[Phase, int] = field(default_factory=dict)
 
     def __call__(self, call: TracedCall) -> None:
         of_phase = self.sites[call.phase]
@@ -92,7 +93,7 @@ class Recorder:
         if not arg.written:
             return {which: rows[:until, :, half].reshape(until, -1).copy() for half, which in enumerate("kv")}
         # New rows may be a slot of their own.
-        first = 0 if site.slots[arg.name].buffer.endswith("@pos") else call.position
+        first = 0 if site.slots[arg.name].view == FROM_POSITION else call.position
         new = rows[first : first + call.rows]
         return {arg.name: new[:, :, HALVES.get(site.base, slice(0, 2))].copy()}
 

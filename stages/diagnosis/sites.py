@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from llama_npu2.manifest import Manifest
+from llama_npu2.plan import PREFILL, PREFILL_CHUNK, Phase, PlannedCall
 from stages.engine.places import CONFIG
 from stages.graph import Build
 from stages.kernels import HOST_SET, Arg, Kernel, kernels
@@ -15,7 +15,7 @@ from stages.kernels.grouped import GROUPED
 from stages.model.families import read_config
 from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover
 from stages.model.importers import PLAIN
-from stages.model.parts import Launch, Slot
+from stages.model.part import Launch, Slot
 from stages.targets import Target
 from stages.weights.formats import w8a8
 
@@ -29,7 +29,7 @@ class Site:
     in the program, and what is bound. `window`: of the cache, where the program attends over one. `kernel_set`: whose
     kernel runs."""
 
-    phase: str
+    phase: Phase
     call: int
     index: int
     program: str
@@ -53,13 +53,12 @@ class Site:
     @property
     def base(self) -> str:
         """The kernel of bf16 weights and caches that does the same, if there is one; else its own name."""
-        name = self.kernel.name.removeprefix(f"{self.format}_")
-        return name if name in kernels() else self.kernel.name
+        return self.operation if self.operation in kernels() else self.kernel.name
 
     @property
     def operation(self) -> str:
         """What it computes, whatever the format."""
-        return self.kernel.name.removeprefix(f"{self.format}_")
+        return self.kernel.operation
 
     @property
     def judged_by(self) -> Kernel:
@@ -114,37 +113,37 @@ class Site:
         return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
 
 
-def sites(build: Build, manifest: Manifest, unfused: str = "") -> dict[str, list[list[Site]]]:
+def sites(build: Build, manifest: Manifest, unfused: str = "") -> dict[Phase, list[list[Site]]]:
     """Of every phase of the directory's plans, call by call; those of the program `unfused` as if none were joined."""
     programs = {program.name: (program, library.target) for library in build.libraries for program in library.programs}
     config = read_config(build.directory / CONFIG)
 
-    def phase(name: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[list[Site]]:
+    def phase(name: Phase, calls: Sequence[PlannedCall]) -> Iterator[list[Site]]:
         chain = _chain(build.grouping, name)
         placed = cover(chained(config.family, chain, config.layers, build.policy), build.grouping.groups)
         for at, (call, (_, parts)) in enumerate(zip(calls, placed, strict=True)):
-            program, target = programs[call["program"]]
-            yield list(_launches(name, at, call, parts, program, target, call["program"] != unfused))
+            program, target = programs[call.program]
+            yield list(_launches(name, at, call, parts, program, target, call.program != unfused))
 
     return {name: list(phase(name, calls)) for name, calls in manifest.plans.items()}
 
 
-def _chain(grouping: Grouping, phase: str) -> Chain:
-    if phase == "prefill_chunk":
+def _chain(grouping: Grouping, phase: Phase) -> Chain:
+    if phase == PREFILL_CHUNK:
         return replace(grouping.prompt, end=())
-    return grouping.prompt if phase.startswith("prefill") else grouping.token
+    return grouping.prompt if phase.kind == PREFILL.kind else grouping.token
 
 
 def _launches(
-    phase: str,
+    phase: Phase,
     at: int,
-    call: Mapping[str, Any],
+    call: PlannedCall,
     parts: Sequence[Placed],
     program: Program,
     target: Target,
     fused: bool,
 ) -> Iterator[Site]:
-    bound = {slot.name: ref.partition("@")[0] for slot, ref in zip(program.slots, call["buffers"], strict=True)}
+    bound = {slot.name: name for slot, name in zip(program.slots, call.names, strict=True)}
     index = 0
     for placed, wired in zip(parts, program.wiring, strict=True):
         for launch in target.modules.launches(placed.part) if fused else placed.part.launches:

@@ -28,7 +28,7 @@ def inside(build: Build, site: Site, prompt: Sequence[int], tokens: int) -> list
         program = llm.device.load_program(File.at(_library(build, site.program, Path(work))), site.program, True)
         for phase, calls in llm.manifest.plans.items():
             for at, call in enumerate(calls):
-                if call["program"] == site.program:
+                if call.program == site.program:
                     llm.calls[phase][at] = replace(llm.calls[phase][at], program=program)
         alone = sites(build, llm.manifest, unfused=site.program)
         place = (site.phase, site.call)
@@ -43,10 +43,9 @@ def inside(build: Build, site: Site, prompt: Sequence[int], tokens: int) -> list
 
 def _library(build: Build, program: str, work: Path) -> Path:
     """Of one program of the host, by the rooms that build it otherwise."""
-    policy = build.policy
-    modules.write_module(
-        build.directory, program, work, [program], [], policy.text, policy.kv, policy.matmul, fused=False
-    )
+    policy, all_programs = build.policy, (each for library in build.libraries for each in library.programs)
+    keys = [part.key for each in all_programs if each.name == program for part in each.parts]
+    modules.write_module(build.directory, program, work, keys, [], policy.text, policy.kv, policy.matmul, fused=False)
     module = work / MODULES / f"{program}{modules.SUFFIX}"
     for source in sorted({source for source, *_ in asked(module).values()}):
         objects.write_objects(

@@ -93,6 +93,20 @@ class Param:
     kind: str = "int64"
 
 
+class KernelName(str):
+    """The name of a kernel as C++ has it, and the two things that it is made of."""
+
+    operation: str
+    """The name of the kernel that does the same with weights, or a KV cache, in bf16."""
+    stored: str
+    """The format of its weights or its KV cache."""
+
+    def __new__(cls, operation: str, stored: str = "bf16") -> KernelName:
+        name = super().__new__(cls, operation if stored == "bf16" else f"{stored}_{operation}")
+        name.operation, name.stored = operation, stored
+        return name
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
@@ -118,6 +132,11 @@ class Kernel:
     program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
 
     @property
+    def operation(self) -> str:
+        """What it computes, whatever the format: the name of the kernel for bf16."""
+        return self.name.operation if isinstance(self.name, KernelName) else self.name
+
+    @property
     def on_array(self) -> str:
         """Stem of the C++ file with its tile functions."""
         return self.tile_source or self.source
@@ -131,9 +150,9 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
-def format_kernel(kernel: str, stored: str) -> str:
+def format_kernel(kernel: str, stored: str) -> KernelName:
     """Name of the kernel that does what a kernel of bf16 weights, or of a KV cache in bf16, does with others."""
-    return kernel if stored == "bf16" else f"{stored}_{kernel}"
+    return KernelName(kernel, stored)
 
 
 def matrix(name: str) -> Arg:

@@ -1,4 +1,4 @@
-"""What a physical buffer is, as the plan says it and packing and the manifest read it."""
+"""Physical buffers, as the plan describes them and packing and the manifest read them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.dtypes import nbytes
+from llama_npu2.plan import PHASE_TEXT
 from llama_npu2.schema import Invalid, anything, list_of, mapping, one_of, record, string, whole
 from stages.engine.files import read_checked
 from stages.weights.formats import formats
@@ -14,15 +15,18 @@ from stages.weights.formats import formats
 
 @dataclass
 class Buffer:
-    """`kind`: weight | table | cache | activation. Weights and tables: logical shape, packed in `layout` into the file
-    `blob`. `at`: where it begins in the memory that activations share, in bytes; None where it has its own."""
+    """One physical buffer."""
 
     kind: str
+    """weight | table | cache | activation"""
     format: str
     shape: tuple[int, ...]
+    """In elements; the logical shape of weights and tables, whose layout may pad it."""
     layout: str = "plain"
     blob: str = ""
+    """The blob that a weight or table is packed into."""
     at: int | None = None
+    """Where it begins in the memory that activations share, in bytes; None where it has its own."""
 
     @property
     def packed(self) -> bool:
@@ -30,12 +34,12 @@ class Buffer:
 
     @property
     def dtype(self) -> str:
-        """Of its elements in memory."""
+        """The dtype of its elements in memory."""
         return formats()[self.format].dtype
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """In elements, as it lies in memory."""
+        """The shape in elements, as it lies in memory."""
         return formats()[self.format].packed_shape(tuple(self.shape), self.layout) if self.packed else self.shape
 
     @property
@@ -44,11 +48,11 @@ class Buffer:
 
 
 JOIN = "+"
-"""Between the names of tensors whose rows a buffer holds one behind the other, and so in its name."""
+"""Joins the names of tensors to the name of a buffer that holds their rows one after the other."""
 
 
 def tensors_of(buffer: str) -> list[str]:
-    """Names of the tensors that a buffer of weights holds."""
+    """Return the names of the tensors that a buffer of weights holds."""
     return buffer.split(JOIN)
 
 
@@ -75,18 +79,20 @@ BUFFERS = mapping(
         }
     ),
 )
-"""What buffers by name are as JSON."""
+"""Checks buffers by name as JSON."""
 
 PACKED = record({"buffers": mapping(string, record({})), "files": mapping(string, anything)})
-"""What the index of packed weights is as JSON. What it says of each goes into the manifest, and is checked there."""
+"""Checks the index of packed weights as JSON. Its entries go into the manifest, and are checked there."""
 
 
 def read_buffers(path: Path) -> dict[str, Buffer]:
-    """Buffers by name, of a JSON file. Raises UserError."""
+    """Return the buffers of a JSON file, by name. Raises UserError."""
     names = [field.name for field in fields(Buffer)]
-    found = read_checked(path, BUFFERS)
-    return {name: Buffer(**{field: spec[field] for field in names}) for name, spec in found.items()}
+    content = read_checked(path, BUFFERS)
+    return {name: Buffer(**{field: spec[field] for field in names}) for name, spec in content.items()}
 
+
+_CALL = record({"program": string, "buffers": list_of(string)}, {"layer": whole(0, 1 << 31)})
 
 PLANNED = record(
     {
@@ -95,7 +101,7 @@ PLANNED = record(
         "matmul": string,
         "context": whole(1, 1 << 31),
         "buffers": BUFFERS,
-        "phases": mapping(string, list_of(record({"program": string, "buffers": list_of(string), "layer": anything}))),
+        "phases": mapping(PHASE_TEXT, list_of(_CALL)),
     }
 )
-"""What a plan is as JSON."""
+"""Checks a plan as JSON."""

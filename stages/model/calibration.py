@@ -38,7 +38,8 @@ from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import TABLES
 from stages.model.grouping import Placed
-from stages.model.parts import Launch, part
+from stages.model.part import Launch
+from stages.model.parts import part
 from stages.model.reference import run_launch
 from stages.model.sources import Source
 from stages.weights import feedback

@@ -1,4 +1,4 @@
-"""A checkpoint, checked: its configuration and its tensors, whatever holds them (`stages.model.importers`)."""
+"""A checked checkpoint: its configuration and its tensors, in whatever kind of file (`stages.model.importers`)."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ from stages.model.importers.gguf import GgufFile
 from stages.weights.formats import Format, formats
 
 _CHUNK = 1 << 20
-"""Values that are dequantised at a time, so that what is in the making stays in the cache."""
+"""Values that are dequantised at a time, so that temporaries stay in the CPU's cache."""
 
 
 def container(path: Path) -> Container:
-    """What holds a checkpoint: a directory in Hugging Face format, or a GGUF file. Raises UserError."""
+    """Return the container of a checkpoint: a directory in Hugging Face format, or a GGUF file. Raises UserError."""
     return Directory(path) if path.is_dir() else GgufFile(path)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint. `fields`: its configuration as those of a `config.json`; `files`: that hold
-    weights and tokenizer."""
+    """A checked checkpoint."""
 
     config: Config
     fields: Mapping[str, Any]
+    """Its configuration as the fields of a `config.json`."""
     files: Sequence[Path]
+    """The files that hold weights and tokenizer."""
     held: Mapping[str, Held]
+    """Its tensors by name."""
 
     @classmethod
     def open(cls, path: Path, ignore: Sequence[str] = ("*",)) -> Checkpoint:
         """Read the configuration and every header; check names, shapes and dtypes. Raises UserError.
 
-        `ignore`: patterns of tensors that may be there besides the model's; any, unless something else is said.
+        Args:
+            ignore: patterns of tensors that may be there besides the model's.
         """
         within = container(path)
         config = parse_config(within.fields, within.where)
@@ -56,20 +59,27 @@ class Checkpoint:
         return cls(config, within.fields, within.files(), held)
 
     def stored_format(self, name: str) -> str:
-        """What the checkpoint holds a tensor as: "bf16", "f16", "f32", or the format of ours that holds its quantised
-        values exactly; "f32" too for quantised values that none of those holds, and for joined tensors that differ."""
-        found = {self.held[part].format for part in tensors_of(name)}
-        return found.pop() if len(found) == 1 else "f32"
+        """Return the format of a tensor: "bf16", "f16", "f32", or our format that holds its quantised values exactly.
+
+        "f32" also stands for quantised values that none of our formats holds, and for joined tensors that differ.
+        """
+        names = {self.held[tensor].format for tensor in tensors_of(name)}
+        return names.pop() if len(names) == 1 else "f32"
 
     def stored(self, name: str) -> np.ndarray:
-        """A tensor in the elements of its `stored_format`, as `Format.quantise` makes them; the rows of joined ones
-        (`stages.model.buffers`) one behind the other. Raises UserError."""
-        return _stacked([self.held[part].read() for part in tensors_of(name)])
+        """Return a tensor in the elements of its `stored_format`, as `Format.quantise` makes them. Raises UserError.
+
+        The rows of joined tensors (`stages.model.buffers`) follow one another.
+        """
+        return _stacked([self.held[tensor].read() for tensor in tensors_of(name)])
 
     def tensor(self, name: str) -> np.ndarray:
-        """The values of a tensor, or of joined ones: bf16, f16 or f32 as the file holds them; of a quantised one f32,
-        computed in f32 from the stored numbers and scales. Raises UserError."""
-        return _stacked([self._values(part) for part in tensors_of(name)])
+        """Return the values of a tensor, or of joined tensors. Raises UserError.
+
+        They are bf16, f16 or f32 as in the file; those of a quantised tensor are computed in f32 from the stored
+        numbers and scales.
+        """
+        return _stacked([self._values(tensor) for tensor in tensors_of(name)])
 
     def _values(self, name: str) -> np.ndarray:
         held = self.held[name]
@@ -81,20 +91,20 @@ def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _held(path: Path, within: Container, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
-    """Every tensor of the model."""
+def _held(path: Path, within: Container, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
+    """Return every tensor of the model. Raises UserError."""
     held, missing = {}, []
-    for name, shape in wanted.items():
-        found = within.held(name, shape)
-        if found is None:
+    for name, shape in shapes.items():
+        tensor = within.held(name, shape)
+        if tensor is None:
             missing.append(name)
-        elif found.shape != shape:
+        elif tensor.shape != shape:
             raise UserError(
-                f"{within.where_is(found.parts[0])}: tensor {found.parts[0]} has shape {list(found.shape)}, "
+                f"{within.where_is(tensor.parts[0])}: tensor {tensor.parts[0]} has shape {list(tensor.shape)}, "
                 f"the configuration implies {list(shape)}"
             )
         else:
-            held[name] = found
+            held[name] = tensor
     if missing:
         raise UserError(
             f"{path}: {len(missing)} tensors are missing, first {missing[0]}: "
@@ -104,7 +114,7 @@ def _held(path: Path, within: Container, wanted: Mapping[str, tuple[int, ...]]) 
 
 
 def _check_others(within: Container, held: Mapping[str, Held], ignore: Sequence[str]) -> None:
-    """Nothing is in the files that is neither part of the model nor ignored."""
+    """Refuse tensors that are neither part of the model nor ignored."""
     for name in sorted(within.names.difference(*(tensor.parts for tensor in held.values()))):
         if not any(fnmatchcase(name, pattern) for pattern in ignore):
             raise UserError(
@@ -114,7 +124,7 @@ def _check_others(within: Container, held: Mapping[str, Held], ignore: Sequence[
 
 
 def _dequantised(form: Format, stored: np.ndarray, length: int) -> np.ndarray:
-    """f32 `[..., length]` of stored rows, some at a time."""
+    """Return stored rows as f32 `[..., length]`, dequantised some at a time."""
     rows = stored.reshape(-1, stored.shape[-1])
     values = np.empty((len(rows), length), np.float32)
     step = max(1, _CHUNK // length)

@@ -1,4 +1,4 @@
-"""A model's configuration, and the fields of a `config.json`, read strictly: a complaint names field and value."""
+"""A model's configuration, and the fields of a `config.json`, read strictly: messages name field and value."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llama_npu2.errors import UserError
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
-"""For a size or a position."""
+"""Sizes and positions are below this."""
 MOST_LAYERS = 1 << 12
 MOST_TOKENS = 1 << 24
-"""Entries of a vocabulary."""
+"""The most entries of a vocabulary."""
 LARGEST_TABLE = 4 << 30
 """Bytes of the table of rotations: 8 million positions of heads of 128."""
 _TABLE_ROWS = 1 << 13
@@ -26,8 +26,11 @@ _TABLE_ROWS = 1 << 13
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of the rotary embedding. `llama3`: section "RoPE scaling" of the Llama 3.1 model code.
-    `longrope`: each frequency divided by one of `factors`, whatever the position."""
+    """Frequency scaling of the rotary embedding.
+
+    `llama3` is section "RoPE scaling" of the Llama 3.1 model code. `longrope` divides each frequency by one of
+    `factors`, whatever the position.
+    """
 
     type: str = "default"
     factor: float = 1.0
@@ -39,7 +42,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes and constants of a model, in the field's short names. `family`: see `stages.model.families`."""
+    """Shapes and constants of a model. `emb` is the hidden size, `ffn` the intermediate size, `tied` whether the
+    embedding is the LM head, too, `family` an entry of `stages.model.families`."""
 
     vocab: int
     emb: int
@@ -57,7 +61,7 @@ class Config:
     family: str
 
     def dimensions(self) -> dict[str, int | float]:
-        """Values of the dimension names that parts use."""
+        """Return the values of the dimension names that parts use."""
         return {
             "vocab": self.vocab,
             "emb": self.emb,
@@ -82,7 +86,7 @@ class Config:
 
 
 class ConfigFields:
-    """Typed access to a JSON object; complaints name the file and the field."""
+    """Typed access to a JSON object; errors name the file and the field."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
@@ -94,7 +98,7 @@ class ConfigFields:
         return self.fails(name, self.values.get(name), want)
 
     def require(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse a field that is there with another value."""
+        """Raise UserError for a field that is there with another value than those allowed."""
         for name, values in allowed.items():
             if name in self.values and self.values[name] not in values:
                 raise self.fail(name, f"only {json.dumps(values[0])} is supported")
@@ -108,7 +112,7 @@ class ConfigFields:
         return value
 
     def positions(self, head_dim: int) -> int:
-        """`max_position_embeddings`, bounded by the size of the table of rotations that follows from it."""
+        """Return `max_position_embeddings`, which the size of the table of rotations bounds. Raises UserError."""
         positions = self.integer("max_position_embeddings", 2048)
         most = LARGEST_TABLE // (head_dim * np.dtype(np.float32).itemsize)
         if positions > most:
@@ -118,7 +122,7 @@ class ConfigFields:
         return positions
 
     def group_size(self, name: str) -> int | None:
-        """Values that share a scale; None, which files also write as -1: a whole row."""
+        """Return how many values share a scale; None, which files also write as -1, for a whole row."""
         return None if self.values.get(name) in (None, -1) else self.integer(name)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -135,7 +139,7 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str, vocab: int) -> tuple[int, ...]:
-        """One token id, a list of them, or null, as a tuple."""
+        """Return a field of one token id, a list of them, or null, as a tuple. Raises UserError."""
         value = self.values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab for i in ids):
@@ -143,7 +147,8 @@ class ConfigFields:
         return tuple(ids)
 
     def rope(self, max_seq: int, kinds: Sequence[str]) -> tuple[float, RopeScaling]:
-        """`rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both."""
+        """Return base and scaling of the rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's
+        `rope_parameters`, which holds both. Raises UserError."""
         nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(nested, dict):
             raise self.fail("rope_scaling", "must be an object or null")
@@ -170,7 +175,7 @@ class ConfigFields:
         return theta, scaling
 
     def _same_factors(self) -> tuple[float, ...]:
-        """Of a `longrope` that is the same for long and short texts, and leaves attention as it is."""
+        """Return the factors of a `longrope` that is equal for long and short texts and leaves attention as it is."""
         factors = self.values.get("short_factor")
         if not isinstance(factors, list) or not all(isinstance(f, float) and 0 < f < float("inf") for f in factors):
             raise self.fail("short_factor", "must be a list of positive numbers")
@@ -182,7 +187,7 @@ class ConfigFields:
 
 
 def inverse_frequencies(config: Config) -> np.ndarray:
-    """Rotation per position of each pair, float64 `[head_dim / 2]`, with the configuration's scaling applied."""
+    """Return the rotation per position of each pair, float64 `[head_dim / 2]`, with the scaling applied."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     inverse: np.ndarray = config.rope_theta**-exponent
     scaling = config.rope_scaling
@@ -200,19 +205,19 @@ def inverse_frequencies(config: Config) -> np.ndarray:
 
 
 def token_table(config: Config, positions: int) -> np.ndarray:
-    """`rope_table` with each row's position behind it: float32 `[positions, head_dim + POSITION / 2]`."""
+    """Return `rope_table` with each row's position after it: float32 `[positions, head_dim + POSITION / 2]`."""
     return np.concatenate([rope_table(config, positions), position_rows(0, positions)], axis=1)
 
 
 def position_rows(first: int, count: int) -> np.ndarray:
-    """Positions from `first` on: float32 `[count, POSITION / 2]`, each row the bits of an int32, then zeros."""
+    """Return positions from `first` on: float32 `[count, POSITION / 2]`, each row the bits of an int32, then zeros."""
     rows = np.zeros((count, POSITION // 2), np.int32)
     rows[:, 0] = np.arange(first, first + count)
     return rows.view(np.float32)
 
 
 def rope_table(config: Config, positions: int) -> np.ndarray:
-    """Float32 `[positions, head_dim]`; row `p` holds the cosines, then the sines, of position `p`'s angles."""
+    """Return float32 `[positions, head_dim]`; row `p` has the cosines, then the sines, of position `p`'s angles."""
     inverse, half = inverse_frequencies(config), config.head_dim // 2
     table = np.empty((positions, config.head_dim), np.float32)
     for first in range(0, positions, _TABLE_ROWS):
@@ -224,4 +229,4 @@ def rope_table(config: Config, positions: int) -> np.ndarray:
 
 
 TABLES: Mapping[str, Callable[[Config, int], np.ndarray]] = {"rope_table": rope_table, "token_table": token_table}
-"""Tables that programs read rows of, by the names of their buffers: of so many positions."""
+"""Tables that programs read rows of, by buffer; each is a function of configuration and number of positions."""

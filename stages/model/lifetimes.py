@@ -1,9 +1,9 @@
-"""Where activations lie that are not all needed at once: in memory that they share, one where another was.
+"""Gives activations that are not needed at the same time places in one memory, where they overlap.
 
-A device's memory is locked, and a prompt's activations and unpacked weights are what takes most of it besides weights
-and caches. Lifetimes are known launch by launch, and lengths are fixed; places are chosen by size, the largest first,
-each at the lowest place that nothing has which lives at the same time (as "greedy by size" in Pisarchyk and Lee,
-Efficient Memory Management for Deep Neural Net Inference, 2020).
+A device's memory is locked, and a prompt's activations and unpacked weights take most of it besides weights and KV
+caches. Lifetimes are known launch by launch, and lengths are fixed. Buffers are placed by size, the largest first, each
+at the lowest place that no buffer with an overlapping lifetime has (as "greedy by size" in Pisarchyk and Lee, Efficient
+Memory Management for Deep Neural Net Inference, 2020).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from stages.weights.blobs import PAGE
 
 
 @dataclass(frozen=True)
-class Step:
-    """A launch: names of the buffers that it reads and writes. `host`: who runs it. `partly`: of what it writes, that
-    of which it writes a prompt's rows alone, where the device reads those of a bucket."""
+class LaunchAccess:
+    """The buffers that a launch reads and writes, by name."""
 
     host: bool
+    """Whether the host runs it, else the device."""
     reads: frozenset[str]
     writes: frozenset[str]
     partly: frozenset[str] = frozenset()
+    """Those of `writes` of which it writes only a prompt's rows, where the device reads all rows of a bucket."""
 
     @property
     def touched(self) -> frozenset[str]:
@@ -32,54 +33,65 @@ class Step:
 
 @dataclass
 class Life:
-    """Of what a buffer holds, from the first launch that writes it to the last that reads it. Launches are numbered."""
+    """The time from the first launch that writes a content of a buffer to the last that reads it, in numbers of
+    launches."""
 
     name: str
     begin: int
+    """-1 for a content from before the phase."""
     end: int
     read: bool = False
+    """Whether a launch reads the content."""
 
 
-def places(sizes: Mapping[str, int], formats: Mapping[str, str], phases: Sequence[Sequence[Step]]) -> dict[str, int]:
-    """Bytes from the beginning of the memory that buffers of so many bytes, in these formats, share. One has no place
-    that some phase reads before it writes it, or leaves to who comes after it. Rows that nobody writes hold numbers:
-    what was there had the same format."""
-    together: dict[str, set[str]] = {name: set() for name in sizes}
-    for name in {name for phase in phases for step in phase for name in step.partly & sizes.keys()}:
+def places(
+    sizes: Mapping[str, int], formats: Mapping[str, str], phases: Sequence[Sequence[LaunchAccess]]
+) -> dict[str, int]:
+    """Return where each buffer begins in the memory that they share, in bytes.
+
+    Buffers that some phase reads before it writes them, or leaves to what comes after it, are not placed. Buffers with
+    rows that no launch writes share memory only with buffers of their format, so that stale padding is never NaN.
+
+    Args:
+        sizes: bytes of each buffer.
+        formats: format of each buffer.
+    """
+    apart: dict[str, set[str]] = {name: set() for name in sizes}
+    for name in {name for phase in phases for access in phase for name in access.partly & sizes.keys()}:
         for other in (other for other in sizes if formats[other] != formats[name]):
-            together[name].add(other)
-            together[other].add(name)
+            apart[name].add(other)
+            apart[other].add(name)
     for phase in phases:
         lives = list(_lives(phase))
         for name in {life.name for life in lives if not life.read or life.begin < 0}:
-            together.pop(name, None)
-        for one, other in _at_once(lives):
-            together.get(one, set()).add(other)
-            together.get(other, set()).add(one)
-    found: dict[str, int] = {}
-    for name in sorted(together, key=lambda name: (-sizes[name], name)):
-        taken = sorted((found[other], found[other] + sizes[other]) for other in together[name] & found.keys())
-        found[name] = _lowest(sizes[name], taken)
-    return found
+            apart.pop(name, None)
+        for one, other in _overlapping(lives):
+            apart.get(one, set()).add(other)
+            apart.get(other, set()).add(one)
+    offsets: dict[str, int] = {}
+    for name in sorted(apart, key=lambda name: (-sizes[name], name)):
+        taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in apart[name] & offsets.keys())
+        offsets[name] = _lowest_offset(sizes[name], taken)
+    return offsets
 
 
-def _lowest(size: int, taken: Iterable[tuple[int, int]]) -> int:
-    place = 0
+def _lowest_offset(size: int, taken: Iterable[tuple[int, int]]) -> int:
+    offset = 0
     for first, end in taken:
-        if place + size <= first:
+        if offset + size <= first:
             break
-        place = max(place, -(-end // PAGE) * PAGE)
-    return place
+        offset = max(offset, -(-end // PAGE) * PAGE)
+    return offset
 
 
-def _lives(phase: Sequence[Step]) -> Iterator[Life]:
-    """Launches that write a buffer one after the other make it together."""
+def _lives(phase: Sequence[LaunchAccess]) -> Iterator[Life]:
+    """Yield the lives of all contents. Launches that write a buffer one after the other make one content together."""
     alive: dict[str, Life] = {}
-    for number, (step, begin) in enumerate(zip(phase, _begins(phase), strict=True)):
-        for name in step.reads:
+    for number, (access, begin) in enumerate(zip(phase, _begins(phase), strict=True)):
+        for name in access.reads:
             life = alive.setdefault(name, Life(name, -1, number))
             life.end, life.read = number, True
-        for name in step.writes - step.reads:
+        for name in access.writes - access.reads:
             if name in alive and alive[name].read:
                 yield alive.pop(name)
             life = alive.setdefault(name, Life(name, begin, number))
@@ -87,21 +99,24 @@ def _lives(phase: Sequence[Step]) -> Iterator[Life]:
     yield from alive.values()
 
 
-def _begins(phase: Sequence[Step]) -> Iterator[int]:
-    """When each launch may begin: what the host does beside the device, as nothing of it waits for that, with what the
-    device does."""
+def _begins(phase: Sequence[LaunchAccess]) -> Iterator[int]:
+    """Yield the number of the launch with which each launch may begin.
+
+    Launches of the host run next to those of the device before them, unless they touch a buffer that these use.
+    """
     number, beside, busy = 0, 0, frozenset[str]()
-    for host, stretch in groupby(phase, lambda step: step.host):
-        steps = list(stretch)
-        touched = frozenset[str]().union(*(step.touched for step in steps))
+    for host, stretch in groupby(phase, lambda access: access.host):
+        accesses = list(stretch)
+        touched = frozenset[str]().union(*(access.touched for access in accesses))
         if not host:
             beside, busy = number, touched
-        apart = host and not touched & busy
-        yield from (beside if apart else number + place for place in range(len(steps)))
-        number += len(steps)
+        concurrent = host and not touched & busy
+        yield from (beside if concurrent else number + place for place in range(len(accesses)))
+        number += len(accesses)
 
 
-def _at_once(lives: Iterable[Life]) -> Iterator[tuple[str, str]]:
+def _overlapping(lives: Iterable[Life]) -> Iterator[tuple[str, str]]:
+    """Yield the names of every two buffers that live at the same time."""
     alive: list[Life] = []
     for life in sorted(lives, key=lambda life: life.begin):
         alive = [other for other in alive if other.end >= life.begin]

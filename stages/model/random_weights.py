@@ -23,32 +23,35 @@ from stages.model.config import Config
 from stages.weights.blobs import Tensor, write_safetensors
 
 RECIPE = 2
-"""Another number where the same shapes give other weights."""
+"""Changes whenever equal shapes give other weights."""
 
 _OUTLIERS = 1000
-"""Channels of which one is an outlier; at least one of a tensor's is."""
+"""One in so many channels is an outlier; each tensor has at least one."""
 
 _LARGER = (5.0, 20.0)
-"""Times the other channels."""
+"""The range of an outlier's size, relative to other channels."""
 
 _DEGREES = 5
-"""Of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
+"""Degrees of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
 
 CHUNK = 1 << 22
-"""Values that are made at a time."""
+"""Values that are generated at a time."""
 
 AHEAD = 4
-"""Tensors that are made, or in the making, beside the one that is written."""
+"""Tensors that are generated ahead of the one that is written."""
 
 
 def random_tensors(config: Config) -> list[Tensor]:
-    """What is written: name, dtype and shape."""
+    """Return name, dtype and shape of every tensor that is written."""
     return [(name, "bf16", shape) for name, shape in families.tensors(config).items()]
 
 
 def write_random_weights(config: Config, path: Path) -> None:
-    """Seeded weights. Rows have a mean square of `1 / fan_in` on average, vectors of 1, so that activations keep their
-    scale through the layers."""
+    """Write seeded weights.
+
+    Rows have a mean square of `1 / fan_in` on average, vectors of 1, so that activations keep their scale through the
+    layers.
+    """
     family, shapes = families.of(config), families.tensors(config)
 
     def tensor(item: tuple[int, tuple[str, tuple[int, ...]]]) -> np.ndarray:
@@ -65,7 +68,7 @@ def write_random_weights(config: Config, path: Path) -> None:
 
 
 def _channels(generator: np.random.Generator, count: int) -> np.ndarray:
-    """Sizes f32 `[count]` with a mean square of 1: all alike but the outliers."""
+    """Return sizes f32 `[count]` with a mean square of 1, equal but for the outliers."""
     sizes = np.ones(count, np.float32)
     outliers = generator.choice(count, max(1, count // _OUTLIERS), replace=False)
     sizes[outliers] = generator.uniform(*_LARGER, len(outliers))
@@ -73,20 +76,20 @@ def _channels(generator: np.random.Generator, count: int) -> np.ndarray:
 
 
 def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) -> np.ndarray:
-    """bf16 `[out, in]`. `added`: how many such products are summed up."""
+    """Return a matrix bf16 `[out, in]`, of whose products `added` are summed up."""
     rows, columns = shape
     of_columns = _channels(generator, columns) / np.float32(np.sqrt(columns * added))
     of_rows = np.sqrt((_DEGREES - 2) / generator.chisquare(_DEGREES, (rows, 1))).astype(np.float32)
     out = np.empty(shape, bfloat16)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
-        some = slice(first, first + step)
-        out[some] = generator.standard_normal(out[some].shape, np.float32) * of_rows[some] * of_columns
+        chunk = slice(first, first + step)
+        out[chunk] = generator.standard_normal(out[chunk].shape, np.float32) * of_rows[chunk] * of_columns
     return out
 
 
 def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list) -> Iterator[np.ndarray]:
-    """Results in order, at most `AHEAD` computed in advance, so that memory stays bounded."""
+    """Yield results in order, at most `AHEAD` computed in advance, so that memory stays bounded."""
     pending = [pool.submit(work, item) for item in items[:AHEAD]]
     for i in range(len(items)):
         yield pending.pop(0).result()
@@ -95,7 +98,7 @@ def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list) -> Iterator
 
 
 def write_byte_tokenizer(config: Config, directory: Path) -> None:
-    """A tokenizer of single bytes for random weights; ids past the bytes decode to `<id>`."""
+    """Write a tokenizer of single bytes for random weights; ids past the bytes decode to `<id>`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab]

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.plan import LAST_ROW, BufferRef, Phase, PlannedCall, Plans
 from stages.kernels import Kernel
 from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program
-from stages.model.parts import Dim, Launch, Slot
+from stages.model.part import Dim, Launch, Slot
 
 Values = dict[str, np.ndarray]
 Sizes = Mapping[str, Any]
@@ -84,7 +85,7 @@ class Model:
 
     def __init__(
         self,
-        plans: Mapping[str, Sequence[Mapping[str, Any]]],
+        plans: Plans,
         programs: Sequence[Program],
         dimensions: Mapping[str, Any],
         tensor: Callable[[str, tuple[int, ...]], np.ndarray],
@@ -99,9 +100,9 @@ class Model:
 
     def run(
         self,
-        phase: str,
+        phase: Phase,
         ids: Sequence[int],
-        watch: Callable[[Mapping[str, Any], Values, Values], object] = lambda call, before, after: None,
+        watch: Callable[[PlannedCall, Values, Values], object] = lambda call, before, after: None,
     ) -> np.ndarray:
         """Process tokens; returns the logits, f32 `[vocab]`. `watch(call, before, after)` gets what a call's slots held
         before and hold after it, without weights and tables."""
@@ -109,8 +110,8 @@ class Model:
         sizes |= dict.fromkeys(("max_seq", "window"), self._positions)
         self._buffers["tokens"] = np.asarray(ids, np.int32)
         for call in self._plans[phase]:
-            program = self._programs[call["program"]]
-            bound = list(zip(program.slots, call["buffers"], strict=True))
+            program = self._programs[call.program]
+            bound = list(zip(program.slots, call.buffers, strict=True))
             values = {slot.name: self._read(slot, reference, sizes) for slot, reference in bound}
             kept = [slot.name for slot in program.slots if slot.role not in ("weight", "table")]
             before = {name: values[name].copy() for name in kept}
@@ -118,12 +119,12 @@ class Model:
             watch(call, before, {name: values[name] for name in kept})
             for slot, reference in bound:
                 if slot.role in ("output", "scratch"):
-                    self._buffers[reference.partition("@")[0]] = values[slot.name]
+                    self._buffers[reference.name] = values[slot.name]
         self.position += len(ids)
         return self._buffers["logits"]
 
-    def _read(self, slot: Slot, reference: str, sizes: Sizes) -> np.ndarray:
-        name, _, view = reference.partition("@")
+    def _read(self, slot: Slot, reference: BufferRef, sizes: Sizes) -> np.ndarray:
+        name, view = reference
         shape = tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
         if slot.role in ("weight", "table"):
             return self._tensor(name, self._logical(slot.shape, shape))
@@ -131,7 +132,7 @@ class Model:
             heads = (self._dimensions["kv_heads"], 2, self._dimensions["head_dim"])
             return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, bfloat16))
         size = math.prod(shape)
-        first = (sizes["seq"] - 1) * size if view == "last" else 0
+        first = (sizes["seq"] - 1) * size if view == LAST_ROW else 0
         held = self._buffers.get(name)
         if held is None or held.size < first + size:
             return np.full(shape, np.nan, bfloat16)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.engine.files import write_json
-from stages.manifest import describe
+from stages.graph.manifest import describe
 from stages.selftest.probes import probes
 from stages.targets.npu2.modules import build_module, write
 

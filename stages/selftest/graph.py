@@ -60,7 +60,7 @@ class _ProbeWiring(Wiring):
 
     def steps(self) -> Iterator[Step]:
         libraries = [Library(probe.name, self.target, (probe.program,)) for probe in probes().values()]
-        yield from self._made_for(self.target, libraries)
+        yield from self._steps_of_target(self.target, libraries)
         yield self._manifest(libraries)
 
     def _generation(self, library: Library) -> tuple[Any, list[Path], dict[str, Any]]:

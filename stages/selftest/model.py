@@ -4,7 +4,7 @@ the weights of the artifact directory itself."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from llama_npu2.dtypes import DTYPES
 from llama_npu2.llama import Llama
 from llama_npu2.manifest import Manifest
 from llama_npu2.memory import Memory
+from llama_npu2.plan import DECODE, PREFILL, Phase, PlannedCall
 from stages.model import reference
 from stages.model.config import Config
 from stages.model.grouping import Program
@@ -27,16 +28,14 @@ PROMPT = "The capital of France is"
 TOKENS = 4
 """Generated behind the prompt."""
 
-_DECODE = "decode"
-
 
 @dataclass(frozen=True)
 class Moment:
     """A call of a phase: what its slots hold before it and must hold after it. Rows of a prompt, not of its bucket."""
 
-    phase: str
+    phase: Phase
     index: int
-    call: Mapping[str, Any]
+    call: PlannedCall
     seq: int
     pos: int
     before: reference.Values
@@ -56,7 +55,9 @@ class Expected:
     """Of a token, those on the host included."""
 
 
-def expect(manifest: Manifest, config: Config, programs: Sequence[Program], phase: str, ids: Sequence[int]) -> Expected:
+def expect(
+    manifest: Manifest, config: Config, programs: Sequence[Program], phase: Phase, ids: Sequence[int]
+) -> Expected:
     """By the references, for a prompt that a bucket's phase holds."""
     count = {program.name: sum(len(part.launches) for part in program.parts) for program in programs}
     model = reference.Model(
@@ -65,16 +66,16 @@ def expect(manifest: Manifest, config: Config, programs: Sequence[Program], phas
     slots = {program.name: program.slots for program in programs}
     moments: list[Moment] = []
 
-    def run(name: str, tokens: Sequence[int], keep: bool) -> np.ndarray:
+    def run(name: Phase, tokens: Sequence[int], keep: bool) -> np.ndarray:
         calls, pos = iter(enumerate(manifest.plans[name])), model.position
         launches = 0
 
-        def watch(call: Mapping[str, Any], before: reference.Values, after: reference.Values) -> None:
+        def watch(call: PlannedCall, before: reference.Values, after: reference.Values) -> None:
             nonlocal launches
             index, _ = next(calls)
-            launches += count[call["program"]]
+            launches += count[call.program]
             if keep:
-                caches = {slot.name for slot in slots[call["program"]] if slot.keeps}
+                caches = {slot.name for slot in slots[call.program] if slot.keeps}
                 held, holds = (
                     {n: (a[: pos + len(tokens)] if n in caches else a).copy() for n, a in values.items()}
                     for values in (before, after)
@@ -85,8 +86,8 @@ def expect(manifest: Manifest, config: Config, programs: Sequence[Program], phas
 
     logits = [run(phase, ids, keep=True)]
     for step in range(TOKENS):
-        logits.append(run(_DECODE, [int(np.argmax(logits[-1]))], keep=step == 0))
-    launches = sum(count[call["program"]] for call in manifest.plans[_DECODE])
+        logits.append(run(DECODE, [int(np.argmax(logits[-1]))], keep=step == 0))
+    launches = sum(count[call.program] for call in manifest.plans[DECODE])
     return Expected(ids, moments, logits, launches)
 
 
@@ -119,21 +120,21 @@ class Model:
         with said():
             self.llm = Llama(manifest, threads)
             ids = self.llm.encode(PROMPT, raw=True)[: min(self.llm.buckets)]
-        self.expected = expect(manifest, config, programs, f"prefill@{min(self.llm.buckets)}", ids)
+        self.expected = expect(manifest, config, programs, PREFILL._replace(rows=min(self.llm.buckets)), ids)
 
     def close(self) -> None:
         self.llm.close()
 
     def programs(self) -> Iterator[str]:
         """Device programs that a prompt and a token call, in order."""
-        yield from dict.fromkeys(m.call["program"] for m in self.expected.moments if self._on_device(m))
+        yield from dict.fromkeys(m.call.program for m in self.expected.moments if self._on_device(m))
 
     def _on_device(self, moment: Moment) -> bool:
-        return not self.manifest.programs[moment.call["program"]]["host"]
+        return not self.manifest.programs[moment.call.program]["host"]
 
     def try_program(self, name: str) -> tuple[Verdict, float]:
         """Its first call, three times; and the least seconds of one. Raises Broken."""
-        moment = next(m for m in self.expected.moments if m.call["program"] == name)
+        moment = next(m for m in self.expected.moments if m.call.program == name)
         call = self.llm.calls[moment.phase][moment.index]
         given: dict[str, Any] = {}
         pairs = list(zip(call.slots, call.bindings, strict=True))
@@ -163,7 +164,7 @@ class Model:
         return verdict
 
     def _first_layer(self, moments: Sequence[Moment]) -> Verdict:
-        chosen = [m for m in moments if m.call.get("layer", 0) == 0 and self._before_layers_end(m, moments)]
+        chosen = [m for m in moments if (m.call.layer or 0) == 0 and self._before_layers_end(m, moments)]
         last = [m for m in chosen if self._on_device(m)][-1]
         memory, bound = self.llm.apart
         calls = bound[last.phase][: last.index + 1]
@@ -178,14 +179,14 @@ class Model:
         return judge_in_the_norm([found], want, bounds.relative(last.launches, self._bfp16))
 
     def _before_layers_end(self, moment: Moment, moments: Sequence[Moment]) -> bool:
-        later = [m.index for m in moments if m.call.get("layer", 0) > 0]
+        later = [m.index for m in moments if (m.call.layer or 0) > 0]
         return not later or moment.index < later[0]
 
     def _outputs(self, moment: Moment, memory: Memory) -> dict[str, np.ndarray]:
         """The host's view of what a call writes."""
-        slots = self.manifest.programs[moment.call["program"]]["slots"]
-        bound = dict(zip((slot["name"] for slot in slots), moment.call["buffers"], strict=True))
-        return {name: memory.array(bound[name].partition("@")[0]) for name in written(slots)}
+        slots = self.manifest.programs[moment.call.program]["slots"]
+        bound = dict(zip((slot["name"] for slot in slots), moment.call.names, strict=True))
+        return {name: memory.array(bound[name]) for name in written(slots)}
 
     def try_prompt(self) -> tuple[Verdict, float]:
         """Logits of the prompt; and seconds."""

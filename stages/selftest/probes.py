@@ -14,7 +14,7 @@ from ml_dtypes import bfloat16
 from stages.kernels import Arg, Kernel, flash_attention, kernels
 from stages.model.config import position_rows
 from stages.model.grouping import Program
-from stages.model.parts import Launch, Part, Slot
+from stages.model.part import Launch, Part, PartKey, Slot
 from stages.model.reference import Values, evaluate
 from stages.selftest import bounds, resident
 from stages.selftest.resident import Resident
@@ -49,7 +49,7 @@ def _program(name: str, kernel: Kernel, shapes: Shapes, scalars: Mapping[str, An
     """One kernel, launched `repeats` times with the same arguments."""
     slots = tuple(Slot(a.name, shapes[a.name], "output" if a.written else "input", a.format) for a in kernel.args)
     launch = Launch(kernel, {a.name: a.name for a in kernel.args}, dict(scalars))
-    part = Part(name, slots, (launch,) * repeats)
+    part = Part(PartKey(name), slots, (launch,) * repeats)
     # Rows that are cut by a bucket's rules.
     bucket = scalars.get("rows", scalars.get("seq"))
     bucket = bucket if bucket and bucket > 1 else None

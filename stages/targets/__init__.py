@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.grouping import Grouping, Program
-from stages.model.parts import Launch, Part
+from stages.model.part import Launch, Part
 from stages.model.policy import Policy
 
 

@@ -285,7 +285,7 @@ def _digests(scratch: Path) -> Iterator[Run]:
 @contextlib.contextmanager
 def _planned(scratch: Path) -> Iterator[Run]:
     """What steps leave for each other: a plan, the buffers that are packed, where each of them is."""
-    from stages.manifest import write_manifest
+    from stages.graph.manifest import write_manifest
     from stages.model.buffers import read_buffers
 
     built = {path: json.loads(content) for path, content in manifests().items()}
@@ -317,8 +317,8 @@ def _left_for_each_other() -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _calibrated(scratch: Path) -> Iterator[Run]:
+    from stages.model.calibrated import calibrated_weights, read_calibrated
     from stages.model.calibration import read_activations
-    from stages.weights.calibrated import calibrated_weights, read_calibrated
 
     def run(name: str, content: bytes) -> None:
         path = scratch / name
@@ -334,7 +334,7 @@ def _calibrated(scratch: Path) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _generation(scratch: Path) -> Iterator[Run]:
-    from stages.manifest import end_tokens
+    from stages.graph.manifest import end_tokens
     from stages.model.families import read_config
 
     config = read_config(CORPUS / "config/plain.json")

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from stages.model.families.toy import renamed
 
-from stages.model.parts import Part, llama
+from stages.model.part import Part
+from stages.model.parts import llama
 
 
 def over_toy(make: Callable[[], Part]) -> Callable[[], Part]:

@@ -18,7 +18,7 @@ from stages import air
 from stages.engine.objects import source_file
 from stages.kernels import kernels
 from stages.model.grouping import Program
-from stages.model.parts import PartBuilder
+from stages.model.part import PartBuilder
 from stages.targets.cpu.modules import cpu_source
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.programs import link_host

@@ -16,9 +16,9 @@ import numpy as np
 
 from llama_npu2.errors import UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.plan import view_offset
 from llama_npu2.spans import Recorder
 from llama_npu2.storage import File
-from llama_npu2.validation import view_offset
 
 
 class HostBuffer:
@@ -35,7 +35,7 @@ class HostBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """A buffer in a call's slot. `view`: "" whole, "pos" from the row of the first position on, "last" the last row."""
+    """A buffer in a call's slot, in one of the views of `llama_npu2.plan`."""
 
     buffer: Any
     view: str

@@ -18,6 +18,7 @@ from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import Manifest
+from llama_npu2.plan import FROM_POSITION, LAST_ROW
 from llama_npu2.spans import Recorder, Span
 from llama_npu2.storage import File
 
@@ -168,8 +169,8 @@ class CpuSubmission:
         bindings = [binding for call in calls for binding in call.bindings]
         self._device = device
         self._base = np.array([b.buffer.address for b in bindings], np.uint64)
-        self._per_pos = np.array([b.row_bytes * (b.view == "pos") for b in bindings], np.uint64)
-        self._per_last = np.array([b.row_bytes * (b.view == "last") for b in bindings], np.uint64)
+        self._per_pos = np.array([b.row_bytes * (b.view == FROM_POSITION) for b in bindings], np.uint64)
+        self._per_last = np.array([b.row_bytes * (b.view == LAST_ROW) for b in bindings], np.uint64)
         self._addresses = self._base.copy()
         self._keep = bindings
         self._listed = calls

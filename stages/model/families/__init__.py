@@ -1,7 +1,7 @@
-"""The table of model families, one Python module each: which configurations and which tensors. What they compute stands
-in a module of the same name in `stages.model.parts`.
+"""The table of model families, one module each: their configurations and their tensors.
 
-Every module of this package that has `FAMILY` is in the table: to add a family is to add a module.
+What a family computes stands in a module of the same name in `stages.model.parts`. Every module of this package that
+has `FAMILY` is in the table: to add a family is to add a module.
 """
 
 from __future__ import annotations
@@ -21,52 +21,56 @@ from stages.model.config import Config, ConfigFields
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """`parse`: the configuration of a checkpoint, or UserError naming the field that cannot be run. `tensors`: name and
-    shape of all that a checkpoint must hold, in model order. `embedding`: the tensor of the embedding; `head`: the one
-    that makes the logits. `ignored`: patterns of tensors that old exporters wrote beside the weights. `residual`:
-    patterns of those whose products are added to the activations, which random ones keep small. `matrices`: slots of
-    weights of products of the layers, and what `{layer}` makes their tensors' names."""
+    """One model family."""
 
     model_type: str
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFields], Config]
+    """Returns the configuration of a checkpoint, or raises UserError that names the field that cannot be run."""
     tensors: Callable[[Config], dict[str, tuple[int, ...]]]
+    """Returns name and shape of all tensors that a checkpoint must hold, in model order."""
     embedding: str
+    """The tensor of the embedding."""
     head: Callable[[Config], str]
+    """Returns the tensor of the LM head."""
     ignored: tuple[str, ...]
+    """Patterns of tensors that old exporters wrote next to the weights."""
     residual: tuple[str, ...]
+    """Patterns of tensors whose products are added to the residual stream; random ones are kept small."""
     matrices: Mapping[str, str]
+    """For each slot of a layer's matrices the name of the tensor, with `{layer}` in it."""
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every family by the `model_type` of its configurations."""
+    """Return every family by the `model_type` of its configurations."""
     modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    found = (module.FAMILY for module in modules if hasattr(module, "FAMILY"))
-    return {family.model_type: family for family in found}
+    members = (module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    return {family.model_type: family for family in members}
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
-    """The family of a `config.json`: by `architectures`, or as transformers does by `model_type` where that is not
-    said. Raises UserError."""
+    """Return the family of a `config.json`. Raises UserError.
+
+    `architectures` decides, or `model_type` where that is missing, as in transformers.
+    """
     fields = ConfigFields(values, where)
     architectures, model_type = values.get("architectures"), values.get("model_type")
-    known = families().values()
     if architectures:
-        found = [family for family in known if architectures in [[name] for name in family.architectures]]
-        if not found:
-            names = ", ".join(name for family in known for name in family.architectures)
-            raise fields.fails("architectures", architectures, f"only {names} is supported")
-        if model_type not in (None, found[0].model_type):
-            raise fields.fails("model_type", model_type, f"only {found[0].model_type} is supported")
-        return found[0]
+        by_architecture = {name: family for family in families().values() for name in family.architectures}
+        family = next((family for name, family in by_architecture.items() if architectures == [name]), None)
+        if family is None:
+            raise fields.fails("architectures", architectures, f"only {', '.join(by_architecture)} is supported")
+        if model_type not in (None, family.model_type):
+            raise fields.fails("model_type", model_type, f"only {family.model_type} is supported")
+        return family
     if model_type not in [*families()]:
         raise fields.fails("model_type", model_type, f"only {', '.join(families())} is supported")
     return families()[model_type]
 
 
 def parse_config(values: Mapping[str, Any], where: str) -> Config:
-    """The configuration in the fields of a `config.json`. `where` names the file in complaints. Raises UserError."""
+    """Return the configuration in the fields of a `config.json`, the file `where` in messages. Raises UserError."""
     return family_of(values, where).parse(ConfigFields(values, where))
 
 
@@ -77,17 +81,17 @@ def read_config(path: Path, remedy: str = REMEDY) -> Config:
 
 
 def of(config: Config) -> Family:
-    """The family that a configuration was read as."""
+    """Return the family that a configuration was read as."""
     return families()[config.family]
 
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a model, in model order."""
+    """Return name and shape of every tensor of a model, in model order."""
     return of(config).tensors(config)
 
 
 def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of those, what a decoded token reads in full: not an embedding that is not the LM head as well."""
+    """Return the tensors that a decoded token reads in full: all but an embedding that is not the LM head as well."""
     family = of(config)
     gathered = {family.embedding} - {family.head(config)}
     return {name: shape for name, shape in tensors(config).items() if name not in gathered}

@@ -37,13 +37,13 @@ WEIGHTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "w_up": (_layer("mlp.up_proj"), ("ffn", "emb")),
     "w_down": (_layer("mlp.down_proj"), ("emb", "ffn")),
 }
-"""Weight slot of a part -> the checkpoint's tensor that is bound to it, and its shape in dimension names."""
+"""For each weight slot of a part, the checkpoint's tensor that is bound to it and its shape in dimension names."""
 
 VOCABULARY = ("vocab", "emb")
 
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint must hold, in model order."""
+    """Return name and shape of every tensor that a checkpoint must hold, in model order."""
     named: dict[str, tuple[str, ...]] = {EMBED: VOCABULARY}
     for layer in range(config.layers):
         named |= {name.format(layer=layer): shape for name, shape in WEIGHTS.values()}
@@ -55,12 +55,12 @@ def tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def head(config: Config) -> str:
-    """The tensor that makes the logits."""
+    """Return the tensor of the LM head."""
     return EMBED if config.tied else "lm_head.weight"
 
 
 def parse(fields: ConfigFields) -> Config:
-    """The configuration of a `LlamaForCausalLM`. Raises UserError naming field and value."""
+    """Return the configuration of a `LlamaForCausalLM`. Raises UserError that names field and value."""
     fields.require(_REQUIRED_VALUES)
     emb, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)

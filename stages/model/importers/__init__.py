@@ -1,8 +1,8 @@
-"""How checkpoints hold their tensors: a module per kind of file or of quantisation.
+"""Reads the tensors of checkpoints: one module for each kind of file or of quantisation.
 
-`stages.model.checkpoint` is what others read by. A *container* (a directory of safetensors, a GGUF file) says which
-tensors there are; those of a quantised safetensors checkpoint come in parts, which a *method* puts together. Every
-module of this package that has `METHOD` is in the table of methods, by the `quant_method` of a `config.json`.
+Others read through `stages.model.checkpoint`. A *container* (a directory of safetensors, a GGUF file) lists its
+tensors; those of a quantised safetensors checkpoint come in parts, which a *method* puts together. Every module of this
+package that has `METHOD` is in the table of methods, by the `quant_method` of a `config.json`.
 """
 
 from __future__ import annotations
@@ -24,58 +24,66 @@ if TYPE_CHECKING:
     from stages.model.importers.directory import Tensors
 
 PLAIN = ("bf16", "f16", "f32")
-"""What a tensor can be held as that is not quantised."""
+"""Formats of tensors that are not quantised."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of logical `shape`. `format`: one of `PLAIN`, or of ours the one that holds its values exactly; f32
-    where none of the quantised ones does. `read`: its elements as `Format.quantise` makes them; UserError with tensor
-    and reason where they cannot be right. `parts`: the file's tensors that it is made of."""
+    """A tensor of a checkpoint."""
 
     shape: Shape
+    """Its logical shape."""
     format: str
+    """One of `PLAIN`, or our format that holds its values exactly; f32 where no quantised one does."""
     read: Callable[[], np.ndarray]
+    """Returns its elements as `Format.quantise` makes them. Raises UserError with tensor and reason where they cannot
+    be right."""
     parts: tuple[str, ...]
+    """The file's tensors that it is made of."""
 
 
 class Container(Protocol):
-    """Where tensors are. `where`: what complaints call its configuration; `fields`: those of a `config.json`; `names`:
-    of all its tensors, as they are called there."""
+    """A directory or file that holds a checkpoint."""
 
     where: str
+    """The name of its configuration in messages."""
 
     @property
-    def fields(self) -> Mapping[str, Any]: ...
+    def fields(self) -> Mapping[str, Any]:
+        """Its configuration as the fields of a `config.json`."""
 
     @property
-    def names(self) -> frozenset[str]: ...
+    def names(self) -> frozenset[str]:
+        """The names of all its tensors, as they are called there."""
 
     def files(self) -> list[Path]:
-        """That hold weights or tokenizer."""
+        """Return the files that hold weights or tokenizer."""
 
     def held(self, name: str, shape: Shape) -> Held | None:
-        """A tensor of the model, which has that shape by the configuration. None: it is not there. Raises UserError."""
+        """Return a tensor of the model, which has that shape by the configuration; None if it is not there. Raises
+        UserError."""
 
     def where_is(self, name: str) -> str:
-        """What a complaint about one of `names` begins with."""
+        """Return the beginning of a message about one of `names`."""
 
     def tokenizer(self) -> Mapping[str, bytes]:
-        """The tokenizer in Hugging Face files, by name. Raises UserError."""
+        """Return the tokenizer in Hugging Face files, by name. Raises UserError."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """`open`: the fields of a `quantization_config` -> what finds a tensor in its parts: (tensors, name, shape) ->
-    held, or None. Both raise UserError."""
+    """A method of quantised safetensors."""
 
     name: str
+    """Its `quant_method`."""
     open: Callable[[ConfigFields], Callable[[Tensors, str, Shape], Held | None]]
+    """Takes the fields of a `quantization_config`; returns the function that puts a tensor of a name and shape together
+    from its parts, or returns None where they are not there. Both raise UserError."""
 
 
 @functools.cache
 def methods() -> dict[str, Method]:
-    """Every method by its `quant_method`."""
+    """Return every method by its `quant_method`."""
     modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    found = (module.METHOD for module in modules if hasattr(module, "METHOD"))
-    return {method.name: method for method in found}
+    members = (module.METHOD for module in modules if hasattr(module, "METHOD"))
+    return {method.name: method for method in members}

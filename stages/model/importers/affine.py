@@ -1,4 +1,4 @@
-"""What all methods have in common: numbers, zeros and scales, `w = s (q - z)`, put into a format of ours."""
+"""Asymmetric quantisation, `w = s (q - z)`, which all methods share: numbers, zeros and scales in a format of ours."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from stages.weights.formats import Shape, int4_f32, int8_f32
 from stages.weights.grouped import Grouped
 
 SCALES = ("BF16", "F16", "F32")
-"""Dtypes of scales."""
+"""The dtypes that scales may have."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """`numbers` int16 `[rows, cols]` and `zeros` int16 `[rows, groups]`, unsigned; `scales` f32 `[rows, groups]`."""
+    """A quantised matrix."""
 
     numbers: np.ndarray
+    """int16 `[rows, cols]`, unsigned."""
     zeros: np.ndarray
+    """int16 `[rows, groups]`, unsigned."""
     scales: np.ndarray
+    """f32 `[rows, groups]`."""
 
 
 def words(count: int, bits: int) -> int:
-    """Of 32 bits, for so many numbers."""
+    """Return how many words of 32 bits hold `count` numbers."""
     return -(-count * bits // 32)
 
 
 def words_to_numbers(packed: np.ndarray, bits: int) -> np.ndarray:
-    """i32 `[..., n]` -> unsigned numbers of 4 or 8 bits, the lowest first, int16 `[..., n * 32 / bits]`."""
+    """Unpack i32 `[..., n]` to unsigned numbers of 4 or 8 bits, the lowest first: int16 `[..., n * 32 / bits]`."""
     numbers = np.ascontiguousarray(packed).view(np.uint8)
     if bits == 4:
         numbers = np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
@@ -40,7 +43,7 @@ def words_to_numbers(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def equal_groups(cols: int, size: int) -> np.ndarray:
-    """The group of each column."""
+    """Return the group of each column, where groups have `size` columns."""
     return np.arange(cols) // size
 
 
@@ -53,8 +56,14 @@ def held(
     symmetric: bool,
     read: Callable[[], Affine],
 ) -> Held:
-    """`parts`: what the tensor is made of, its scales last; `groups`: of each column, from 0; `symmetric`: zeros are
-    all in the middle."""
+    """Return a quantised tensor.
+
+    Args:
+        parts: the file's tensors that it is made of, its scales last.
+        groups: the group of each column, from 0.
+        symmetric: whether all zeros are in the middle of the range.
+        read: returns its content.
+    """
     wide = tensors.entries[parts[-1]].dtype == "F32"
     name = _format(bits, groups, wide, symmetric)
 
@@ -74,13 +83,16 @@ def held(
 
 
 def check_scales(tensors: Tensors, name: str, scales: np.ndarray) -> None:
+    """Raise UserError for scales that are not finite."""
     if not np.isfinite(scales).all():
         raise tensors.fails(name, "holds a scale that is not a finite number: the checkpoint is damaged")
 
 
 def _format(bits: int, groups: np.ndarray, wide: bool, symmetric: bool) -> str:
-    """What holds `s (q - z)` exactly. `s q - s z` is that, too, where s has at most 11 bits; a wide one has 24, and
-    `q - z` has to fit in a number."""
+    """Return the format that holds `s (q - z)` exactly.
+
+    `s q - s z` is equal where `s` has at most 11 bits; a `wide` one has 24, and then `q - z` has to fit in a number.
+    """
     padded = np.pad(groups, (0, -len(groups) % GROUP), mode="edge").reshape(-1, GROUP)
     if (padded != padded[:, :1]).any() or (wide and bits == 8 and not symmetric):
         return "f32"
@@ -88,7 +100,7 @@ def _format(bits: int, groups: np.ndarray, wide: bool, symmetric: bool) -> str:
 
 
 def _grouped(form: Grouped, affine: Affine, middle: np.ndarray) -> np.ndarray:
-    """Stored as `s (q - middle) - s (z - middle)`, `middle` int16 `[rows, groups of GROUP]`."""
+    """Return the matrix stored as `s (q - middle) - s (z - middle)`, `middle` int16 `[rows, groups of GROUP]`."""
     rows, cols = affine.numbers.shape
     numbers = np.pad(affine.numbers, ((0, 0), (0, -cols % GROUP))).reshape(rows, -1, GROUP) - middle[..., None]
     minimum = affine.scales * (affine.zeros - middle).astype(np.float32)

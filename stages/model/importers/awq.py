@@ -1,4 +1,4 @@
-"""AWQ in the `gemm` order of AutoAWQ. Of a matrix `[out, in]` there are
+"""AWQ in the `gemm` order of AutoAWQ. The parts of a matrix `[out, in]` are
 
     qweight   i32 [in, out / 8]
     qzeros    i32 [groups, out / 8]
@@ -24,7 +24,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _numbers(packed: np.ndarray, rows: int) -> np.ndarray:
-    """i32 `[n, out / 8]` -> int16 `[out, n]`."""
+    """Unpack i32 `[n, out / 8]` to int16 `[out, n]`."""
     in_words = words_to_numbers(packed, BITS).reshape(len(packed), -1, len(ORDER))
     return in_words[..., np.argsort(ORDER)].reshape(len(packed), -1)[:, :rows].T
 

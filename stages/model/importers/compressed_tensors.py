@@ -1,14 +1,14 @@
-"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 in words (`pack-quantized`). Of a
-matrix `[out, in]` there are
+"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 bits in words (`pack-quantized`). The
+parts of a matrix `[out, in]` are
 
     weight              i8 [out, in]                            or
     weight_packed       i32 [out, ceil(in * bits / 32)]         numbers plus half their range, the lowest bits first
-    weight_shape        [2]                                     beside it
+    weight_shape        [2]                                     next to it
     weight_scale        [out, groups], [out, 1] or [1]
     weight_zero_point   i8 as the scale, or i32 [ceil(out * bits / 32), groups] packed along the outputs
     weight_g_idx        i32 [in]                                the group of each input; -1: not used
 
-Where activations are of 8 bits, too, quantised token by token, rows of 8 bits with a scale each are our w8a8. Otherwise
+Where activations have 8 bits, too, quantised token by token, rows of 8 bits with one scale each are our w8a8. Otherwise
 activations keep 16 bits, and their scales (`input_scale`) are not used."""
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _BESIDE = ("input_scale", "input_zero_point")
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the weights of some modules are quantised. `size`: of a group; None: one for a row, or for all. `integers`:
-    activations are whole numbers, too."""
+    """The quantisation of the weights of some modules."""
 
     bits: int
     size: int | None
+    """Values in a group; None: a scale for each row, or one for all."""
     symmetric: bool
     targets: tuple[str, ...]
     integers: bool
+    """Whether activations are whole numbers, too."""
 
     def rank(self, module: str) -> int | None:
-        """How closely its targets mean a module: by name, by pattern, by class; None: not at all."""
+        """Return how closely its targets mean a module: 0 by name, 1 by pattern, 2 by class; None: not at all."""
         kinds = [
             0 if target == module else 1 if target.startswith("re:") else 2
             for target in self.targets
@@ -55,7 +56,7 @@ class _Scheme:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One of them: `stem` is its name without `weight`."""
+    """A quantised matrix; `stem` is its name without `weight`, `packed` whether numbers lie in words."""
 
     tensors: Tensors
     stem: str
@@ -78,12 +79,12 @@ class _Matrix:
         return Affine(numbers, np.broadcast_to(self._zeros(), shape), np.broadcast_to(self._scales(), shape))
 
     def rows(self) -> np.ndarray:
-        """Stored as w8a8."""
+        """Return the matrix stored as w8a8."""
         numbers, scales = self.tensors.read(self.stem + "weight"), self._scales()
         return w8a8.stored(numbers, np.broadcast_to(scales, (len(numbers), 1)))
 
     def _scales(self) -> np.ndarray:
-        """f32 `[rows or 1, groups]`."""
+        """Return the scales, f32 `[rows or 1, groups]`. Raises UserError."""
         name = self.stem + "weight_scale"
         scales = self.tensors.read(name).astype(np.float32).reshape(-1, self._groups)
         affine.check_scales(self.tensors, name, scales)
@@ -94,7 +95,7 @@ class _Matrix:
         return -(-self.shape[1] // (self.scheme.size or self.shape[1]))
 
     def _zeros(self) -> np.ndarray:
-        """int16, of the scales' shape."""
+        """Return the zeros, int16 of the scales' shape."""
         name = self.stem + "weight_zero_point"
         if self.scheme.symmetric:
             return np.int16(self.half).reshape(1, 1)
@@ -104,7 +105,7 @@ class _Matrix:
         return zeros.reshape(-1, self._groups) + np.int16(self.half)
 
     def parts(self) -> tuple[str, ...]:
-        """Every part, checked to be what the scheme says."""
+        """Return the names of all parts, which are checked against the scheme. Raises UserError."""
         part, stem, (rows, cols) = self.tensors.part, self.stem, self.shape
         names = [stem + ("weight_packed" if self.packed else "weight")]
         if self.packed:
@@ -129,7 +130,7 @@ class _Matrix:
         return [name]
 
     def _check_scaled(self, name: str, dtypes: tuple[str, ...], packed_rows: int | None = None) -> None:
-        """There is one for each group of each row; where a row is one group, it may be one for all rows."""
+        """Check that there is one value for each group of each row, or one for all rows where a row is one group."""
         entry = self.tensors.part(name, dtypes)
         rows = packed_rows if packed_rows and self.packed and entry.dtype == "I32" else self.shape[0]
         allowed = [(rows, self._groups)] + ([] if self.scheme.size else [(rows,), (1,), (1, 1), ()])
@@ -174,7 +175,7 @@ def _held(matrix: _Matrix) -> Held:
 
 
 def _scheme(group: Mapping[str, Any], where: str) -> _Scheme | None:
-    """Of a group of `config_groups`; None if its weights are not quantised. Raises UserError."""
+    """Return the scheme of a group of `config_groups`; None if its weights are not quantised. Raises UserError."""
     outer, weights, targets = ConfigFields(group, where), group.get("weights"), group.get("targets")
     outer.require({"format": (*FORMATS, "dense", None)})
     if weights is None:
@@ -197,9 +198,9 @@ def _scheme(group: Mapping[str, Any], where: str) -> _Scheme | None:
 
 
 def _by_token(activations: Any) -> bool:
-    """They are quantised as our w8a8 does it."""
-    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-    return isinstance(activations, dict) and wanted.items() <= activations.items()
+    """Whether activations are quantised as in our w8a8."""
+    required = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    return isinstance(activations, dict) and required.items() <= activations.items()
 
 
 METHOD = Method("compressed-tensors", _open)

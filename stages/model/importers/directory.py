@@ -21,7 +21,7 @@ from stages.weights.formats import Shape
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG_FILES = ("config.json", "quantize_config.json")
-"""The second is AutoGPTQ's; others have what is in it in the first."""
+"""The second is AutoGPTQ's, which others keep inside the first."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,7 +35,7 @@ DAMAGED = "the checkpoint is incomplete or damaged, download it again"
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, `dtype` as safetensors calls it."""
+    """A tensor of a file; `dtype` is the name that safetensors has for it."""
 
     file: Path
     dtype: str
@@ -43,7 +43,7 @@ class Entry:
 
 
 class Tensors:
-    """What the safetensors of a directory hold, by name. Raises UserError where a header cannot be read."""
+    """The tensors of a directory's safetensors files, by name. Raises UserError where a header cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,7 +60,8 @@ class Tensors:
         return UserError(f"{self.entries[name].file}: tensor {name} {why}")
 
     def part(self, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Entry:
-        """The entry of a part that has to be there, of one of `dtypes`, and of that shape if one is given."""
+        """Return the entry of a part, which has to be there with one of `dtypes`, and with `shape` unless that is None.
+        Raises UserError."""
         entry = self.entries.get(name)
         if entry is None:
             raise UserError(f"{self.directory}: tensor {name} is missing: the checkpoint is incomplete")
@@ -71,7 +72,7 @@ class Tensors:
         return entry
 
     def plain(self, name: str) -> Held:
-        """A tensor that is stored as it is."""
+        """Return a tensor that is not quantised. Raises UserError."""
         entry = self.part(name, tuple(form.upper() for form in PLAIN))
         return Held(entry.shape, entry.dtype.lower(), partial(self.read, name), (name,))
 
@@ -102,13 +103,13 @@ class Directory:
         return str(self.tensors.entries[name].file)
 
     def held(self, name: str, shape: Shape) -> Held | None:
-        if self._quantised and (found := self._quantised(self.tensors, name, shape)):
-            return found
+        if self._find_quantised and (tensor := self._find_quantised(self.tensors, name, shape)):
+            return tensor
         return self.tensors.plain(name) if name in self.names else None
 
     @cached_property
-    def _quantised(self) -> Callable[[Tensors, str, Shape], Held | None] | None:
-        """What finds quantised tensors, by `quantization_config`."""
+    def _find_quantised(self) -> Callable[[Tensors, str, Shape], Held | None] | None:
+        """The function of the method in `quantization_config` that finds quantised tensors; None without a method."""
         values = self.fields.get("quantization_config")
         if values is None:
             return None
@@ -126,32 +127,33 @@ class Directory:
                 f"{self.path} has no tokenizer.json: convert its tokenizer with "
                 "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
-        found = self._tokenizer_files()
-        for path in found:
+        files = self._tokenizer_files()
+        for path in files:
             if path.suffix == ".json":
                 read_json(path, DAMAGED)
-        return {path.name: path.read_bytes() for path in found}
+        return {path.name: path.read_bytes() for path in files}
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with what old tools wrote into a file beside it."""
-    main, beside = (directory / name for name in CONFIG_FILES)
+    """Return the fields of `config.json`, with those that old tools wrote into a file next to it."""
+    main, second = (directory / name for name in CONFIG_FILES)
     fields = read_json(main, DAMAGED)
-    if fields.get("quantization_config") is None and beside.is_file():
-        fields["quantization_config"] = {"quant_method": "gptq", **read_json(beside, DAMAGED)}
+    if fields.get("quantization_config") is None and second.is_file():
+        fields["quantization_config"] = {"quant_method": "gptq", **read_json(second, DAMAGED)}
     return fields
 
 
 def _files(directory: Path) -> list[Path]:
-    """By the index if there is one; else the only one, whatever its name (AutoGPTQ's says bits and group size)."""
+    """Return the files of the index if there is one, else the only file, whatever its name (AutoGPTQ's says bits and
+    group size). Raises UserError."""
     index = directory / INDEX
     if index.is_file():
         return _indexed(index)
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    there = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors" and p.is_file())
-    if len(there) == 1:
-        return there
+    files = sorted(p for p in directory.iterdir() if p.suffix == ".safetensors" and p.is_file())
+    if len(files) == 1:
+        return files
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pth", ".pt", ".ckpt"))
     if pickled:
         raise UserError(

@@ -38,11 +38,11 @@ _NAMES = {
 }
 _DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16}
 _CHUNK = 1 << 20
-"""Values that are rearranged at a time, so that what is in the making stays in the cache."""
+"""Values that are rearranged at a time, so that temporaries stay in the CPU's cache."""
 
 
 def tensor_name(name: str) -> str:
-    """What a tensor of a Llama is called in a GGUF file."""
+    """Return the name of a Llama's tensor in a GGUF file."""
     if name in _NAMES:
         return _NAMES[name]
     _, _, layer, rest = name.split(".", 3)
@@ -50,8 +50,10 @@ def tensor_name(name: str) -> str:
 
 
 def rotary_order(name: str, rows: int, head_dim: int) -> np.ndarray | None:
-    """The checkpoint's row that is in each row of the file: llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and
-    K, a checkpoint rows (d, d + head_dim / 2). None: as they are."""
+    """Return the checkpoint's row that is in each row of the file; None where all are in their places.
+
+    llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and K, a checkpoint rows (d, d + head_dim / 2).
+    """
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return None
     return np.arange(rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
@@ -101,7 +103,7 @@ class GgufFile:
         }
 
     def _rope_scaling(self, meta: ConfigFields, head_dim: int) -> dict[str, Any] | None:
-        """In a GGUF file, Llama 3's scaling is the factors that it comes to."""
+        """Return the scaling of the rotary embedding. A GGUF file has Llama 3's as the resulting factors."""
         kind = self._metadata.get("llama.rope.scaling.type", "none")
         if kind not in ("none", "linear"):
             raise meta.fail("llama.rope.scaling.type", "only none, linear are supported")
@@ -131,7 +133,7 @@ class GgufFile:
         return self._held(inside, place, None if order is None else np.argsort(order))
 
     def _place(self, name: str, shape: Shape) -> Place:
-        """Where a tensor is, checked to be of that shape, of a type that is read, and in the file."""
+        """Return where a tensor is. Raise UserError for another shape, an unknown type or a file that ends early."""
         place, where = self._places[name], f"{self.path}: tensor {name}"
         if place.type not in TYPES:
             known = ", ".join(kind.name for kind in TYPES.values())
@@ -146,7 +148,7 @@ class GgufFile:
         return place
 
     def _held(self, name: str, place: Place, rows: np.ndarray | None) -> Held:
-        """`rows`: of the file, in the order in which they are wanted."""
+        """Return a tensor. `rows`: the file's rows in the order of the checkpoint's; None: the same order."""
         return Held(place.shape, TYPES[place.type].format, partial(self._read, name, place, rows), (name,))
 
     def _read(self, name: str, place: Place, rows: np.ndarray | None) -> np.ndarray:
@@ -159,19 +161,19 @@ class GgufFile:
         return self._stored(name, kind, raw, rows).reshape(*outer, -1)
 
     def _stored(self, name: str, kind: BlockType, raw: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-        """Blocks to rows of the format, some rows at a time."""
+        """Return blocks as rows of the format, converted some rows at a time. Raises UserError."""
         assert kind.stored
         order = np.arange(len(raw)) if rows is None else rows
         length = raw.shape[1] * kind.values
         stored = np.empty(formats()[kind.format].stored_shape((len(raw), length)), np.int8)
         step = max(1, _CHUNK // length)
         for first in range(0, len(order), step):
-            some = raw[order[first : first + step]]
-            if not finite(kind, some):
+            chunk = raw[order[first : first + step]]
+            if not finite(kind, chunk):
                 raise UserError(
                     f"{self.path}: tensor {name} holds a scale that is not a finite number: the file is damaged"
                 )
-            stored[first : first + step] = kind.stored(some)
+            stored[first : first + step] = kind.stored(chunk)
         return stored
 
     def tokenizer(self) -> Mapping[str, bytes]:

@@ -1,4 +1,4 @@
-"""ggml's types of tensors: blocks of values, and which format of ours holds them exactly.
+"""ggml's types of tensors: blocks of values, and the format of ours that holds them exactly.
 
 The blocks are those of `ggml-common.h`, their values those of `dequantize_row_*` in `ggml-quants.c`, computed in f32:
 https://github.com/ggml-org/ggml/tree/master/src
@@ -17,51 +17,57 @@ from stages.weights.formats import int4_f32, int8_f32, int8_f32_16
 
 @dataclass(frozen=True)
 class BlockType:
-    """`values` lie in `bytes`, of which those at `factors` (first, end) are f16. `stored`: blocks u8
-    `[rows, blocks, bytes]` -> rows of the format, i8 `[rows, ...]`; None where a block is an element."""
+    """A type of tensors: how a block of values lies in bytes."""
 
     name: str
     format: str
+    """Our format that holds its values exactly."""
     bytes: int
+    """Bytes of a block."""
     values: int = 1
+    """Values of a block."""
     factors: tuple[int, int] = (0, 0)
+    """First byte and end of the factors, which are f16."""
     stored: Callable[[np.ndarray], np.ndarray] | None = None
+    """Converts blocks u8 `[rows, blocks, bytes]` to rows of the format, i8 `[rows, ...]`; None where a block is an
+    element."""
 
 
 def _f16(raw: np.ndarray) -> np.ndarray:
-    """u8 `[..., 2 n]` -> f32 `[..., n]`."""
+    """Read u8 `[..., 2 n]` as f16; return f32 `[..., n]`."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
 def finite(kind: BlockType, blocks: np.ndarray) -> bool:
-    """All factors of blocks u8 `[..., bytes]` are."""
+    """Whether all factors of blocks u8 `[..., bytes]` are finite."""
     return bool(np.isfinite(_f16(blocks[..., slice(*kind.factors)])).all())
 
 
 def _nibbles(raw: np.ndarray, run: int) -> np.ndarray:
-    """u8 `[..., n]` -> `[..., 2 n]`: of each `run` bytes the low nibbles, then the high ones."""
+    """Unpack u8 `[..., n]` to `[..., 2 n]`: of each `run` bytes the low nibbles, then the high ones."""
     runs = raw.reshape(*raw.shape[:-1], -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=-2).reshape(*raw.shape[:-1], -1)
 
 
 def _bits(raw: np.ndarray, width: int, run: int) -> np.ndarray:
-    """u8 `[..., n]` -> numbers of `width` bits: of each `run` bytes the lowest of each byte, then the next ones."""
+    """Unpack u8 `[..., n]` to numbers of `width` bits: of each `run` bytes the lowest bits of each, then the next."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     runs = raw.reshape(*raw.shape[:-1], -1, 1, run) >> shifts & ((1 << width) - 1)
     return runs.reshape(*raw.shape[:-1], -1)
 
 
 def _fifth_bits(raw: np.ndarray) -> np.ndarray:
-    """u8 `[..., 4]` -> `[..., 32]`: what the fifth bit of each number adds to it."""
+    """Unpack u8 `[..., 4]` to `[..., 32]`: the fifth bit of each number, times 16."""
     return np.unpackbits(raw, axis=-1, bitorder="little") << 4
 
 
 def _stored4(scale: np.ndarray, minimum: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Of scales f32 `[rows, groups]` and numbers u8 `[rows, any]`."""
+    """Return int4_f32 of scales f32 `[rows, groups]` and numbers u8 `[rows, any]`."""
     return int4_f32.GROUPED.scaled(np.stack([scale, minimum], axis=-1), numbers.reshape(*scale.shape, GROUP))
 
 
 def _stored8(scale: np.ndarray, minimum: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return int8_f32 of scales f32 `[rows, groups]` and numbers i8 or u8 `[rows, any]`."""
     return int8_f32.GROUPED.scaled(np.stack([scale, minimum], axis=-1), numbers.reshape(*scale.shape, GROUP))
 
 
@@ -91,12 +97,12 @@ def _q5_1(raw: np.ndarray) -> np.ndarray:
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
-    """d f16, numbers: d q. The very bytes of int8."""
+    """d f16, numbers: d q. They are the bytes of int8."""
     return raw.reshape(len(raw), -1).view(np.int8)
 
 
 def _k_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """d, dmin f16, then eight pairs of six bits in twelve bytes -> scales and minima f32 `[rows, groups]`."""
+    """Unpack d, dmin f16 and eight pairs of six bits in twelve bytes to scales and minima f32 `[rows, groups]`."""
     factors, packed = _f16(raw[..., :4]), raw[..., 4:16].reshape(*raw.shape[:-1], 3, 4)
     both = packed[..., :2, :]
     high = np.stack([packed[..., 2, :] & 15, packed[..., 2, :] >> 4], axis=-2) | (both >> 2 & 48)
@@ -106,12 +112,12 @@ def _k_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_k(raw: np.ndarray) -> np.ndarray:
-    """Scales and minima as `_k_scales` has them, numbers: d s q - dmin m."""
+    """Scales s and minima m as in `_k_scales`, numbers: d s q - dmin m."""
     return _stored4(*_k_scales(raw), _nibbles(raw[..., 16:], 32))
 
 
 def _q5_k(raw: np.ndarray) -> np.ndarray:
-    """As Q4_K, with fifth bits in front of the numbers."""
+    """Q4_K with fifth bits before the numbers."""
     numbers = _nibbles(raw[..., 48:], 32) | _bits(raw[..., 16:48], 1, 32) << 4
     return _stored8(*_k_scales(raw), numbers)
 
@@ -138,10 +144,10 @@ TYPES: Mapping[int, BlockType] = {
     14: BlockType("Q6_K", "int8_f32_16", 210, 256, (208, 210), _q6_k),
     30: BlockType("BF16", "bf16", 2),
 }
-"""By ggml's number."""
+"""Types by ggml's number."""
 
 REFUSED: Mapping[int, str] = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
 }
-"""Names of others, for complaints."""
+"""Names of types that are not read, for messages."""

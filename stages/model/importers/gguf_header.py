@@ -20,25 +20,30 @@ from llama_npu2.regular import open_regular
 
 VERSIONS = (2, 3)
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-"""Type of a value -> how numpy calls it."""
+"""numpy's name for each type of values."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 _SHORTEST = {"tensors": 8 + 4 + 4 + 8, "values": 8 + 4 + 1}
-"""Bytes of an entry with an empty name, in the order of their counts."""
+"""Bytes of an entry with an empty name, in the order of the counts in the header."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is. `shape`: outermost first; `type`: of ggml; `offset`: bytes from the file's beginning."""
+    """Where a tensor is."""
 
     shape: tuple[int, ...]
+    """The outermost dimension first."""
     type: int
+    """ggml's number."""
     offset: int
+    """Bytes from the file's beginning."""
 
 
 class Header:
-    """`metadata`: values by key, arrays as lists; `tensors`: by name. Raises UserError where the file is not GGUF or is
-    damaged."""
+    """A file's `metadata`, values by key with arrays as lists, and the places of its `tensors` by name.
+
+    UserError where the file is not GGUF or is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +94,7 @@ class Header:
         return np.frombuffer(self._take(np.dtype(kind).itemsize), kind)[0].item()
 
     def _count(self, count: int, size: int, of: str) -> int:
-        """A count of things of at least that many bytes, for which there is room."""
+        """Return a count of entries of at least `size` bytes. UserError where the file has no room for them."""
         if count * size > len(self._data) - self._at:
             raise self._damaged(f"{count} {of} do not fit in it")
         return count
@@ -101,8 +106,8 @@ class Header:
         except UnicodeDecodeError:
             raise self._damaged("a string is not UTF-8") from None
 
-    def _name(self, known: dict[str, Any], what: str) -> str:
-        if (name := self._string()) in known:
+    def _name(self, seen: dict[str, Any], what: str) -> str:
+        if (name := self._string()) in seen:
             raise self._damaged(f"{what} {name[:80]} is there twice")
         return name
 

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as the files that Hugging Face's tokenizers read.
+"""Converts the tokenizer of a GGUF file to the files that Hugging Face's tokenizers read.
 
-`gpt2` is byte-level BPE with merges, cut before by one of llama.cpp's sets of expressions (`src/llama-vocab.cpp`);
-`llama` is SentencePiece's BPE, whose merges follow from the tokens' scores.
+`gpt2` is byte-level BPE with merges, on text that one of llama.cpp's sets of expressions has cut
+(`src/llama-vocab.cpp`); `llama` is SentencePiece's BPE, whose merges follow from the tokens' scores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CUTS: Mapping[str, tuple[str, ...]] = {
     "refact": _SINGLE_DIGITS,
     "command-r": _SINGLE_DIGITS,
 }
-"""`tokenizer.ggml.pre` -> expressions, each applied to the pieces of the one before."""
+"""The expressions of each `tokenizer.ggml.pre`, each applied to the pieces of the one before."""
 _WHOLE_WORDS = ("llama-bpe",)
 """Sets whose words are one token if they are in the vocabulary, whatever the merges; texts begin with `bos`."""
 
@@ -41,7 +41,8 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
 
 
 def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
-    """Tokens that end a text: those that the metadata name, and those known by their text. Raises UserError."""
+    """Return the tokens that end a text: those that the metadata name, and those known by their text. Raises
+    UserError."""
     named = [f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = {token for name in named for token in meta.token_ids(name, vocab)}
     tokens, kinds = (meta.values.get(_PREFIX + name) for name in ("tokens", "token_type"))
@@ -52,7 +53,7 @@ def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
 
 
 def tokenizer_files(meta: ConfigFields) -> Mapping[str, bytes]:
-    """`tokenizer.json` and `tokenizer_config.json`. Raises UserError."""
+    """Return the content of `tokenizer.json` and `tokenizer_config.json`. Raises UserError."""
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
     if (kind := meta.values.get(_PREFIX + "model")) not in makers:
         raise meta.fail(_PREFIX + "model", f"only tokenizers {', '.join(makers)} are supported")
@@ -89,7 +90,7 @@ class _Vocabulary:
         return values
 
     def special(self, name: str) -> str | None:
-        """The token whose id stands under `<name>_token_id`."""
+        """Return the token whose id stands under `<name>_token_id`, None where there is none."""
         ids = self.meta.token_ids(f"{_PREFIX}{name}_token_id", len(self.tokens))
         return self.tokens[ids[0]] if ids else None
 
@@ -127,21 +128,21 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
 
 
 def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that is a token, the best scored first."""
-    found = []
+    """Return every pair of tokens that together are a token, the best scored first."""
+    merges = []
     for token, i in ids.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        found += [(-scores[i], i, pair) for pair in cuts if pair[0] in ids and pair[1] in ids]
-    return [pair for *_, pair in sorted(found)]
+        merges += [(-scores[i], i, pair) for pair in cuts if pair[0] in ids and pair[1] in ids]
+    return [pair for *_, pair in sorted(merges)]
 
 
 def _finish(tokenizer: Any, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found before text is cut, and what a text begins and ends with."""
+    """Add the tokens that are found before text is cut, and the tokens that a text begins and ends with."""
     from tokenizers import AddedToken, processors
 
-    found = [(i, kind) for i, kind in enumerate(vocabulary.kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    added = [(i, kind) for i, kind in enumerate(vocabulary.kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens(
-        [AddedToken(vocabulary.tokens[i], normalized=False, special=kind != _USER_DEFINED) for i, kind in found]
+        [AddedToken(vocabulary.tokens[i], normalized=False, special=kind != _USER_DEFINED) for i, kind in added]
     )
     begins = vocabulary.get("model") == "llama" or vocabulary.get("pre") in _WHOLE_WORDS
     begin = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
@@ -154,7 +155,7 @@ def _finish(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 
 
 def _config(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """The chat template, and the special tokens that it may name."""
+    """Return the fields of `tokenizer_config.json`: the chat template, and the special tokens that it may name."""
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     fields: dict[str, Any] = {field: vocabulary.special(name) for field, name in names.items()}
     fields["chat_template"] = vocabulary.meta.values.get("tokenizer.chat_template")

@@ -1,4 +1,4 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it. Of a matrix `[out, in]` there are
+"""GPTQ, as AutoGPTQ and GPTQModel write it. The parts of a matrix `[out, in]` are
 
     qweight   i32 [in / word, out]        numbers along the inputs, the lowest bits first, 32 / bits to a word
     qzeros    i32 [groups, out / word]    zeros along the outputs; less one in `gptq`, as they are in `gptq_v2`
@@ -24,7 +24,7 @@ from stages.weights.formats import Shape
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One of them: `stem` is its name without `weight`."""
+    """A quantised matrix; `stem` is its name without `weight`."""
 
     tensors: Tensors
     stem: str
@@ -41,10 +41,10 @@ class _Matrix:
         return Affine(numbers, self.zeros().T, self.read("scales").T.astype(np.float32))
 
     def zeros(self) -> np.ndarray:
-        """int16 `[groups, out]`."""
+        """Return the zeros, int16 `[groups, out]`. Raises UserError."""
         packed, middle = self.read("qzeros").view(np.uint32), 1 << (self.bits - 1)
         zeros = self._zeros(packed)
-        # Files of GPTQModel 5 may say gptq and store what gptq_v2 does. In a symmetric one it shows.
+        # Files of GPTQModel 5 may say gptq and store zeros as gptq_v2 does. A symmetric one shows it.
         if self.stored_less_one and not (self.symmetric and (zeros == middle).all()):
             # One addition to whole words, carries included, as GPTQModel reads them.
             zeros = self._zeros(packed + np.uint32(0xFFFFFFFF // ((1 << self.bits) - 1)))
@@ -76,21 +76,21 @@ def _held(
     tensors.part(stem + "qzeros", ("I32",), (groups, words(rows, bits)))
     tensors.part(stem + "scales", affine.SCALES, (groups, rows))
     parts = [stem + "qweight", stem + "qzeros", *_zero_bias(tensors, stem + "bias", rows)]
-    of_column = equal_groups(cols, width)
+    group_of = equal_groups(cols, width)
     if stem + "g_idx" in tensors.entries:
         parts.append(stem + "g_idx")
-        of_column = given_groups(tensors, stem + "g_idx", cols, groups)
+        group_of = given_groups(tensors, stem + "g_idx", cols, groups)
     matrix = _Matrix(tensors, stem, shape, bits, less_one, symmetric)
-    return affine.held(tensors, (*parts, stem + "scales"), shape, bits, of_column, symmetric, matrix.affine)
+    return affine.held(tensors, (*parts, stem + "scales"), shape, bits, group_of, symmetric, matrix.affine)
 
 
 def given_groups(tensors: Tensors, name: str, cols: int, groups: int) -> np.ndarray:
-    """The group of each column by a tensor of the file."""
+    """Return the group of each column by a tensor of the file. Raises UserError."""
     tensors.part(name, ("I32", "I64"), (cols,))
-    of_column = tensors.read(name)
-    if of_column.min() < 0 or of_column.max() >= groups:
-        raise tensors.fails(name, f"names groups {of_column.min()} to {of_column.max()}, there are {groups}")
-    return of_column
+    group_of = tensors.read(name)
+    if group_of.min() < 0 or group_of.max() >= groups:
+        raise tensors.fails(name, f"names groups {group_of.min()} to {group_of.max()}, there are {groups}")
+    return group_of
 
 
 def _zero_bias(tensors: Tensors, name: str, rows: int) -> list[str]:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from llama_npu2.plan import FROM_POSITION, LAST_ROW, WHOLE
 from stages.model.buffers import JOIN
 from stages.model.families.llama import EMBED, FINAL_NORM, VOCABULARY, WEIGHTS
-from stages.model.parts import Dim, Joined, Part, PartBuilder, Shape, Slot
+from stages.model.part import Dim, Joined, Part, PartBuilder, Shape, Slot
 from stages.model.policy import EMBEDDING
 
 
@@ -53,9 +54,9 @@ JOINED = (
 _QKV, _GATE_UP = (each.slot for each in JOINED)
 
 
-def _interleaved(b: PartBuilder, role: str, view: str = "") -> str:
+def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
     """The cache of the NPU: a row per position, K and V of a head together, so that attention needs one stream."""
-    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer=f"kv_cache.{{layer}}{view}", keeps=True)
+    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=True)
 
 
 def _window(b: PartBuilder) -> str:
@@ -75,7 +76,7 @@ def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
     wk = _weight(b, "wk")
     k = b.slot("k", rows.act("kv_dim"), "scratch")
     wv = _weight(b, "wv")
-    v = _interleaved(b, "output", "@pos") if interleave else b.slot("v", rows.act("kv_dim"), "output")
+    v = _interleaved(b, "output", FROM_POSITION) if interleave else b.slot("v", rows.act("kv_dim"), "output")
     table: dict[str, Any] = {"format": "f32", "buffer": "token_table" if interleave else "rope_table"}
     angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
     lut_q, lut_k = (b.slot(lut, angles, "table", **table) for lut in ("lut_q", "lut_k"))
@@ -281,7 +282,7 @@ def _token_attn() -> Part:
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
-    kv, row = _window(b), _interleaved(b, "output", "@pos")
+    kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
     out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
     args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
     b.launch("token_attention", args, window="window", pos="pos", **_HEADS)
@@ -303,7 +304,7 @@ def _final_norm() -> Part:
     """The last RMS norm, of the one row whose logits are wanted."""
     b = PartBuilder()
     args = {
-        "x": b.slot("x", ("emb",), "input", buffer="x.{turn}@last"),
+        "x": b.slot("x", ("emb",), "input", buffer="x.{turn}", view=LAST_ROW),
         "weight": b.slot("final_norm_w", ("emb",), "weight", buffer=FINAL_NORM),
         "out": b.slot("normed", ("emb",), "output", buffer="final_normed"),
     }

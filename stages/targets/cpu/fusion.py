@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stages.kernels import format_kernel, kernels
-from stages.model.parts import Launch, Part
+from stages.model.part import Launch, Part
 from stages.weights.formats import formats
 
 _PRODUCTS = tuple(format_kernel(product, name) for product in ("gemm", "gemv") for name in formats())

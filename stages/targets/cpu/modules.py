@@ -12,8 +12,9 @@ from stages.engine.places import CONFIG, MODULES
 from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
-from stages.model.parts import RUNTIME_SCALARS, Dim, Launch, Part, part
+from stages.model.part import RUNTIME_SCALARS, Dim, Launch, Part, PartKey
 from stages.model.policy import BF16, parse_policy
+from stages.model.unpacking import keyed_part
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
@@ -34,7 +35,7 @@ def fingerprint() -> str:
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
     """What `write_module` takes for a library of these programs."""
     return {
-        "parts": [program.entry for program in programs],
+        "parts": [part.key for program in programs for part in program.parts],
         "support": _support(programs),
         "weights": options["weights"],
         "kv": options["kv"],
@@ -71,19 +72,20 @@ def write_module(
     directory: Path,
     library: str,
     work: Path,
-    parts: Sequence[str],
+    parts: Sequence[PartKey],
     support: Sequence[str],
     weights: str,
     kv: str,
     matmul: str = BF16.matmul,
     fused: bool = True,
 ) -> None:
-    """Step action: the source of a library of the named parts, for the configuration in `directory`, and beside it what
+    """Step action: the source of a library of these parts, for the configuration in `directory`, and beside it what
     else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
     `fused`: as in `launches`."""
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
-    found = [part(config.family, name, parse_policy(weights, kv, matmul)) for name in parts]
+    policy = parse_policy(weights, kv, matmul)
+    found = [keyed_part(config.family, key, policy) for key in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions, fused))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stages.model.parts import Launch, Part, resolved
+from stages.model.part import Launch, Part, resolved
 
 FLOP = 2
 """A multiply-accumulate."""

@@ -1,7 +1,7 @@
 """How the NPU's programs are composed of parts."""
 
 from stages.model.grouping import Chain, Group, Grouping
-from stages.model.parts import UNPACK, UNPACK_JOINED
+from stages.model.part import UNPACK, UNPACK_JOINED
 
 CONTEXT = 4096
 """Positions that KV caches have room for: the NPU's memory is locked, all of it, whether it is used or not."""

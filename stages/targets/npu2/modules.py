@@ -19,7 +19,7 @@ from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
 from stages.model.grouping import WINDOW, Program
 from stages.model.grouping import programs as derive_programs
-from stages.model.parts import Launch, Part
+from stages.model.part import Launch, Part
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.objects import KERNEL_SET

@@ -1,5 +1,7 @@
-"""What building and running a model takes, before anything of it is there: from its configuration, its plan, and the
-bytes that formats say. What no description knows (compilers, Python, code) is measured: here, or once, as said below.
+"""The disk and memory that building and running a model takes, known before anything of it is there.
+
+They follow from the configuration, the plan, and the sizes of formats. What no description knows (compilers, Python,
+code) is measured: here, or once, as the constants say.
 """
 
 from __future__ import annotations
@@ -26,22 +28,22 @@ from stages.model.calibration import WINDOW, WINDOWS
 from stages.model.config import Config, rope_table
 from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
-from stages.model.parts import UNPACKED
+from stages.model.packing import WRITERS, blobs
 from stages.model.plan import Plan, make_plan
 from stages.model.policy import Policy
 from stages.model.random_weights import AHEAD, CHUNK
 from stages.model.sources import HubSource, Listed, RandomSource, Source
+from stages.model.unpacking import UNPACKED
 from stages.targets import Target
 from stages.weights.blobs import PAGE, safetensors_bytes
 from stages.weights.formats import PACKED_AT_ONCE, formats
-from stages.weights.packing import WRITERS, blobs
 
 CODE = 3.69e6
 """Bytes of programs, objects (in the artifacts and in the cache), receipts and manifest on target cpu with bf16
 weights: `doit du` of the demo model, g++ 12."""
 
 CODE_OF_FORMAT = 2.0e6
-"""The same for each format of groups besides: its products, in each program."""
+"""Bytes that each further group-wise format adds: its products, in each program."""
 
 COMPILER = 283 << 20
 """Memory of g++ 12 on the largest of the host's kernels."""
@@ -51,18 +53,18 @@ TOKENIZER_BASE, TOKENIZER_TOKEN, TOKENIZER_BYTE = 2.5e6, 155, 6.7
 of 2 and 128 thousand, with merges and without."""
 
 SAMPLE = 1 << 16
-"""Positions of a table that is made to see what that takes."""
+"""Positions of the table that is made to measure the memory of that."""
 
 RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
-"""Of a run that has a chat template."""
+"""The imports of a run with a chat template."""
 
 WORKING = "activations and unpacked weights"
-"""What a device computes on the way, and what the host makes of weights for its prompts."""
+"""The purpose of activations on a device and of the weights that the host unpacks for prompts."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one model in one policy on one target. Bytes."""
+    """The needs of one model in one policy on one target, in bytes."""
 
     source: Source
     config: Config
@@ -70,9 +72,9 @@ class Needs:
     policy: Policy
     buckets: Sequence[int]
     files: Mapping[str, Listed]
-    """Of the checkpoint."""
+    """The checkpoint's files."""
     second_copy: bool = False
-    """Of weights, as prompts take them."""
+    """Whether weights are there twice: as stored, and as prompts take them."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -83,7 +85,7 @@ class Needs:
 
     @property
     def download(self) -> int:
-        """From the hub; what is in its cache is not fetched again."""
+        """Bytes from the hub; what is in its cache is not fetched again."""
         return self._absent if isinstance(self.source, HubSource) else 0
 
     @property
@@ -92,19 +94,20 @@ class Needs:
 
     @property
     def disk(self) -> int:
-        """Of checkpoint, artifacts and cached objects, as far as they are not here."""
+        """Bytes of checkpoint, artifacts and cached objects that are not here yet."""
         return self._absent + self.artifacts
 
     @property
     def artifacts(self) -> int:
+        """Bytes of artifacts and cached objects."""
         packed = sum(safetensors_bytes(tensors, PAGE) for tensors in blobs(self._packed).values())
         grouped = len(set(self.policy.formats) - {"bf16"})
         return packed + self._tokenizer + int(CODE + grouped * CODE_OF_FORMAT)
 
     @property
     def calibration(self) -> int:
-        """What `calibrate=` leaves beside all this, at most: what goes into each layer, of the checkpoint and rounded,
-        with as long a text as it reads, and rounded weights."""
+        """The most bytes that `calibrate=` adds: activations before each layer, of the checkpoint's layers and of
+        rounded ones, for the longest text that it reads, and rounded weights."""
         activations = 2 * (self.config.layers + 1) * WINDOWS * WINDOW * self.config.emb * np.dtype(bfloat16).itemsize
         return activations + sum(buffer.nbytes for buffer in self._packed.values() if formats()[buffer.format].grid)
 
@@ -120,12 +123,12 @@ class Needs:
 
     @property
     def build(self) -> int:
-        """Anonymous memory at most: that of files can be given back at any time."""
+        """The most anonymous memory of a build; pages of files can be given back at any time."""
         return own_memory() + max(COMPILER, self._packing, self._generating)
 
     @property
     def _packing(self) -> int:
-        """As many files at a time, and of each a tensor: as it is read, packed, and what is in the making."""
+        """`WRITERS` files at a time, of each one tensor: as it is read, as it is packed, and temporaries."""
         largest = sorted(
             max(self._packing_of(self.plan.buffers[name]) for name, *_ in tensors)
             for tensors in blobs(self._packed).values()
@@ -142,7 +145,7 @@ class Needs:
 
     @property
     def _generating(self) -> int:
-        """Random weights: those that are made ahead of the one that is written, and a chunk of each in f32."""
+        """Random weights: the tensors that are made ahead of the one that is written, and a chunk of each in f32."""
         if not isinstance(self.source, RandomSource) or not self._absent:
             return 0
         sizes = [int(np.prod(shape)) for shape in families.tensors(self.config).values()]
@@ -152,7 +155,7 @@ class Needs:
     # Memory of a run
 
     def resident(self, context: int) -> int:
-        """With so many positions in the KV cache, of which the NPU has all from the start."""
+        """Bytes of a run with `context` positions in the KV cache, of which the NPU has all from the start."""
         used = self.config.max_seq if self.pinned else context
         return (
             runtime_memory()
@@ -168,7 +171,7 @@ class Needs:
 
     @property
     def pinned(self) -> int:
-        """Locked memory. 0 where the host runs all."""
+        """Bytes of locked memory; 0 where the host runs all programs."""
         if self.target.device != "xrt":
             return 0
         grouping = self.target.grouping(self.target.default_grouping)
@@ -184,24 +187,29 @@ def locked_memory(
     policy: Policy,
     second_copy: bool = False,
 ) -> dict[str, int]:
-    """What device programs of a plan read and write, and the driver's heap: bytes by what they are for. `second_copy`:
-    what the host makes of weights for prompts is there for every layer. The others: of what it is the plan."""
+    """Return the bytes of locked memory by purpose: the buffers of a plan's device programs, and the driver's heap.
+
+    `config`, `grouping`, `buckets` and `policy` are those that the plan was made from.
+
+    Args:
+        second_copy: whether the weights that the host unpacks for prompts are kept for every layer.
+    """
     family = families.of(config).model_type
     host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
-    bound: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
-    for name in {reference.partition("@")[0] for call in calls for reference in call.buffers}:
+    by_purpose: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
+    for name in {name for call in calls for name in call.names}:
         if not (second_copy and name.startswith(UNPACKED)):
-            bound[_purpose(plan.buffers[name])].add(name)
-    found = {purpose: plan.nbytes(names) for purpose, names in bound.items()} | {"driver": HEAP}
-    return found | ({"second copy": copied_bytes(plan)} if second_copy else {})
+            by_purpose[_purpose(plan.buffers[name])].add(name)
+    sizes = {purpose: plan.nbytes(names) for purpose, names in by_purpose.items()} | {"driver": HEAP}
+    return sizes | ({"second copy": copied_bytes(plan)} if second_copy else {})
 
 
 def copied_bytes(plan: Plan) -> int:
-    """Of what the host makes of weights for prompts, all layers."""
+    """Return the bytes of the weights that the host unpacks for prompts, of all layers."""
     calls = (call for phase in plan.phases.values() for call in phase)
-    made = {(name, call.layer) for call in calls for name in call.buffers if name.startswith(UNPACKED)}
-    return sum(plan.buffers[name].nbytes for name, _ in made)
+    unpacked = {(name, call.layer) for call in calls for name in call.names if name.startswith(UNPACKED)}
+    return sum(plan.buffers[name].nbytes for name, _ in unpacked)
 
 
 def _purpose(buffer: Buffer) -> str:
@@ -211,7 +219,7 @@ def _purpose(buffer: Buffer) -> str:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Memory that it takes at most, of what Python and numpy allocate."""
+    """Return the most memory that Python and numpy allocate while `work` runs."""
     tracemalloc.start()
     try:
         work()
@@ -222,8 +230,10 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @functools.cache
 def _packing_memory(form: str, layout: str) -> float:
-    """Bytes per value that are in the making while a matrix is packed, besides itself and what it becomes. Tried on one
-    that is packed at once: formats go through a large one in parts."""
+    """Return the bytes of temporaries per value while a matrix is packed, besides itself and the result.
+
+    They are measured on a matrix that is packed at once; formats pack a large one in parts.
+    """
     side = math.isqrt(PACKED_AT_ONCE)
     packed = Buffer("weight", form, (side, side), layout)
     sample = np.ones(packed.shape, bfloat16)
@@ -232,23 +242,23 @@ def _packing_memory(form: str, layout: str) -> float:
 
 @functools.cache
 def _table_memory(config: Config) -> float:
-    """Bytes per position of the table of rotations while it is made."""
+    """Return the bytes per position that making the table of rotations takes."""
     return peak_bytes(lambda: rope_table(config, SAMPLE)) / SAMPLE
 
 
 def own_memory() -> int:
-    """Anonymous, of this process, which is what builds."""
+    """Return the anonymous memory of this process, which is the one that builds."""
     return process_memory()["RssAnon"]
 
 
 @functools.cache
 def runtime_memory() -> int:
-    """Of a Python that imported what a run imports, files of code included."""
+    """Return the memory of a Python that imported the modules of a run, files of code included."""
     run = [sys.executable, "-c", f"{RUN_IMPORTS}\n{PRINT_PEAK}"]
     return int(subprocess.run(run, env=python_environment(), capture_output=True, check=True, text=True).stdout) << 10
 
 
 def process_memory(pid: int | str = "self") -> dict[str, int]:
-    """Bytes by their names in `/proc/<pid>/status`. OSError where there is no such process."""
+    """Return bytes by the names in `/proc/<pid>/status`. OSError where there is no such process."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {line[0][:-1]: int(line[1]) << 10 for line in lines if line[-1:] == ["kB"]}

@@ -1,4 +1,4 @@
-"""Checkpoint tensors -> weight blobs in the layouts that the target's kernels read, each weight once."""
+"""Packs a checkpoint's tensors into blobs, each weight once, in the layout that the target's kernels read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from stages.engine.files import file_digests, write_json
 from stages.engine.places import WEIGHTS
 from stages.engine.progress import Bar
 from stages.model.buffers import Buffer, read_buffers, tensors_of
+from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import TABLES
 from stages.model.importers import PLAIN
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, Tensor, write_safetensors
-from stages.weights.calibrated import calibrated_weights, read_calibrated
 from stages.weights.formats import formats
 
 WRITERS = 2
-"""Files that are written at a time."""
+"""The number of files that are written at the same time."""
 
 
 def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work: Path) -> None:
-    """Step action: pack what the file `wanted` names; `calibrated`: files of weights that are stored already, which are
-    taken instead of the checkpoint's."""
+    """Step action: pack the buffers that the file `wanted` lists.
+
+    Args:
+        calibrated: files of rounded weights, which are taken instead of the checkpoint's.
+    """
     buffers = read_buffers(wanted)
     checkpoint = Checkpoint.open(source.fetch())
     for line in conversions(checkpoint, buffers):
@@ -37,8 +40,11 @@ def pack_weights(source: Source, wanted: Path, calibrated: Sequence[Path], work:
 
 
 def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calibrated: Mapping[str, Path]) -> None:
-    """Write `buffers`, weights and tables, below `out`, and the index of where each is. `calibrated`: the files that
-    hold weights instead of the checkpoint."""
+    """Write `buffers`, weights and tables, below `out`, with an index of where each is.
+
+    Args:
+        calibrated: for each rounded weight, the file that holds it.
+    """
     files = blobs(buffers)
     (out / "weights").mkdir(parents=True)
     with (
@@ -60,7 +66,7 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calib
 
 
 def blobs(buffers: Mapping[str, Buffer]) -> dict[str, list[Tensor]]:
-    """The files that weights and tables are packed into, and what is in each, in order."""
+    """Return the files that weights and tables are packed into, each with its tensors in order."""
     files: dict[str, list[Tensor]] = {}
     for name, buffer in buffers.items():
         files.setdefault(f"weights/{buffer.blob}.safetensors", []).append((name, buffer.dtype, buffer.stored_shape))
@@ -96,7 +102,7 @@ def _contents(
         if buffer.kind == "table":
             yield stored.pack(TABLES[name](checkpoint.config, buffer.shape[0]), buffer.layout)
         elif calibrated.keys() >= {*tensors_of(name)}:
-            rows = [read_calibrated(calibrated[part], part) for part in tensors_of(name)]
+            rows = [read_calibrated(calibrated[tensor], tensor) for tensor in tensors_of(name)]
             yield stored.arrange(np.concatenate(rows), buffer.layout)
         elif checkpoint.stored_format(name) == buffer.format:
             yield stored.arrange(checkpoint.stored(name), buffer.layout)
@@ -105,12 +111,12 @@ def _contents(
 
 
 def conversions(checkpoint: Checkpoint, buffers: Mapping[str, Buffer]) -> list[str]:
-    """A line for each pair of formats, what a checkpoint holds and what it is stored in, where values are rounded."""
+    """Return a line for each pair of formats, of the checkpoint and of storage, in which values are rounded."""
     pairs = Counter(
-        (checkpoint.stored_format(part), buffer.format)
+        (checkpoint.stored_format(tensor), buffer.format)
         for name, buffer in buffers.items()
         if buffer.kind == "weight" and len(buffer.shape) == 2
-        for part in tensors_of(name)
+        for tensor in tensors_of(name)
     )
     return [
         f"{count} matrices that the checkpoint holds as {held} are rounded to {stored}"

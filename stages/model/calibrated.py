@@ -1,4 +1,4 @@
-"""Weights that were rounded before they are packed: calibration leaves them stored, not yet in a layout."""
+"""Files of weights that calibration has rounded: in the elements of their formats, without a layout."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from llama_npu2.errors import UserError, first_line
 
 
 def calibrated_weights(files: Sequence[Path]) -> dict[str, Path]:
-    """Which weight is in which file."""
-    found: dict[str, Path] = {}
+    """Return the file of each weight. Raises UserError."""
+    file_of: dict[str, Path] = {}
     for path in files:
-        with _opened(path) as held:
-            found |= dict.fromkeys(held.keys(), path)
-    return found
+        with _opened(path) as file:
+            file_of |= dict.fromkeys(file.keys(), path)
+    return file_of
 
 
 def read_calibrated(path: Path, name: str) -> np.ndarray:
-    """A weight in the elements of its format."""
-    with _opened(path) as held:
-        stored: np.ndarray = held.get_tensor(name)
+    """Return a weight in the elements of its format. Raises UserError."""
+    with _opened(path) as file:
+        stored: np.ndarray = file.get_tensor(name)
     return stored
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, "numpy") as held:
-            yield held
+        with safe_open(path, "numpy") as file:
+            yield file
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({first_line(error)}): remove it and run doit compile") from None

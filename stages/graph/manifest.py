@@ -12,6 +12,7 @@ from typing import Any
 
 from llama_npu2.errors import REMEDY, UserError
 from llama_npu2.manifest import FORMAT
+from llama_npu2.plan import parse_plans
 from llama_npu2.second_copy import second_copy
 from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
@@ -31,11 +32,14 @@ def write_manifest(
     model: str,
     calibrated: bool,
 ) -> None:
-    """Step action: collect what is in the artifact `directory`.
+    """Step action: describe the artifact `directory` in its manifest.
 
-    `programs`: name -> file, entry point, on the host?, and the files that say the rest: its slots, and what a device's
-    build counted and estimated. `target`: name, device, and what it asks of a machine. `model`: its name. `calibrated`:
-    the weights were rounded for a text.
+    Args:
+        programs: by name; file, entry point, whether the host runs it, and the files with the rest: its slots, and what
+            a device's build counted and estimated.
+        target: name, device, and what it asks of a machine.
+        model: the model's name.
+        calibrated: whether the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
     plan = read_checked(directory / PLAN, PLANNED)
@@ -49,12 +53,12 @@ def write_manifest(
     about["eos"] = end_tokens(directory, config)
     described["model"] = about
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
-    described["plans"] = {phase: [_call(**call) for call in calls] for phase, calls in plan["phases"].items()}
-    described["milliseconds"] = phase_milliseconds(described)
-    copied = second_copy(described["programs"], described["buffers"], described["plans"])
+    described["plans"] = plan["phases"]
+    plans = parse_plans(plan["phases"])
+    described["milliseconds"] = phase_milliseconds(described, plans)
+    copied = second_copy(described["programs"], described["buffers"], plans)
     if copied.calls and described["milliseconds"]:
-        sections = {"buffers": copied.buffers, "plans": copied.plans}
-        described["copied_milliseconds"] = phase_milliseconds(described | sections)
+        described["copied_milliseconds"] = phase_milliseconds(described | {"buffers": copied.buffers}, copied.plans)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
     written = work / "manifest.json"
     write_json(written, described)
@@ -65,7 +69,7 @@ def write_manifest(
 
 
 def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a manifest, of programs alone: no model, no buffers, no plans and what they take."""
+    """Return the sections of a manifest of programs alone: without model, buffers and plans."""
     files = sorted({str(program["file"]) for program in programs.values()})
     return {
         "format": FORMAT,
@@ -79,23 +83,22 @@ def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target:
     }
 
 
-_TOLD = ("kernel", "instruction_bytes", "milliseconds")
-"""What the runtime knows of a device program besides its slots: `stages.targets.npu2` says how each is found."""
+_FACTS = ("kernel", "instruction_bytes", "milliseconds")
+"""Fields of a device program besides its slots: `stages.targets.npu2` says how each is found."""
 
 
 def _program(directory: Path, name: str, described: Sequence[str], **entry: Any) -> dict[str, Any]:
-    for told in (read_json(directory / path) for path in described):
-        entry |= told["programs"][name] if "programs" in told else {key: told[key] for key in _TOLD if key in told}
+    for facts in (read_json(directory / path) for path in described):
+        entry |= facts["programs"][name] if "programs" in facts else {key: facts[key] for key in _FACTS if key in facts}
     return entry
 
 
-def _call(layer: int | None, **call: Any) -> dict[str, Any]:
-    return call if layer is None else {**call, "layer": layer}
-
-
 def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
-    """Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at`: where
-    it begins in the memory that activations share."""
+    """Return a buffer as the manifest has it.
+
+    Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at` is where
+    an activation begins in the memory that activations share.
+    """
     if name in packed:
         about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
         return {**about, "values": math.prod(spec["shape"]), **packed[name]}
@@ -104,7 +107,7 @@ def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str
 
 
 def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:
-    """Ids that end a reply: `generation_config.json` decides where it says something, as in transformers."""
+    """Return the ids that end a reply: those of `generation_config.json` if it has any, as in transformers."""
     path = directory / "tokenizer/generation_config.json"
     if path.is_file() and (values := read_json(path)).get("eos_token_id") is not None:
         return ConfigFields(values, str(path)).token_ids("eos_token_id", config.vocab)

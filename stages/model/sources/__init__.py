@@ -1,0 +1,179 @@
+"""Where a model comes from: `model=demo | hub id | local directory | GGUF file | random:<shapes>`.
+
+Every source ends as a path that `stages.model.checkpoint` opens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llama_npu2 import tokenizer_limits
+from llama_npu2.errors import UserError
+from llama_npu2.schema import load_json
+from stages.engine.files import read_json, write_json
+from stages.engine.places import CHECKPOINT, CONFIG
+from stages.model import families
+from stages.model.checkpoint import Checkpoint, container
+from stages.model.config import Config
+from stages.model.families import Family, family_of, parse_config
+from stages.model.importers.directory import CONFIG_FILES, DAMAGED
+from stages.model.presets import PRESETS
+from stages.model.sources.artifacts_only import ArtifactsOnly
+from stages.model.sources.generated import RandomSource
+from stages.model.sources.gguf import GgufSource
+from stages.model.sources.hub import HubSource
+from stages.model.sources.local import DEMO, LocalSource
+from stages.model.sources.source import Listed, Source
+
+__all__ = [
+    "DEMO",
+    "ArtifactsOnly",
+    "GgufSource",
+    "HubSource",
+    "Listed",
+    "LocalSource",
+    "RandomSource",
+    "Source",
+    "config_of",
+    "copy_tokenizer",
+    "known_family",
+    "known_positions",
+    "quantised",
+    "record_checkpoint",
+    "resolve",
+    "safe_name",
+]
+
+
+def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool = False) -> Source:
+    """The source that `model=` names. `elsewhere`: a name may be that of artifacts that are not here yet. Raises
+    UserError when it names nothing."""
+    if model == "demo":
+        return LocalSource("demo", DEMO)
+    if model.startswith("random:"):
+        return _random_source(model.removeprefix("random:"), artifacts)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return LocalSource(safe_name(path.resolve().name), path)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufSource(safe_name(path.stem), path)
+    if ((artifacts / model).is_dir() or elsewhere) and safe_name(model) == model:
+        return ArtifactsOnly(model)
+    if path.is_file():
+        raise UserError(
+            f"model={model}: is a file, and not one that ends in .gguf: give the directory that holds it, {path.parent}"
+        )
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
+        return HubSource(model, revision)
+    raise UserError(
+        f"model={model}: no such directory or GGUF file; use demo, a local checkpoint, a hub id such as "
+        f"meta-llama/Llama-3.2-1B-Instruct, or random:<{'|'.join(sorted(PRESETS))}|config.json>"
+    )
+
+
+def _random_source(shapes: str, artifacts: Path) -> RandomSource:
+    if shapes in PRESETS:
+        name, raw = f"random-{shapes}", PRESETS[shapes]
+    elif Path(shapes).is_file():
+        path = Path(shapes).resolve()
+        stem = path.parent.name if path.name == "config.json" else path.stem
+        name, raw = f"random-{safe_name(stem)}", read_json(Path(shapes), "give a config.json")
+    else:
+        raise UserError(
+            f"model=random:{shapes}: neither a known shape ({', '.join(sorted(PRESETS))}) nor a config.json file"
+        )
+    return RandomSource(name, raw, artifacts / name / "checkpoint")
+
+
+def safe_name(text: str) -> str:
+    """A text as part of a directory's name."""
+    return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "model"
+
+
+def config_of(source: Source) -> Config:
+    """Of a model whose weights may not be here: none are fetched or made. Raises UserError."""
+    if isinstance(source, ArtifactsOnly):
+        raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
+    if isinstance(source, RandomSource):
+        return source.config
+    if isinstance(source, HubSource):
+        files = {path.name: path for path in source.config_files()}
+        if CONFIG_FILES[0] not in files:
+            raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
+        return families.read_config(files[CONFIG_FILES[0]], DAMAGED)
+    held = container(source.fetch())
+    return parse_config(held.fields, held.where)
+
+
+def known_family(source: Source, recorded: Path) -> Family:
+    """The family of a model before its checkpoint is there: by the configuration that `recorded` or the source has, the
+    first of the table where neither has one yet."""
+    for path in (recorded, *(p for p in source.files() if p.name == recorded.name)):
+        if path.is_file():
+            with contextlib.suppress(UserError):
+                return family_of(read_json(path), str(path))
+    return next(iter(families.families().values()))
+
+
+def known_positions(source: Source, recorded: Path) -> int | None:
+    """How long a context the model knows, before its checkpoint is there; None where that is not known yet. `recorded`
+    as in `known_family`."""
+    if isinstance(source, RandomSource):
+        return source.config.max_seq
+    files = [recorded] if recorded.is_file() else []
+    with contextlib.suppress(UserError):
+        files = files or [path for path in source.config_files() if path.name == recorded.name]
+    for path in files:
+        with contextlib.suppress(UserError):
+            return families.read_config(path).max_seq
+    return None
+
+
+def quantised(source: Source, recorded: Path) -> bool:
+    """Whether a checkpoint may hold quantised weights, as far as that is known without them. `recorded`: its
+    configuration, where it was seen before."""
+    if isinstance(source, GgufSource):
+        return True
+    files = [recorded] if isinstance(source, HubSource) and recorded.is_file() else []
+    # Whoever builds is told why it cannot be had.
+    with contextlib.suppress(UserError):
+        files = files or source.config_files()
+        return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
+    return False
+
+
+def record_checkpoint(source: Source, digest: Callable[[Path], str | None], ignore: Sequence[str], work: Path) -> None:
+    """Step action: check the checkpoint, in which tensors that match a pattern of `ignore` may be besides the model's;
+    write its configuration and what identifies its content."""
+    opened = Checkpoint.open(source.fetch(), ignore)
+    write_json(work / CONFIG, opened.fields)
+    write_json(
+        work / CHECKPOINT,
+        {"source": source.identity(), "files": {p.name: digest(p) for p in opened.files}},
+    )
+
+
+def copy_tokenizer(source: Source, work: Path) -> None:
+    """Step action: write the tokenizer's files, each checked to be readable, and to be harmless to whoever runs it."""
+    (work / "tokenizer").mkdir()
+    checkpoint = source.fetch()
+    for name, content in container(checkpoint).tokenizer().items():
+        if name == "tokenizer.json":
+            _judge_tokenizer(checkpoint, content)
+        (work / "tokenizer" / name).write_bytes(content)
+
+
+def _judge_tokenizer(checkpoint: Path, content: bytes) -> None:
+    """Raise UserError for a tokenizer that the runtime would refuse."""
+    path = checkpoint / "tokenizer.json" if checkpoint.is_dir() else checkpoint
+    try:
+        with tokenizer_limits.explained(path):
+            tokenizer_limits.judged(io.BytesIO(content))
+            model = load_json(content).get("model")
+            tokenizer_limits.judge_model(model if isinstance(model, dict) else {})
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): download it again") from None

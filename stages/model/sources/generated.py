@@ -1,0 +1,89 @@
+"""Random weights, generated on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.regular import read_regular
+from stages.engine.files import atomic_directory, require_space
+from stages.engine.places import GENERATED, lock_file
+from stages.engine.turn import Turn
+from stages.model.config import Config
+from stages.model.families import parse_config
+from stages.model.importers.directory import SINGLE
+from stages.model.random_weights import RECIPE, random_tensors, write_byte_tokenizer, write_random_weights
+from stages.model.sources.source import Listed, listed
+from stages.weights.blobs import safetensors_bytes
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Seeded random weights in given shapes, generated once; for size and speed work."""
+
+    name: str
+    raw_config: Mapping[str, Any]
+    directory: Path
+    pinned = True
+
+    def is_public(self) -> bool:
+        return True
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "random", "config": dict(self.raw_config), "recipe": RECIPE}
+
+    def files(self) -> list[Path]:
+        return []
+
+    def config_files(self) -> list[Path]:
+        return []
+
+    @property
+    def config(self) -> Config:
+        """Raises UserError."""
+        return parse_config(self.raw_config, f"model=random:{self.name}")
+
+    def inventory(self) -> Mapping[str, Listed]:
+        if self._made:
+            return listed(path for path in self.directory.iterdir() if path.is_file())
+        with tempfile.TemporaryDirectory() as beside:
+            write_byte_tokenizer(self.config, Path(beside))
+            sizes = {path.name: path.stat().st_size for path in Path(beside).iterdir()}
+        sizes[SINGLE] = safetensors_bytes(random_tensors(self.config))
+        return {name: Listed(size, here=False) for name, size in sizes.items()}
+
+    @property
+    def _wanted(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _stamp(self) -> Path:
+        """Says what the weights were made from."""
+        return self.directory / GENERATED
+
+    @property
+    def _made(self) -> bool:
+        try:
+            return read_regular(self._stamp, len(self._wanted)).decode() == self._wanted
+        except (OSError, ValueError):
+            return False
+
+    def fetch(self) -> Path:
+        config = self.config
+        if self._made:
+            return self.directory
+        require_space(self.directory, safetensors_bytes(random_tensors(config)), f"model=random:{self.name}")
+        with (
+            Turn(lock_file(self.directory.parents[1], self.name)),
+            atomic_directory(self.directory, GENERATED) as temporary,
+        ):
+            (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
+            write_random_weights(config, temporary / SINGLE)
+            write_byte_tokenizer(config, temporary)
+            (temporary / self._stamp.name).write_text(self._wanted)
+        return self.directory

@@ -1,0 +1,105 @@
+"""A repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_npu2.errors import UserError, first_line
+from stages.engine.progress import Bar
+from stages.engine.room import no_room
+from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
+from stages.model.sources.source import Listed
+
+_PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    repo: str
+    revision: str
+
+    @property
+    def name(self) -> str:
+        return self.repo.replace("/", "--")
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "hub", "repo": self.repo, "revision": self.revision}
+
+    @property
+    def pinned(self) -> bool:
+        return re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
+
+    def is_public(self) -> bool:
+        from huggingface_hub import HfApi
+
+        try:
+            info = HfApi().model_info(self.repo, revision=self.revision, timeout=10, token=False)
+        except Exception:  # whatever keeps it from being seen without a token
+            return False
+        return not info.private and not info.gated
+
+    def files(self) -> list[Path]:
+        return []
+
+    def config_files(self) -> list[Path]:
+        directory = self._download(CONFIG_FILES)
+        return [path for name in CONFIG_FILES if (path := directory / name).is_file()]
+
+    def fetch(self) -> Path:
+        """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
+        return self._download(_PATTERNS)
+
+    def inventory(self) -> Mapping[str, Listed]:
+        from huggingface_hub import HfApi, try_to_load_from_cache
+        from huggingface_hub.utils import filter_repo_objects
+
+        with self._explained():
+            info = HfApi().model_info(self.repo, revision=self.revision, files_metadata=True)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        return {
+            name: Listed(sizes[name], isinstance(try_to_load_from_cache(self.repo, name, revision=info.sha), str))
+            for name in filter_repo_objects(sizes, allow_patterns=list(_PATTERNS))
+        }
+
+    def _download(self, patterns: Sequence[str]) -> Path:
+        from huggingface_hub import snapshot_download
+
+        with self._explained():
+            wanted = list(patterns)
+            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=wanted, tqdm_class=Bar))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What the hub's client raises, as UserError."""
+        from huggingface_hub import constants, errors
+
+        where = f"model {self.repo} (revision {self.revision})"
+        try:
+            yield
+        except errors.GatedRepoError:
+            raise UserError(
+                f"{where} is gated: accept its licence at https://huggingface.co/{self.repo}, then run "
+                "`hf auth login` or set HF_TOKEN"
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise UserError(f"{where}: no such revision, check revision=") from None
+        except errors.RepositoryNotFoundError:
+            raise UserError(
+                f"{where} does not exist or is private: check the name, or run `hf auth login` / set HF_TOKEN"
+            ) from None
+        except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+            raise UserError(
+                f"{where} is not in the local cache and the hub cannot be reached: check the network"
+            ) from None
+        except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
+            cache = Path(constants.HF_HUB_CACHE)
+            if full := no_room(error, [cache], elsewhere="set HF_HOME to another place"):
+                raise UserError(f"{where}: {full}") from None
+            raise UserError(
+                f"{where}: download failed ({first_line(error)}): run the command again to resume"
+            ) from None
