@@ -395,7 +395,7 @@ def _grouped_norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
 def _feed_forward(function: str, form: str, cols: int, inner: int) -> tuple[Any, str, list[Any], int]:
     """Of a step: the last chunk of a pair of panels, of which the activation is made."""
     tiling = kernels()[f"{form}_feed_forward"].tiling({"cols": cols, "ffn": inner, "eps": 1e-5})  # type: ignore[misc]
-    pairs, x = tiling.made.pairs, buffer(2 * max(tiling.made.pairs.inputs, tiling.outputs))
+    pairs, x = tiling.network.pairs, buffer(2 * max(tiling.network.pairs.inputs, tiling.outputs))
     normed, held, acc = buffer(2 * pairs.inputs), buffer(2 * tiling.inner), buffer(4 * tiling.acc)
     sums, part = buffer(4 * tiling.outputs), buffer(4 * tiling.outputs // feed_forward.PARTS)
     arguments = {

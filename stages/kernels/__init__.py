@@ -1,9 +1,12 @@
 """The table of kernels: one Python module each, with signature, numpy reference, tiling, AIR program and cost.
 
-A kernel is known by name to every target; `kernel_src/<set>/<source>.cc` implements it, where a set is what a target's
-processors run: `cpu` or `aie2p`. Every module of this package that has `KERNELS` is in the table: to add a kernel is to
-add a module. The modules load no MLIR before a program is built (`stages.air`), because a build that is up to date
-needs their signatures and nothing else.
+Every target knows a kernel by its name. `kernel_src/<kernel set>/<source>.cc` implements it; a kernel set is what a
+target's processors run: `cpu` or `aie2p`. The table contains every module of this package that has `KERNELS`, so adding
+a kernel means adding a module. The modules load MLIR (`stages.air`) only when a program is built, because a build that
+is up to date needs nothing but their signatures.
+
+Kernels for weights in other formats than bf16 have no module each: `stages.kernels.grouped` derives them, and their
+names, such as `int4_gemm`, from the kernels for bf16.
 """
 
 from __future__ import annotations
@@ -22,64 +25,70 @@ if TYPE_CHECKING:
     from stages.air import AirModule
 
 HOST_SET = "cpu"
-"""The kernel set of host programs, which every target has some of."""
+"""The kernel set of host programs. Every target has some."""
 
 BF16, F32 = (DTYPES[name].itemsize for name in ("bf16", "f32"))
-"""Bytes of an element."""
+"""Bytes per element."""
 
 KV_FORMATS: Mapping[str, str] = {"bf16": "bf16", "int8": "int8_rows"}
-"""What `kv=` says -> the format of a KV cache in panels, for which there are kernels."""
+"""Value of the variable `kv=` -> format of a KV cache in panels. There are kernels for each of these formats."""
 
 Sizes = Mapping[str, Any]
-"""Values of a launch's scalars by name."""
+"""A launch's scalars: name -> value."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of a tile function does on its core.
-
-    `macs`: multiply-accumulates of the matrix unit, what feeds and drains it included, in a `mode`: "bf16" as products
-    of elements, "bf16_bfp16" through block floating point (see `stages.estimate.constants`). `vectors`: other vector
-    operations: an operation of the AIE API on at most 64 lanes is one, so is a load or store of 64 bytes; what the API
-    makes of several is those; constants, and taking vectors apart, are none. `scheduled`: those of long loops over
-    values that wait for no other, which the compiler overlaps. `share`: of the calls; the others return at once.
-    """
+    """Operations that one call of a tile function executes on its core."""
 
     macs: int = 0
+    """Multiply-accumulates of the matrix unit. They include the loads and stores that feed and drain it."""
     mode: str = "bf16"
+    """How the matrix unit multiplies: "bf16" as products of elements, "bf16_x_bfp16" through block floating point (the
+    rates `macs_<mode>` of `stages.estimate.constants`)."""
     vectors: int = 0
+    """Other vector operations. An operation of the AIE API on at most 64 lanes counts as one, and so does a load or
+    store of 64 bytes. A function that the API composes of several operations counts as those. Constants and extracting
+    a part of a vector count as none."""
     scheduled: int = 0
+    """Vector operations in long loops over independent values, which the compiler overlaps."""
     share: float = 1.0
+    """Share of the calls that do this work. The others return at once."""
 
 
 def lanes(length: int, widest: int = limits.VECTOR) -> int:
-    """Of the vectors that a tile function takes so many values in: as `lanes_for` in kernel_src/aie2p/tile.h."""
+    """Return the lanes per vector with which a tile function processes `length` values: the widest that divides it.
+
+    `lanes_for` in kernel_src/aie2p/tile.h computes the same.
+    """
     return widest if length % widest == 0 or widest == 16 else lanes(length, widest // 2)
 
 
 class Tiling(Protocol):
-    """How a launch is cut for the array. `str()` of it goes beside the module, for people."""
+    """How a launch is divided among the cores of the array. `str()` of it is stored next to the module, for people."""
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of the whole launch, those on padding included."""
+        """Multiply-accumulates of the whole launch, including those on padding."""
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Of one call, by tile function."""
+        """Tile function -> cost of one call."""
 
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor argument. `layouts`: kernel set -> how a tensor's bytes are arranged for it, plain where none is named
-    (see `stages.weights.formats`)."""
+    """A tensor argument of a kernel."""
 
     name: str
     format: str = "bf16"
+    """Name of the format of its values (`stages.weights.formats`)."""
     written: bool = False
+    """Whether the kernel writes it."""
     layouts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Kernel set -> layout that its kernel reads. A set that is not listed reads the layout `plain`."""
     matrix: bool = False
-    """Whether it is a weight that other formats can hold (`format_kernel`)."""
+    """Whether it is a weight matrix that may also be stored in another format (`format_kernel`)."""
 
     def layout(self, kernel_set: str) -> str:
         return self.layouts.get(kernel_set, "plain")
@@ -87,10 +96,11 @@ class Arg:
 
 @dataclass(frozen=True)
 class Param:
-    """A scalar parameter; `kind`: int64 or float."""
+    """A scalar parameter of a kernel."""
 
     name: str
     kind: str = "int64"
+    """`int64` or `float`."""
 
 
 class KernelName(str):
@@ -109,27 +119,34 @@ class KernelName(str):
 
 @dataclass(frozen=True)
 class Kernel:
-    """Tensor arguments in order, then scalar parameters in order; both as the C++ function takes them.
+    """A kernel: its signature, what it computes, and how the array runs it.
 
-    `source` is the stem of the C++ file that defines it (one file may define several), `tile_source` of that with its
-    tile functions where it is another. `reference` is numpy. `attends`: it is attention, by `heads` heads of
-    `head_dim`. `derived`: whole numbers that the C++ function takes behind the parameters, and that follow from them:
-    of a layout whose cut depends on a tensor's size. `tiling(sizes)` cuts a launch for the array and refuses with
-    UserError what cannot be cut; `program(tiling)` is its AIR program, with the arguments' names. A kernel without them
-    runs on the host only; one that is not `host`, on the array only.
+    The C++ function takes the tensors, then the parameters, then the derived numbers, each in the order given here. A
+    kernel without `tiling` and `program` runs on the host only.
     """
 
     name: str
     args: tuple[Arg, ...]
+    """Tensor arguments in order: those that it reads, then those that it writes."""
     params: tuple[Param, ...]
+    """Scalar parameters in order."""
     source: str
+    """Stem of the C++ file that defines it. One file may define several kernels."""
     reference: Callable[..., Any] = field(compare=False)
+    """The same computation in numpy."""
     attends: bool = False
+    """Whether it is attention, with `heads` heads of `head_dim`."""
     derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
+    """Further whole numbers that the host's C++ function takes, each a function of the parameters: how a layout divides
+    the tensor, where that depends on the tensor's size."""
     host: bool = True
+    """Whether the host has this kernel. If not, it runs on the array only."""
     tile_source: str = ""
+    """Stem of the C++ file with its tile functions, if that differs from `source`."""
     tiling: Callable[[Sizes], Tiling] | None = field(default=None, compare=False)
+    """Divides a launch among the array's cores. Raises UserError if that is impossible."""
     program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
+    """Builds the AIR program of a tiling. Its arguments have the names of `args`."""
 
     @property
     def operation(self) -> str:
@@ -143,7 +160,7 @@ class Kernel:
 
     @property
     def scalars(self) -> tuple[Param, ...]:
-        """What the C++ function takes behind its tensors."""
+        """The scalars that the C++ function takes after its tensors."""
         return (*self.params, *map(Param, self.derived))
 
     def arg(self, name: str) -> Arg:
@@ -151,12 +168,15 @@ class Kernel:
 
 
 def format_kernel(kernel: str, stored: str) -> KernelName:
-    """Name of the kernel that does what a kernel of bf16 weights, or of a KV cache in bf16, does with others."""
+    """Return the name of the variant of `kernel` whose weights, or whose KV cache, have the format `stored`.
+
+    `kernel` is the kernel for bf16: ("gemm", "int4") -> "int4_gemm", ("gemm", "bf16") -> "gemm".
+    """
     return KernelName(kernel, stored)
 
 
 def matrix(name: str) -> Arg:
-    """A weight matrix in the layouts that the products of both kernel sets read."""
+    """Return the argument for a bf16 weight matrix in the layouts that the products of both kernel sets read."""
     return Arg(name, layouts={"cpu": "panels", "aie2p": "blocks"}, matrix=True)
 
 
@@ -170,8 +190,15 @@ def signature(
     source: str = "",
     **device: Any,
 ) -> Kernel:
-    """A kernel that reads and then writes tensors (bf16 if just named); `params`: names, `:float` behind what is not
-    a whole number. `device`: `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`."""
+    """Return a kernel.
+
+    Args:
+        reads: The tensors that it reads. A bare name means bf16 in plain layout.
+        params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
+        writes: The tensors that it writes.
+        source: As in `Kernel`; the kernel's name if empty.
+        device: Further fields of `Kernel`: `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`.
+    """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]
     scalars = (Param(p, kind or "int64") for p, _, kind in (word.partition(":") for word in params.split()))
@@ -180,10 +207,10 @@ def signature(
 
 @functools.cache
 def kernels() -> dict[str, Kernel]:
-    """Every kernel by name."""
-    found: dict[str, Kernel] = {}
-    for entry in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        for kernel in getattr(importlib.import_module(f"{__name__}.{entry}"), "KERNELS", ()):
-            if found.setdefault(kernel.name, kernel) is not kernel:
+    """Return the table: name -> kernel. Raise TypeError if two kernels have one name."""
+    table: dict[str, Kernel] = {}
+    for module in sorted(entry.name for entry in pkgutil.iter_modules(__path__)):
+        for kernel in getattr(importlib.import_module(f"{__name__}.{module}"), "KERNELS", ()):
+            if table.setdefault(kernel.name, kernel) is not kernel:
                 raise TypeError(f"two kernels are called {kernel.name}")
-    return found
+    return table

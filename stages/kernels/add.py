@@ -1,4 +1,4 @@
-"""Residual add."""
+"""Residual add: `out = a + b`, f32 inside, one rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stages.kernels import elementwise, lanes, signature
 
 
 def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`a`, `b` bf16 of one shape -> bf16 of that shape."""
+    """Return `a + b`. All are bf16 of one shape."""
     return (a.astype(np.float32) + b.astype(np.float32)).astype(bfloat16)
 
 

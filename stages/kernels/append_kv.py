@@ -1,7 +1,7 @@
-"""Puts new rows of K and V into the KV cache, in the form that the host's attention streams.
+"""Appends new rows of K and V to the KV cache, in the layout that the host's attention streams.
 
-Two forms: panels (`kernel_src/cpu/README.md`), in any of `KV_FORMATS`, and one row per position that keeps K and V of a
-head together.
+There are two layouts: panels (`kernel_src/cpu/README.md`), in any of `KV_FORMATS`, and one row per position in which K
+and V of a head lie next to each other.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from stages.weights.formats import formats
 
 
 def reference(k: np.ndarray, v: np.ndarray, kv: np.ndarray, pos: int) -> np.ndarray:
-    """`k`, `v` bf16 `[kv_heads, head_dim]` into row `pos` of a copy of `kv`, `[positions, kv_heads, 2, head_dim]`."""
+    """Return a copy of `kv` with `k` and `v` in row `pos`.
+
+    `k`, `v`: bf16 `[kv_heads, head_dim]`; `kv`: bf16 `[positions, kv_heads, 2, head_dim]`.
+    """
     out = kv.copy()
     out[pos, :, 0], out[pos, :, 1] = k, v
     return out
 
 
 def reference_panels(k: np.ndarray, v: np.ndarray, stored: str = "bf16") -> tuple[np.ndarray, np.ndarray]:
-    """`k`, `v` bf16 `[positions, kv_heads, head_dim]` from position 0 on -> caches in the format `stored`, `[blocks,
-    kv_heads, 128 * width]`, zeros where nothing was put. `width`: elements of a row as it is stored, of V padded."""
+    """Return the caches of K and V, `[blocks, kv_heads, 128 * width]` in the format `stored`.
+
+    `k`, `v`: bf16 `[positions, kv_heads, head_dim]`, from position 0 on. Positions after the last are zeros. `width`:
+    elements of a stored row, for V after padding `head_dim` to whole panels.
+    """
     head_dim = k.shape[-1]
     padding = [(0, 0), (0, 0), (0, -head_dim % PANEL_ROWS)]
     form = formats()[stored]
@@ -43,8 +49,10 @@ def reference_panels(k: np.ndarray, v: np.ndarray, stored: str = "bf16") -> tupl
 def rows_of_panels(
     k_panels: np.ndarray, v_panels: np.ndarray, head_dim: int, positions: int, stored: str = "bf16"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The values of the first `positions` rows, f32 `[positions, kv_heads, head_dim]`, of caches as `reference_panels`
-    makes them."""
+    """Return K and V of the first `positions` rows, f32 `[positions, kv_heads, head_dim]`.
+
+    The inverse of `reference_panels`.
+    """
     form, padded, half = formats()[stored], head_dim + -head_dim % PANEL_ROWS, KV_BLOCK_POSITIONS // 2
     blocks = -(-positions // KV_BLOCK_POSITIONS)
     scales = KV_BLOCK_POSITIONS * form.row_elements
@@ -56,15 +64,18 @@ def rows_of_panels(
 
     def values(scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
         by_row = scales.reshape(*rows.shape[:3], form.row_elements)
-        whole = np.concatenate([by_row, rows[..., :head_dim]], axis=-1).swapaxes(1, 2)
-        return form.dequantise(whole.reshape(-1, *whole.shape[2:])[:positions], head_dim)
+        quantised = np.concatenate([by_row, rows[..., :head_dim]], axis=-1).swapaxes(1, 2)
+        return form.dequantise(quantised.reshape(-1, *quantised.shape[2:])[:positions], head_dim)
 
     return values(k_scales, k_rows), values(v_scales, v_rows)
 
 
 def _by_block(rows: np.ndarray, scale: int) -> tuple[np.ndarray, np.ndarray]:
-    """Stored rows `[positions, kv_heads, scale + width]` -> their scales `[blocks, kv_heads, 128 * scale]`, and what is
-    behind them `[blocks, kv_heads, 128, width]`."""
+    """Split stored rows `[positions, kv_heads, scale + width]` into blocks of 128 positions.
+
+    Returns the scales, `[blocks, kv_heads, 128 * scale]`, and the elements after them, `[blocks, kv_heads, 128,
+    width]`.
+    """
     positions, kv_heads, _ = rows.shape
     padded = np.pad(rows, [(0, -positions % KV_BLOCK_POSITIONS), (0, 0), (0, 0)])
     blocks = padded.reshape(-1, KV_BLOCK_POSITIONS, kv_heads, rows.shape[-1]).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Attention of the one newest position over the KV cache. Runs on the host on every target."""
+"""Attention of the newest position over the KV cache. It runs on the host, whatever the target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, sign
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-    """`q` bf16 `[heads * head_dim]`, `k`, `v` `[pos + 1, kv_heads * head_dim]` as the cache holds them -> like `q`."""
+    """Return attention of one query, bf16 `[heads * head_dim]`.
+
+    `q`: bf16 `[heads * head_dim]`; `k`, `v`: `[pos + 1, kv_heads * head_dim]`, as the cache holds them.
+    """
     return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]
 
 

@@ -1,4 +1,5 @@
-"""Embedding lookup. `embed` reads the LM head's panels, `embed_rows` its rows: tied embeddings are stored once."""
+"""Embedding lookup. `embed` reads the LM head's matrix in panels, `embed_rows` in rows, so that tied embeddings are
+stored once."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from stages.kernels import Arg, signature
 
 
 def reference(tokens: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`tokens` int32 `[rows]`, `weight` bf16 `[vocab, cols]` -> bf16 `[rows, cols]`; zeros for what is no token."""
-    known = (tokens >= 0) & (tokens < len(weight))
-    return np.where(known[:, None], weight[np.where(known, tokens, 0)], weight.dtype.type(0))
+    """Return the rows of `weight` for `tokens`, bf16 `[rows, cols]`; zeros for ids outside the vocabulary.
+
+    `tokens`: int32 `[rows]`; `weight`: bf16 `[vocab, cols]`.
+    """
+    valid = (tokens >= 0) & (tokens < len(weight))
+    return np.where(valid[:, None], weight[np.where(valid, tokens, 0)], weight.dtype.type(0))
 
 
 TOKENS = Arg("tokens", "i32")

@@ -1,5 +1,8 @@
-"""A token's whole feed-forward network on the array in one launch, with weights in groups: norm, gate, up, SwiGLU, down
-and residual. Cores share the inner width, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3)."""
+"""A token's whole feed-forward network on the array in one launch, with group-wise quantised weights.
+
+The launch computes the RMS norm, gate, up, SwiGLU, down and the residual add. The cores divide the inner width among
+them, as machines do in tensor parallelism (Shoeybi et al. 2019, section 3).
+"""
 
 from __future__ import annotations
 
@@ -22,128 +25,140 @@ if TYPE_CHECKING:
 
 
 def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """`gate_up` `[2 * ffn, cols]`, gate's rows and then up's, `down` `[cols, ffn]`, `x` and `norm` bf16 `[cols]` ->
-    bf16 `[cols]`: `x` and what the network makes of its RMS norm, in f32 up to their sum."""
+    """Return `x` plus the feed-forward network of its RMS norm, bf16 `[cols]`, rounded only after the sum.
+
+    `gate_up`: `[2 * ffn, cols]`, gate's rows, then up's; `down`: `[cols, ffn]`; `x`, `norm`: bf16 `[cols]`.
+    """
     inner = gemv.reference_norm_swiglu(gate_up, x, norm, eps)
     return (x.astype(np.float32) + gemv.reference_f32(down, inner)).astype(x.dtype)
 
 
 FIRST, LAST = 0, SHARES - 1
-"""Columns of the cores at the ends."""
+"""Columns of the first and of the last core."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """One row of cores, each with a share of the inner width (`FeedForward`). Its chunks of gate and up, then of down,
-    come to its column's L2 `together` at a time while those before are read. `x` and the norm's weight come to all
-    cores at once. Sums go from core to core, and each adds its own, the first the residual, too: by the cascade, as a
-    core's two streams in are taken. (Where sums and `x` went from core to core by one DMA, the compiler handed `x` on
-    when the sums were done: mlir-air of 2026-05-08.)
+    """How a feed-forward network is divided: one row of cores, each with a share of the inner width (`FeedForward`).
 
-    Of a layer's matrices only these are summed so: those before them would have to come back to all cores.
+    A core's chunks of gate and up, and then those of down, come to its column's L2 while earlier ones are read. `x` and
+    the norm's weight come to all cores at once. The sums of down pass from core to core, and each core adds its own;
+    the first also adds the residual. They use the cascade, because both input streams of a core are taken. (When sums
+    and `x` passed from core to core by one DMA, the compiler passed on `x` only when the sums were done: mlir-air of
+    2026-05-08.)
+
+    Of a layer's matrices only those of the feed-forward network are summed like this. The results of earlier ones would
+    have to come back to all cores.
     """
 
-    made: FeedForward
+    network: FeedForward
+    """How its matrices are cut into panels and chunks."""
     cols: int
+    """Elements of `x`: the hidden size."""
     eps: float
+    """Of the RMS norm."""
     together: int
+    """Chunks that come to L2 at a time, per column."""
 
     @property
     def outputs(self) -> int:
-        """Sums, those of rows that fill the last panels among them."""
-        return self.made.shares.panels * self.made.shares.lanes
+        """Sums, including those of rows that pad the last panels."""
+        return self.network.shares.panels * self.network.shares.lanes
 
     @property
     def inner(self) -> int:
-        """Elements of a core's activation, with what fills its last chunk."""
-        return limits.aligned(self.made.shares.inputs, BF16)
+        """Elements of a core's activation, including those that pad its last chunk."""
+        return limits.aligned(self.network.shares.inputs, BF16)
 
     @property
     def acc(self) -> int:
-        """f32 that a core keeps: sums of two panels, two for each group of inputs, and what they begin with."""
-        groups = max(self.made.pairs.inputs, self.made.shares.inputs) // GROUP
-        return limits.aligned(2 * self.made.pairs.lanes + 2 * groups + 1, F32)
+        """f32 values that a core keeps: sums of two panels, two values per group of inputs, and the value that sums
+        begin with."""
+        groups = max(self.network.pairs.inputs, self.network.shares.inputs) // GROUP
+        return limits.aligned(2 * self.network.pairs.lanes + 2 * groups + 1, F32)
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Of `together` chunks: of gate and up, and of down."""
-        pairs, down = (chunks // self.together for chunks in self.made.chunks)
+        """Steps of `together` chunks: of gate and up, and of down."""
+        pairs, down = (chunks // self.together for chunks in self.network.chunks)
         return pairs, down
 
     @property
     def step_bytes(self) -> int:
-        return self.together * self.made.pairs.chunk_bytes
+        """Bytes that come to a column's L2 in a step."""
+        return self.together * self.network.pairs.chunk_bytes
 
     @property
     def variant(self) -> Variant:
-        pairs, shares = self.made.pairs, self.made.shares
-        chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.made.chunks[0]}
-        sizes = {"COLS": self.cols, "INNER": self.made.inner, "OUTS": self.outputs, "PARTS": PARTS}
+        pairs, shares = self.network.pairs, self.network.shares
+        chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.network.chunks[0]}
+        sizes = {"COLS": self.cols, "INNER": self.network.inner, "OUTS": self.outputs, "PARTS": PARTS}
         return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs))
 
     @property
     def macs(self) -> int:
-        cut = self.made.pairs
-        return SHARES * sum(self.made.chunks) * cut.lanes * cut.chunk_groups * GROUP
+        cut = self.network.pairs
+        return SHARES * sum(self.network.chunks) * cut.lanes * cut.chunk_groups * GROUP
 
     @property
     def panel_vectors(self) -> int:
         """Vector operations that the activation of a panel takes."""
-        return self.made.pairs.lanes // 16 + 2 * 3 + silu_and_mul.vectors(self.made.pairs.lanes)
+        return self.network.pairs.lanes // 16 + 2 * 3 + silu_and_mul.vectors(self.network.pairs.lanes)
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        panels = self.made.inner // self.made.pairs.lanes
-        vectors = panels * self.panel_vectors + grouped_gemv.FIXED * self.made.shares.inputs // GROUP
-        each = self.outputs // PARTS // (limits.VECTOR // 2)
+        pairs, shares, chunks = self.network.pairs, self.network.shares, sum(self.network.chunks)
+        activation = self.network.inner // pairs.lanes * self.panel_vectors
+        vectors = activation + grouped_gemv.FIXED * shares.inputs // GROUP
+        part_vectors = self.outputs // PARTS // (limits.VECTOR // 2)
+        begin = rms_norm.row_vectors(self.cols) + grouped_gemv.FIXED * pairs.inputs // GROUP
         return {
-            "feed_forward_begin": Cost(
-                vectors=rms_norm.row_vectors(self.cols) + grouped_gemv.FIXED * self.made.pairs.inputs // GROUP
-            ),
-            "feed_forward_step": Cost(
-                vectors=-(-vectors // sum(self.made.chunks)), scheduled=grouped_gemv.chunk_vectors(self.made.pairs)
-            ),
-            "feed_forward_first": Cost(vectors=each * 7),
-            "feed_forward_join": Cost(vectors=each * 4),
-            "feed_forward_last": Cost(vectors=each * 4),
+            "feed_forward_begin": Cost(vectors=begin),
+            "feed_forward_step": Cost(vectors=-(-vectors // chunks), scheduled=grouped_gemv.chunk_vectors(pairs)),
+            "feed_forward_first": Cost(vectors=part_vectors * 7),
+            "feed_forward_join": Cost(vectors=part_vectors * 4),
+            "feed_forward_last": Cost(vectors=part_vectors * 4),
         }
 
     def __str__(self) -> str:
-        cut = self.made.pairs
+        cut = self.network.pairs
         return (
-            f"feed-forward {self.cols}, inside {SHARES} shares of {self.made.inner}, in groups: herd {SHARES}x1, "
+            f"feed-forward {self.cols}, inside {SHARES} shares of {self.network.inner}, in groups: herd {SHARES}x1, "
             f"chunks of {cut.lanes}x{cut.chunk_groups * GROUP} in {cut.chunk_bytes} bytes, "
             f"{'+'.join(map(str, self.steps))} steps of {self.together}"
         )
 
 
 def tile(form: Format, cols: int, inner: int, eps: float) -> Tiling:
-    """The largest steps of which L2 holds as many as the compiler makes. UserError if a core or L2 cannot hold what it
-    needs."""
+    """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
+
+    Raises UserError if a core's memory or L2 is too small.
+    """
     what = f"feed-forward {cols}x{inner}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     assert form.feed_forward is not None
-    made: FeedForward = form.feed_forward(cols, inner)
-    sizes = limits.divisors(math.gcd(*made.chunks))
-    tilings = [p for p in (Tiling(made, cols, eps, size) for size in sizes) if all(map(limits.cuttable, p.steps))]
-    limits.first(what, f"descriptors of at most {limits.ITERATIONS} steps", range(len(tilings)))
-    tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
-    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(tilings)))
-    return tilings[0]
+    network: FeedForward = form.feed_forward(cols, inner)
+    tilings = [Tiling(network, cols, eps, together) for together in limits.divisors(math.gcd(*network.chunks))]
+    cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
+    tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
+    return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
 
 
 def _l2(p: Tiling) -> int:
-    """Bytes of a column's steps, as often as the compiler copies them, and of the result."""
+    """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
     return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`), `down`: i8 `[SHARES * panels][panel
-    bytes]` (`shared_lanes`), `x`, `norm`, `out`: bf16 `[cols]`."""
+    """Build the AIR program with the arguments `gate_up`, `down`, `x`, `norm` and `out`.
+
+    `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`); `down`: i8 `[SHARES * panels][panel bytes]`
+    (layout `shared_lanes`); `x`, `norm`, `out`: bf16 `[cols]`.
+    """
     p = tiling
-    matrices = {"gate_up": (2, p.made.pairs), "down": (SHARES, p.made.shares)}
+    matrices = {"gate_up": (2, p.network.pairs), "down": (SHARES, p.network.shares)}
     weights = {
-        name: air.memref_type((times * cut.panels, cut.panel_bytes), "i8") for name, (times, cut) in matrices.items()
+        name: air.memref_type((count * cut.panels, cut.panel_bytes), "i8") for name, (count, cut) in matrices.items()
     }
     b = air.Builder("feed_forward", weights | {name: air.memref_type((p.cols,)) for name in ("x", "norm", "out")})
     with b.launch(), b.segment():
@@ -162,18 +177,24 @@ def build(tiling: Tiling) -> AirModule:
 
 @dataclass(frozen=True)
 class _Streams:
-    """Of cores: chunks; `x` and the norm's weight; sums from core to core; and out of the last."""
+    """Channels of the cores."""
 
     fed: Channel
+    """Brings chunks of weights."""
     rows: Channel
+    """Brings `x` and the norm's weight."""
     chain: Channel
+    """Passes sums from core to core."""
     end: Channel
+    """Takes the result out of the last core."""
 
 
 def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
-    """All chunks: to L2 step by step, a run for each column, then one by one to its core. A stream for each column, on
-    which those of down follow: two transfers would take two."""
-    stream, size, chunk = b.channel((SHARES, 1), (SHARES, 1)), p.step_bytes, p.made.pairs.chunk_bytes
+    """Move all chunks to L2, step by step and contiguous for each column, then one by one to the column's core.
+
+    Each column has one stream, on which the chunks of down follow those of gate and up. Two transfers would take two.
+    """
+    stream, size, chunk = b.channel((SHARES, 1), (SHARES, 1)), p.step_bytes, p.network.pairs.chunk_bytes
     for name, steps in zip(("gate_up", "down"), p.steps, strict=True):
         with b.loop(steps) as step:
             for column in range(SHARES):
@@ -186,15 +207,15 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
 
 
 def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -> None:
-    """The core's share of all sums, and then those of the cores up to it, part by part."""
-    row, inputs, part = max(p.made.pairs.inputs, p.outputs), p.made.pairs.inputs, p.outputs // PARTS
+    """Compute the core's share of all sums, then add those of the cores before it, part by part."""
+    row, inputs, part = max(p.network.pairs.inputs, p.outputs), p.network.pairs.inputs, p.outputs // PARTS
     f32 = [((size,), "f32") for size in (p.acc, p.outputs, part)]
     with b.alloc(air.L1, (row,), (inputs,), (p.inner,), *f32) as (x, normed, inner, acc, sums, others):
-        for taken in (x, normed):
-            b.get(streams.rows, tile, taken.at((0, p.cols, 1)))
-        # What only the loop uses would be moved into it, and doubled.
+        for target in (x, normed):
+            b.get(streams.rows, tile, target.at((0, p.cols, 1)))
+        # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
         b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, p.eps)
-        with b.loop(sum(p.made.chunks)) as j, b.alloc(air.L1, ((p.made.pairs.chunk_bytes,), "i8")) as (chunk,):
+        with b.loop(sum(p.network.chunks)) as j, b.alloc(air.L1, ((p.network.pairs.chunk_bytes,), "i8")) as (chunk,):
             b.get(streams.fed, tile, chunk)
             b.call(p.variant, "feed_forward_step", chunk, normed, j, acc, inner, sums)
         for i in range(PARTS):
@@ -204,8 +225,11 @@ def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -
 
 
 def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tuple[MemRef, MemRef, MemRef]) -> None:
-    """A part of the sums goes through a core, whose `x`, sums and place for those of others are `core`; the last
-    replaces `x`. The compiler wants to be told of each core from which and to which."""
+    """Pass a part of the sums through a core. The last core writes the total over its `x`.
+
+    `core`: its `x`, its own sums, and the buffer for the sums of others. Each core has a branch of its own, because the
+    compiler needs constants for the cores at both ends of a transfer.
+    """
     x, sums, others = core
     with b.where(tx, "eq", FIRST):
         b.call(p.variant, "feed_forward_first", x, part, sums, others)
@@ -221,7 +245,7 @@ def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tup
 
 
 KERNELS = (
-    # Of weights in formats that the array takes as they are stored.
+    # A template for `stages.kernels.grouped`: it exists only for weights in formats that the array reads as stored.
     signature(
         "feed_forward",
         (Arg("gate_up", matrix=True), Arg("down", matrix=True), "x", "norm"),

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention for prefill, online softmax (Dao et al. 2022), scale `1/sqrt(head_dim)`."""
+"""Causal grouped-query attention (GQA) for prefill with online softmax (Dao et al. 2022), scale `1/sqrt(head_dim)`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stages.weights.constants import HEAD_POSITION
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
 
-    Place = tuple[tuple[Number, int, int], ...]
+    Pattern = tuple[tuple[Number, int, int], ...]
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
-    """`q` bf16 `[seq, heads * head_dim]`, `k`, `v` `[pos + seq, kv_heads * head_dim]` as the cache holds them -> like
-    `q`.
+    """Return attention, bf16 `[seq, heads * head_dim]`.
 
-    Row `r` sits at position `pos + r` and sees positions `0 .. pos + r`.
+    Row `r` of `q` is at position `pos + r` and attends to positions `0 .. pos + r`. `q`: bf16 `[seq, heads *
+    head_dim]`; `k`, `v`: `[pos + seq, kv_heads * head_dim]`, as the cache holds them.
     """
     seq, length = len(q), len(k)
     group = heads // kv_heads
@@ -38,49 +38,61 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
 
 
 def rounded(q: np.ndarray, head_dim: int) -> np.ndarray:
-    """Queries as a core multiplies them: scaled, so that scores are exponents of two, and rounded to bf16; in f32, at
-    their own scale again."""
+    """Return queries with a core's rounding, in f32 at their own scale.
+
+    The core multiplies queries by `log2(e) / sqrt(head_dim)`, so that scores are exponents of two, and rounds to bf16.
+    """
     scale = np.float32(np.log2(np.e) / np.sqrt(head_dim))
     return (q.astype(np.float32) * scale).astype(bfloat16).astype(np.float32) / scale
 
 
 def reference_placed(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
-    """As `reference`, of queries `[seq, heads * (head_dim + HEAD_POSITION)]` with their positions behind each head,
-    `rounded`."""
-    own = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
-    return reference(rounded(own, own.shape[-1]).reshape(len(q), -1), k, v, pos, heads, kv_heads)
+    """Return `reference` of `rounded` queries that have their position after each head.
+
+    `q`: bf16 `[seq, heads * (head_dim + HEAD_POSITION)]`.
+    """
+    queries = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
+    return reference(rounded(queries, queries.shape[-1]).reshape(len(q), -1), k, v, pos, heads, kv_heads)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A herd column per KV head; down a column, `group_rows` query heads of its group times `query_tiles` row tiles.
+    """How attention is divided: a column of the herd takes a KV head, its cores the query heads of that head's group.
 
-    K and V lie interleaved, so that one stream per column feeds its tiles. All `window` positions pass; key tiles that
-    causality masks whole cost a call that returns at once. Where the rows begin is in the rows: each query has its
-    position behind it, so that one program serves every start up to `window - seq`, and no core is told which step of
-    the launch it is in. (Launches that end at their own keys would stop masked transfers: at 512 rows they cost more
-    than that, at 2048 they save 2 % of attention with heads of 64 and 10 % of 128, by the estimate; mlir-air of
-    2026-07-29 finds no shim tiles for two of them in a module.)
+    K and V are interleaved, so that one stream per column feeds its cores. All `window` positions pass; a key tile that
+    causality masks completely costs a call that returns at once. The rows themselves say where they begin: each query
+    has its position after it. So one program serves every start up to `window - seq`, and no core needs to know which
+    step of the launch it is in. (Launches that end at their own keys would avoid masked transfers. By the estimate they
+    cost more than they save at 512 rows; at 2048 rows they save 2 % of attention with heads of 64, and 10 % with heads
+    of 128. mlir-air of 2026-07-29 finds no shim tiles for two such launches in a module.)
     """
 
     seq: int
+    """Query rows."""
     window: int
+    """Positions of the KV cache that are read (the context bucket)."""
     heads: int
     kv_heads: int
     head_dim: int
     columns: int
+    """Columns of the herd: KV heads at a time."""
     group_rows: int
+    """Query heads of a group that are processed at a time."""
     query_tiles: int
+    """Row tiles that are processed at a time. The herd has `group_rows * query_tiles` rows."""
     tile_q: int
+    """Queries of a core's tile."""
     tile_k: int
+    """Keys that a core processes at a time."""
 
     @property
     def group(self) -> int:
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def width(self) -> int:
-        """Elements of a query, with its position."""
+        """Elements of a query, including its position."""
         return self.head_dim + HEAD_POSITION
 
     @property
@@ -94,7 +106,7 @@ class Tiling:
 
     @property
     def passes(self) -> tuple[int, int]:
-        """How often the herd moves on: over KV heads, and over the query heads of a group."""
+        """Steps over the KV heads, and over the query heads of a group."""
         return self.kv_heads // self.columns, self.group // self.group_rows
 
     @property
@@ -103,8 +115,7 @@ class Tiling:
 
     @property
     def macs(self) -> int:
-        """Of the steps that do arithmetic for rows at the end of the window: those whose keys causality masks whole
-        return at once."""
+        """Multiply-accumulates for rows at the end of the window. Steps whose keys are all masked do none."""
         ends = range(self.window - self.seq + self.tile_q, self.window + 1, self.tile_q)
         steps = sum((end - 1) // self.tile_k + 1 for end in ends)
         return 2 * steps * self.heads * self.tile_q * self.tile_k * self.head_dim
@@ -129,14 +140,20 @@ class Tiling:
 
 
 def softmax_vectors(queries: int, keys: int) -> int:
-    """Vector operations of a step: for a block of queries, 34 for a block of keys and 17 besides. A step whose ceiling
-    rises also scales the result so far, which few do (kernel_src/aie2p/flash_attention.h)."""
+    """Return the vector operations of a step: per block of queries, 34 for each block of keys and 17 once.
+
+    A step in which the ceiling of scores rises also scales the result so far; few do
+    (kernel_src/aie2p/flash_attention.h).
+    """
     return queries // limits.BLOCK * (keys // limits.BLOCK * 34 + 17)
 
 
 def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> Tiling:
-    """Largest query tile that fits L1 beside what the key loop uses, which the compiler doubles; herd rows that a small
-    group leaves over take row tiles. `window`: as many keys as rows if none is given."""
+    """Divide attention so that query tiles are the largest that fit L1, together with the buffers of the key loop.
+
+    The compiler doubles the buffers of that loop. Herd rows that a small group does not need take further row tiles.
+    `window`: 0 means `seq`. UserError names the limit that no tile size meets.
+    """
     window = window or seq
     what = f"flash_attention {seq} rows over {window}, heads {heads}/{kv_heads}x{head_dim}"
     limits.require_multiple(what, "heads", heads, kv_heads)
@@ -145,7 +162,7 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) ->
     limits.require(what, "positions of its window", seq, window)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
     group_rows = limits.divisors(heads // kv_heads, 1, limits.ROWS)[0]
-    fitting = [
+    fitting = (
         (q, k)
         for q in limits.divisors(seq, 2 * limits.BLOCK, 64)
         for k in limits.divisors(window, 2 * limits.BLOCK, 64)
@@ -156,10 +173,10 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) ->
             2 * F32 * q,
             2 * F32 * q * k,
         )
-    ]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
-    fitting = limits.steady_first(what, fitting, lambda tiles: window // tiles[1])
-    tile_q, tile_k = max(fitting, key=lambda tiles: (limits.steady(window // tiles[1]), tiles))
+    )
+    sizes = limits.require_any(what, limits.IN_L1, fitting)
+    sizes = limits.steady_first(what, sizes, lambda tiles: window // tiles[1])
+    tile_q, tile_k = max(sizes, key=lambda tiles: (limits.steady(window // tiles[1]), tiles))
     query_tiles = limits.divisors(seq // tile_q, 1, limits.ROWS // group_rows)[0]
     staged = BF16 * group_rows * query_tiles * tile_q * (2 * head_dim + HEAD_POSITION)
     limits.require(what, "bytes of L2 per column", staged, limits.L2_BYTES)
@@ -167,8 +184,11 @@ def tile(seq: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) ->
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `q`: bf16 `[seq][heads][head_dim + HEAD_POSITION]`, each row's position behind each of its heads, as
-    i32; `kv`: bf16 `[window][kv_heads * 2 * head_dim]`; `out`: bf16 `[seq][heads * head_dim]`."""
+    """Build the AIR program with the arguments `q`, `kv` and `out`.
+
+    `q`: bf16 `[seq][heads][head_dim + HEAD_POSITION]`, with the row's position as i32 after each of its heads. `kv`:
+    bf16 `[window][kv_heads * 2 * head_dim]`. `out`: bf16 `[seq][heads * head_dim]`.
+    """
     p = tiling
     shapes = {
         "q": (p.seq, p.heads * p.width),
@@ -178,7 +198,7 @@ def build(tiling: Tiling) -> AirModule:
     b = air.Builder("flash_attention", {name: air.memref_type(shape) for name, shape in shapes.items()})
     over_kv, over_group = p.passes
     with b.launch(p.seq // p.step_rows, over_kv * over_group) as (x, y), b.segment():
-        # Division only where both passes need it: the compiler must see that steps write apart.
+        # Division only if both passes need it: the compiler must see that steps write to different places.
         kv_head = (y // over_group if over_group > 1 else y) * p.columns if over_kv > 1 else 0
         member = (y % over_group if over_kv > 1 else y) * p.group_rows if over_group > 1 else 0
         _step(b, p, x, kv_head, member)
@@ -186,34 +206,34 @@ def build(tiling: Tiling) -> AirModule:
 
 
 def _step(b: Builder, p: Tiling, step: Index, kv_head: Number, member: Number) -> None:
-    """`step_rows` queries of `columns * group_rows` heads."""
+    """Compute attention of `step_rows` queries of `columns * group_rows` heads."""
 
-    def place(width: int) -> Place:
-        # The compiler splits this transfer by column and drops an offset of that dimension: it stays 0.
+    def rows_in_ddr(width: int) -> Pattern:
+        # The compiler splits this transfer by column and drops an offset of that dimension, so the offset stays 0.
         heads = (0, p.columns, p.group * width), (kv_head * p.group + member, p.group_rows, width)
         return (*heads, (step * p.step_rows, p.step_rows, p.heads * width), (0, width, 1))
 
     staged = p.columns, p.group_rows, p.step_rows
     with b.alloc(air.L2, (*staged, p.width), (*staged, p.head_dim)) as (q_staged, out_staged):
-        b.dma(q_staged, b.args["q"].at(*place(p.width)))
+        b.dma(q_staged, b.args["q"].at(*rows_in_ddr(p.width)))
         with b.herd(p.columns, p.herd_rows) as tile:
             e = limits.BLOCK
             with b.alloc(air.L1, (p.tile_q // e, p.width // e, e, e)) as (q,):
                 b.dma(q, q_staged.at(*_blocks(p, tile, p.width)))
                 _attend(b, p, q, tile[0] if isinstance(kv_head, int) else kv_head + tile[0])
                 b.dma(out_staged.at(*_blocks(p, tile, p.head_dim)), q.at((0, p.tile_q * p.head_dim, 1)))
-        b.dma(b.args["out"].at(*place(p.head_dim)), out_staged)
+        b.dma(b.args["out"].at(*rows_in_ddr(p.head_dim)), out_staged)
 
 
-def _blocks(p: Tiling, tile: tuple[Index, Index], width: int) -> Place:
-    """Of a tile's rows in L2, `width` elements each."""
+def _blocks(p: Tiling, tile: tuple[Index, Index], width: int) -> Pattern:
+    """Return the pattern that walks a tile's rows in L2, of `width` elements each, in 8x8 blocks."""
     e, rows = limits.BLOCK, p.tile_q * width
     blocks = (0, p.tile_q // e, e * width), (0, width // e, e), (0, e, width), (0, e, 1)
     return (tile[0], 1, p.herd_rows * rows), (tile[1], 1, rows), *blocks
 
 
 def _attend(b: Builder, p: Tiling, q: MemRef, kv_head: Index) -> None:
-    """Online softmax of one query tile over all key tiles; the result replaces the queries, from their beginning on."""
+    """Compute attention of one query tile over all key tiles. The result overwrites the first elements of `q`."""
     d, k = p.head_dim, p.tile_k
     with b.alloc(air.L1, ((p.tile_q, d), "f32"), ((2, p.tile_q), "f32"), ((p.tile_q, k), "f32")) as (acc, stats, work):
         b.call(p.variant, "fa_init", q, acc, stats)

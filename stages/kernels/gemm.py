@@ -1,4 +1,4 @@
-"""Matrix times matrix for prefill: `out = x @ weight.T`, f32 accumulation, one rounding."""
+"""Matrix-matrix product for prefill: `out = x @ weight.T`, accumulated in f32, rounded once."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ if TYPE_CHECKING:
 
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`x` bf16 `[rows, cols]`, `weight` bf16 `[out_cols, cols]` -> bf16 `[rows, out_cols]`."""
+    """Return `x @ weight.T`, bf16 `[rows, out_cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[out_cols, cols]`."""
     return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(bfloat16)
 
 
 def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """The product, rounded, and a residual bf16 `[rows, out_cols]` added to it."""
+    """Return the rounded product plus `residual`, bf16 `[rows, out_cols]`."""
     return add.reference(residual, reference(x, weight))
 
 
 def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """SwiGLU of two products, each rounded."""
+    """Return SwiGLU of two rounded products."""
     return silu_and_mul.reference(reference(x, gate), reference(x, up))
 
 
 def reference_swiglu(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The same of weights in one matrix `[2 * out_cols, cols]`: eight rows of the gate's, eight of the other's, in
-    turn."""
-    gate, up = (weight.reshape(-1, 2, limits.BLOCK, weight.shape[1])[:, which] for which in (0, 1))
+    """Return SwiGLU as `reference_silu`, with gate and up in one matrix.
+
+    `weight`: bf16 `[2 * out_cols, cols]`, in which eight rows of the gate and eight rows of up alternate.
+    """
+    gate, up = (weight.reshape(-1, 2, limits.BLOCK, weight.shape[1])[:, half] for half in (0, 1))
     return reference_silu(x, gate.reshape(-1, weight.shape[1]), up.reshape(-1, weight.shape[1]))
 
 
@@ -49,39 +51,49 @@ TILE = 64
 """Edge of the largest tiles: accumulators of `TILE` x `2 * TILE` take half of L1."""
 
 CHUNK = 256
-"""Columns of `x` that pass through L2 at a time."""
+"""Columns of `x` that pass through L2 at a time, at most."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Columns of the array split rows of `x`, its rows split columns of `out`; a core accumulates `tile_m` x `tile_n`.
+    """How a product is divided: columns of the array split the rows of `x`, rows of the array the columns of `out`.
 
-    `x` passes through L2, `x_chunk` columns at a time, once per block of output columns. It cannot stay there while all
-    weights pass by: a memory tile sends once what it was given once, because the compiler counts who takes a buffer,
-    and not how often.
-    `head_dim`: the output is the V halves of `[K | V]` heads; None: plain rows.
-    `bfp16`: the weight is in block floating point, which a core makes of `x` too: faster, less exact.
-    `swiglu`: blocks of eight columns of the product are in turn a gate's and what it is for; a core makes one of two.
+    Each core accumulates a tile of `tile_m` x `tile_n` outputs. `x` passes through L2 once per block of output columns.
+    It cannot stay there while all weights pass by: a memory tile sends once what it received once, because the compiler
+    counts who takes a buffer, and not how often.
     """
 
     rows: int
+    """Rows of `x`."""
     cols: int
+    """Columns of `x` and of the weight."""
     out_cols: int
+    """Rows of the weight."""
     herd_rows: int
+    """Rows of the herd, which has all columns of the array."""
     tile_m: int
+    """Rows of a core's tile."""
     tile_n: int
+    """Columns of a core's tile."""
     tile_k: int
+    """Inputs that a core multiplies at a time."""
     x_chunk: int
+    """Columns of `x` that pass through L2 at a time."""
     head_dim: int | None = None
+    """If given, the output is written to the V halves of `[K | V]` heads of this size; if None, to plain rows."""
     bfp16: bool = False
+    """Whether the weight is in block floating point, to which a core converts `x` too: faster, less exact."""
     swiglu: bool = False
+    """Whether the product's columns alternate between eight of the gate and eight of up, whose SwiGLU is the output."""
 
     @property
     def block_m(self) -> int:
+        """Rows of `out` that the herd computes at a time."""
         return limits.COLUMNS * self.tile_m
 
     @property
     def block_n(self) -> int:
+        """Columns of the product that the herd computes at a time."""
         return self.herd_rows * self.tile_n
 
     @property
@@ -90,12 +102,12 @@ class Tiling:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Of the launch: blocks of rows, and for each of them blocks of output columns."""
+        """Steps of the launch: blocks of rows, and for each of them blocks of output columns."""
         return self.rows // self.block_m, self.out_cols // self.block_n
 
     @property
     def out_n(self) -> int:
-        """Columns of `out` that a core makes at a time."""
+        """Columns of `out` that a core computes at a time."""
         return self.tile_n // (2 if self.swiglu else 1)
 
     @property
@@ -105,30 +117,30 @@ class Tiling:
 
     @property
     def run(self) -> int:
-        """Elements of the weight for a stretch of `tile_k` inputs that lie together: a row of blocks, or in block
-        floating point of two rows of them, whose streams on the core begin at whole lines (`_line`)."""
+        """Contiguous elements of the weight for `tile_k` inputs: a row of 8x8 blocks. In block floating point two rows
+        of blocks, whose streams on the core begin at whole lines of 64 bytes."""
         return self.tile_k // limits.BLOCK * (2 * _BFP_BLOCK if self.bfp16 else limits.BLOCK**2)
 
     @property
     def runs(self) -> int:
-        """Of a tile of the weight."""
+        """Runs of a tile of the weight."""
         return self.tile_n // (block_float.PAIR if self.bfp16 else limits.BLOCK)
 
     @property
     def weight_tile(self) -> tuple[int, int]:
-        """`runs`, and the elements of L1 that each has."""
+        """`runs`, and the elements that each occupies in L1."""
         return self.runs, limits.aligned(self.run) if self.bfp16 else self.run
 
     @property
     def weight_descriptors(self) -> int:
-        """Of a shim, for what one core takes of the weight in one step of the launch. A run that is cut takes the
-        dimension that the loop over `core_steps` would go in, which is cut then too."""
+        """Shim descriptors for one core's weights in one step of the launch. A run that is too long for a dimension is
+        split, and takes the dimension that would have held the loop over `core_steps`, which then is split too."""
         return 1 if self.run <= limits.SHIM_DMA.wrap else limits.descriptors(self.core_steps)
 
     @property
     def variant(self) -> Variant:
-        more = {name: 1 for name, chosen in (("BFP", self.bfp16), ("SWIGLU", self.swiglu)) if chosen}
-        return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **more)
+        flags = {name: 1 for name, chosen in (("BFP", self.bfp16), ("SWIGLU", self.swiglu)) if chosen}
+        return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **flags)
 
     @property
     def macs(self) -> int:
@@ -156,8 +168,9 @@ class Tiling:
 _BFP_BLOCK = limits.BLOCK * block_float.BYTES
 """Bytes of a block in block floating point."""
 
-_LINES = 32
-"""Inputs whose blocks of two columns in block floating point end with a line."""
+_LINE_INPUTS = 32
+"""Fewest inputs whose blocks in block floating point, of two rows of blocks, fill whole lines of 64: they
+take 4 * 2 * 72 bytes."""
 
 
 def tile(
@@ -168,63 +181,68 @@ def tile(
     bfp16: bool = False,
     swiglu: bool = False,
 ) -> Tiling:
-    """Least DDR traffic first: large output tiles. Steps of a core are even in number (`limits.steady`) wherever a
-    shape allows it. A weight takes one descriptor a step where it can: of several the compiler frees but one."""
+    """Divide a product so that it moves the fewest bytes from and to DDR, which favours large output tiles.
+
+    A core makes an even number of steps (`limits.steady`) wherever the shape allows it. Per step, a weight takes one
+    descriptor if it can: of several, the compiler frees only one. Arguments as in `Tiling`. UserError names the limit
+    that no tile size meets.
+    """
     what = f"gemm {rows}x{cols}x{out_cols}"
     limits.require_multiple(what, "rows", rows, limits.COLUMNS * limits.BLOCK)
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     limits.require_multiple(what, "out_cols", out_cols, 2 * limits.BLOCK)
     herd_rows = max(r for r in (1, 2, 4) if out_cols % (r * 2 * limits.BLOCK) == 0)
-    deep = _LINES if bfp16 and cols % _LINES == 0 else limits.BLOCK
-    candidates = [
+    depth = _LINE_INPUTS if bfp16 and cols % _LINE_INPUTS == 0 else limits.BLOCK
+    tilings = [
         Tiling(rows, cols, out_cols, herd_rows, m, n, k, chunk, head_dim, bfp16, swiglu)
         for m in limits.divisors(rows // limits.COLUMNS, limits.BLOCK, TILE)
         for n in limits.divisors(out_cols // herd_rows, 2 * limits.BLOCK, 2 * TILE)
-        for chunk in limits.divisors(cols, max(deep, 2 * limits.BLOCK), max(2 * deep, min(CHUNK, cols // 2)))[:1]
+        for chunk in limits.divisors(cols, max(depth, 2 * limits.BLOCK), max(2 * depth, min(CHUNK, cols // 2)))[:1]
         for k in limits.divisors(chunk, limits.BLOCK, TILE)
         if herd_rows * n % (head_dim or 1) == 0
     ]
-    # Streams of a weight in block floating point begin at lines: what lies between them is a dimension more in L1.
-    candidates = [c for c in candidates if c.weight_tile[1] == c.run or c.run <= limits.WRAP]
-    limits.first(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", range(len(candidates)))
-    candidates = [c for c in candidates if limits.fits_l1(*_l1(c))]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(candidates)))
-    candidates = [c for c in candidates if sum(_l2(c)) <= limits.L2_BYTES]
-    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(candidates)))
-    candidates = [c for c in candidates if limits.cuttable(c.out_cols // c.block_n)]
-    limits.first(what, f"descriptors of at most {limits.ITERATIONS} steps", range(len(candidates)))
-    candidates = limits.steady_first(what, candidates, lambda c: c.core_steps)
+    # Streams of a weight in block floating point begin at lines: gaps between them take one more dimension in L1.
+    tilings = [p for p in tilings if p.weight_tile[1] == p.run or p.run <= limits.WRAP]
+    limits.require_any(what, f"whole heads of {head_dim} into {herd_rows * 2 * TILE} columns", tilings)
+    tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if limits.fits_l1(*_l1(p))))
+    tilings = limits.require_any(what, limits.IN_L2, (p for p in tilings if sum(_l2(p)) <= limits.L2_BYTES))
+    cuttable = (p for p in tilings if limits.cuttable(p.out_cols // p.block_n))
+    tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
+    tilings = limits.steady_first(what, tilings, lambda p: p.core_steps)
 
-    def order(c: Tiling) -> tuple[float, ...]:
-        cut = c.weight_descriptors > 1
-        return not limits.steady(c.core_steps), ddr_bytes(c), c.tile_k < 32, -c.tile_m * c.tile_n, cut, -c.tile_k
+    def order(p: Tiling) -> tuple[float, ...]:
+        split = p.weight_descriptors > 1
+        return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
 
-    return min(candidates, key=order)
+    return min(tilings, key=order)
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
-    """Bytes of accumulators, `x` tiles and weight tiles on one core."""
+    """Return the bytes of accumulators, of `x` tiles and of weight tiles on one core."""
     copies = limits.copies(p.core_steps)
     weight = math.prod(p.weight_tile) * (1 if p.bfp16 else BF16)
     return F32 * p.tile_m * p.tile_n, copies * BF16 * p.tile_m * p.tile_k, copies * weight
 
 
 def _l2(p: Tiling) -> tuple[int, int]:
-    """Bytes of `x` and of finished output in one memory tile; what changes while it is read is there twice."""
+    """Return the bytes of `x` and of finished output in one memory tile. Both are double-buffered."""
     return 2 * BF16 * p.tile_m * p.x_chunk, 2 * BF16 * p.herd_rows * p.tile_m * p.out_n
 
 
 def ddr_bytes(p: Tiling) -> int:
-    """DDR bytes of the whole product."""
+    """Return the bytes that the whole product reads from and writes to DDR."""
     down, across = p.steps
     weight = p.cols * p.out_cols * (block_float.BYTES / limits.BLOCK if p.bfp16 else BF16)
     return int(BF16 * p.rows * (p.cols * across + p.out_width) + weight * down)
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`: bf16 `[rows][cols]`, `weight`: bf16 8x8 blocks of `[out_cols][cols]` (layout `blocks`), or such in
-    block floating point (i8, layout `pairs`), `out`: bf16 `[rows][out_cols]`, `[rows][2 * out_cols]` for
-    the V halves, `[rows][out_cols / 2]` of SwiGLU."""
+    """Build the AIR program with the arguments `x`, `weight` and `out`.
+
+    `x`: bf16 `[rows][cols]`. `weight`: 8x8 blocks of `[out_cols][cols]`, in bf16 (layout `blocks`) or in block floating
+    point (i8, layout `pairs`). `out`: bf16 `[rows][out_cols]`; `[rows][2 * out_cols]` if V halves are written,
+    `[rows][out_cols / 2]` for SwiGLU.
+    """
     p = tiling
     width = p.out_width * (2 if p.head_dim else 1)
     shapes = {"x": (p.rows, p.cols), "weight": (p.out_cols, p.cols), "out": (p.rows, width)}
@@ -240,7 +258,7 @@ def build(tiling: Tiling) -> AirModule:
 
 
 def _stream(b: Builder, p: Tiling, row: Index, j: Index) -> None:
-    """Rows `row` to `row + block_m` of block `j` of output columns: their `x` passes through L2 chunk by chunk."""
+    """Compute rows `row` to `row + block_m` of block `j` of output columns; `x` passes through L2 chunk by chunk."""
     channel = b.channel((limits.COLUMNS, 1), (limits.COLUMNS, p.herd_rows))
     with b.loop(p.cols // p.x_chunk) as chunk:
         for column in range(limits.COLUMNS):
@@ -249,7 +267,7 @@ def _stream(b: Builder, p: Tiling, row: Index, j: Index) -> None:
 
 
 def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index, first: Number) -> None:
-    """One column's rows of a chunk: to L2 in 8x8 blocks, then down the column tile by tile."""
+    """Move one column's rows of a chunk to L2, in 8x8 blocks, then to the column's cores, tile by tile."""
     m, k, e, n = p.tile_m, p.tile_k, limits.BLOCK, p.x_chunk
     with b.alloc(air.L2, (m // e, n // e, e, e)) as (x,):
         blocks = ((0, m // e, e * n), (0, e, e), (0, n // e, e * e), (0, e, 1))
@@ -259,7 +277,7 @@ def _pass_chunk(b: Builder, p: Tiling, channel: Channel, column: int, row: Index
 
 
 def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
-    """Output rows from `row`, column block `j`: one herd over all of `cols`, then L2 to DDR."""
+    """Compute the block of outputs from row `row` and column block `j` in one herd, and move it by way of L2 to DDR."""
     m, n, r = p.tile_m, p.out_n, p.herd_rows
     with b.alloc(air.L2, (limits.COLUMNS, r, m, n)) as (staged,):
         with b.herd(limits.COLUMNS, r) as tile, b.alloc(air.L1, (2, m, p.tile_n)) as (acc,):
@@ -272,7 +290,7 @@ def _block(b: Builder, p: Tiling, row: Index, j: Number, fetch: Fetch) -> None:
 
 
 def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Index, Index], fetch: Fetch) -> None:
-    """`acc += x @ weight[:, col]`, in steps of `tile_k`."""
+    """Add `x @ weight.T` of column `col` of tiles to `acc`, in steps of `tile_k` inputs."""
     m, k, e = p.tile_m, p.tile_k, limits.BLOCK
     weight = (p.weight_tile, "i8" if p.bfp16 else "bf16")
     with b.loop(p.core_steps) as step, b.alloc(air.L1, (m // e, k // e, e, e), weight) as (a, w):
@@ -283,14 +301,15 @@ def _accumulate(b: Builder, p: Tiling, acc: MemRef, col: Index, tile: tuple[Inde
 
 
 def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
-    """Where the 8x8 blocks of a finished tile go in L2 so that its rows come out whole."""
+    """Return the pattern that writes the 8x8 blocks of a finished tile to L2 as whole rows."""
     m, n, e = p.tile_m, p.out_n, limits.BLOCK
     place = ((tile[0], 1, p.herd_rows * m * n), (tile[1], 1, m * n))
     return (*place, (0, m // e, e * n), (0, n // e, e), (0, e, n), (0, e, 1))
 
 
 def _drain(p: Tiling, row: Index, j: Number) -> Dims:
-    """The block in DDR. The offset of the column dimension stays 0, as in `_keep`."""
+    """Return the pattern of a block of outputs in DDR. The offset of the array's columns stays 0: the compiler splits
+    the transfer by them and drops an offset of that dimension."""
     m, n, r, hd, width = p.tile_m, p.out_n, p.herd_rows, p.head_dim, p.out_width
     if hd is None:
         return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))
@@ -302,7 +321,7 @@ _PARAMS = "rows cols out_cols"
 
 
 def _cut(sizes: Sizes, bfp16: bool = False) -> Tiling:
-    """`head_dim`: of a product that goes into the V halves of rows of an interleaved cache."""
+    """Return the tiling of a launch. The scalar `head_dim`, if there is one, says that V halves are written."""
     return tile(sizes["rows"], sizes["cols"], sizes["out_cols"], sizes.get("head_dim"), bfp16)
 
 
@@ -311,7 +330,7 @@ def _cut_swiglu(sizes: Sizes, bfp16: bool = False) -> Tiling:
 
 
 def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[..., Any] = reference) -> Kernel:
-    """A product of a prompt that only the array makes so."""
+    """Return a product for prompts that exists on the array only."""
     cut = _cut_swiglu if computed is reference_swiglu else _cut
     return signature(
         format_kernel(name, weight.format),

@@ -1,4 +1,4 @@
-"""Matrix times vector for decode and for the LM head: `out = weight @ x`, f32 accumulation, one rounding."""
+"""Matrix-vector product for decode and for the LM head: `out = weight @ x`, accumulated in f32, rounded once."""
 
 from __future__ import annotations
 
@@ -22,72 +22,81 @@ if TYPE_CHECKING:
 
 
 def reference(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """`weight` bf16 `[out_cols, cols]`, `x` bf16 `[cols]` -> bf16 `[out_cols]`."""
+    """Return `weight @ x`, bf16 `[out_cols]`. `weight`: bf16 `[out_cols, cols]`; `x`: bf16 `[cols]`."""
     return reference_f32(weight, x).astype(bfloat16)
 
 
 def reference_f32(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The same without rounding: f32 `[out_cols]`."""
+    """Return `weight @ x` without rounding, f32 `[out_cols]`."""
     return weight.astype(np.float32) @ x.astype(np.float32)
 
 
 def reference_add(weight: np.ndarray, x: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """The product, rounded, and a residual bf16 `[out_cols]` added to it."""
+    """Return the rounded product plus `residual`, bf16 `[out_cols]`."""
     return add.reference(residual, reference(weight, x))
 
 
 def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """SwiGLU of two products, each rounded."""
+    """Return SwiGLU of two rounded products."""
     return silu_and_mul.reference(reference(gate, x), reference(up, x))
 
 
 def reference_norm(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """The product of `x`'s RMS norm, whose weight is `norm` bf16 `[cols]`."""
+    """Return the product with the RMS norm of `x`, whose weight is `norm`, bf16 `[cols]`."""
     return reference(weight, rms_norm.reference(x, norm, eps))
 
 
 def reference_norm_f32(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """The same without rounding."""
+    """Return the product with the RMS norm of `x` without rounding it."""
     return reference_f32(weight, rms_norm.reference(x, norm, eps))
 
 
 def reference_norm_swiglu(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """SwiGLU of such products, of a gate's and an up's rows that lie one behind the other: `weight` `[2 * out_cols,
-    cols]`."""
+    """Return SwiGLU of two products with the RMS norm of `x`. `weight`: `[2 * out_cols, cols]`, gate's rows, then
+    up's."""
     gate, up = np.split(weight, 2)
     return reference_silu(gate, up, rms_norm.reference(x, norm, eps))
 
 
 TILE_BYTES = 16384
+"""Most bytes of a weight tile in L1."""
+
 ROWS_PER_LAUNCH = 16384
-"""Most output rows of one launch; longer outputs (a vocabulary) are cut into partitions."""
+"""Most output rows of one launch. Longer outputs, such as a vocabulary, are computed by several launches."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The array streams `weight` once, one stream per column through L2; `x` is broadcast from one channel.
+    """How a product is divided: the array streams the weight once, in one stream per column through L2.
 
-    A launch step covers `8 * herd_rows * tile_m` outputs, each tile's in chunks of `chunk` inputs. `steps` counts the
-    launch steps of every partition. `blocked`: the weight is in 8x8 blocks (the bytes that `gemm` reads), else it has
-    `padded` plain rows.
+    `x` is broadcast from one channel.
     """
 
     out_cols: int
+    """Rows of the weight."""
     cols: int
+    """Columns of the weight, elements of `x`."""
     dtype: str
+    """Of the output: `bf16` or `f32`."""
     blocked: bool
+    """Whether the weight is in 8x8 blocks (the bytes that `gemm` reads). If not, it has `padded` plain rows."""
     herd_rows: int
+    """Rows of the herd, which has all columns of the array."""
     tile_m: int
+    """Outputs that a core computes in a step."""
     chunk: int
+    """Inputs that a core multiplies at a time."""
     steps: tuple[int, ...]
+    """Steps of each launch."""
 
     @property
     def per_step(self) -> int:
+        """Outputs of a step."""
         return limits.COLUMNS * self.herd_rows * self.tile_m
 
     @property
     def padded(self) -> int:
-        """Rows of the weight and of the output in DDR: `out_cols` and the rows nobody reads."""
+        """Rows of the weight and of the output in DDR: `out_cols` plus padding that nobody reads."""
         return sum(self.steps) * self.per_step
 
     @property
@@ -100,13 +109,13 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Its products are the vector unit's: those of a block beside what spreads `x` over it, those of plain rows
-        beside loads of `x` that rows share."""
+        """Tile function -> cost of one call. The vector unit multiplies. A block also takes the operations that spread
+        `x` over it; plain rows also take the loads of `x`, which several rows share."""
         if self.blocked:
             step = self.tile_m // limits.BLOCK * (self.chunk // limits.BLOCK * 13 + 9)
         else:
-            sharing = next(n for n in (4, 2, 1) if self.tile_m % n == 0)
-            step = self.tile_m // sharing * (self.chunk // lanes(self.chunk, 64) * (2 + 3 * sharing) + 14 * sharing)
+            rows = next(n for n in (4, 2, 1) if self.tile_m % n == 0)
+            step = self.tile_m // rows * (self.chunk // lanes(self.chunk, 64) * (2 + 3 * rows) + 14 * rows)
         out = 4 * math.ceil(self.tile_m / 16)
         return {"gemv_zero": Cost(), "gemv_step": Cost(vectors=step), "gemv_out": Cost(vectors=out)}
 
@@ -118,8 +127,11 @@ class Tiling:
 
 
 def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Tiling:
-    """Tiles of at most 16 KiB in L1 (twice, beside `x`), at most half of L2 per step. A blocked tile is one row of
-    blocks, which is one run of memory; plain rows are a dimension of the transfer."""
+    """Divide a product into tiles of at most `TILE_BYTES`, so that a step takes at most half of L2.
+
+    L1 holds each tile twice, and `x`. A blocked tile is one row of blocks, which is contiguous; plain rows take a
+    dimension of the transfer. UserError names the limit that no tile size meets.
+    """
     what = f"gemv {out_cols}x{cols}"
     grain = limits.BLOCK if blocked else 2
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
@@ -127,24 +139,23 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         limits.require_multiple(what, "out_cols", out_cols, limits.COLUMNS * grain)
     column = padded_shape((out_cols,))[0] // limits.COLUMNS
     half = limits.L2_BYTES // 2
-    shapes = [
+    shapes = [  # rows of the herd, outputs of a tile, inputs of a chunk
         (r, m, k)
         for r in range(limits.ROWS, 0, -1)
         for m in limits.divisors(column, grain, grain if blocked else 16)
         for k in limits.divisors(cols, limits.BLOCK, min(cols // 2, TILE_BYTES // BF16 // m))
-        # Blocks of a chunk lie together, its plain rows do not.
+        # The blocks of a chunk are contiguous, its plain rows are not.
         if blocked or k <= limits.WRAP
         if column % (r * m) == 0 and (k % limits.VECTOR == 0 or cols % limits.VECTOR)
     ]
-    limits.first(what, f"cols = {cols} into two chunks of whole vectors ({limits.VECTOR})", range(len(shapes)))
-    shapes = [
+    limits.require_any(what, f"cols = {cols} into two chunks of whole vectors ({limits.VECTOR})", shapes)
+    fitting = (
         (r, m, k)
         for r, m, k in shapes
         if limits.fits_l1(limits.copies(cols // k) * m * k * BF16, cols * BF16, m * F32, m * BF16)
-    ]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(shapes)))
-    shapes = [(r, m, k) for r, m, k in shapes if r * m * cols * BF16 <= half]
-    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(shapes)))
+    )
+    shapes = limits.require_any(what, limits.IN_L1, fitting)
+    shapes = limits.require_any(what, limits.IN_L2, (s for s in shapes if s[0] * s[1] * cols * BF16 <= half))
     shapes = limits.steady_first(what, shapes, lambda s: cols // s[2])
     herd_rows, tile_m, chunk = max(shapes, key=lambda s: (limits.steady(cols // s[2]), s[0] * s[1], s[0], s[1] * s[2]))
     tiles = column // (herd_rows * tile_m)
@@ -154,7 +165,8 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`: `[padded]`."""
+    """Build the AIR program with the arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`:
+    `[padded]`."""
     p = tiling
     shapes = {"weight": air.memref_type((p.padded, p.cols)), "x": air.memref_type((p.cols,))}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.padded,), p.dtype)})
@@ -167,30 +179,29 @@ def build(tiling: Tiling) -> AirModule:
 
 
 def _step(b: Builder, p: Tiling, first: Index) -> None:
-    """Outputs `first` to `first + per_step`, `tile_m` of them on every tile."""
+    """Compute outputs `first` to `first + per_step`, `tile_m` of them on each core."""
     n, k, r = p.tile_m, p.cols, p.herd_rows
     with b.alloc(air.L2, (limits.COLUMNS, r * n, k), ((limits.COLUMNS, r * n), p.dtype)) as (weight, out):
         b.dma(weight, b.args["weight"].at((0, limits.COLUMNS, r * n * k), (first, r * n, k), (0, k, 1)))
         with b.herd(limits.COLUMNS, r) as (tx, ty), b.alloc(air.L1, (k,), ((n,), "f32")) as (x, acc):
             b.dma(x, b.args["x"].at((0, k, 1)))
             _accumulate(b, p, x, weight, ((tx, 1, r * n * k), (ty, 1, n * k)), acc)
-            mine = out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1))
-            _hand_out(b, p.variant, "gemv_out", p.dtype, acc, mine, n)
+            _write_outputs(b, p, acc, out.at((tx, 1, r * n), (ty, 1, n), (0, n, 1)))
         b.dma(b.args["out"].at((0, limits.COLUMNS, r * n), (first, r * n, 1)), out)
 
 
-def _hand_out(b: Builder, variant: Variant, function: str, dtype: str, acc: MemRef, to: MemRef, rows: int) -> None:
-    """So many sums of a core, f32, as they are, or as bf16 that a tile function rounds them to."""
-    if dtype == "f32":
-        b.dma(to, acc)
+def _write_outputs(b: Builder, p: Tiling, acc: MemRef, out: MemRef) -> None:
+    """Move a core's sums to `out`: f32 as they are, bf16 as a tile function rounds them."""
+    if p.dtype == "f32":
+        b.dma(out, acc)
         return
-    with b.alloc(air.L1, (rows,)) as (rounded,):
-        b.call(variant, function, acc, rounded)
-        b.dma(to, rounded)
+    with b.alloc(air.L1, (p.tile_m,)) as (rounded,):
+        b.call(p.variant, "gemv_out", acc, rounded)
+        b.dma(out, rounded)
 
 
 def _accumulate(b: Builder, p: Tiling, x: MemRef, weight: MemRef, tile: tuple[Dim, Dim], acc: MemRef) -> None:
-    """`tile_m` dot products in f32, over chunks of the inputs."""
+    """Compute `tile_m` dot products in f32, chunk by chunk of the inputs."""
     m, e = p.tile_m, limits.BLOCK
     b.call(p.variant, "gemv_zero", acc)
     with (
@@ -214,18 +225,18 @@ KERNELS = (
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
-    # Of weights in formats that the array takes as they are stored.
+    # Templates for `stages.kernels.grouped`: the array has these only for weights in formats that it reads as stored.
     *(
         signature(
             name,
             (Arg("weight", matrix=True), "x", "norm"),
             f"{_PARAMS} eps:float",
-            made,
-            writes=(Arg("out", out, written=True),),
+            computes,
+            writes=(Arg("out", dtype, written=True),),
             source="gemv",
             host=False,
         )
-        for name, made, out in (
+        for name, computes, dtype in (
             ("norm_gemv", reference_norm, "bf16"),
             ("norm_gemv_swiglu", reference_norm_swiglu, "bf16"),
             ("norm_gemv_f32", reference_norm_f32, "f32"),
@@ -241,7 +252,7 @@ KERNELS = (
         tiling=lambda s: tile(s["out_cols"], s["cols"], "f32", blocked=False),
         program=build,
     ),
-    # For a weight whose rows are whole, as the NPU's vocabulary matrix.
+    # For a weight in plain rows, such as the NPU's vocabulary matrix.
     signature(
         "gemv_rows_f32",
         (Arg("weight", matrix=True), "x"),

@@ -1,11 +1,25 @@
-"""Products and embedding lookup with weights in the grouped formats and in w8a8: those of bf16 weights, by
-`format_kernel` of their names, on the host."""
+"""Kernels for weights in the group-wise formats and in w8a8, derived from the kernels for bf16 weights.
+
+No module defines `int4_gemm`: this one makes it from `gemm`, by `format_kernel`. A name is `<format>_<kernel>`, for
+each format of `GROUPED` and for w8a8. `kernel_src/cpu/<format>.cc` and `<format>_lanes.cc` implement them on the host,
+`kernel_src/aie2p/grouped_gemv.cc` and `feed_forward.cc` on the array. Of each format there are
+
+- on the host, every kernel of `gemm`, `gemv` and `embed` that reads a bf16 weight in panels, here in the format's
+  panels: `int4_gemm`, `int4_gemm_add`, `int4_gemm_silu`, `int4_gemv`, `int4_gemv_f32`, `int4_embed`, ...
+
+and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
+
+- on the array, the products of `ARRAY_LAYOUTS`: `int4_gemv`, `int4_gemv_add`, `int4_norm_gemv_swiglu`, ...
+- on the host, kernels that read a vocabulary as it lies for the array: `int4_gemv_rows_f32` and `int4_embed_rows`
+- on the host, kernels that unpack the array's layouts for prefill (`UNPACKING`): `int4_unpack`, `int4_unpack_paired`,
+  `int4_unpack_bfp16`, ...
+- on the array, `int4_feed_forward`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,146 +37,143 @@ from stages.kernels import (
     gemm,
     gemv,
     grouped_gemv,
-    signature,
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.formats import Format, formats, w8a8
-from stages.weights.lanes import Cut, FeedForward, padded
+from stages.weights.lanes import Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
-_OF_BF16 = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(a.matrix for a in k.args)]
+"""The group-wise formats."""
+
+_TEMPLATES = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(arg.matrix for arg in k.args)]
+"""Kernels for bf16 weights that the others are derived from."""
+
 _ARRAY_SET = "aie2p"
-_LANES = "padded_lanes"
-"""The layout of a vocabulary on the array."""
+
+_VOCABULARY_LAYOUT = "padded_lanes"
+
+ARRAY_LAYOUTS = {
+    "gemv": "lanes",
+    "gemv_add": "lanes",
+    "norm_gemv": "lanes",
+    "norm_gemv_swiglu": "paired_lanes",
+    "gemv_f32": _VOCABULARY_LAYOUT,
+    "norm_gemv_f32": _VOCABULARY_LAYOUT,
+}
+"""Products that the array computes with group-wise quantised weights -> the layout in which it reads them. They are all
+for decode: in prefill, the array reads weights that the host has unpacked."""
+
+UNPACKING = {
+    "unpack": ("lanes", "first rows"),
+    "unpack_paired": ("paired_lanes", "which"),
+    "unpack_shared_pairs": ("shared_pairs", "which"),
+    "unpack_shared": ("shared_lanes", ""),
+}
+"""Kernels that convert weights for prefill, of any format -> the layout that they read, and the scalars that select
+rows: `out_cols` rows from `first` on of a matrix of `rows`, or one (0 or 1) of two matrices that alternate."""
+
+Derived = Mapping[str, Callable[[Sizes], int]]
+"""As `Kernel.derived`."""
 
 
-UNPACKING = ("unpack", "unpack_paired", "unpack_shared_pairs", "unpack_shared")
-"""What takes values out of weights, of any format."""
-
-
-def _widened(kernel: Kernel, stored: Format) -> Callable[..., Any]:
-    """The reference of a kernel of bf16 weights, of the values of stored ones; f32 until the result is rounded."""
+def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
+    """Return the reference of `kernel` for stored weights: it dequantises them to f32, and rounds only the result."""
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         args = [arg for arg in kernel.args if not arg.written]
         cols = scalars.pop("cols")
-        wide = [stored.dequantise(t, cols) if arg.matrix else t for arg, t in zip(args, tensors, strict=False)]
-        return kernel.reference(*wide, **scalars)
+        values = [stored.dequantise(t, cols) if arg.matrix else t for arg, t in zip(args, tensors, strict=False)]
+        return kernel.reference(*values, **scalars)
 
     return reference
 
 
 def integer_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`x` bf16 `[..., cols]` quantised by rows, `weight` stored as w8a8 `[out_cols, bytes]` -> f32 `[..., out_cols]`:
-    exact sums, rounded once, times the scale of the row of `x` and then that of the output."""
+    """Return the product in w8a8, f32 `[..., out_cols]`: `(sum over i of x_i w_i) * scale of x's row * scale of w's
+    row`.
+
+    The sums are exact whole numbers, and rounded once. `x`: bf16 `[..., cols]`, quantised here, by rows; `weight`:
+    stored as w8a8, `[out_cols, bytes]`.
+    """
     numbers, scale = w8a8.quantise_rows(x)
     weights, scales = w8a8.parts(weight)
     sums = numbers.astype(np.int32) @ weights[:, : x.shape[-1]].T.astype(np.int32)
     return sums.astype(np.float32) * scale * scales[:, 0]
 
 
-def _of_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
-    """The reference of a kernel of bf16 weights, of whole numbers on both sides of a product."""
+def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
+    """Return the reference of `kernel` in w8a8, which multiplies whole numbers. An embedding lookup is dequantised."""
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
-        given = dict(zip((arg.name for arg in kernel.args if not arg.written), tensors, strict=False))
-        if "x" not in given:
-            return _widened(kernel, stored)(*tensors, **scalars)
-        products = [integer_product(given["x"], given[arg.name]) for arg in kernel.args if arg.matrix]
+        inputs = dict(zip((arg.name for arg in kernel.args if not arg.written), tensors, strict=False))
+        if "x" not in inputs:
+            return _dequantised(kernel, stored)(*tensors, **scalars)
+        products = [integer_product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
         if kernel.arg("out").format == "f32":
             return products[0]
         rounded = [product.astype(bfloat16) for product in products]
-        if "residual" in given:
-            return add.reference(given["residual"], rounded[0])
+        if "residual" in inputs:
+            return add.reference(inputs["residual"], rounded[0])
         return rounded[0] if len(rounded) == 1 else silu_and_mul.reference(*rounded)
 
     return reference
 
 
-def _streamed(kernel: Kernel) -> bool:
-    """Whether it multiplies with weights in an order of their own, on the host or on the array."""
-    in_panels = any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
-    return in_panels if kernel.host else kernel.name in _LAYOUTS
-
-
 def _stored_args(kernel: Kernel, stored: Format, layouts: Mapping[str, str]) -> tuple[Arg, ...]:
-    """What a kernel of bf16 weights reads, with weights of a format."""
-    given = (arg for arg in kernel.args if not arg.written)
-    return tuple(replace(arg, format=stored.name, layouts=layouts) if arg.matrix else arg for arg in given)
+    """Return the arguments of `kernel` with its weights in another format and in these layouts."""
+    return tuple(replace(arg, format=stored.name, layouts=layouts) if arg.matrix else arg for arg in kernel.args)
 
 
-def _cut_scalars(cut_of: Callable[[Sizes], Cut], *names: str) -> dict[str, Callable[[Sizes], int]]:
-    """What the host has to know of how a weight is cut that lies as the array takes it."""
-
-    def scalar(name: str, sizes: Sizes) -> int:
-        return int(getattr(cut_of(sizes), name))
-
-    return {name: partial(scalar, name) for name in names}
-
-
-def _cut(stored: Format, rows: int, sizes: Sizes, together: int = 1) -> Cut:
-    assert stored.cut is not None
-    found: Cut = stored.cut(rows, sizes["cols"], together)
-    return found
-
-
-def _padded_cut(stored: Format, rows: str, sizes: Sizes) -> Cut:
-    """Of a vocabulary, whose rows have that name."""
-    return _cut(stored, padded(sizes[rows]), sizes)
-
-
-def _on_array(kernel: Kernel, stored: Format) -> dict[str, Any]:
-    """What a kernel says of the array, for `signature`; nothing if it does not run there."""
-    if stored.cut is None or kernel.name not in _LAYOUTS:
-        return {}
-    cut, dtype, pairs = stored.cut, kernel.arg("out").format, _LAYOUTS[kernel.name] == "paired_lanes"
-    adds = any(arg.name == "residual" for arg in kernel.args)
-
-    def cut_launch(sizes: Sizes) -> grouped_gemv.Tiling:
-        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, sizes.get("eps"), adds)
-
-    return {"tile_source": "grouped_gemv", "tiling": cut_launch, "program": grouped_gemv.build}
-
-
-_LAYOUTS = {
-    **dict.fromkeys(("gemv", "gemv_add", "norm_gemv"), "lanes"),
-    "norm_gemv_swiglu": "paired_lanes",
-    **dict.fromkeys(("gemv_f32", "norm_gemv_f32"), "padded_lanes"),
-}
-"""Products that the array makes of weights in groups, and how these lie; those of prompts read them in bf16."""
+def _reads_panels(kernel: Kernel) -> bool:
+    """Return whether the host's kernel reads its weights in panels."""
+    return kernel.host and any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in kernel.args)
 
 
 def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[..., Any]]) -> Iterator[Kernel]:
-    for kernel in filter(_streamed, _OF_BF16):
-        device = _on_array(kernel, stored)
-        lanes = {_ARRAY_SET: _LAYOUTS[kernel.name]} if device else {}
-        writes = tuple(arg for arg in kernel.args if arg.written)
-        if lanes == {_ARRAY_SET: _LANES}:
-            writes = tuple(replace(arg, layouts=lanes) for arg in writes)
-        if kernel.host or device:
-            yield signature(
-                format_kernel(kernel.name, stored.name),
-                _stored_args(kernel, stored, ({HOST_SET: "panels"} if kernel.host else {}) | lanes),
-                " ".join(p.name for p in kernel.params),
-                reference(kernel, stored),
-                writes=writes,
-                source=stored.name,
-                host=kernel.host,
-                **device,
-            )
+    """Yield the kernels that read a format's panels on the host, or its layouts of `ARRAY_LAYOUTS` on the array."""
+    for kernel in _TEMPLATES:
+        on_array = stored.cut is not None and kernel.name in ARRAY_LAYOUTS
+        if not (_reads_panels(kernel) or on_array):
+            continue
+        array = {_ARRAY_SET: ARRAY_LAYOUTS[kernel.name]} if on_array else {}
+        args = _stored_args(kernel, stored, ({HOST_SET: "panels"} if kernel.host else {}) | array)
+        if array == {_ARRAY_SET: _VOCABULARY_LAYOUT}:
+            args = tuple(replace(arg, layouts=array) if arg.written else arg for arg in args)
+        yield replace(
+            kernel,
+            name=format_kernel(kernel.name, stored.name),
+            args=args,
+            source=stored.name,
+            reference=reference(kernel, stored),
+            tile_source="grouped_gemv" if on_array else "",
+            tiling=_gemv_tiling(kernel, stored) if on_array else None,
+            program=grouped_gemv.build if on_array else None,
+        )
+
+
+def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_gemv.Tiling]:
+    """Return `Kernel.tiling` of a product on the array."""
+    cut, dtype, pairs = stored.cut, kernel.arg("out").format, ARRAY_LAYOUTS[kernel.name] == "paired_lanes"
+    adds = any(arg.name == "residual" for arg in kernel.args)
+    assert cut is not None
+
+    def tiling(sizes: Sizes) -> grouped_gemv.Tiling:
+        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, sizes.get("eps"), adds)
+
+    return tiling
 
 
 def _feed_forward(stored: Format) -> Kernel:
-    """A token's, on the array."""
+    """Return the array's kernel for a token's feed-forward network."""
     (kernel,) = feed_forward.KERNELS
     layouts = {"gate_up": "shared_pairs", "down": "shared_lanes"}
 
-    def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, **known: Any) -> np.ndarray:
-        wide = stored.dequantise(gate_up, known["cols"]), stored.dequantise(down, known["ffn"])
-        return feed_forward.reference(*wide, x, norm, known["eps"])
+    def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, **sizes: Any) -> np.ndarray:
+        weights = stored.dequantise(gate_up, sizes["cols"]), stored.dequantise(down, sizes["ffn"])
+        return feed_forward.reference(*weights, x, norm, sizes["eps"])
 
     return replace(
         kernel,
@@ -177,85 +188,66 @@ def _feed_forward(stored: Format) -> Kernel:
     )
 
 
-def _of_lanes(stored: Format) -> Iterator[Kernel]:
-    """What the host does with weights that lie as the array takes them."""
-    source = f"{stored.name}_lanes"
-    for kernel in _OF_BF16:
-        if kernel.host and not _streamed(kernel):
+def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
+    """Yield the host's kernels that read a vocabulary matrix as it lies for the array."""
+    for kernel in _TEMPLATES:
+        if kernel.host and not _reads_panels(kernel):
             rows = "vocab" if any(param.name == "vocab" for param in kernel.params) else "out_cols"
-            yield signature(
-                format_kernel(kernel.name, stored.name),
-                _stored_args(kernel, stored, {HOST_SET: _LANES}),
-                " ".join(p.name for p in kernel.params),
-                _widened(kernel, stored),
-                writes=tuple(arg for arg in kernel.args if arg.written),
-                source=source,
-                derived=_cut_scalars(partial(_padded_cut, stored, rows), "lanes", "chunks"),
+            yield replace(
+                kernel,
+                name=format_kernel(kernel.name, stored.name),
+                args=_stored_args(kernel, stored, {HOST_SET: _VOCABULARY_LAYOUT}),
+                source=f"{stored.name}_lanes",
+                reference=_dequantised(kernel, stored),
+                derived=_cut_fields(lambda s, rows=rows: stored.cut(padded(s[rows]), s["cols"]), "lanes", "chunks"),
             )
-    lying = (
-        ("lanes", "first rows", _part_of_rows(stored)),
-        ("paired_lanes", "which", _one_of_two(lambda sizes: _cut(stored, sizes["out_cols"], sizes, 2))),
-        ("shared_pairs", "which", _one_of_two(lambda sizes: _inside(stored, sizes).pairs)),
-        ("shared_lanes", "", _placed(lambda sizes: _outside(stored, sizes).shares)),
-    )
-    for name, (layout, params, derived) in zip(UNPACKING, lying, strict=True):
-        weight = Arg("weight", stored.name, layouts={HOST_SET: layout})
-        for made in ("bf16", "bfp16"):
-            yield unpacking(name, weight, params, _unpacked(stored), made, source=source, derived=derived)
 
 
-def _inside(stored: Format, sizes: Sizes) -> FeedForward:
-    """Of a feed-forward network, by gate or up."""
-    assert stored.feed_forward is not None
-    found: FeedForward = stored.feed_forward(sizes["cols"], sizes["out_cols"])
-    return found
+def _cut_fields(cut_of: Callable[[Sizes], Cut], *names: str) -> Derived:
+    """Return fields of a `Cut` as derived numbers: the host needs them to read a weight that lies as for the array."""
+    return {name: lambda sizes, name=name: int(getattr(cut_of(sizes), name)) for name in names}
 
 
-def _outside(stored: Format, sizes: Sizes) -> FeedForward:
-    """By down."""
-    return _inside(stored, {"cols": sizes["out_cols"], "out_cols": sizes["cols"]})
+def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
+    """Yield the host's kernels of `UNPACKING`, for each format in which the array multiplies in prefill."""
+    assert stored.cut is not None and stored.feed_forward is not None
+    cut, cut_network = stored.cut, stored.feed_forward
 
-
-def _unpacked(stored: Format) -> Callable[..., np.ndarray]:
-    """The reference of what unpacks rows of weights: `out_cols` from `first` on, or those of one of two matrices."""
-
-    def reference(weight: np.ndarray, out_cols: int, cols: int, first: int = 0, which: int = 0) -> np.ndarray:
-        rows = weight[first + which * out_cols :][:out_cols]
-        return stored.dequantise(rows, cols).astype(bfloat16)
-
-    return reference
-
-
-def _part_of_rows(stored: Format) -> dict[str, Callable[[Sizes], int]]:
-    """`out_cols` rows from `first` on, of `rows`: they begin and end with a panel, and follow one another."""
-
-    def start(sizes: Sizes) -> int:
-        lanes = _cut(stored, sizes["rows"], sizes).lanes
+    def first_panel(sizes: Sizes) -> int:
+        lanes = cut(sizes["rows"], sizes["cols"]).lanes
         limits.require_multiple(f"a matrix of {sizes['rows']} rows", "the first of a part", sizes["first"], lanes)
         return int(sizes["first"]) // lanes
 
-    return _placed(lambda sizes: _cut(stored, sizes["rows"], sizes), start)
+    def selected(weight: np.ndarray, out_cols: int, cols: int, first: int = 0, which: int = 0) -> np.ndarray:
+        rows = weight[first + which * out_cols :][:out_cols]
+        return stored.dequantise(rows, cols).astype(bfloat16)
+
+    panels = {
+        "unpack": _panels(lambda s: cut(s["rows"], s["cols"]), first_panel),
+        "unpack_paired": _panels(lambda s: cut(s["out_cols"], s["cols"], 2), lambda s: s["which"], 2),
+        "unpack_shared_pairs": _panels(lambda s: cut_network(s["cols"], s["out_cols"]).pairs, lambda s: s["which"], 2),
+        "unpack_shared": _panels(lambda s: cut_network(s["out_cols"], s["cols"]).shares, lambda s: 0),
+    }
+    for name, (layout, params) in UNPACKING.items():
+        weight = Arg("weight", stored.name, layouts={HOST_SET: layout})
+        for target in ("bf16", "bfp16"):
+            source = f"{stored.name}_lanes"
+            yield unpacking(name, weight, params, selected, target, source=source, derived=panels[name])
 
 
-def _one_of_two(cut_of: Callable[[Sizes], Cut]) -> dict[str, Callable[[Sizes], int]]:
-    """Every second panel."""
-    return _placed(cut_of, lambda sizes: sizes["which"], 2)
-
-
-def _placed(
-    cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int] = lambda sizes: 0, step: int = 1
-) -> dict[str, Callable[[Sizes], int]]:
-    """What the host has to know to take panels out of a matrix: how it is cut, the first, and every how manieth."""
-    cut = _cut_scalars(cut_of, "lanes", "chunks", "chunk_groups", "groups", "panels")
-    return {**cut, "start": start, "step": lambda sizes: step}
+def _panels(cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int], step: int = 1) -> Derived:
+    """Return how the host finds panels of a matrix: how it is cut, and that they are every `step`th panel from
+    `start`."""
+    fields = _cut_fields(cut_of, "lanes", "chunks", "chunk_groups", "groups", "panels")
+    return {**fields, "start": start, "step": lambda sizes: step}
 
 
 def _kernels() -> Iterator[Kernel]:
-    references = dict.fromkeys(GROUPED, _widened) | {w8a8.FORMAT: _of_integers}
-    for stored, reference in references.items():
-        yield from _products(stored, reference)
+    for stored in (*GROUPED, w8a8.FORMAT):
+        yield from _products(stored, _in_integers if stored is w8a8.FORMAT else _dequantised)
         if stored.cut is not None:
-            yield from _of_lanes(stored)
+            yield from _vocabulary_kernels(stored)
+            yield from _unpacking_kernels(stored)
             yield _feed_forward(stored)
 
 

@@ -1,4 +1,4 @@
-"""Matrix times vector on the array with weights in groups, whose numbers come as they are stored."""
+"""Matrix-vector product on the array with group-wise quantised weights, which cores read as they are stored."""
 
 from __future__ import annotations
 
@@ -18,52 +18,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Every core of `columns` x `herd_rows` takes a panel in each of `steps` steps, chunk by chunk. A column's panels
-    lie together, in the order in which its cores take them; those of a step come to L2 while those before are read.
-    `x` comes to all cores at once, and stays; so do their outputs, until all are there.
+    """How a product is divided: in each of `steps` steps, every core multiplies a panel, chunk by chunk.
 
-    `pairs`: a panel of a gate's and one of an up's, which a core makes one of SwiGLU's activation of. `eps`: of the RMS
-    norm that every core first makes of `x`, whose weight comes with it; None: of none. `adds`: a residual comes with
-    `x` and is added.
+    A column's panels are contiguous, in the order in which its cores read them. The panels of a step come to L2 while
+    those of the step before are read. `x` comes to all cores at once and stays in L1. Outputs stay there too, until the
+    launch has computed all of them.
     """
 
     cut: Cut
+    """How the weight is cut into panels and chunks; with `pairs`, how each of the two matrices is."""
     out_cols: int
+    """Outputs, without padding."""
     cols: int
+    """Elements of `x`."""
     dtype: str
+    """Of the output: `bf16` or `f32`."""
     columns: int
+    """Columns of the herd."""
     herd_rows: int
+    """Rows of the herd."""
     pairs: bool = False
+    """Whether a core takes a panel of gate and one of up at a time, and computes one panel of their SwiGLU."""
     eps: float | None = None
+    """If given, every core first computes the RMS norm of `x` with this epsilon. The norm's weight comes with `x`."""
     adds: bool = False
+    """Whether a residual comes with `x` and is added to the product."""
 
     @property
     def panels(self) -> int:
-        """That a core takes in a step."""
+        """Panels that a core takes in a step."""
         return 2 if self.pairs else 1
 
     @property
     def core_chunks(self) -> int:
-        """Of those."""
+        """Chunks that a core takes in a step."""
         return self.panels * self.cut.chunks
 
     @property
     def core_bytes(self) -> int:
-        """Of those."""
+        """Bytes of weights that a core takes in a step."""
         return self.panels * self.cut.panel_bytes
 
     @property
     def steps(self) -> int:
+        """Steps of all launches."""
         return self.cut.panels // (self.columns * self.herd_rows)
 
     @property
-    def beside(self) -> int:
-        """Elements that come with `x`, behind it: a norm's weight, or a residual."""
+    def companion(self) -> int:
+        """Elements that come with `x`, after it: those of a norm's weight or of a residual."""
         return self.cols if self.eps is not None else self.out_cols if self.adds else 0
 
     @property
     def launches(self) -> list[int]:
-        """Steps of each: a task runs its descriptors only so often, and a core keeps its outputs of all."""
+        """Steps of each launch.
+
+        There are several if a task would have to run its descriptors more often than it can (`limits.RUNS`), or if a
+        core could not keep the outputs of all steps. All launches but the last then have an even number.
+        """
         most = min(limits.RUNS, max(1, self.room // (self.cut.lanes * self.element)))
         count = -(-self.steps // most)
         most = -(-self.steps // count)
@@ -72,33 +84,35 @@ class Tiling:
 
     @property
     def kept(self) -> int:
-        """Outputs that a core keeps."""
+        """Outputs that a core keeps during a launch."""
         return limits.aligned(max(self.launches) * self.cut.lanes, BF16)
 
     @property
     def element(self) -> int:
+        """Bytes of an output."""
         return F32 if self.dtype == "f32" else BF16
 
     @property
     def room(self) -> int:
-        """Bytes of L1 that chunks, `x` and what comes with it, and sums leave to outputs."""
-        beside = F32 * self.sums + BF16 * self.panels * self.cut.lanes
-        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - beside
+        """Bytes of L1 for outputs: those that the stack, two chunks, `x` with its companion, and sums leave free."""
+        sums = F32 * self.sums + BF16 * self.panels * self.cut.lanes
+        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Elements of what comes to every core."""
-        second = {"residual" if self.adds else "norm": self.beside} if self.beside else {}
-        return {"x": self.cols, **second}
+        """Arguments that come to every core: name -> elements."""
+        companion = {"residual" if self.adds else "norm": self.companion} if self.companion else {}
+        return {"x": self.cols, **companion}
 
     @property
     def width(self) -> int:
-        """Elements that come to every core."""
-        return limits.aligned(self.cut.inputs + self.beside, BF16)
+        """Elements of `x`, padded to whole chunks, and its companion."""
+        return limits.aligned(self.cut.inputs + self.companion, BF16)
 
     @property
     def sums(self) -> int:
-        """f32 that a core keeps: those of its panels, two for each group of inputs, and what they begin with."""
+        """f32 values that a core keeps: sums of its panels, two values per group of inputs, and the value that sums
+        begin with."""
         return limits.aligned(self.panels * self.cut.lanes + 2 * self.cut.inputs // GROUP + 1, F32)
 
     @property
@@ -108,7 +122,8 @@ class Tiling:
             shape["PANELS"] = self.panels
         if self.adds:
             shape |= {"ADD": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
-        shape |= {name: 1 for name, wanted in (("KEEP", self.dtype == "f32"), ("NORM", self.eps is not None)) if wanted}
+        flags = (("KEEP", self.dtype == "f32"), ("NORM", self.eps is not None))
+        shape |= {name: 1 for name, chosen in flags if chosen}
         return air.Variant.of("grouped_gemv", **shape)
 
     @property
@@ -127,7 +142,7 @@ class Tiling:
 
     @property
     def output_vectors(self) -> int:
-        """Vector operations that a step's outputs take, besides its chunks."""
+        """Vector operations on a step's outputs, after the products of its chunks."""
         lanes = self.panels * self.cut.lanes // 16
         rounded = self.panels * 3 + lanes
         return lanes + rounded + (silu_and_mul.vectors(self.cut.lanes) if self.pairs else 6 if self.adds else 0)
@@ -143,24 +158,24 @@ class Tiling:
 
 
 _VECTORS: Mapping[int, tuple[int, int, int]] = {4: (2, 40, 32), 6: (7, 27, 20), 8: (2, 35, 4)}
-"""Vector operations by the numbers' bits, the matrix unit's among them: for a block of 64 numbers; for a group, besides
-two for each eight sums; for a chunk."""
+"""Bits per number -> vector operations, including those of the matrix unit: per block of 64 numbers; per group, in
+addition to two for each eight sums; per chunk."""
 
 FIXED = 28
-"""Those that a group of inputs takes until it lies in fixed point."""
+"""Vector operations that convert a group of inputs to fixed point."""
 
 
-def chunk_vectors(found: Cut) -> int:
-    """Vector operations that the products of a chunk take."""
-    of_block, of_group, of_chunk = _VECTORS[found.grouped.numbers.bits]
-    blocks = GROUP * found.lanes // BLOCK**2
-    return found.chunk_groups * (blocks * of_block + 2 * found.lanes // BLOCK + of_group) + of_chunk
+def chunk_vectors(cut: Cut) -> int:
+    """Return the vector operations of a chunk's products."""
+    per_block, per_group, per_chunk = _VECTORS[cut.grouped.numbers.bits]
+    blocks = GROUP * cut.lanes // BLOCK**2
+    return cut.chunk_groups * (blocks * per_block + 2 * cut.lanes // BLOCK + per_group) + per_chunk
 
 
-def macros(found: Cut) -> dict[str, int]:
-    """What `kernel_src/aie2p/grouped.h` wants to know."""
-    made = found.grouped
-    return {"BITS": made.numbers.bits, "FACTORS": made.factors, "GROUPS": found.chunk_groups, "LANES": found.lanes}
+def macros(cut: Cut) -> dict[str, int]:
+    """Return the macros with which `kernel_src/aie2p/grouped.h` is compiled for a cut."""
+    grouped = cut.grouped
+    return {"BITS": grouped.numbers.bits, "FACTORS": grouped.factors, "GROUPS": cut.chunk_groups, "LANES": cut.lanes}
 
 
 def tile(
@@ -172,69 +187,74 @@ def tile(
     eps: float | None = None,
     adds: bool = False,
 ) -> Tiling:
-    """So many cores that loading another takes longer than what it saves. `cut`: of the weight's format. Logits, which
-    are f32, have as many rows as fill the array."""
+    """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
+
+    `cut`: `Format.cut` of the weight's format. Other arguments as in `Tiling`. Outputs in f32 are logits, whose rows
+    are padded so that they fill the array. UserError names the limit that no herd meets.
+    """
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
-    found = cut(out_cols if dtype == "bf16" else padded(out_cols), cols, 2 if pairs else 1)
+    matrix = cut(out_cols if dtype == "bf16" else padded(out_cols), cols, 2 if pairs else 1)
     herds = [
         (columns, rows)
         for columns in range(limits.COLUMNS, 0, -1)
         for rows in range(limits.ROWS, 0, -1)
-        if found.panels % (columns * rows) == 0
+        if matrix.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(found, out_cols, cols, dtype, *herd, pairs, eps, adds) for herd in herds]
-    tilings = [p for p in tilings if all(_runs(p.columns * p.herd_rows, steps) for steps in p.launches)]
-    limits.first(what, "a herd that the compiler can place", range(len(tilings)))
-    tilings = [p for p in tilings if _fits_l1(p)]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(tilings)))
-    tilings = [p for p in tilings if _l2(p) <= limits.L2_BYTES]
-    limits.first(what, f"L2 ({limits.L2_BYTES} bytes)", range(len(tilings)))
+    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, eps, adds) for herd in herds]
+    placeable = (p for p in tilings if all(_terminates(p.columns * p.herd_rows, steps) for steps in p.launches))
+    tilings = limits.require_any(what, "a herd that the compiler can place", placeable)
+    # L1 holds the outputs of a launch with everything else.
+    tilings = limits.require_any(what, limits.IN_L1, (p for p in tilings if p.room >= p.kept * p.element))
+    tilings = limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))
     return min(tilings, key=_operations)
 
 
-def _runs(cores: int, steps: int) -> bool:
-    """Whether the compiler makes something of it that ends. It puts herds of two to four cores into one column, and
-    then a second step never comes (mlir-air of 2026-05-08; found by running the locks of what it made)."""
+def _terminates(cores: int, steps: int) -> bool:
+    """Return whether the compiled launch terminates. The compiler puts herds of two to four cores into one column, and
+    then a second step never comes (mlir-air of 2026-05-08; found by simulating the locks of its output)."""
     return limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
 
 
 LOAD_OPERATIONS = 7714
-"""Vector operations in the time in which a core is loaded: 6 us of 1.4 cycles each, at 1.8 GHz
+"""Vector operations in the time that loading a core takes: 6 us at 1.8 GHz and 1.4 cycles per operation
 (`stages.estimate.constants`)."""
 
 _BYTES = 7
-"""That a column's stream brings in the time of one: 9.5 GB/s."""
+"""Bytes that a column's stream brings in the time of a vector operation: 9.5 GB/s."""
 
 _ARRAY_BYTES = 47
-"""That DDR brings in the time of one: 60 GB/s."""
+"""Bytes that DDR brings in the time of a vector operation: 60 GB/s."""
 
 
 def _operations(p: Tiling) -> float:
-    """What a launch takes, in vector operations: loading its cores, one after the other, and in each step what is
-    longest, the products of its panels, its column's stream or all columns'."""
+    """Return the time of a product in units of a vector operation.
+
+    Cores are loaded one after the other. A step takes as long as the longest of three: the products of its panels, its
+    column's stream, the streams of all columns.
+    """
     products = p.panels * p.cut.chunks * p.costs["grouped_gemv_step"].scheduled
     stream = p.herd_rows * p.core_bytes
     longest = max(products, stream / _BYTES, p.columns * stream / _ARRAY_BYTES)
     return len(p.launches) * p.columns * p.herd_rows * LOAD_OPERATIONS + p.steps * longest
 
 
-def _fits_l1(p: Tiling) -> bool:
-    """Whether the outputs of a launch fit beside what a core holds besides."""
-    return p.room >= p.kept * p.element
-
-
 def _l2(p: Tiling) -> int:
-    """Bytes of a column's panels, as often as the compiler copies what a loop of such steps fills, and of outputs. It
-    puts up to `limits.ROWS` cores into one column, whose L2 has all of theirs."""
+    """Return the bytes of L2 that a column's panels, with the compiler's copies, and its outputs take.
+
+    The compiler puts herds of up to `limits.ROWS` cores into one column, whose L2 then holds the panels of all.
+    """
     panels = max(map(limits.copies, p.launches)) * p.herd_rows * p.core_bytes
     outputs = p.herd_rows * p.kept * p.element
     return (panels + outputs) * (p.columns if p.columns * p.herd_rows <= limits.ROWS else 1)
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `weight`: i8 `[panels][panel bytes]` (layout `lanes`; `paired_lanes` has twice as many), `x`: bf16
-    `[cols]`, `norm`: bf16 `[cols]` or `residual`: bf16 `[out_cols]` if there is one, `out`: a row per lane."""
+    """Build the AIR program with the arguments `weight`, `x`, `norm` or `residual` if there is one, and `out`.
+
+    `weight`: i8 `[panels][panel bytes]` (layout `lanes` or `padded_lanes`; `paired_lanes` has twice as many panels);
+    `x`, `norm`: bf16 `[cols]`; `residual`: bf16 `[out_cols]`; `out`: one row per lane of all panels.
+    """
     p = tiling
     weight = air.memref_type((p.panels * p.cut.panels, p.cut.panel_bytes), "i8")
     shapes = {"weight": weight} | {name: air.memref_type((size,)) for name, size in p.rows.items()}
@@ -242,39 +262,39 @@ def build(tiling: Tiling) -> AirModule:
     start = 0
     for steps in p.launches:
         with b.launch(), b.segment():
-            _some_steps(b, p, start, steps)
+            _launch(b, p, start, steps)
         start += steps
     return b.finish()
 
 
-def _some_steps(b: Builder, p: Tiling, start: int, steps: int) -> None:
-    """Of a launch: those from `start` on."""
+def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
+    """Compute the outputs of `steps` steps from step `start` on."""
     lanes = p.cut.lanes
-    mine, column = steps * lanes, p.steps * p.herd_rows * lanes
+    outputs, column = steps * lanes, p.steps * p.herd_rows * lanes
     fed = b.channel((p.columns, p.herd_rows), (p.columns, p.herd_rows))
     with b.alloc(air.L2, ((p.columns, p.herd_rows * p.core_bytes), "i8")) as (panels,), b.loop(steps) as step:
         _feed(b, p, fed, panels, step + start)
     rows = b.channel((1, 1), (p.columns, p.herd_rows))
     for name, size in p.rows.items():
         b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
-    with b.alloc(air.L2, ((p.columns, p.herd_rows * mine), p.dtype)) as (out,):
+    with b.alloc(air.L2, ((p.columns, p.herd_rows * outputs), p.dtype)) as (out,):
         with (
             b.herd(p.columns, p.herd_rows) as tile,
-            b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, made),
+            b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, kept),
         ):
             b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
-            if p.beside:
-                b.get(rows, tile, x.at((p.cut.inputs, p.beside, 1)))
-            # Sums that only the loop uses would be moved into it, and doubled.
+            if p.companion:
+                b.get(rows, tile, x.at((p.cut.inputs, p.companion, 1)))
+            # Sums that only the loop uses would be moved into it, and doubled. So this call is given them.
             b.call(p.variant, "grouped_gemv_begin", x, acc, *(() if p.eps is None else (p.eps,)))
-            _multiply(b, p, start, steps, fed, tile, x, acc, made)
-            place = ((tile[0], 1, p.herd_rows * mine), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
-            b.dma(out.at(*place, (0, lanes, 1)), made if mine == p.kept else made.at((0, mine, 1)))
-        b.dma(b.args["out"].at((0, p.columns, column), (start * p.herd_rows * lanes, p.herd_rows * mine, 1)), out)
+            _multiply(b, p, start, steps, fed, tile, x, acc, kept)
+            place = ((tile[0], 1, p.herd_rows * outputs), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
+            b.dma(out.at(*place, (0, lanes, 1)), kept if outputs == p.kept else kept.at((0, outputs, 1)))
+        b.dma(b.args["out"].at((0, p.columns, column), (start * p.herd_rows * lanes, p.herd_rows * outputs, 1)), out)
 
 
 def _feed(b: Builder, p: Tiling, fed: Channel, panels: MemRef, step: Number) -> None:
-    """A step's panels: to L2, a run for each column, then chunk by chunk to the cores."""
+    """Move a step's panels to L2, contiguous for each column, then chunk by chunk to the cores."""
     share, run, chunk = p.core_bytes, p.herd_rows * p.core_bytes, p.cut.chunk_bytes
     b.dma(panels, b.args["weight"].at((0, p.columns, p.steps * run), (step * run, run, 1)))
     with b.parallel(p.columns, p.herd_rows) as (tx, ty), b.loop(p.core_chunks) as j:
@@ -284,10 +304,12 @@ def _feed(b: Builder, p: Tiling, fed: Channel, panels: MemRef, step: Number) -> 
 def _multiply(
     b: Builder, p: Tiling, start: int, steps: int, fed: Channel, tile: tuple[Index, Index], *core: MemRef
 ) -> None:
-    """The products of all steps, chunk by chunk: one loop, because the compiler doubles what any loop takes in. `core`:
-    its `x`, sums and outputs."""
-    x, acc, made = core
+    """Multiply the panels of all steps, chunk by chunk. `core`: the core's `x`, sums and outputs.
+
+    It is one loop, because the compiler doubles the buffers that a loop fills, for each loop.
+    """
+    x, acc, kept = core
     row = ((tile[0] * p.steps + start) * p.herd_rows + tile[1]) * p.cut.lanes if p.adds else 0
     with b.loop(steps * p.core_chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
         b.get(fed, tile, chunk)
-        b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds else ()), acc, made)
+        b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds else ()), acc, kept)

@@ -1,4 +1,7 @@
-"""RMS norm over the last axis (Zhang & Sennrich 2019), rounded where Hugging Face's LlamaRMSNorm rounds."""
+"""RMS norm over the last axis (Zhang & Sennrich 2019): `out = weight * x / sqrt(mean(x^2) + eps)`.
+
+It rounds where Hugging Face's LlamaRMSNorm rounds: before and after the product with the weight.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """`x` bf16 `[rows, cols]`, `weight` bf16 `[cols]` -> bf16 `[rows, cols]`."""
+    """Return the norm of each row, bf16 `[rows, cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[cols]`."""
     wide = x.astype(np.float32)
     scale = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
     normed = (wide * scale).astype(bfloat16).astype(np.float32)
@@ -27,13 +30,15 @@ def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Each of `columns` tiles norms its share of rows, `tile_rows` at a time; the weight stays in L1."""
+    """How a norm is divided: each core has an equal share of the rows. The weight stays in L1."""
 
     rows: int
     cols: int
     eps: float
     columns: int
+    """Columns of the herd, which has one row."""
     tile_rows: int
+    """Rows that a core processes at a time."""
 
     @property
     def macs(self) -> int:
@@ -48,24 +53,29 @@ class Tiling:
 
 
 def row_vectors(cols: int) -> int:
-    """Vector operations that the norm of a row takes."""
+    """Return the vector operations that the norm of a row takes."""
     return cols // lanes(cols) * 10 + 15
 
 
 def tile(rows: int, cols: int, eps: float) -> Tiling:
-    """Most rows at a time of which input and output, as often as the compiler copies them, fit L1 beside the weight; in
-    an even number of steps where a shape allows it (`limits.steady`)."""
+    """Divide a norm so that a core processes as many rows at a time as fit L1, with the output and the weight.
+
+    The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
+    allows it (`limits.steady`).
+    """
     what = f"rms_norm {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     columns = elementwise.divisors_of_herd(rows)[0]
     row, share = BF16 * cols, rows // columns
-    fitting = [r for r in limits.divisors(share, 1, 4) if limits.fits_l1(2 * limits.copies(share // r) * r * row, row)]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", fitting)
-    return Tiling(rows, cols, eps, columns, limits.steady_first(what, fitting, lambda r: share // r)[0])
+    heights = limits.divisors(share, 1, 4)
+    fitting = (r for r in heights if limits.fits_l1(2 * limits.copies(share // r) * r * row, row))
+    heights = limits.require_any(what, limits.IN_L1, fitting)
+    return Tiling(rows, cols, eps, columns, limits.steady_first(what, heights, lambda r: share // r)[0])
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`."""
+    """Build the AIR program with the arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16
+    `[cols]`."""
     p = tiling
     wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
     b = air.Builder("rms_norm", {"x": wide, "weight": air.memref_type((p.cols,)), "out": wide})

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
-    """`x` bf16 `[rows, heads * head_dim]`, `table` f32 `[positions, head_dim]` or wider, rows `[cos.., sin..]` -> like
-    `x`."""
+    """Return `x` rotated, bf16 `[rows, heads * head_dim]`. Row `r` is at position `pos + r`.
+
+    `x`: bf16 `[rows, heads * head_dim]`; `table`: f32 `[positions, head_dim]` or wider, rows `[cos.., sin..]`.
+    """
     rows, width = x.shape
     first, second = np.split(x.astype(np.float32).reshape(rows, width // head_dim, head_dim), 2, axis=-1)
     cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows, :head_dim], 2, axis=-1))
@@ -29,57 +31,63 @@ def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.n
 
 
 def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
-    """As `reference`, `table` f32 `[positions, head_dim + POSITION / 2]` with positions behind the angles, and each
-    row's position behind each of its heads -> bf16 `[rows, heads * (head_dim + HEAD_POSITION)]`."""
+    """Return `x` rotated, with the row's position after each head, bf16 `[rows, heads * (head_dim + HEAD_POSITION)]`.
+
+    `table`: f32 `[positions, head_dim + POSITION / 2]`, with the position after the angles of each row.
+    """
     rotated = reference(x, table, pos, head_dim).reshape(len(x), -1, head_dim)
-    behind = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(bfloat16)[:, :HEAD_POSITION]
-    placed = np.broadcast_to(behind[:, None], (*rotated.shape[:2], HEAD_POSITION))
-    return np.concatenate([rotated, placed], axis=-1).reshape(len(x), -1)
+    positions = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(bfloat16)[:, :HEAD_POSITION]
+    by_head = np.broadcast_to(positions[:, None], (*rotated.shape[:2], HEAD_POSITION))
+    return np.concatenate([rotated, by_head], axis=-1).reshape(len(x), -1)
 
 
 OUTS = ROWS, KEYS, QUERIES = "rows", "keys", "queries"
-"""What comes out: rows like those that go in; the K halves of rows of an interleaved cache; heads with the row's
-position behind each."""
+"""Layouts of the output: rows as in the input; the K halves of rows of an interleaved cache; heads with the row's
+position after each."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Each of `columns` tiles rotates its share of rows, `tile_rows` at a time. `out`: `ROWS`, `KEYS` or `QUERIES`."""
+    """How a rotation is divided: each core has an equal share of the rows."""
 
     rows: int
     heads: int
     head_dim: int
     out: str
+    """`ROWS`, `KEYS` or `QUERIES`."""
     columns: int
+    """Columns of the herd, which has one row."""
     tile_rows: int
+    """Rows that a core processes at a time."""
 
     @property
     def width(self) -> int:
+        """Elements of an input row."""
         return self.heads * self.head_dim
 
     @property
     def out_width(self) -> int:
-        """Elements of a row in DDR."""
+        """Elements of an output row in DDR."""
         return {ROWS: self.width, KEYS: 2 * self.width, QUERIES: self.width + self.heads * HEAD_POSITION}[self.out]
 
     @property
     def tile_width(self) -> int:
-        """The same of what a tile writes of it."""
+        """Elements that a core writes of an output row."""
         return self.width if self.out == KEYS else self.out_width
 
     @property
     def tile_elements(self) -> int:
-        """Of what a tile holds of that at a time, up to where the next buffer may begin."""
+        """Elements of a core's output buffer, rounded up to where the next buffer may begin."""
         return limits.aligned(self.tile_rows * self.tile_width, BF16)
 
     @property
     def table_width(self) -> int:
-        """Of a row of the table: of a prompt's, positions lie behind the angles."""
+        """Elements of a row of the table. In prefill, positions follow the angles."""
         return self.head_dim + (0 if self.out == ROWS else POSITION * BF16 // F32)
 
     @property
     def angles(self) -> int:
-        """What a tile takes of it."""
+        """Elements that a core reads of a row of the table."""
         return self.table_width if self.out == QUERIES else self.head_dim
 
     @property
@@ -93,8 +101,8 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Of a head's pairs, and once per row of the table's, which are split. What goes between positions is stored in
-        parts, a row of a block each."""
+        """Tile function -> cost of one call: the pairs of each head, and once per row those of the table, which are
+        split into cosines and sines. Heads between positions are stored in parts of one block row each."""
         pairs = self.head_dim // 2
         row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
         if self.out == QUERIES:
@@ -110,33 +118,39 @@ class Tiling:
 
 
 def tile(rows: int, heads: int, head_dim: int, out: str = ROWS) -> Tiling:
-    """Most rows at a time of which input, output and table, as often as the compiler copies them, fit L1; in an even
-    number of steps where a shape allows it (`limits.steady`)."""
+    """Divide a rotation so that a core processes as many rows at a time as fit L1, with output and table.
+
+    The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
+    allows it (`limits.steady`).
+    """
     what = f"rope {rows}x{heads}x{head_dim}"
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
     share = rows // columns
     tilings = [Tiling(rows, heads, head_dim, out, columns, r) for r in limits.divisors(share, 1, 8)]
-    fitting = [p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p))]
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(fitting)))
-    return limits.steady_first(what, fitting, lambda p: share // p.tile_rows)[0]
+    fitting = (p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p)))
+    tilings = limits.require_any(what, limits.IN_L1, fitting)
+    return limits.steady_first(what, tilings, lambda p: share // p.tile_rows)[0]
 
 
 def _l1(p: Tiling) -> int:
-    """Bytes of rows, of what comes out and of the table on a core."""
+    """Return the bytes of input rows, output rows and rows of the table on a core."""
     return p.tile_rows * (BF16 * p.width + F32 * p.angles) + BF16 * p.tile_elements
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Arguments `x`: bf16 `[rows][heads * head_dim]`; `table`: f32 `[rows][head_dim]`, the rows of these positions, or
-    `[rows][head_dim + POSITION / 2]` of a prompt; `out`: like `x`, or as `Tiling.out` says bf16 `[rows][2 * heads *
-    head_dim]` or `[rows][heads * (head_dim + HEAD_POSITION)]`. One row of `ROWS`: without the first dimension."""
+    """Build the AIR program with the arguments `x`, `table` and `out`.
+
+    `x`: bf16 `[rows][heads * head_dim]`. `table`: f32 `[rows][head_dim]`, the rows of these positions; for prompts
+    `[rows][head_dim + POSITION / 2]`. `out`: bf16, as `x` for `ROWS`, `[rows][2 * heads * head_dim]` for `KEYS`,
+    `[rows][heads * (head_dim + HEAD_POSITION)]` for `QUERIES`. With one row, there is no first dimension.
+    """
     p = tiling
-    one = p.rows == 1
-    shapes = {"x": p.width, "table": p.table_width, "out": p.out_width}
+    single = p.rows == 1
+    widths = {"x": p.width, "table": p.table_width, "out": p.out_width}
     types = {
-        name: air.memref_type((width,) if one else (p.rows, width), "f32" if name == "table" else "bf16")
-        for name, width in shapes.items()
+        name: air.memref_type((width,) if single else (p.rows, width), "f32" if name == "table" else "bf16")
+        for name, width in widths.items()
     }
     b = air.Builder("rope", types)
     share = p.rows // p.columns
@@ -144,7 +158,7 @@ def build(tiling: Tiling) -> AirModule:
     with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
         with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
             first = tx * share + i * p.tile_rows
-            rows = {name: [] if one else [(first, p.tile_rows, width)] for name, width in shapes.items()}
+            rows = {name: [] if single else [(first, p.tile_rows, width)] for name, width in widths.items()}
             b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
             b.dma(table, b.args["table"].at(*rows["table"], (0, p.angles, 1)))
             b.call(p.variant, "rope", x, table, out)
@@ -156,11 +170,13 @@ def build(tiling: Tiling) -> AirModule:
 def reference_qkv(
     x: np.ndarray, table: np.ndarray, pos: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`x` bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row; `table` f32 `[positions, head_dim]` or
-    wider -> Q rotated, bf16 `[heads * head_dim]`, and the row of an interleaved cache, K rotated, bf16 `[kv_heads, 2,
-    head_dim]`."""
-    rotated = heads * head_dim, (heads + kv_heads) * head_dim
-    q, k, v = np.split(x, rotated, axis=-1)
+    """Return Q rotated, bf16 `[heads * head_dim]`, and the row of an interleaved cache, bf16 `[kv_heads, 2, head_dim]`.
+
+    K is rotated in that row, V is as given. `x`: bf16 `[1, (heads + 2 * kv_heads) * head_dim]`, Q, K and V of one row;
+    `table`: f32 `[positions, head_dim]` or wider.
+    """
+    ends = heads * head_dim, (heads + kv_heads) * head_dim
+    q, k, v = np.split(x, ends, axis=-1)
     q, k = (reference(part, table, pos, head_dim) for part in (q, k))
     return q[0], np.stack([part.reshape(kv_heads, head_dim) for part in (k, v)], axis=1)
 
@@ -176,7 +192,7 @@ KERNELS = (
         tiling=lambda s: tile(s["rows"], s["heads"], s["head_dim"]),
         program=build,
     ),
-    # Of a prompt on the array: into the K halves of rows of an interleaved cache; queries, which say where they are.
+    # For prompts on the array: K into the K halves of an interleaved cache's rows, and queries with their positions.
     *(
         signature(
             name,

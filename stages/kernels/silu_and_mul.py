@@ -1,4 +1,5 @@
-"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding. Any layout the arguments share."""
+"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding. The arguments may have any layout,
+if all have the same."""
 
 from __future__ import annotations
 
@@ -11,23 +12,24 @@ from stages.kernels import elementwise, lanes, signature
 
 
 def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """`gate`, `up` bf16 of one shape -> bf16 of that shape."""
+    """Return `silu(gate) * up`. All are bf16 of one shape."""
     wide = gate.astype(np.float32)
     return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
 
 
 _VECTORS: Mapping[int, int] = {64: 63, 32: 56, 16: 56}
-"""Vector operations for a vector of so many values."""
+"""Lanes of a vector -> vector operations that its activation takes."""
 
 
 def vectors(values: int) -> int:
-    """Vector operations that so many values take."""
+    """Return the vector operations that the activation of `values` values takes."""
     width = lanes(values, 64)
     return values // width * _VECTORS[width]
 
 
 LEAST = 2.0**-110
-"""There is no e^x below 2^-126: the activation of a gate below -87 is zero to within this."""
+"""Accuracy around zero: exponentials below 2^-126 do not exist, so the activation of a gate below -87 is zero up to
+this."""
 
 KERNELS = (
     signature(

@@ -1,5 +1,9 @@
-"""What the host makes of a prompt's weights that the array does not multiply as they are stored: 8x8 blocks of bf16, or
-of block floating point (`stages.weights.formats.bfp16`)."""
+"""Kernels that convert stored weights to the format in which the array multiplies them in prefill.
+
+They run on the host. The result is 8x8 blocks in bf16 or in block floating point (`stages.weights.formats.bfp16`). This
+module has the kernel for bf16 weights; `stages.kernels.grouped` has those for group-wise formats. A name is
+`[<stored format>_]unpack[_<layout>][_bfp16]`, such as `unpack_bfp16` or `int4_unpack_paired`.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +19,60 @@ from stages.weights.constants import BLOCK
 from stages.weights.formats import bfp16
 
 _LAYOUTS = {"bf16": "blocks", "bfp16": "pairs"}
-"""Of what is made, by its format."""
+"""Format of the result -> its layout."""
 
 
-def unpack_kernel(kernel: str, made: str) -> str:
-    """The name of `unpack`, or of another that takes weights out of what they lie in, that makes this format."""
-    return kernel if made == "bf16" else f"{kernel}_{made}"
+def unpack_kernel(kernel: str, target: str) -> str:
+    """Return the name of the unpacking kernel that converts to the format `target`: ("unpack", "bfp16") ->
+    "unpack_bfp16"."""
+    return kernel if target == "bf16" else f"{kernel}_{target}"
 
 
 def unpacking(
     kernel: str,
     weight: Arg,
     params: str,
-    taken: Callable[..., np.ndarray],
-    made: str,
-    **more: Any,
+    select: Callable[..., np.ndarray],
+    target: str,
+    **fields: Any,
 ) -> Kernel:
-    """The signature of one that makes the format `made`. `params`: of where in `weight` the outputs lie that `taken`
-    gives, by these, as bf16 `[out_cols, cols]`. Block i of eight outputs takes the place of block `to + i * apart` of
-    the result. The reference gives values, which are bf16's whatever the format."""
+    """Return a kernel that converts rows of `weight` to the format `target`.
 
-    @functools.wraps(taken)
-    def reference(*args: Any, **known: Any) -> np.ndarray:
-        values = taken(*args, **known)
-        if made == "bf16":
+    Block i of eight rows becomes block `to + i * apart` of the result. The reference returns values in bf16, whatever
+    the format.
+
+    Args:
+        kernel: Name without formats: `unpack`, `unpack_paired`, ...
+        params: Names of further scalars, which say where in `weight` the rows are.
+        select: Returns these rows as bf16 `[out_cols, cols]`, given the weight and the scalars that it names.
+        fields: Further arguments of `signature`.
+    """
+
+    @functools.wraps(select)
+    def reference(*tensors: Any, **scalars: Any) -> np.ndarray:
+        values = select(*tensors, **scalars)
+        if target == "bf16":
             return values
         return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
 
     return signature(
-        format_kernel(unpack_kernel(kernel, made), weight.format),
+        format_kernel(unpack_kernel(kernel, target), weight.format),
         (weight,),
         f"out_cols cols {params} to apart",
         reference,
-        writes=(Arg("out", made, written=True, layouts={HOST_SET: _LAYOUTS[made]}),),
-        **more,
+        writes=(Arg("out", target, written=True, layouts={HOST_SET: _LAYOUTS[target]}),),
+        **fields,
     )
 
 
-def written_part(out: np.ndarray, known: Mapping[str, Any]) -> np.ndarray:
-    """What a launch with the scalars `known` writes of a matrix `[rows, cols]`: a view of it, `[blocks, 8, cols]`."""
-    return out.reshape(-1, known["apart"], BLOCK, out.shape[-1])[:, known["to"]]
+def written_part(out: np.ndarray, scalars: Mapping[str, Any]) -> np.ndarray:
+    """Return the part of the result `out`, `[rows, cols]`, that a launch with these scalars writes: a view of it,
+    `[blocks, 8, cols]`."""
+    return out.reshape(-1, scalars["apart"], BLOCK, out.shape[-1])[:, scalars["to"]]
 
 
 def _rows(weight: np.ndarray, out_cols: int, first: int) -> np.ndarray:
-    """`out_cols` rows from `first` on, of a matrix of `rows`."""
+    """Return `out_cols` rows of `weight` from row `first` on, as bf16."""
     return weight[first:][:out_cols].astype(bfloat16)
 
 
