@@ -26,7 +26,7 @@ from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
 from stages.estimate.phases import commands
-from stages.estimate.price import program_milliseconds
+from stages.estimate.price import description
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
     CALL,
@@ -225,7 +225,7 @@ def test_a_programs_rows_are_its_described_launches(grouping: str) -> None:
         assert all(SETTLE in row.name and row.time.limit == "configuration" for row in added) and len(added) <= 1
         assert sum(row.launches for row in rows) == len(module.air.launches)
         assert part_of(module.air.launches[0 if added else -1]) == len(rows) - 1
-        assert program_milliseconds(module) == pytest.approx(sum(row.time.milliseconds for row in rows))
+        assert description(module)["milliseconds"] == pytest.approx(sum(row.time.milliseconds for row in rows))
         assert sum(row.traffic.bytes for row in rows) == sum(each.bytes for each in air.count(module.air))
 
 

@@ -152,11 +152,11 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-def make(module: Path, tmp_path: Path, **options: Any) -> list[Path]:
+def make(module: Path, tmp_path: Path) -> list[Path]:
     work = tmp_path / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    return programs.write_program(module, "hello.128", work, **options)
+    return programs.write_program(module, "hello.128", work)
 
 
 def options_of(help_text: str) -> set[str]:
@@ -366,8 +366,9 @@ def test_failure_is_one_line_and_leaves_the_log(
     monkeypatch.delenv("AIRCC_LEAVES")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(programs, "TIME_LIMIT", 1)
     with pytest.raises(UserError, match=message) as caught:
-        make(module, tmp_path, time_limit=1)
+        make(module, tmp_path)
     log = tmp_path / "artifacts/build/logs/hello.128.log"
     assert str(caught.value).startswith("hello.128: ")
     assert str(log) in str(caught.value)

@@ -72,7 +72,7 @@ def _build_rows() -> Iterator[Row]:
         yield _tool_row(name, find())
 
 
-def _tool_row(what: str, tool: toolchain.Found | None) -> Row:
+def _tool_row(what: str, tool: toolchain.Tool | None) -> Row:
     needed_for = "build: npu2"
     wanted = " ".join(f"'{requirement}'" for requirement in COMPILERS[0].requirements)
     get = f"pip install {wanted}, from the pages that {GUIDE} lists"

@@ -1,6 +1,7 @@
-"""The machine's rates, in one table: each with its unit, the range that was published, and where.
+"""The machine's rates in one table, each with its unit, published range and source.
 
-Rates are of an NPU2 in its fastest power mode. `doit selftest` measures them; its report takes the table's place.
+The rates are those of an NPU2 in its fastest power mode. `doit selftest` measures them; values of its report replace
+those of the table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXAMPLE = "mlir-air 4216fa496, programming_examples/llama32_1b"
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of an NPU2 and of the host beside it. `measured`: the fields that a report filled."""
+    """Rates of an NPU2 and of its host."""
 
     clock_ghz: float = _rate(
         1.8,
@@ -123,25 +124,26 @@ class Machine:
     host_read_gbps: float = _rate(40, 40, 80, "GB/s", "of the host's programs: two Zen 5 cores, 42-79")
     host_call_us: float = _rate(50, 20, 60, "us", f"of a host program's call: {_EXAMPLE}, 0.05 ms a layer and token")
     measured: frozenset[str] = frozenset()
+    """Fields whose values come from a report."""
 
     @property
     def hertz(self) -> float:
         return self.clock_ghz * 1e9
 
     def macs_per_second(self, mode: str) -> float:
-        """Of one core. `mode`: what `stages.kernels.Cost` calls it."""
+        """Return the rate of one core in a mode of `stages.kernels.Cost`."""
         rate: float = getattr(self, f"macs_{mode}")
         return rate * self.hertz
 
     @staticmethod
     def from_report(path: Path) -> Machine:
-        """The table, with what a selftest report's `measured` holds in its place. Raises UserError."""
+        """Return the table with the values under `measured` of a selftest report. Raises UserError."""
         values = _measured(path)
-        known = [each.name for each in constants(Machine())]
-        taken = {name: _number(path, name, values[name]) for name in known if name in values}
-        if not taken:
-            raise UserError(f"measured={path}: measured has none of {', '.join(known)}: give a report of doit selftest")
-        return replace(Machine(), **taken, measured=frozenset(taken))
+        names = [constant.name for constant in constants(Machine())]
+        measured = {name: _number(path, name, values[name]) for name in names if name in values}
+        if not measured:
+            raise UserError(f"measured={path}: measured has none of {', '.join(names)}: give a report of doit selftest")
+        return replace(Machine(), **measured, measured=frozenset(measured))
 
 
 @dataclass(frozen=True)
@@ -157,26 +159,26 @@ class Constant:
 
 
 def constants(machine: Machine) -> list[Constant]:
-    """The table's rows, with a machine's values."""
-    found = []
-    for each in fields(Machine):
-        if about := each.metadata:
-            low, high = about["range"]
-            found.append(Constant(each.name, getattr(machine, each.name), low, high, about["unit"], about["source"]))
-    return found
+    """Return the rows of the table with the values of a machine."""
+    rated = [(field.name, field.metadata) for field in fields(Machine) if field.metadata]
+    return [
+        Constant(name, getattr(machine, name), low, high, about["unit"], about["source"])
+        for name, about in rated
+        for low, high in [about["range"]]
+    ]
 
 
 def _measured(path: Path) -> Mapping[str, Any]:
-    wanted = "give a report of doit selftest"
+    remedy = "give a report of doit selftest"
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"measured={path}: {error.strerror}: {wanted}") from None
+        raise UserError(f"measured={path}: {error.strerror}: {remedy}") from None
     except (ValueError, RecursionError):
-        raise UserError(f"measured={path}: is not JSON: {wanted}") from None
+        raise UserError(f"measured={path}: is not JSON: {remedy}") from None
     values = report.get("measured") if isinstance(report, dict) else None
     if not isinstance(values, dict):
-        raise UserError(f"measured={path}: has no object called measured: {wanted}")
+        raise UserError(f"measured={path}: has no object called measured: {remedy}")
     return values
 
 

@@ -1,9 +1,9 @@
-"""The work of a launch, read from its operations.
+"""Derives the work of a launch from its operations.
 
-What follows from the program, and not from its numbers: which transfers and calls wait for one another, because they
-share a buffer. A buffer that a loop allocates is there twice, so that it is filled while it is read; one of a launch
-step is there once. Steps of a launch grid that share descriptors are issued together; those that come next wait for
-them. Calls of tile functions cost what their kernel's tiling says.
+The program decides which transfers and calls wait for one another: those that share a buffer. A buffer that a loop
+allocates is double-buffered, so it is filled while it is read; a buffer of a launch step is not. Steps of a launch grid
+that share descriptors are issued together, and the next ones wait for them. The cost of a tile function's call is given
+by the tiling of its kernel.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ from stages.kernels import Cost
 
 
 def launch_work(launch: LaunchOp, costs: Mapping[str, Cost], shared_steps: int) -> tuple[Work, Traffic]:
-    """Of one launch; `costs` by tile function, `shared_steps` of each dimension of its grid are issued together. And
-    what it moves to and from DDR."""
+    """Return the work of one launch and its DDR traffic.
+
+    Args:
+        costs: By tile function.
+        shared_steps: How many steps of each dimension of the grid are issued together.
+    """
     return _Launch(launch, costs).work(shared_steps)
 
 
 def call_work(cost: Cost) -> Work:
-    """Of one call of a tile function."""
+    """Return the work of one call of a tile function."""
     products = multiply(cost.macs, cost.mode) if cost.macs else NOTHING
     vectors = Amount(ELEMENTWISE, cost.vectors), Amount(SCHEDULED, cost.scheduled)
     return Serial(products, *vectors, Amount(CALL, 1))
@@ -61,28 +65,22 @@ class _Launch:
     def work(self, shared_steps: int) -> tuple[Work, Traffic]:
         traffic = count_launch(self.launch)
         cores = max((math.prod(herd.shape()) for herd in analysis.walk_ops(self.segment, HerdOp)), default=0)
-        steps = Repeat(math.prod(self.launch.shape()), self._turn(self.segment.body.block))
+        steps = Repeat(math.prod(self.launch.shape()), self._chained(list(self._parts(self.segment.body.block))))
         awaited = math.prod(-(-size // shared_steps) for size in self.launch.shape()) - 1
         moved = Overlap(Amount(DDR, traffic.bytes), steps)
         return Serial(Amount(CONFIGURATION, cores), moved, Amount(STEP, awaited)), traffic
 
-    # segments
-
-    def _turn(self, block: Block) -> Work:
-        """One of many passes over a block whose buffers are there once: each has to be let go of before it is filled
-        again, and is let go of when all have passed that touch it."""
-        return self._chained(list(self._parts(block)))
-
     @staticmethod
     def _chained(parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:
-        """Parts that wait for one another where they touch the same buffer."""
-        # In order, so that of chains which take equally long it is always the same that is named.
+        """Return the work of one pass over single buffers: parts that touch the same buffer run one after another, and
+        a buffer is filled again only when all of them are done."""
+        # A fixed order, so that the same limit is named when chains take equally long.
         buffers = list(dict.fromkeys(buffer for _, _, touched in parts for buffer in touched))
         chains = [Serial(*(work for _, work, touched in parts if buffer in touched)) for buffer in buffers]
         return Overlap(*chains, *(work for _, work, touched in parts if not touched))
 
     def _parts(self, block: Block) -> Iterator[tuple[Operation, Work, set[SSAValue]]]:
-        """What takes time in a block of a segment, in order, and the L2 buffers it touches that the block knows."""
+        """Yield what takes time in a block of a segment, in order: (operation, work, outer L2 buffers it touches)."""
         for op in block.ops:
             if isinstance(op, analysis.Move | HerdOp | scf.ForOp | scf.ParallelOp):
                 yield op, self._part(op), self._touched(op)
@@ -97,7 +95,7 @@ class _Launch:
         return Amount(STREAM, self._bytes(op) / self.streams.get(op, 1))
 
     def _pipeline(self, times: int, parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:
-        """Passes over buffers that are there twice: all parts at once, after the first and up to the last."""
+        """Return the work of passes over double buffers: the first part by part, then all parts at the same time."""
         return Serial(self._chained(parts), Repeat(times - 1, Overlap(*(work for _, work, _ in parts))))
 
     def _touched(self, op: Operation) -> set[SSAValue]:
@@ -105,10 +103,8 @@ class _Launch:
         ends = [side for move in analysis.moves(op) for side in self._sides(move)]
         return {buffer for side in ends if side.space == L2 and (buffer := analysis.root(side.value)) not in inside}
 
-    # cores
-
     def _core(self, block: Block) -> Work:
-        """A core's program: loops that fetch overlap what they fetch with what they compute."""
+        """Return the work of a core's program, in whose loops transfers and computation overlap."""
         parts: list[Work] = []
         for op in block.ops:
             if isinstance(op, scf.ForOp):
@@ -121,20 +117,21 @@ class _Launch:
         return Serial(*parts, *([self._handed_on(conditional)] if conditional else []))
 
     def _handed_on(self, conditional: Sequence[scf.IfOp]) -> Work:
-        """What only some tiles do, each with what the one before hands on, part by part: the first part goes through
-        all of them, the others follow it."""
+        """Return the work that only some tiles do, each with the result of the previous tile, part by part: the first
+        part passes through all tiles, the others follow in a pipeline."""
         herd = conditional[0].parent_op()
         assert isinstance(herd, HerdOp)
         tiles = analysis.tiles(herd)
         works = {op: self._core(op.true_region.block) for op in conditional}
-        each = [Serial(*(works[op] for op in conditional if analysis.holds_on(op, *tile))) for tile in tiles]
+        by_tile = [Serial(*(works[op] for op in conditional if analysis.holds_on(op, *tile))) for tile in tiles]
         moves = (move for op in conditional for move in analysis.walk_ops(op, ChannelPutOp))
         puts = [move for move in moves if analysis.is_one_of(move, self.cascades)]
         parts = max(sum(analysis.runs_on(put, *tile) for put in puts) for tile in tiles) or 1
-        return Serial(Repeat(1 / parts, Serial(*each)), Repeat(1 - 1 / parts, Overlap(*each)))
+        return Serial(Repeat(1 / parts, Serial(*by_tile)), Repeat(1 - 1 / parts, Overlap(*by_tile)))
 
     def _moved(self, op: analysis.Move) -> Work:
-        """By a core's DMA, or by the core itself: a load or a store, and a step of the cascade for each vector."""
+        """Return the work of a transfer: by the core's DMA, or by the core itself through the cascade, with a load or
+        store and a cascade step for each vector."""
         if analysis.is_one_of(op, self.cascades):
             return Amount(ELEMENTWISE, 2 * self._bytes(op) // limits.ALIGNMENT_BYTES)
         return Amount(STREAM, self._bytes(op))
@@ -145,19 +142,16 @@ class _Launch:
             return Repeat(times, self._core(block))
         moves = [Amount(STREAM, self._bytes(inner)) for inner in block.ops if isinstance(inner, analysis.Move)]
         costs = [self._cost(inner) for inner in block.ops if isinstance(inner, func.CallOp)]
-        shares = {cost.share for cost in costs} | {1.0}
-        share = min(shares)
+        share = min(1.0, *(cost.share for cost in costs))
         active = Overlap(Serial(*map(call_work, costs)), *moves)
         return Serial(Repeat(times * share, active), Repeat(times * (1 - share), Overlap(*moves)))
 
     def _cost(self, op: func.CallOp) -> Cost:
         symbol = op.callee.string_value()
-        known = [function for function in self.costs if symbol.startswith(f"{function}_")]
-        if not known:
+        functions = [function for function in self.costs if symbol.startswith(f"{function}_")]
+        if not functions:
             raise TypeError(f"{self.name}: no tiling says what {symbol} costs")
-        return self.costs[max(known, key=len)]
-
-    # transfers
+        return self.costs[max(functions, key=len)]
 
     def _sides(self, op: Operation) -> tuple[analysis.Side, ...]:
         assert isinstance(op, analysis.Move)

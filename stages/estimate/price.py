@@ -1,4 +1,4 @@
-"""What the launches of a program cost."""
+"""Prices the launches of a program."""
 
 from __future__ import annotations
 
@@ -17,32 +17,41 @@ if TYPE_CHECKING:
 
 
 class Described(Protocol):
-    """A program for the array: its operations, kernel and tiling of each launch that a part describes; so many steps
-    of each dimension of a launch grid are issued before one is awaited."""
+    """A program for the array, as `stages.targets.npu2.modules.Module`."""
 
     @property
-    def air(self) -> AirModule: ...
+    def air(self) -> AirModule:
+        """Its operations."""
+
     @property
-    def kernels(self) -> Sequence[Kernel]: ...
+    def kernels(self) -> Sequence[Kernel]:
+        """The kernel of each launch that a part describes."""
+
     @property
-    def tilings(self) -> Sequence[Tiling]: ...
+    def tilings(self) -> Sequence[Tiling]:
+        """The tiling of each of these launches."""
+
     @property
-    def shared_steps(self) -> int: ...
+    def shared_steps(self) -> int:
+        """How many steps of each dimension of a launch grid are issued before one is awaited."""
 
 
 @dataclass
 class Priced:
-    """One described launch: how many launches of the array it takes (partitions of a vocabulary), what they move to and
-    from DDR, multiply-accumulates, time. A launch that the compiler needs and no part describes has its own name."""
+    """The price of one launch of a part, or of a launch that only the compiler needs."""
 
     name: str
+    """The kernel's name; the launch's own name if no part describes it."""
     tiling: str
     launches: int
+    """Launches of the array that it takes: several for partitions of a vocabulary."""
     traffic: Traffic
+    """Bytes to and from DDR."""
     macs: int
+    """Multiply-accumulates."""
     time: Time
     launch: LaunchOp
-    """The first of them."""
+    """The first launch of the array."""
 
     @property
     def title(self) -> str:
@@ -50,7 +59,7 @@ class Priced:
 
 
 def price(module: Described, machine: Machine) -> list[Priced]:
-    """Every described launch of one call, in order, without the submission."""
+    """Return the price of every launch of one call, in order, without the submission."""
     # xDSL takes a third of a second to import, and a build that is up to date asks for no price.
     from stages.air.stitching import part_of
     from stages.estimate.flow import launch_work
@@ -72,13 +81,8 @@ def price(module: Described, machine: Machine) -> list[Priced]:
     return [rows[position] for position in sorted(rows)]
 
 
-def program_milliseconds(module: Described, machine: Machine | None = None) -> float:
-    """Of one call, without its submission."""
-    return sum(row.time.milliseconds for row in price(module, machine or Machine()))
-
-
 def description(module: Described) -> dict[str, Any]:
-    """What lies beside a module: milliseconds of one call and of each launch, with the limit that sets most of them."""
+    """Return the JSON next to a module: milliseconds of one call and of each launch, with its largest limit."""
     rows = price(module, Machine())
     launches = [
         {"kernel": row.name, "launches": row.launches, "milliseconds": row.time.milliseconds, "limit": row.time.limit}

@@ -1,7 +1,8 @@
-"""Other projects' plans for the same array, by the estimate's own arithmetic, beside what they measured.
+"""Other projects' plans for the same array, priced like ours, to compare the estimate with their measurements.
 
-Plans are read from their sources: tile sizes, herds, what is double-buffered, the multiply mode from the build flags.
-The constants are fitted to `FITTED` within their published ranges; everything else is predicted.
+Plans are read from their sources: tile sizes, herds, double buffers, and the multiply mode from the build flags. The
+measurements are in `systems.toml`. The constants are fitted to `FITTED` within their published ranges; everything else
+is predicted.
 
 mlir-air (https://github.com/Xilinx/mlir-air, MIT licence): its Llama-3.2-1B example as of 4216fa496 (May 2026;
 docs/profile.md for the times), later builds by commit, single kernels from programming_examples/kernel_registry of
@@ -10,15 +11,18 @@ e972f2942 (June 2026, turbo). Its GEMM multiplies bf16 through bfp16, whether it
 AIE_API_EMULATE_BFLOAT16_MMUL_WITH_BFP16); so does its attention. Fused decode: programming_examples/fused_decode.
 FastFlowLM's figures are of its version 0.9.30 on Krackan.
 
-Not predicted, for want of a plan: IRON's prompt (2.74 s) and token (370 ms), prompts of FastFlowLM and of the 4-bit
-builds.
+Not predicted, because their plans are not known: IRON's prompt (2.74 s) and token (370 ms), prompts of FastFlowLM and
+of the 4-bit builds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from stages.air.limits import COLUMNS, ROWS
 from stages.estimate.constants import Machine
@@ -42,7 +46,7 @@ from stages.estimate.work import (
 from stages.kernels import BF16, F32, Cost
 
 Launch = tuple[int, float, Work]
-"""Cores that it loads, bytes that it moves to and from DDR, what it does."""
+"""(cores that it loads, bytes to and from DDR, work)."""
 
 GENERATED, WRITTEN = "bf16_generated", "bf16_bfp16"
 """Multiply modes of mlir-air's GEMM."""
@@ -50,23 +54,25 @@ GENERATED, WRITTEN = "bf16_generated", "bf16_bfp16"
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement: what, milliseconds, and the work of the plan behind it. `note`: why the two are apart."""
+    """A measurement and the plan that was measured."""
 
     what: str
     measured: float
+    """Milliseconds."""
     work: Work
     note: str = ""
+    """Why model and measurement differ."""
 
     def model(self, machine: Machine) -> float:
-        """Milliseconds."""
+        """Return the estimated milliseconds."""
         return spend(self.work, machine).milliseconds
 
     def error(self, machine: Machine) -> float:
-        """Of the model, relative to the measurement."""
+        """Return the error of the model relative to the measurement."""
         return self.model(machine) / self.measured - 1
 
 
-# Launches. Each is loaded on its own where a program has several, and is not where it is all that runs.
+# Launches. Each is configured on its own if a program has several, and not if it is the only one.
 
 
 def _launch(cores: int, moved: float, body: Work) -> Work:
@@ -78,7 +84,10 @@ def _alone(moved: float, body: Work) -> Work:
 
 
 def _gemm(m: int, k: int, n: int, tile: tuple[int, int, int, int], mode: str, out: int = BF16) -> Launch:
-    """`tile`: rows, columns of x in L2, in L1, output columns; herd 8x4. Finished tiles leave before the next begin."""
+    """Return a product on a herd of 8x4; finished tiles leave before the next ones begin.
+
+    `tile`: rows, columns of x in L2, columns of x in L1, output columns.
+    """
     tm, k2, k1, tn = tile
     grid = m // (tm * COLUMNS) * (n // (tn * ROWS))
     multiply = Overlap(call_work(Cost(tm * tn * k1, mode)), Amount(STREAM, BF16 * max(tm, tn) * k1))
@@ -93,9 +102,10 @@ def _gemm(m: int, k: int, n: int, tile: tuple[int, int, int, int], mode: str, ou
 
 
 def _gemv(m: int, k: int, tile_m: int, rows: int, ping_pong: bool) -> Launch:
-    """`tile_m` rows on each of 8 cores per launch step: L2 fills, then drains `rows` at a time, beside all of x.
+    """Return a product with a vector, `tile_m` rows on each of 8 cores per launch step: L2 fills, then drains `rows`
+    at a time, next to all of x.
 
-    Per 64 products a core loads twice two times, and multiplies; 14 operations add up a row.
+    For 64 products a core loads four times and multiplies once; 14 operations add up a row.
     """
     call = call_work(Cost(vectors=rows * (k // 64 * 5 + 14)))
     fetch = Amount(STREAM, BF16 * rows * k)
@@ -105,7 +115,7 @@ def _gemv(m: int, k: int, tile_m: int, rows: int, ping_pong: bool) -> Launch:
 
 
 def _elementwise(calls: int, cost: Cost, reads: int, writes: int, values: int, cores: int = COLUMNS) -> Launch:
-    """`calls` of `values` on each core; `reads`, `writes`: streams."""
+    """Return `calls` of `values` on each core, with `reads` and `writes` streams."""
     call = Overlap(call_work(cost), Amount(STREAM, BF16 * values))
     return cores, BF16 * (reads + writes) * cores * calls * values, Repeat(calls, call)
 
@@ -127,12 +137,12 @@ def _norm(rows: int, cols: int, cores: int = COLUMNS) -> Launch:
 
 
 def _rope(rows: int, head_dim: int, cores: int = COLUMNS) -> Launch:
-    """A row of a head at a time, its table row beside it."""
+    """Return rotary embedding, a row of a head at a time with its row of the table."""
     return _elementwise(rows // cores, Cost(vectors=head_dim // 32 * 14), 2, 1, head_dim, cores)
 
 
 def _cast(n: int) -> Launch:
-    """f32 -> bf16, which the written GEMM's result takes: loads, conversion, store."""
+    """Return the conversion f32 -> bf16 that the written GEMM's result needs: loads, conversion, store."""
     cores, _, body = _elementwise(n // COLUMNS // 2048, Cost(vectors=2048 // 16 * 4), 2, 1, 2048)
     return cores, (F32 + BF16) * n, body
 
@@ -141,8 +151,9 @@ _TILE = 64
 """Queries, keys and head size of a core's step of attention."""
 
 
-def _attention(rows: int, heads: int, keys: int | None = None) -> Launch:
-    """Four cores of a column share a query tile, a quarter of the keys each, masked ones too; then they merge.
+def _attention(rows: int, heads: int) -> Launch:
+    """Return attention: four cores of a column share a query tile, with a quarter of the keys each, masked ones
+    included; then they merge.
 
     Launch steps are awaited one by one (`runtime_loop_tiling_sizes=[1, 1]`). Vector operations on 32 lanes: masking
     half 1, clearing 1, maxima 2, exponentials 12, sums 2, rescaling 4; 22 per query for what runs across lanes.
@@ -152,7 +163,7 @@ def _attention(rows: int, heads: int, keys: int | None = None) -> Launch:
     merge = Cost(vectors=blocks * 15 + _TILE * 6)
     relayed = Serial(Amount(STREAM, tile), Amount(STREAM, tile))
     chunk = Overlap(call_work(softmax), relayed)
-    chunks = (keys or rows) // (ROWS * _TILE)
+    chunks = rows // (ROWS * _TILE)
     out = Serial(Amount(STREAM, tile), Amount(STREAM, group * _TILE * BF16))
     capture = Serial(Repeat(4, relayed), call_work(Cost(vectors=2 * blocks)))
     step = Serial(capture, Repeat(chunks, chunk), Repeat(ROWS - 1, call_work(merge)), out, Amount(STEP, 1))
@@ -162,19 +173,18 @@ def _attention(rows: int, heads: int, keys: int | None = None) -> Launch:
 
 
 def _program(*launches: Launch, copied: float = 0) -> Work:
-    """One submission, and `copied` bytes that the host writes before it."""
+    """Return one submission of launches after the host has written `copied` bytes."""
     parts = (_launch(*launch) for launch in launches)
     return Serial(Amount(SUBMISSION, 1), Amount(HOST_COPY, copied), *parts)
 
 
 def _kernel(launch: Launch) -> Work:
-    """All that is loaded: submitted, not configured again."""
+    """Return a launch that is the only one: submitted, not configured again."""
     _, moved, body = launch
     return Serial(Amount(SUBMISSION, 1), _alone(moved, body))
 
 
 def _host(milliseconds: float) -> Work:
-    """As stated."""
     return Amount(HOST, milliseconds / 1e3)
 
 
@@ -187,7 +197,7 @@ _gemm_may = partial(_gemm, mode=GENERATED)
 
 
 def _projections(product: Callable[[int], list[Launch]], kv: int = _KV, copied: float = _X) -> Work:
-    """Norm, Q, K, V, and the rotation of Q and K."""
+    """Return norm, Q, K, V, and the rotation of Q and K."""
     heads = _HEADS * _ROWS
     ropes = _rope(heads, 64), _rope(heads * kv // _EMB, 64)
     return _program(_norm(_ROWS, _EMB), *product(_EMB), *product(kv), *product(kv), *ropes, copied=copied)
@@ -222,9 +232,9 @@ _o_gemv_ffn = _program(
 _lm_head_gemv = _program(*[_gemv(16384, _EMB, 8, 4, True)] * 8)
 
 _PROMPT_HOST = _host(5.8 + 3.1 + _LAYERS * (1.1 + 6.9))
-"""Embedding, last norm, per layer the copy into the cache and Python, all as its profile states them."""
+"""Embedding, last norm, and per layer the copy into the cache and Python, as its profile states them."""
 _TOKEN_HOST = _host(0.07 + _LAYERS * (0.28 + 0.05))
-"""Last norm, per layer attention in numpy and Python."""
+"""Last norm, and per layer attention in numpy and Python."""
 
 
 def _prompt(qkv: Work, attention: Work, ffn: Work) -> Work:
@@ -235,24 +245,11 @@ def _token(qkv: Work, ffn: Work) -> Work:
     return Serial(Repeat(_LAYERS, Serial(qkv, ffn)), _lm_head_gemv, _TOKEN_HOST)
 
 
-FITTED = (
-    Row("rms_gemms_rope", 7.3, _rms_gemms_rope),
-    Row("flash_attn", 21.6, _flash_attn, "the same kernel took 15.4-16.1 ms in June, copies aside"),
-    Row("o_ffn", 41.0, _o_ffn, "47.7 ms a month later, before #1687"),
-    Row("rms_gemv_rope", 0.9, _rms_gemv_rope),
-    Row("o_gemv_ffn", 3.6, _o_gemv_ffn),
-    Row("lm_head_gemv", 13.6, _lm_head_gemv),
-    Row("prompt of 2048", 1270, _prompt(_rms_gemms_rope, _flash_attn, _o_ffn)),
-    Row("token", 92, _token(_rms_gemv_rope, _o_gemv_ffn)),
-)
-"""mlir-air's Llama-3.2-1B in bf16, May 2026: milliseconds per call, per prompt, per token."""
-
-
 # Later builds.
 
 
 def _written(k: int, n: int) -> list[Launch]:
-    """The written GEMM with f32 results, and their conversion."""
+    """Return the written GEMM with f32 results, and their conversion."""
     return [_gemm(_ROWS, k, n, (64, 256, 32, 128), WRITTEN, F32), _cast(_ROWS * n)]
 
 
@@ -261,7 +258,7 @@ _written_qkv = _projections(lambda n: _written(_EMB, n))
 
 
 def _direct_gemv(weights: float) -> Launch:
-    """Two cores of each column; a stream per column straight to a core, double-buffered."""
+    """Return a product on two cores of each column, with one double-buffered stream per column straight to a core."""
     return 2 * COLUMNS, weights, Amount(STREAM, weights / COLUMNS)
 
 
@@ -270,131 +267,82 @@ _ffn_3 = _program(*(_direct_gemv(BF16 * n) for n in (_EMB * _EMB, 2 * _EMB * _FF
 
 @dataclass(frozen=True)
 class _Decoder:
-    """A model that decodes in one submission: weights that a token reads (all but an embedding that is not the
-    vocabulary's), values of K or V per position and layer, waves for the vocabulary."""
+    """A model that decodes in one submission."""
 
     values: float
+    """Weights that a token reads: all but an embedding that is not tied."""
     layers: int
     width: int
+    """Values of K (or V) per position and layer."""
     chunks: int = 7
+    """Waves for the vocabulary."""
 
     def token(self, depth: int, streams: int = COLUMNS) -> Work:
-        """A wave per layer and per chunk of the vocabulary; 5 bits per weight, of which 16 cores unpack 3.7 a cycle."""
+        """Return a wave per layer and per chunk of the vocabulary; 5 bits per weight; 16 cores unpack 3.7 weights per
+        cycle each."""
         moved = self.values * 5 / 8 + 2 * BF16 * self.layers * self.width * depth
         body = Overlap(Amount(STREAM, moved / streams), Amount(CYCLES, self.values / 16 / 3.7))
         return Serial(Amount(SUBMISSION, 1), Amount(STEP, self.layers + self.chunks), _alone(moved, body))
 
 
-_M64 = 64 << 20
 _B1, _B3, _B8 = _Decoder(1.236e9, 16, 512), _Decoder(3.21e9, 28, 1024), _Decoder(7.5e9, 32, 1024)
 
 
-_GemmRow = tuple[int, int, int, tuple[int, int, int, int], float, str]
+_PLANS: dict[str, Callable[..., Work]] = {
+    "rms_gemms_rope": lambda: _rms_gemms_rope,
+    "flash_attn": lambda: _flash_attn,
+    "o_ffn": lambda: _o_ffn,
+    "rms_gemv_rope": lambda: _rms_gemv_rope,
+    "o_gemv_ffn": lambda: _o_gemv_ffn,
+    "lm_head_gemv": lambda: _lm_head_gemv,
+    "prompt": lambda: _prompt(_rms_gemms_rope, _flash_attn, _o_ffn),
+    "token": lambda: _token(_rms_gemv_rope, _o_gemv_ffn),
+    "written rms_gemms_rope": lambda: _written_qkv,
+    "written rms_gemms_rope, as many heads of K and V": lambda: _projections(lambda n: _written(_EMB, n), _EMB),
+    "written o_ffn": lambda: _written_ffn,
+    "written prompt": lambda: _prompt(_written_qkv, _flash_attn, _written_ffn),
+    "flash_attn, as many heads of K and V": lambda: _program(_attention(_ROWS, _HEADS), copied=4 * _X),
+    "o_gemv_ffn of 3 launches": lambda: _ffn_3,
+    "token, o_gemv_ffn of 3 launches": lambda: _token(_rms_gemv_rope, _ffn_3),
+    "streams": lambda moved: _alone(moved, Amount(STREAM, moved / COLUMNS)),
+    "fused decode 1B": _B1.token,
+    "fused decode 3B": _B3.token,
+    "fused decode 8B": _B8.token,
+    "gemm written": lambda m, k, n, tile: _kernel(_gemm(m, k, n, tile, WRITTEN, F32)),
+    "gemm generated": lambda m, k, n, tile: _kernel(_gemm(m, k, n, tile, GENERATED)),
+    "gemv": lambda m, k, tile_m: _kernel(_gemv(m, k, tile_m, tile_m, False)),
+    "add": lambda n: _kernel(_add(n)),
+    "rms_norm": lambda rows, cols: _kernel(_norm(rows, cols)),
+    "rope": lambda rows, head_dim: _kernel(_rope(rows, head_dim)),
+    "silu_and_mul": lambda n: _kernel(_silu(n)),
+    "attention": lambda rows, heads: _program(_attention(rows, heads)),
+}
+"""The plans by the names that `systems.toml` uses."""
 
 
-def _gemm_rows(name: str, mode: str, out: int, rows: Sequence[_GemmRow]) -> list[Row]:
-    """Shape, tile, GFLOP/s as published."""
-    return [
-        Row(f"GEMM {name} {m}x{k}x{n}", 2e-6 * m * k * n / rate, _kernel(_gemm(m, k, n, tile, mode, out)), note)
-        for m, k, n, tile, rate, note in rows
-    ]
+def _milliseconds(row: Mapping[str, Any]) -> float:
+    """Return the time that a row of `systems.toml` states: as a time, or as a rate of its plan's arguments."""
+    match row:
+        case {"ms": ms}:
+            return float(ms)
+        case {"us": us}:
+            return float(us / 1e3)
+        case {"per_second": rate}:
+            return float(1e3 / rate)
+        case {"gflops": rate, "arguments": [m, k, n, _]}:
+            return float(2e-6 * m * k * n / rate)
+        case {"gbps": rate, "arguments": [moved]}:
+            return float(moved / (rate * 1e6))
+    raise ValueError(f"{row['what']}: states no measurement")
 
 
-_KernelRow = tuple[tuple[int, ...], float, str]
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
-
-def _kernel_rows(name: str, launch: Callable[..., Launch], rows: Sequence[_KernelRow]) -> list[Row]:
-    """Arguments of the plan, microseconds as published."""
-    return [
-        Row(f"{name} {'x'.join(map(str, arguments[:2]))}", us / 1e3, _kernel(launch(*arguments)), note)
-        for arguments, us, note in rows
-    ]
-
-
-_GEMM_WRITTEN = (
-    (2048, 2048, 2048, (64, 512, 32, 128), 8508, ""),
-    (2048, 2048, 512, (64, 256, 32, 128), 7342, ""),
-    (2048, 2048, 8192, (64, 256, 32, 128), 8278, ""),
-    (2048, 8192, 2048, (64, 256, 32, 128), 9797, ""),
-    (4096, 4096, 4096, (64, 512, 32, 128), 9329, ""),
-    (1024, 1024, 1024, (64, 256, 32, 128), 6256, ""),
-    (512, 512, 512, (32, 256, 32, 128), 1791, ""),
+FITTED, KERNELS, PREDICTED = (
+    tuple(
+        Row(row["what"], _milliseconds(row), _PLANS[row["plan"]](*row.get("arguments", ())), row.get("note", ""))
+        for row in _DATA[table]
+    )
+    for table in ("fitted", "kernels", "predicted")
 )
-_GEMM_GENERATED = (
-    (2048, 2048, 2048, (64, 512, 32, 128), 5230, ""),
-    (2048, 2048, 512, (64, 256, 32, 128), 4765, ""),
-    (2048, 8192, 2048, (64, 256, 32, 128), 5592, ""),
-    (2048, 2048, 11008, (64, 128, 32, 64), 4276, "a tile half as wide: a K step's fixed part weighs twice"),
-)
-_GEMV = (
-    ((512, 2048, 8), 136, ""),
-    ((2048, 2048, 8), 330, ""),
-    ((8192, 2048, 8), 1067, ""),
-    ((2048, 8192, 2), 1082, ""),
-    ((16384, 2048, 8), 2193, ""),
-    ((16384, 1024, 16), 1069, ""),
-    ((49152, 2048, 8), 6187, ""),
-)
-_ATTENTION = (
-    (2048, 32, 15750, ""),
-    (2048, 14, 7270, ""),
-    (1024, 12, 2490, ""),
-    (512, 64, 3790, ""),
-    (512, 2, 730, "two steps: what is left is loading 32 full program memories, 350 us (#1334)"),
-    (16384, 2, 39850, ""),
-)
-
-KERNELS = (
-    *_gemm_rows("written, f32 out,", WRITTEN, F32, _GEMM_WRITTEN),
-    *_gemm_rows("generated, bf16 out,", GENERATED, BF16, _GEMM_GENERATED),
-    *_kernel_rows("GEMV", lambda m, k, tile_m: _gemv(m, k, tile_m, tile_m, False), _GEMV),
-    *_kernel_rows("add", _add, [((1 << 20,), 175, ""), ((1 << 22,), 437, ""), ((1 << 23,), 798, "")]),
-    *_kernel_rows(
-        "rms_norm",
-        _norm,
-        [
-            ((2048, 1024), 407, ""),
-            ((2048, 2048), 911, ""),
-            ((2048, 3072), 1012, "2.1 cycles a value measured, 2.9 at 2048 columns: banks, inferred"),
-        ],
-    ),
-    *_kernel_rows("rope", _rope, [((16384, 64), 210, ""), ((65536, 64), 579, ""), ((49152, 128), 667, "")]),
-    *_kernel_rows("silu_and_mul", _silu, [((1 << 21,), 569, ""), ((1 << 24,), 4016, "")]),
-    *(
-        Row(f"attention {rows} rows, {heads} heads", us / 1e3, _program(_attention(rows, heads)), note)
-        for rows, heads, us, note in _ATTENTION
-    ),
-)
-"""Single kernels of mlir-air's registry. Its GEMM and element-wise kernels gave their rates, one for all shapes."""
-
-_CACHE = "its cache costs 0.6 of what bf16 would at 60 GB/s: fewer bytes, inferred"
-
-PREDICTED = (
-    Row("rms_gemms_rope, written GEMM (#1687)", 7.6, _written_qkv),
-    Row("o_ffn, written GEMM (#1687)", 37.4, _written_ffn),
-    Row("o_ffn, generated GEMM, before #1687", 47.7, _o_ffn),
-    Row("prompt of 2048, written GEMM (#1687)", 1217, _prompt(_written_qkv, _flash_attn, _written_ffn)),
-    Row("o_gemv_ffn, 3 launches (#1637)", 2.599, _ffn_3),
-    Row("token, o_gemv_ffn of 3 launches (#1631)", 78, _token(_rms_gemv_rope, _ffn_3)),
-    Row("rms_gemv_rope, C++ harness (#1633)", 0.7246, _rms_gemv_rope),
-    Row("SmolLM2-1.7B rms_gemms_rope", 11.5, _projections(lambda n: _written(_EMB, n), _EMB)),
-    Row("SmolLM2-1.7B flash_attn", 22.0, _program(_attention(_ROWS, _HEADS), copied=4 * _X)),
-    Row("SmolLM2-1.7B o_ffn", 37.2, _written_ffn),
-    Row("IRON GEMV, 64 MiB on 8 columns", _M64 / 55e6, _alone(_M64, Amount(STREAM, _M64 / COLUMNS))),
-    Row("fused decode 1B, window 2048, 1 channel", 1e3 / 46.2, _B1.token(2048, COLUMNS // 2)),
-    Row("fused decode 1B, window 2048, 2 channels", 1e3 / 52.3, _B1.token(2048), "later 63.2/s, its kernels tuned"),
-    Row("fused decode 1B at 1k", 1e3 / 68.5, _B1.token(1024)),
-    Row("fused decode 1B at 2k", 1e3 / 63.2, _B1.token(2048)),
-    Row("fused decode 3B at 1k", 1e3 / 28.1, _B3.token(1024)),
-    Row("fused decode 3B at 8k", 1e3 / 17.0, _B3.token(8192)),
-    Row("fused decode 8B at 2k", 1e3 / 10.7, _B8.token(2048)),
-    Row("FastFlowLM 1B at 1k", 1e3 / 64.5, _B1.token(1024)),
-    Row("FastFlowLM 1B at 8k", 1e3 / 53.9, _B1.token(8192)),
-    Row("FastFlowLM 1B at 32k", 1e3 / 35.0, _B1.token(32768)),
-    Row("FastFlowLM 3B at 1k", 1e3 / 26.3, _B3.token(1024)),
-    Row("FastFlowLM 3B at 8k", 1e3 / 21.7, _B3.token(8192)),
-    Row("FastFlowLM 3B at 32k", 1e3 / 13.6, _B3.token(32768), _CACHE),
-    Row("FastFlowLM 8B at 1k", 1e3 / 12.8, _B8.token(1024)),
-    Row("FastFlowLM 8B at 32k", 1e3 / 8.5, _B8.token(32768), _CACHE),
-)
-"""Programs, prompts and tokens of other plans by the same constants."""
+"""The measurements that the constants are fitted to; those of single kernels; other programs, prompts and tokens."""

@@ -1,7 +1,7 @@
-"""What is to be done, and how long it takes: amounts, one after another, at the same time, again and again.
+"""Work and its time: amounts that follow one another, overlap or repeat.
 
-An amount is of something that the machine has a rate for, its *limit*. What runs at the same time takes as long as its
-longest part, and is limited by what limits that.
+An amount is in units that the machine has a rate for, its *limit*. Overlapping parts take as long as the longest of
+them and have its limit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from stages.estimate.constants import Machine
 
-# What amounts are of. The first word is the limit that people are told.
+# Kinds of amounts. The first word is the limit that people are told.
 MULTIPLY = "multiply"
-"""Multiply-accumulates of a core's matrix unit; a mode follows."""
+"""Multiply-accumulates of a core's matrix unit; the mode follows (`multiply bf16`)."""
 ELEMENTWISE, SCHEDULED, CALL, CYCLES = "elementwise", "elementwise scheduled", "call", "cycles"
-"""Of a core: vector operations, those that overlap, calls of tile functions, cycles."""
+"""On a core: vector operations, those that are software-pipelined, calls of tile functions, cycles."""
 STREAM, DDR = "stream", "DDR"
 """Bytes."""
 CONFIGURATION, STEP, SUBMISSION = "configuration", "step", "submission"
-"""Cores loaded for a launch; launch steps awaited; commands."""
+"""Cores loaded for a launch; awaited launch steps; commands."""
 HOST, HOST_COPY, HOST_READ, HOST_CALL = "host", "host copy", "host read", "host call"
-"""Seconds; bytes into buffer objects; bytes that host programs stream; their calls."""
+"""On the host: seconds; bytes copied into buffer objects; bytes that host programs read; their calls."""
 
 _SECONDS: Mapping[str, Callable[[float, Machine], float]] = {
     ELEMENTWISE: lambda n, machine: n * machine.vector_cycles / machine.hertz,
@@ -43,9 +43,10 @@ _SECONDS: Mapping[str, Callable[[float, Machine], float]] = {
 
 @dataclass(frozen=True)
 class Amount:
-    """So much of what the machine has a rate for."""
+    """An amount in units that the machine has a rate for."""
 
     kind: str
+    """One of the constants above."""
     amount: float
 
     @property
@@ -59,30 +60,31 @@ class Amount:
 
 
 def multiply(macs: float, mode: str) -> Amount:
-    """`mode`: as in `stages.kernels.Cost`."""
+    """Return multiply-accumulates in a mode of `stages.kernels.Cost`."""
     return Amount(f"{MULTIPLY} {mode}", macs)
 
 
 class Group:
-    """Parts of work."""
+    """Several parts of work."""
 
     def __init__(self, *parts: Work) -> None:
         self.parts = parts
 
 
 class Serial(Group):
-    """One part after another."""
+    """Parts that run one after another."""
 
 
 class Overlap(Group):
-    """All parts at the same time."""
+    """Parts that run at the same time."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The same again, `times` times (a share of a time too)."""
+    """Work that is repeated."""
 
     times: float
+    """May be a fraction."""
     work: Work
 
 
@@ -93,9 +95,10 @@ NOTHING = Serial()
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds by the limit that sets them."""
+    """A time, split by what limits it."""
 
     by: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by limit."""
 
     @property
     def seconds(self) -> float:
@@ -107,7 +110,7 @@ class Time:
 
     @property
     def limit(self) -> str:
-        """What sets most of it; nothing where there is no work."""
+        """The limit with the largest share; empty without work."""
         return max(self.by, key=lambda limit: self.by[limit], default="")
 
     def __add__(self, other: Time) -> Time:
@@ -118,7 +121,7 @@ class Time:
 
 
 def spend(work: Work, machine: Machine) -> Time:
-    """How long work takes."""
+    """Return how long work takes."""
     match work:
         case Amount():
             return Time({work.limit: work.seconds(machine)})

@@ -199,8 +199,15 @@ def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
                 args=_stored_args(kernel, stored, {HOST_SET: _VOCABULARY_LAYOUT}),
                 source=f"{stored.name}_lanes",
                 reference=_dequantised(kernel, stored),
-                derived=_cut_fields(lambda s, rows=rows: stored.cut(padded(s[rows]), s["cols"]), "lanes", "chunks"),
+                derived=_cut_fields(_matrix_cut(stored, rows), "lanes", "chunks"),
             )
+
+
+def _matrix_cut(stored: Format, rows: str) -> Callable[[Sizes], Cut]:
+    """Return the cut of a matrix as a function of a kernel's sizes; `rows` names its number of rows among them."""
+    assert stored.cut is not None
+    cut: Callable[..., Cut] = stored.cut
+    return lambda sizes: cut(padded(sizes[rows]), sizes["cols"])
 
 
 def _cut_fields(cut_of: Callable[[Sizes], Cut], *names: str) -> Derived:

@@ -1,8 +1,8 @@
-"""The table of targets, a folder each with the same rooms: what is different between them, and nothing else.
+"""The table of targets: a folder for each, with the same modules ("rooms"), that holds what differs.
 
-`stages/targets/<name>/__init__.py` has the record, `TARGET`; `modules.py`, `objects.py` and `programs.py` make what
-their names say, `toolchain.py` finds what that takes. Every package here that has `TARGET` is in the table: to add a
-target is to add a folder, its device in the runtime, and the kernel sources of a new kernel set.
+`stages/targets/<name>/__init__.py` has the record, `TARGET`. The rooms `modules.py`, `objects.py` and `programs.py`
+make what their names say; `toolchain.py` finds the tools. Every package here that has `TARGET` is in the table. A new
+target is a folder here, its device in the runtime, and the kernel sources of its kernel set if that is new.
 """
 
 from __future__ import annotations
@@ -23,102 +23,109 @@ from stages.model.policy import Policy
 
 
 class Modules(Protocol):
-    """Room `modules`: description -> generated source of a library, and beside it what its build needs to know."""
+    """Room `modules`: writes the generated source of a library and a JSON description that its build reads."""
 
     SUFFIX: str
     COSTS: bool
-    """Whether it also writes `<library>.cost.json`: what of the manifest the estimate says."""
+    """Whether `write_module` also writes `<library>.cost.json`: the estimated times that go into the manifest."""
 
     def write_module(self, directory: Path, library: str, work: Path, **arguments: Any) -> None:
-        """Step action: `build/modules/<library><SUFFIX>` and `<library>.json` of the configuration in `directory`."""
+        """Write `build/modules/<library><SUFFIX>` and `<library>.json` below `work` (step action), for the
+        configuration in `directory`."""
 
     def arguments(self, programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What `write_module` takes for a library of these programs. JSON."""
+        """Return the `arguments` (JSON) of `write_module` for a library of these programs."""
 
     def sources(self, programs: Sequence[Program]) -> list[str]:
-        """C++ sources that a library of these programs links, as `<kernel set>/<stem>`."""
+        """Return the C++ sources that a library of these programs links, as `<kernel set>/<stem>`."""
 
     def launches(self, part: Part) -> tuple[Launch, ...]:
-        """What a program runs of a part, in order."""
+        """Return the launches that a program makes for a part, in order."""
 
     def expected(self, source: str) -> dict[str, Any]:
-        """What generated source expects of the objects of a C++ source, for `write_objects`. JSON."""
+        """Return the arguments (JSON) of `write_objects` that tell what generated code expects of a C++ source."""
 
     def fingerprint(self) -> str | None:
-        """What besides this project's code decides on the text."""
+        """Return the version of whatever else decides on the text, besides this project's code."""
 
 
 class Objects(Protocol):
-    """Room `objects`: one C++ source -> its objects, a variant for each shape where kernels have fixed ones."""
+    """Room `objects`: compiles one C++ source, once for each shape where kernels have fixed shapes."""
 
     VARIANTS: bool
+    """Whether a source has an object for each shape."""
 
     def write_objects(
         self, source: str, modules: Sequence[Path], cache: Path, work: Path, **expected: Any
     ) -> list[Path]:
-        """Step action: `build/objects/<source>/`, all that `modules` ask for; returns the files that were read."""
+        """Write the objects that `modules` ask for to `build/objects/<source>/` (step action). Return the files that
+        were read."""
 
     def fingerprint(self) -> str | None:
-        """The compiler; None without one."""
+        """Return the compiler's version; None without a compiler."""
 
 
 class Programs(Protocol):
-    """Room `programs`: module and objects -> what the device loads."""
+    """Room `programs`: links a module and its objects into the file that the device loads."""
 
     SUFFIX: str
     DESCRIBES: bool
-    """Whether it also writes `<library>.json` beside it: what of the manifest only the finished program tells."""
+    """Whether `write_program` also writes `<library>.json`: manifest entries that only the linked program tells."""
 
     def write_program(self, module: Path, library: str, work: Path) -> list[Path]:
-        """Step action: `elf/<library><SUFFIX>`; returns the objects that were linked."""
+        """Write `elf/<library><SUFFIX>` (step action). Return the objects that were linked."""
 
     def fingerprint(self) -> str | None:
-        """The linker; None without one."""
+        """Return the linker's version; None without a linker."""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """`device`: module of `llama_npu2.devices` that runs it. `kernel_set`: folder of `kernel_src` with the kernels of
-    its device programs, in whose layouts weights are packed. `static`: programs have fixed numbers of rows, so a prompt
-    runs in a bucket. `foreign_tools`: it is built with more than this machine's C++ compiler. `machine`: what a machine
-    must have to run the artifacts, for the manifest. `context`: positions that its KV caches have room for unless
-    something else is said; 0: as many as the model knows. `built_on`: what of a machine, besides its tools, objects and
-    programs may depend on. `suits(model)`: whether this machine should run it unasked, given the directory of a model's
-    artifacts; the target of the highest `rank` that does is the default. `need_tools`: raises UserError, which names
-    them, where what builds it is not on this machine."""
+    """A target: the device that runs it, its kernels, and how its programs are composed."""
 
     name: str
     device: str
+    """The module of `llama_npu2.devices` that runs its programs."""
     kernel_set: str
+    """The folder of `kernel_src` with the kernels of its device programs; weights are packed in their layouts."""
     static: bool
+    """Whether programs have fixed numbers of rows, so that a prompt runs in a bucket."""
     groupings: Mapping[str, Grouping]
     default_grouping: str
     foreign_tools: bool = False
+    """Whether building takes more than this machine's C++ compiler."""
     context: int = 0
+    """Default capacity of KV caches in positions; 0: as many as the model knows."""
     machine: Callable[[], Mapping[str, Any]] = dict
+    """What a machine must have to run the artifacts, for the manifest."""
     built_on: Callable[[], Mapping[str, Any]] = dict
+    """Properties of this machine, besides its tools, that objects and programs may depend on."""
     suits: Callable[[Path], bool] = lambda model: False
+    """Whether this machine should run the target by default, given the directory of a model's artifacts."""
     need_tools: Callable[[], object] = lambda: None
+    """Raises UserError, which names the missing tools, if this machine cannot build the target."""
     rank: int = 0
+    """The default target is the one with the highest rank among those that suit."""
 
     def grouping(self, name: str) -> Grouping:
-        """By name. Raises UserError."""
+        """Return the grouping of this name. Raises UserError."""
         if name not in self.groupings:
             raise UserError(f"grouping={name}: target {self.name} has {', '.join(self.groupings)}")
         return self.groupings[name]
 
     def runs(self, weights: str) -> bool:
-        """Whether it has products of weights in a format."""
+        """Tell whether the target has products for weights in this format."""
         product = kernels().get(format_kernel("gemv", weights))
         return bool(product and (product.program if self.static else product.host))
 
     def caches(self, kv: str) -> bool:
-        """Whether a token attends over KV caches in what `kv=` says. Static programs keep K and V in rows."""
+        """Tell whether decode has attention over KV caches in the format of `kv=`. Static programs keep K and V in
+        rows."""
         kernel = "decode_attention_kv" if self.static else "decode_attention_panels"
         return format_kernel(kernel, KV_FORMATS[kv]) in kernels()
 
     def checked(self, policy: Policy) -> Policy:
-        """A policy that it can run. Raises UserError."""
+        """Return the policy if the target can run it. Raises UserError."""
         if missing := [name for name in policy.formats if not self.runs(name)]:
             raise UserError(
                 f"weights={policy.text}: target {self.name} has no kernels for {missing[0]}: choose target=cpu"
@@ -151,12 +158,12 @@ class Target:
 
 @functools.cache
 def targets() -> dict[str, Target]:
-    """Every target by name."""
+    """Return every target by name."""
     packages = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__) if m.ispkg)
     return {package.TARGET.name: package.TARGET for package in packages}
 
 
 def default_target(model: Path) -> Target:
-    """The target for this machine; `model`: where a model's artifacts are."""
+    """Return the target for this machine, given the directory of a model's artifacts."""
     by_rank = sorted(targets().values(), key=lambda target: -target.rank)
     return next(target for target in by_rank if target.suits(model))

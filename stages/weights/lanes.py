@@ -99,9 +99,8 @@ def cut(grouped: Grouped, rows: int, groups: int, together: int = 1) -> Cut:
     UserError if rows are no whole panels or one is too long."""
     what = f"a matrix of {rows} rows of {groups} groups"
     limits.require_multiple(what, "rows", rows, LANES // 2)
-    found = list(_cuts(grouped, rows, groups))
-    limits.first(what, f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
-    return next((each for each in found if together * each.panel_bytes <= _most(each)), found[-1])
+    cuts = limits.require_any(what, limits.IN_L1, _cuts(grouped, rows, groups))
+    return next((each for each in cuts if together * each.panel_bytes <= _most(each)), cuts[-1])
 
 
 def _most(each: Cut) -> int:
@@ -173,9 +172,9 @@ def feed_forward(grouped: Grouped, groups: int, inner_groups: int) -> FeedForwar
         pairs = Cut(grouped, groups, SHARES * share, LANES, -(-groups // chunk_groups), chunk_groups)
         return FeedForward(pairs, replace(pairs, groups=share, panels=rows, chunks=-(-share // chunk_groups)))
 
-    found = [made for size in range(min(groups, LANES), 0, -1) if limits.fits_l1((made := cut(size)).l1_bytes)]
-    limits.first(f"a feed-forward network of {groups} groups", f"L1 ({limits.L1_BYTES} bytes)", range(len(found)))
-    return min(found, key=lambda made: sum(made.chunks) * (made.pairs.chunk_bytes + CHUNK_COST))
+    cuts = [network for size in range(min(groups, LANES), 0, -1) if limits.fits_l1((network := cut(size)).l1_bytes)]
+    limits.require_any(f"a feed-forward network of {groups} groups", limits.IN_L1, cuts)
+    return min(cuts, key=lambda network: sum(network.chunks) * (network.pairs.chunk_bytes + CHUNK_COST))
 
 
 def for_array(grouped: Grouped, form: Format) -> Format:

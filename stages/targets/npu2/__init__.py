@@ -1,8 +1,8 @@
 """Target `npu2`: the NPU of Strix, Strix Halo and Krackan, programmed with MLIR-AIR and Peano, run through XRT.
 
-Prompts keep K and V interleaved by head in one buffer, so that attention needs one stream per column; the host attends
-for a token, unless its weights come in groups. Shapes are fixed, so programs of prompts come in buckets, and those that
-attend in windows of the cache.
+Prefill keeps K and V in one buffer, interleaved by head, so that attention needs one stream per column. In decode the
+host computes attention, unless weights are stored in groups. Shapes are fixed: there is a prefill program for each
+bucket, and programs with attention come in one for each context bucket (window).
 """
 
 from stages.targets import Target

@@ -1,8 +1,7 @@
-"""Reads what the compiler made of a module, from the MLIR that it leaves: how each launch configures the array, and the
-commands by which the shim moves data.
+"""Reads the MLIR that the compiler leaves: how each launch configures the array, and the commands that move data.
 
-A line-oriented reader of the operations that count, as mlir-aie prints them, one to a line. Where it expects one of
-these and finds another it refuses: what it does not know it does not pass.
+The reader goes line by line: mlir-aie prints one operation to a line, in the custom syntax of its dialects, and xDSL
+parses unregistered operations only in MLIR's generic syntax. An unknown operation is refused.
 """
 
 from __future__ import annotations
@@ -15,66 +14,70 @@ from dataclasses import dataclass, field
 from llama_npu2.errors import UserError
 
 Dims = tuple[tuple[int, int], ...]
-"""(size, stride) per dimension, outermost first, in elements."""
+"""(size, stride) of each dimension, outermost first, in elements."""
 
 STACK_DEFAULT = 1024
-"""Bytes, where a core does not say (mlir-aie, `AIEOps.td`)."""
+"""Bytes of stack of a core without `stack_size` (mlir-aie, `AIEOps.td`)."""
 
 _BITS = {"bf16": 16, "f32": 32, "i32": 32, "i16": 16, "i8": 8}
 
 
 @dataclass
 class Line:
-    """An operation, the ones inside it, and what stands behind its closing brace."""
+    """An operation, or the label of a block."""
 
     number: int
     text: str
+    """Without the opening brace."""
     body: list[Line] = field(default_factory=list)
+    """The operations inside it."""
     tail: str = ""
+    """The text after its closing brace."""
 
     @property
     def name(self) -> str:
-        """`aie.tile`; of a label, `^bb1`."""
-        found = re.match(r"(?:%[\w#:, %]+ = )?([\w.]+|\^\w+)", self.text)
-        return found[1] if found else ""
+        """The name of the operation (`aie.tile`) or the label (`^bb1`)."""
+        match = re.match(r"(?:%[\w#:, %]+ = )?([\w.]+|\^\w+)", self.text)
+        return match[1] if match else ""
 
     @property
     def result(self) -> str:
-        found = re.match(r"(%\w+) = ", self.text)
-        return found[1] if found else ""
+        match = re.match(r"(%\w+) = ", self.text)
+        return match[1] if match else ""
 
     @property
     def symbol(self) -> str:
-        """The first `@name`, of an operation or behind it."""
-        found = re.search(r"@([\w.]+)", self.text) or re.search(r'sym_name = "([^"]+)"', self.tail or self.text)
-        return found[1] if found else ""
+        """The first `@name`, else `sym_name` of the attributes."""
+        match = re.search(r"@([\w.]+)", self.text) or re.search(r'sym_name = "([^"]+)"', self.tail or self.text)
+        return match[1] if match else ""
 
     def arguments(self) -> list[str]:
-        """What stands between the first pair of parentheses, at its commas."""
+        """Return the text between the first pair of parentheses, split at its commas."""
         start = self.text.find("(")
-        depth, pieces, piece = 0, [], ""
+        depth, arguments, argument = 0, [], ""
         for letter in self.text[start + 1 :] if start >= 0 else "":
             if letter in ")]}>" and depth == 0:
                 break
             depth += (letter in "([{<") - (letter in ")]}>")
             if letter == "," and depth == 0:
-                pieces.append(piece.strip())
-                piece = ""
+                arguments.append(argument.strip())
+                argument = ""
             else:
-                piece += letter
-        return [*pieces, piece.strip()] if piece.strip() else pieces
+                argument += letter
+        return [*arguments, argument.strip()] if argument.strip() else arguments
 
     def number_of(self, attribute: str) -> int | None:
-        """An integer attribute in the dictionary of the operation."""
-        found = re.search(rf"\b{attribute} = (-?\d+)", self.tail or self.text)
-        return int(found[1]) if found else None
+        """Return an integer attribute of the operation's dictionary; None without it."""
+        match = re.search(rf"\b{attribute} = (-?\d+)", self.tail or self.text)
+        return int(match[1]) if match else None
 
-    def refuse(self, what: str) -> UserError:
+    def error(self, what: str) -> UserError:
+        """Return the error that this line is refused with."""
         return UserError(f"line {self.number} of what aircc made: {what}: {self.text[:100]}")
 
 
 def read_lines(text: str) -> list[Line]:
-    """The operations of a module, nested as their braces are. UserError where these do not match."""
+    """Return the operations of a module, nested like their braces. Raises UserError if braces do not match."""
     top = Line(0, "")
     open_lines = [top]
     for number, raw in enumerate(text.splitlines(), 1):
@@ -88,37 +91,40 @@ def read_lines(text: str) -> list[Line]:
             if not line.endswith("{"):
                 continue
         if line and not line.startswith("#"):
-            made = Line(number, line.removesuffix("{").strip())
-            open_lines[-1].body.append(made)
+            operation = Line(number, line.removesuffix("{").strip())
+            open_lines[-1].body.append(operation)
             if line.endswith("{"):
-                open_lines.append(made)
+                open_lines.append(operation)
     if len(open_lines) > 1:
         raise UserError(f"what aircc made ends inside line {open_lines[-1].number}")
     return top.body
 
 
 def elements_of(memref: str) -> tuple[int, int]:
-    """(elements, bytes of one) of `memref<2x4xbf16, 2 : i32>`. UserError if it is none of a fixed shape."""
-    found = re.match(r"(?:memref)?<((?:\d+x)*)(\w+)[,>]", memref)
-    if not found or found[2] not in _BITS:
+    """Return (number of elements, bytes of one) of a type `memref<2x4xbf16, 2 : i32>`. Raises UserError if the
+    shape is not fixed."""
+    match = re.match(r"(?:memref)?<((?:\d+x)*)(\w+)[,>]", memref)
+    if not match or match[2] not in _BITS:
         raise UserError(f"what aircc made has a buffer of type {memref[:60]}, which cannot be read")
-    return math.prod(int(n) for n in found[1].split("x") if n), _BITS[found[2]] // 8
+    return math.prod(int(n) for n in match[1].split("x") if n), _BITS[match[2]] // 8
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """`buffer`: its name where it is defined, of so many `elements` of `element_bytes`. `dims` are as written, or the
-    `length` in order. All but `element_bytes` in elements. `packet`: what the stream's packets are marked with, None
-    where it is switched by circuit."""
+    """A buffer descriptor: one transfer of a DMA. Sizes are in elements."""
 
     buffer: str
+    """The SSA name of the buffer."""
     elements: int
+    """Size of the buffer."""
     element_bytes: int
     offset: int
     length: int
     dims: Dims
+    """As written, else `length` elements in order."""
     line: int
     packet: int | None = None
+    """The ID of the packets that it sends; None in a circuit-switched stream."""
 
     @property
     def bytes(self) -> int:
@@ -127,11 +133,12 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Channel:
-    """`direction`: MM2S out of the tile's memory, S2MM into it."""
+    """A DMA channel of a tile."""
 
     column: int
     row: int
     direction: str
+    """MM2S (out of memory) or S2MM (into memory)."""
     number: int
 
     def __str__(self) -> str:
@@ -140,47 +147,55 @@ class Channel:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is pushed to a channel of the shim at once: descriptors one after the other, `runs` times."""
+    """A task of a shim channel: descriptors that run one after the other."""
 
     channel: Channel
     stream: str
+    """The symbol of the channel's allocation."""
     descriptors: tuple[Descriptor, ...]
     runs: int
+    """How often all of them run."""
     token: bool
+    """Whether its end is signalled, so that it can be awaited."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """`what`: start, await or free a `task`; load the configuration `device`; or write a number to `target`, a lock or
-    memory of a core."""
+    """A command of a launch."""
 
     what: str
+    """`start`, `await` or `free` (a task), `load` (a configuration) or `write` (a number)."""
     task: Task | None = None
     device: str = ""
+    """The configuration that is loaded."""
     target: str = ""
+    """The lock, or the memory of a core, that is written."""
 
 
 LockUse = tuple[str, int]
-"""A lock, and by how much it is taken down or up."""
+"""(lock, amount by which it is taken or given)."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One descriptor of a tile's channel, the locks that it waits for and takes, and those that it gives."""
+    """One descriptor of a tile's channel with its locks."""
 
     takes: tuple[LockUse, ...]
+    """Locks that it waits for and takes before it runs."""
     descriptor: Descriptor
     gives: tuple[LockUse, ...]
+    """Locks that it gives afterwards."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a channel of a memory or compute tile does on its own: its turns in order, again and again (`endless`) or
-    `runs` times."""
+    """The program of a DMA channel of a memory or compute tile."""
 
     channel: Channel
     runs: int
+    """How often the turns run, unless they are endless."""
     turns: tuple[Turn, ...]
+    """In order."""
     endless: bool
 
     @property
@@ -190,32 +205,37 @@ class Engine:
 
 @dataclass(frozen=True)
 class Action:
-    """What a core does: take or give (`lock`, by `count`), call a tile function with `buffers`, or all of `body`, and
-    that `count` times."""
+    """A step of a core's program."""
 
     what: str
+    """`take` or `give` (a lock), `call` (a tile function) or `loop`."""
     lock: str = ""
     count: int = 1
+    """The amount for a lock, or the iterations of a loop."""
     buffers: tuple[str, ...] = ()
+    """Arguments of the call."""
     body: tuple[Action, ...] = ()
+    """Actions of the loop."""
 
 
 @dataclass(frozen=True)
 class Core:
-    """`actions` are done again and again."""
+    """A core and its program."""
 
     column: int
     row: int
     actions: tuple[Action, ...]
+    """Repeated for ever."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A stream between two DMAs, or those of its packets that are marked with `packet`."""
+    """A stream between two DMAs."""
 
     source: Channel
     target: Channel
     packet: int | None = None
+    """The ID of the packets that it carries; None if it is circuit-switched."""
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -224,52 +244,54 @@ class Flow:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of a tile. `address`, `bank`: where the compiler says."""
+    """A buffer in the memory of a tile."""
 
     name: str
     column: int
     row: int
     bytes: int
     address: int | None
+    """None, like `bank`, before the compiler has chosen it."""
     bank: int | None
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the array is set up for a launch, and the commands that run it."""
+    """How the array is configured for a launch, and the commands that run it."""
 
     name: str
     engines: tuple[Engine, ...]
     buffers: tuple[Buffer, ...]
     locks: Mapping[str, int]
-    """Values that locks begin with."""
+    """Initial value of each lock."""
     cores: tuple[Core, ...]
     stacks: frozenset[int]
-    """Bytes that cores have of it."""
+    """The different stack sizes of its cores, in bytes."""
     flows: tuple[Flow, ...]
     arguments: tuple[str, ...]
+    """SSA names of the arguments of the commands."""
     commands: tuple[Command, ...]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program: its configurations in the order in which a dispatch runs them, each with the program's argument
-    number of every argument of its own."""
+    """A compiled program."""
 
     steps: tuple[tuple[Configuration, tuple[int, ...]], ...]
+    """Its configurations in the order of a dispatch, each with the indices of the program's arguments that it gets."""
 
     @property
     def resets(self) -> int:
-        """Configurations loaded in one dispatch, each behind a reset of the array. A load directly in front of the same
-        one is dropped by the compiler."""
-        order: list[str | None] = []
+        """The number of configurations that one dispatch loads, each after a reset of the array. The compiler drops a
+        load directly before a load of the same configuration."""
+        loads: list[str | None] = []
         for configuration, _ in self.steps:
-            order += [configuration.name, *(command.device or None for command in configuration.commands)]
-        return sum(name is not None and name != behind for name, behind in zip(order, [*order[1:], None], strict=True))
+            loads += [configuration.name, *(command.device or None for command in configuration.commands)]
+        return sum(name is not None and name != after for name, after in zip(loads, [*loads[1:], None], strict=True))
 
 
 def read_compiled(text: str, function: str) -> Compiled:
-    """The program `function` of a module that `airrt-to-npu` lowered. UserError where it cannot be read."""
+    """Read the program `function` of a module that `airrt-to-npu` lowered. Raises UserError."""
     devices = {line.symbol: line for line in _devices(read_lines(text))}
     main = next(
         (
@@ -282,23 +304,23 @@ def read_compiled(text: str, function: str) -> Compiled:
     )
     if main is None:
         raise UserError(f"what aircc made has no sequence {function}")
-    read: dict[str, Configuration] = {}
-    own = [argument.partition(":")[0].strip() for argument in main.arguments()]
+    configurations: dict[str, Configuration] = {}
+    arguments = [argument.partition(":")[0].strip() for argument in main.arguments()]
     steps = []
     for line in main.body:
         if line.name != "aiex.configure" or [inner.name for inner in line.body] != ["aiex.run"]:
-            raise line.refuse("a program does more than to configure and run")
-        name, given = line.symbol, line.body[0].arguments()
-        if name not in devices or any(argument not in own for argument in given):
-            raise line.refuse("a program runs what is not there")
-        if name not in read:
-            read[name] = _Reader(devices[name]).configuration(line.body[0].symbol)
-        steps.append((read[name], tuple(own.index(argument) for argument in given)))
+            raise line.error("a program does more than to configure and run")
+        name, bound = line.symbol, line.body[0].arguments()
+        if name not in devices or any(argument not in arguments for argument in bound):
+            raise line.error("a program runs what is not there")
+        if name not in configurations:
+            configurations[name] = _Reader(devices[name]).configuration(line.body[0].symbol)
+        steps.append((configurations[name], tuple(map(arguments.index, bound))))
     return Compiled(tuple(steps))
 
 
 def read_buffers(text: str) -> dict[str, tuple[Buffer, ...]]:
-    """Buffers of every configuration, of a module to which the compiler has given addresses."""
+    """Return the buffers of every configuration of a module in which they have addresses."""
     return {line.symbol: tuple(_Reader(line).buffers()) for line in _devices(read_lines(text))}
 
 
@@ -314,11 +336,11 @@ _KNOWN = frozenset(
     (
         *("aie.tile", "aie.lock", "aie.buffer", "aie.mem", "aie.memtile_dma", "aie.core", "aie.flow"),
         *("aie.shim_dma_allocation", "aie.runtime_sequence", "aiex.runtime_sequence"),
-        # These say nothing of what is read here.
+        # Nothing of these is read.
         *("aie.end", "aie.packet_flow", "aie.cascade_flow", "aie.external_buffer", "memref.global", "func.func"),
     )
 )
-"""Operations of a configuration."""
+"""Operations that a configuration may have."""
 
 _COMMANDS = {
     "aiex.dma_start_task": "start",
@@ -328,30 +350,29 @@ _COMMANDS = {
     "aiex.npu.rtp_write": "write",
     "aiex.set_lock": "write",
 }
-
+"""Operation of a launch -> `Command.what`."""
 
 _FOR = re.compile(r"= (%[\w]+) to (%[\w]+) step (%[\w]+)")
 
 
 def _constants(line: Line) -> Iterator[tuple[str, int]]:
-    """Numbers of an operation and what is inside it, by name."""
+    """Yield (name, value) of the integer constants inside an operation."""
     for inner in line.body:
-        found = re.match(r"(%\w+) = arith\.constant (-?\d+) : ", inner.text)
-        if found:
-            yield found[1], int(found[2])
+        if match := re.match(r"(%\w+) = arith\.constant (-?\d+) : ", inner.text):
+            yield match[1], int(match[2])
         yield from _constants(inner)
 
 
 def _lock_use(line: Line) -> tuple[str, str, int]:
-    """Whether a lock is taken or given, which, and by how much."""
+    """Return (`take` or `give`, lock, amount)."""
     lock, action, count, *_ = line.arguments()
     if action not in ("AcquireGreaterEqual", "Release"):
-        raise line.refuse("a use of a lock that is not known")
+        raise line.error("a use of a lock that is not known")
     return "take" if action == "AcquireGreaterEqual" else "give", lock, int(count)
 
 
 class _Reader:
-    """One `aie.device`."""
+    """Reads one `aie.device`."""
 
     def __init__(self, device: Line) -> None:
         self.device = device
@@ -367,19 +388,19 @@ class _Reader:
 
     def _at(self, line: Line, value: str) -> tuple[int, int]:
         if value not in self.tiles:
-            raise line.refuse("an unknown tile")
+            raise line.error("an unknown tile")
         return self.tiles[value]
 
     def configuration(self, sequence: str) -> Configuration:
-        """With the commands of the sequence of this name."""
+        """Return the configuration with the commands of the sequence of this name."""
         for line in self.device.body:
             if line.name not in _KNOWN:
-                raise line.refuse("an operation of a configuration that is not known")
+                raise line.error("an operation of a configuration that is not known")
         cores = list(self._named("aie.core"))
-        found = self._named("aie.runtime_sequence", "aiex.runtime_sequence")
-        commands = next((line for line in found if line.symbol == sequence), None)
+        sequences = self._named("aie.runtime_sequence", "aiex.runtime_sequence")
+        commands = next((line for line in sequences if line.symbol == sequence), None)
         if commands is None:
-            raise self.device.refuse(f"no sequence {sequence}")
+            raise self.device.error(f"no sequence {sequence}")
         arguments = {name.strip(): kind.strip() for name, _, kind in (a.partition(":") for a in commands.arguments())}
         return Configuration(
             self.device.symbol,
@@ -396,9 +417,9 @@ class _Reader:
     def buffers(self) -> Iterator[Buffer]:
         for line in self._named("aie.buffer"):
             elements, size = elements_of(self.memrefs[line.result])
-            place = self._at(line, line.arguments()[0])
-            address, bank = (line.number_of(attribute) for attribute in ("address", "mem_bank"))
-            yield Buffer(line.result, *place, elements * size, address, bank)
+            tile = self._at(line, line.arguments()[0])
+            address, bank = line.number_of("address"), line.number_of("mem_bank")
+            yield Buffer(line.result, *tile, elements * size, address, bank)
 
     def _flow(self, line: Line) -> Flow:
         source, out, target, into = line.arguments()
@@ -407,7 +428,7 @@ class _Reader:
     def _port(self, line: Line, tile: str, port: str, direction: str) -> Channel:
         bundle, _, number = (word.strip() for word in port.partition(":"))
         if bundle != "DMA":
-            raise line.refuse("a stream that is not between DMAs")
+            raise line.error("a stream that is not between DMAs")
         return Channel(*self._at(line, tile), direction, int(number))
 
     def _packet_flows(self) -> Iterator[Flow]:
@@ -425,7 +446,7 @@ class _Reader:
         constants = dict(_constants(line))
         blocks = [inner for inner in line.body if inner.name.startswith("^")]
         if len(blocks) > 1 and any(inner.name == "cf.cond_br" for inner in line.body):
-            raise line.refuse("a core with a way of its own")
+            raise line.error("a core with a way of its own")
         return Core(*self._at(line, line.arguments()[0]), tuple(self._actions(line.body, constants)))
 
     def _actions(self, lines: Sequence[Line], constants: Mapping[str, int]) -> Iterator[Action]:
@@ -441,10 +462,10 @@ class _Reader:
                         "loop", count=-(-(last - first) // step), body=tuple(self._actions(line.body, constants))
                     )
                 case _ if line.body:
-                    raise line.refuse("an operation of a core that is not known")
+                    raise line.error("an operation of a core that is not known")
 
     def _engines(self, line: Line) -> Iterator[Engine]:
-        place = self._at(line, line.arguments()[0])
+        tile = self._at(line, line.arguments()[0])
         blocks: dict[str, list[Line]] = {"": []}
         for inner in line.body:
             if inner.name.startswith("^"):
@@ -452,13 +473,13 @@ class _Reader:
             else:
                 blocks[list(blocks)[-1]].append(inner)
         for start in (inner for block in blocks.values() for inner in block if inner.name == "aie.dma_start"):
-            direction, number, first, _, *more = start.arguments()
-            runs = next((int(word.partition("=")[2]) for word in more if word.startswith("repeat_count")), 0) + 1
+            direction, number, first, _, *options = start.arguments()
+            runs = next((int(word.partition("=")[2]) for word in options if word.startswith("repeat_count")), 0) + 1
             turns, endless = self._turns(blocks, first)
-            yield Engine(Channel(*place, direction, int(number)), runs, turns, endless)
+            yield Engine(Channel(*tile, direction, int(number)), runs, turns, endless)
 
     def _turns(self, blocks: Mapping[str, list[Line]], first: str) -> tuple[tuple[Turn, ...], bool]:
-        """From the first block on, and whether the last leads to it."""
+        """Return the turns from the first block on, and whether the last one leads back to it."""
         turns: list[Turn] = []
         label, seen = first, set()
         while label and label not in seen:
@@ -477,12 +498,12 @@ class _Reader:
                     case "aie.end":
                         pass
                     case _:
-                        raise line.refuse("an operation of a DMA that is not known")
+                        raise line.error("an operation of a DMA that is not known")
             if descriptor is not None:
                 turns.append(Turn(tuple(locks["take"]), descriptor, tuple(locks["give"])))
             label = following
         if label not in ("", first):
-            raise blocks[label][0].refuse("descriptors that lead into the middle of themselves")
+            raise blocks[label][0].error("descriptors that lead into the middle of themselves")
         return tuple(turns), label == first
 
     def _descriptor(self, line: Line, memrefs: Mapping[str, str]) -> Descriptor:
@@ -492,14 +513,13 @@ class _Reader:
         numbers = [int(word) for word in rest if word.isdigit()]
         offset, length = (*numbers, 0, elements)[:2] if len(numbers) != 1 else (numbers[0], elements)
         patterns = [word for word in rest if not word.isdigit()]
-        found = tuple(
-            (int(n), int(stride)) for n, stride in re.findall(r"<size = (\d+), stride = (\d+)>", " ".join(patterns))
-        )
-        if buffer not in memrefs or len(patterns) > 1 or len(found) != " ".join(patterns).count("<"):
-            raise line.refuse("a descriptor that cannot be read")
-        packet = re.search(r"pkt_id = (\d+)", line.text)
-        marked = int(packet[1]) if packet else None
-        return Descriptor(buffer, elements, size, offset, length, found or ((length, 1),), line.number, marked)
+        pattern = " ".join(patterns)
+        dims = tuple((int(n), int(stride)) for n, stride in re.findall(r"<size = (\d+), stride = (\d+)>", pattern))
+        if buffer not in memrefs or len(patterns) > 1 or len(dims) != pattern.count("<"):
+            raise line.error("a descriptor that cannot be read")
+        match = re.search(r"pkt_id = (\d+)", line.text)
+        packet = int(match[1]) if match else None
+        return Descriptor(buffer, elements, size, offset, length, dims or ((length, 1),), line.number, packet)
 
     def _commands(self, lines: Sequence[Line], arguments: Mapping[str, str]) -> Iterator[Command]:
         channels = {line.symbol: self._allocation(line) for line in self._named("aie.shim_dma_allocation")}
@@ -513,16 +533,16 @@ class _Reader:
                 target = line.arguments()[0] if _COMMANDS[line.name] == "write" else ""
                 yield Command(_COMMANDS[line.name], task, device, target)
             elif line.name != "arith.constant":
-                raise line.refuse("a command that is not known")
+                raise line.error("a command that is not known")
 
     def _allocation(self, line: Line) -> Channel:
         tile, direction, number, *_ = line.arguments()
         return Channel(*self._at(line, tile), direction, int(number))
 
     def _task(self, line: Line, channels: Mapping[str, Channel], arguments: Mapping[str, str]) -> Task:
-        inner = [one for one in line.body if one.name not in ("aie.end",)]
-        if line.symbol not in channels or any(one.name != "aie.dma_bd" for one in inner):
-            raise line.refuse("a task that cannot be read")
-        descriptors = tuple(self._descriptor(one, arguments) for one in inner)
+        lines = [inner for inner in line.body if inner.name != "aie.end"]
+        if line.symbol not in channels or any(inner.name != "aie.dma_bd" for inner in lines):
+            raise line.error("a task that cannot be read")
+        descriptors = tuple(self._descriptor(inner, arguments) for inner in lines)
         runs = (line.number_of("repeat_count") or 0) + 1 if line.tail else 1
         return Task(channels[line.symbol], line.symbol, descriptors, runs, "issue_token = true" in line.tail)

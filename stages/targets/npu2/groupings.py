@@ -1,26 +1,27 @@
-"""How the NPU's programs are composed of parts."""
+"""The groupings of the NPU: which parts run in which order, and which of them share a program."""
 
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.part import UNPACK, UNPACK_JOINED
 
 CONTEXT = 4096
-"""Positions that KV caches have room for: the NPU's memory is locked, all of it, whether it is used or not."""
+"""Default capacity of KV caches, in positions. All of the NPU's memory is locked, whether it is used or not."""
 
 _START = ("embed_token_rows",)
 _PROMPT = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
-_THIRDS = ("rms_gemms_rope_kv", "flash_attn", "o_add", "gate_up", "down_add")
-# While the NPU runs one, the host unpacks the weights of the next, for which it needs no more room than a layer's take.
+_PROMPT_THIRDS = ("rms_gemms_rope_kv", "flash_attn", "o_add", "gate_up", "down_add")
+# While the NPU runs one of these, the host unpacks the weights of the next, so no more than a layer's unpacked weights
+# take memory.
 _PROMPT_PROGRAMS = (
-    Group("prefill_attend", _THIRDS[:3], prompt=True, windowed=True),
-    Group("prefill_up", _THIRDS[3:4], prompt=True),
-    Group("prefill_down", _THIRDS[4:], prompt=True),
+    Group("prefill_attend", _PROMPT_THIRDS[:3], prompt=True, windowed=True),
+    Group("prefill_up", _PROMPT_THIRDS[3:4], prompt=True),
+    Group("prefill_down", _PROMPT_THIRDS[4:], prompt=True),
 )
 _TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
 _LOGITS = ("final_norm", "lm_head_gemv")
 _LAST_ROW = ("final_norm", "lm_head_rows")
 
 GROUPINGS = {
-    # The six programs of mlir-air's example for Llama-3.2-1B (see `stages.model.families.llama`).
+    # The six programs of mlir-air's example for Llama-3.2-1B (credit: `stages.model.parts.llama`).
     "separate": Grouping(
         Chain(_START, _PROMPT, _LOGITS, UNPACK),
         _TOKEN,
@@ -31,10 +32,10 @@ GROUPINGS = {
             *(Group(name, (name,)) for name in ("rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")),
         ),
     ),
-    # A prompt takes three calls per layer, and the host makes its logits; a token takes layers + 1 calls, because
-    # the host attends between `rms_gemv_rope` and `o_gemv_ffn`.
+    # Prefill takes three calls per layer, and the host computes the logits. Decode takes layers + 1 calls, because the
+    # host computes attention between `rms_gemv_rope` and `o_gemv_ffn`.
     "fused": Grouping(
-        Chain(_START, _THIRDS, _LAST_ROW, UNPACK),
+        Chain(_START, _PROMPT_THIRDS, _LAST_ROW, UNPACK),
         _TOKEN,
         (
             *_PROMPT_PROGRAMS,
@@ -42,9 +43,10 @@ GROUPINGS = {
             Group("decode_layer", ("o_gemv_ffn", "rms_gemv_rope")),
             Group("decode_last", ("o_gemv_ffn", *_LOGITS)),
         ),
-        # Fewer and larger products with norms and residuals in them, K and V straight into the cache.
+        # For weights that can be joined: fewer and larger products that include norms and residuals; K and V go
+        # straight into the cache.
         Grouping(
-            Chain(_START, _THIRDS, _LAST_ROW, UNPACK_JOINED),
+            Chain(_START, _PROMPT_THIRDS, _LAST_ROW, UNPACK_JOINED),
             Chain(_START, ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
             (
                 *_PROMPT_PROGRAMS,

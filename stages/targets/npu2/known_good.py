@@ -1,5 +1,7 @@
-"""The versions of the NPU's tools that were checked, that are needed, and where they are. `doit doctor` compares with
-them; `docs/ryzen-ai.md` is held against them by a test."""
+"""The tool versions of the NPU that were checked, the oldest ones that can work, and where to get them.
+
+`doit doctor` compares a machine with them; a test compares `docs/ryzen-ai.md` with them.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +10,31 @@ from dataclasses import dataclass
 
 _RELEASES = "https://github.com/Xilinx/{}/releases/expanded_assets/{}"
 PEANO = "21.0.0.2026080601+f4a72c27"
-"""The `llvm-aie` that mlir-air's own tests on NPU2 pin (`buildAndTestRyzenAI.yml`, 2026-08): they saw wrong numbers
-with the LLVM 22 nightly 22.0.0.2026081201."""
+"""The `llvm-aie` version that mlir-air's own tests on NPU2 pin (`buildAndTestRyzenAI.yml`, 2026-08); they got wrong
+numbers with the LLVM 22 nightly 22.0.0.2026081201."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A state of mlir-air whose passes were checked with this project's modules, and the nightly wheel after it."""
+    """A commit of mlir-air whose passes were checked with this project's modules, and the nightly wheel after it."""
 
     commit: str
     date: str
     wheel: tuple[str, str]
-    """Version of the `mlir_air` wheel: at least, less than. A nightly's name has the hour in which it was built."""
+    """Version range of the `mlir_air` wheel: (at least, less than). A nightly's version has the hour of its build."""
     mlir_aie: str
-    """The version that this wheel's extra `aie` pins."""
+    """The `mlir_aie` version that the extra `aie` of this wheel pins."""
     mlir_aie_page: str
+    """The release of mlir-aie whose page has that wheel."""
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What to ask pip for."""
+        """The requirements for pip."""
         return f"mlir_air[aie]>={self.wheel[0]},<{self.wheel[1]}", f"llvm-aie=={PEANO}"
 
     @property
     def pages(self) -> tuple[str, ...]:
-        """Where pip finds it: of `mlir_air`, `mlir_aie`, `llvm-aie`."""
+        """The pages where pip finds `mlir_air`, `mlir_aie` and `llvm-aie`."""
         return (
             _RELEASES.format("mlir-air", "latest-air-wheels"),
             _RELEASES.format("mlir-aie", self.mlir_aie_page),
@@ -40,7 +43,7 @@ class Compiler:
 
     @property
     def install(self) -> str:
-        """The command."""
+        """The pip command."""
         wanted = (f"'{requirement}'" for requirement in self.requirements)
         return " ".join(["pip install", *wanted, *(f"-f {page}" for page in self.pages)])
 
@@ -55,15 +58,14 @@ COMPILERS = (
     ),
     Compiler("5c49b46c0", "2026-07-29", ("0.0.1.2026073000", "0.0.1.2026073024"), "1.4.0", "latest-wheels-4"),
 )
-"""The one to install first. What was checked are the sources, built with LLVM 22.1 and with mlir-aie as of
-`MLIR_AIE`; nobody has run the wheels with this project."""
+"""The first is the one to install. The sources were checked, built with LLVM 22.1 and mlir-aie as of `MLIR_AIE`; nobody
+has run the wheels with this project."""
 
 MLIR_AIE = ("979629649", "2026-04-23")
+"""Commit and date."""
 
 XRT_PACKAGES = ("libxrt-npu2", "libxrt-utils", "libxrt-utils-npu", "python3-xrt")
-"""As Ubuntu 26.04 calls them, and AMD's archive for 24.04: `XRT_ARCHIVE`, which also has the driver."""
-XRT_ARCHIVE = "ppa:amd-team/xrt"
-DRIVER_PACKAGE = "amdxdna-dkms"
+"""Packages of Ubuntu 26.04, and of AMD's archive for 24.04 (ppa:amd-team/xrt, which also has the driver)."""
 
 LEAST: dict[str, tuple[str, str]] = {
     "XRT": ("2.21.75", "hardware contexts from ELF files in its Python bindings"),
@@ -71,31 +73,31 @@ LEAST: dict[str, tuple[str, str]] = {
     "mlir_air": (COMPILERS[0].wheel[0], "what was checked first"),
     "mlir_aie": ("0.0.1.2026042300", "what was checked first"),
 }
-"""Oldest that can work, and for what."""
+"""By tool: the oldest version that can work, and what needs it."""
 
 SHARED_CONTEXT = "2.23"
-"""The first XRT whose bindings add a program to a context (`add_config`); before, each program has one of its own."""
+"""The first XRT whose bindings add a program to a context (`add_config`); before, each program has its own context."""
 
 NPU2_DEVICES: dict[tuple[str, str], str] = {
     ("0x17f0", "0x10"): "Strix",
     ("0x17f0", "0x11"): "Strix Halo",
     ("0x17f0", "0x20"): "Krackan",
 }
-"""PCI device and revision -> what it is. All have 8 columns."""
+"""(PCI device, revision) -> product. All have 8 columns."""
 
 NPU1_DEVICE = "0x1502"
 NPU2_COLUMNS = 8
 
 
-def checked(package: str, found: str) -> bool:
-    """Whether a wheel of the compiler has the version that was checked, or the first one after it."""
+def checked(package: str, installed: str) -> bool:
+    """Tell whether a wheel of the compiler has the version that was checked, or the first one after it."""
     if package == "mlir_air":
-        return any(version(first) <= version(found) < version(end) for first, end in (c.wheel for c in COMPILERS))
-    return found in ({PEANO} if package == "llvm-aie" else {compiler.mlir_aie for compiler in COMPILERS})
+        return any(version(first) <= version(installed) < version(end) for first, end in (c.wheel for c in COMPILERS))
+    return installed in ({PEANO} if package == "llvm-aie" else {compiler.mlir_aie for compiler in COMPILERS})
 
 
 def known_good() -> dict[str, str]:
-    """What the table says, for people."""
+    """Return the versions that were checked, as text for people."""
     return {
         "mlir-air": ", ".join(f"{compiler.commit} ({compiler.date})" for compiler in COMPILERS),
         "mlir-aie": "{} ({})".format(*MLIR_AIE),
@@ -106,7 +108,7 @@ def known_good() -> dict[str, str]:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """`2.23.0-rc1` -> (2, 23, 0): the leading numbers."""
+    """Return the leading numbers of a version: `2.23.0-rc1` -> (2, 23, 0)."""
     numbers = []
     for part in re.split("[-+]", text)[0].split("."):
         if not part.isdigit():

@@ -1,7 +1,7 @@
-"""Runs what the compiler made of a launch, as far as who waits for whom: locks, descriptors, streams, commands.
+"""Simulates who waits for whom in a compiled launch: locks, descriptors, streams and commands.
 
-No data is moved, only counted. Streams hold more than the array's do, so that what waits for ever here waits for ever
-there, too; not the other way round.
+Bytes are counted, not moved. The simulated streams buffer more than those of the array: a deadlock here is a deadlock
+there too, but not the other way round.
 """
 
 from __future__ import annotations
@@ -15,87 +15,85 @@ from stages.air import limits
 from stages.targets.npu2.compiled import Action, Channel, Configuration, Core, Engine, Task, Turn
 
 HELD = limits.L1_BYTES
-"""Bytes that may wait at the end of a stream before its beginning waits."""
+"""Bytes that may wait at the end of a stream before the sender waits."""
 
 Stream = tuple[Channel, int | None]
-"""Where it begins, and what its packets are marked with."""
+"""(channel that sends, ID of its packets or None)."""
 
 
 def check_liveness(where: str, configuration: Configuration) -> None:
-    """UserError if the commands of a launch would wait for ever, or if a core would use a buffer that is not the one
-    that its DMA filled or sends."""
+    """Raise UserError if the commands of a launch would wait for ever, or if a core would use another buffer than its
+    DMA filled or sends."""
     _Array(where, configuration).run()
 
 
 @dataclass(eq=False)
 class _Ring:
-    """Buffers of a core that a channel goes through in turn; `used`: how many of them the core has begun with."""
+    """The buffers of a core that a channel uses in turn."""
 
     buffers: tuple[str, ...]
     used: int = 0
+    """How many times the core went on to the next buffer."""
 
     def use(self, buffer: str) -> str | None:
-        """What the channel is at, where that is neither the buffer that the core used last nor the next."""
-        now, behind = (self.buffers[(self.used + step) % len(self.buffers)] for step in (0, -1))
-        if buffer == now:
+        """Use a buffer. Return None if it is the next one or the last one used, else the one that the channel is at."""
+        current, previous = (self.buffers[(self.used + step) % len(self.buffers)] for step in (0, -1))
+        if buffer == current:
             self.used += 1
-        return None if buffer == now or (self.used > 0 and buffer == behind) else now
+        return None if buffer == current or (self.used > 0 and buffer == previous) else current
 
 
 @dataclass(eq=False)
-class _Part:
-    """A core, a channel or the commands: `steps` yields whenever it has to wait. What it waits for is in `waits`."""
+class _Process:
+    """A core, a channel or the commands."""
 
-    steps: Iterator[None]
+    steps: Iterator[None] = field(default_factory=lambda: iter(()))
+    """Yields whenever the process has to wait."""
     waits: str = ""
+    """What it waits for."""
 
 
 @dataclass(eq=False)
 class _Array:
+    """The state of the array while a launch runs."""
+
     where: str
     configuration: Configuration
     locks: dict[str, int] = field(default_factory=dict)
     arrived: Counter[Channel] = field(default_factory=Counter)
-    """Bytes that wait at the channel that takes them."""
+    """Bytes that wait at each receiving channel."""
     targets: dict[Stream, list[Channel]] = field(default_factory=lambda: defaultdict(list))
     pushed: dict[Channel, deque[Task]] = field(default_factory=lambda: defaultdict(deque))
     done: Counter[Task] = field(default_factory=Counter)
     moved: bool = False
+    """Whether anything happened in this round."""
 
     def run(self) -> None:
         self.locks = dict(self.configuration.locks)
         for flow in self.configuration.flows:
             self.targets[flow.source, flow.packet].append(flow.target)
-        commands = _Part(iter(()))
+        commands = _Process()
         commands.steps = self._commands(commands)
-        parts = [commands, *self._others()]
-        alive = {id(part) for part in parts}
+        processes = [commands, *self._others()]
+        alive = {id(process) for process in processes}
         while id(commands) in alive:
             self.moved = False
-            for part in parts:
-                if id(part) in alive and next(part.steps, "over") == "over":
-                    alive.discard(id(part))
+            for process in processes:
+                if id(process) in alive and next(process.steps, "over") == "over":
+                    alive.discard(id(process))
             if not self.moved and id(commands) in alive:
-                waiting = [part.waits for part in parts[1:] if id(part) in alive and "core" in part.waits]
-                also = f", {waiting[0]}" if waiting else ""
+                cores = [process.waits for process in processes[1:] if id(process) in alive and process.waits]
+                also = f", {cores[0]}" if cores else ""
                 raise UserError(f"{self.where}: never ends: {commands.waits}{also}")
 
-    def _others(self) -> Iterator[_Part]:
+    def _others(self) -> Iterator[_Process]:
         for engine in self.configuration.engines:
-            part = _Part(iter(()))
-            part.steps = self._engine(engine, part)
-            yield part
+            yield _Process(self._engine(engine))
         for core in self.configuration.cores:
-            part = _Part(iter(()))
-            part.steps = self._core(core, part)
-            yield part
+            yield _Process(self._core(core), f"core ({core.column}, {core.row}) waits")
         shim = {command.task.channel for command in self.configuration.commands if command.task}
         for channel in sorted(shim, key=str):
-            part = _Part(iter(()))
-            part.steps = self._shim(channel)
-            yield part
-
-    # what they do
+            yield _Process(self._shim(channel))
 
     def _take(self, lock: str, count: int) -> bool:
         if self.locks[lock] < count:
@@ -114,23 +112,23 @@ class _Array:
         self.moved = True
 
     def _receive(self, channel: Channel, count: int) -> Iterator[None]:
-        """What has arrived is taken at once: a descriptor may be longer than what a stream holds."""
+        """Take bytes as they arrive, because a descriptor may be longer than what a stream buffers."""
         while count:
-            taken = min(count, self.arrived[channel])
-            if taken == 0:
+            received = min(count, self.arrived[channel])
+            if received == 0:
                 yield
                 continue
-            self.arrived[channel] -= taken
-            count -= taken
+            self.arrived[channel] -= received
+            count -= received
             self.moved = True
 
-    def _commands(self, part: _Part) -> Iterator[None]:
+    def _commands(self, process: _Process) -> Iterator[None]:
         for command in self.configuration.commands:
             if command.what == "start" and command.task:
                 self.pushed[command.task.channel].append(command.task)
                 self.moved = True
             elif command.what == "await" and command.task:
-                part.waits = f"the commands wait for {command.task.channel}"
+                process.waits = f"the commands wait for {command.task.channel}"
                 while not self.done[command.task]:
                     yield
                 self.done[command.task] -= 1
@@ -151,16 +149,16 @@ class _Array:
             self.done[task] += 1
             self.moved = True
 
-    def _engine(self, engine: Engine, part: _Part) -> Iterator[None]:
+    def _engine(self, engine: Engine) -> Iterator[None]:
         turns = 0
         while turns == 0 or engine.endless or turns < engine.runs:
             for turn in engine.turns:
-                yield from self._turn(engine.channel, turn, part)
-                # Channels that share a lock move equally much at a time: none takes a second turn before the others.
+                yield from self._turn(engine.channel, turn)
+                # Channels that share a lock move the same amount: none has a second turn before the others had one.
                 yield
             turns += 1
 
-    def _turn(self, channel: Channel, turn: Turn, part: _Part) -> Iterator[None]:
+    def _turn(self, channel: Channel, turn: Turn) -> Iterator[None]:
         for lock, count in turn.takes:
             while not self._take(lock, count):
                 yield
@@ -174,10 +172,9 @@ class _Array:
         for lock, count in turn.gives:
             self._give(lock, count)
 
-    def _core(self, core: Core, part: _Part) -> Iterator[None]:
+    def _core(self, core: Core) -> Iterator[None]:
         rings = {buffer: ring for ring in self._rings(core) for buffer in ring.buffers}
         actions = list(_unrolled(core.actions))
-        part.waits = f"core ({core.column}, {core.row}) waits"
         while actions:
             for action in actions:
                 if action.what == "take":
@@ -191,13 +188,13 @@ class _Array:
 
     def _call(self, core: Core, action: Action, rings: Mapping[str, _Ring]) -> None:
         for buffer in action.buffers:
-            wanted = rings[buffer].use(buffer) if buffer in rings else None
-            if wanted is not None:
+            other = rings[buffer].use(buffer) if buffer in rings else None
+            if other is not None:
                 where = f"{self.where}: core ({core.column}, {core.row})"
-                raise UserError(f"{where} uses {buffer} where its DMA is at {wanted}")
+                raise UserError(f"{where} uses {buffer} where its DMA is at {other}")
 
     def _rings(self, core: Core) -> Iterator[_Ring]:
-        """Where a channel of the core's tile has several buffers."""
+        """Yield the buffers of each channel of the core's tile that has several."""
         for engine in self.configuration.engines:
             buffers = tuple(descriptor.buffer for descriptor in engine.descriptors)
             if (engine.channel.column, engine.channel.row) == (core.column, core.row) and len(set(buffers)) > 1:
@@ -207,8 +204,6 @@ class _Array:
 def _unrolled(actions: Sequence[Action]) -> Iterator[Action]:
     for action in actions:
         if action.what == "loop":
-            inner = list(_unrolled(action.body))
-            for _ in range(action.count):
-                yield from inner
+            yield from list(_unrolled(action.body)) * action.count
         else:
             yield action

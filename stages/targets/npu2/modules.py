@@ -1,4 +1,7 @@
-"""Programs + a model's dimensions + a bucket -> MLIR-AIR modules. Kernels tile themselves; this wires them together."""
+"""Generates the MLIR-AIR module of a program, for a model's dimensions and a bucket.
+
+Kernels tile themselves; this module wires them together.
+"""
 
 from __future__ import annotations
 
@@ -36,32 +39,37 @@ Dimensions = Mapping[str, int | float]
 
 @functools.cache
 def fingerprint() -> str:
-    """xDSL prints the text."""
+    """Return the version of xDSL, which prints the text."""
     return f"xdsl {version('xdsl')}"
 
 
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `write_module` takes for a library of one program."""
+    """Return the arguments of `write_module` for a library of one program."""
     (program,) = programs
-    chosen = {"grouping": options["grouping"], "entry": program.entry, "bucket": program.bucket}
-    # Tokens do not multiply with what prompts are multiplied with.
-    matmul = options["matmul"] if program.bucket else BF16.matmul
-    return {**chosen, "window": program.window, "weights": options["weights"], "matmul": matmul}
+    return {
+        "grouping": options["grouping"],
+        "entry": program.entry,
+        "bucket": program.bucket,
+        "window": program.window,
+        "weights": options["weights"],
+        # `matmul=` is for prefill only.
+        "matmul": options["matmul"] if program.bucket else BF16.matmul,
+    }
 
 
 def launches(part: Part) -> tuple[Launch, ...]:
-    """What a program runs of a part."""
+    """Return the launches that a program makes for a part."""
     return part.launches
 
 
 def sources(programs: Sequence[Program]) -> list[str]:
-    """C++ sources of the tile functions that these programs call."""
+    """Return the C++ sources of the tile functions that these programs call."""
     parts = [part for program in programs for part in program.parts]
     return sorted({f"{KERNEL_SET}/{launch.kernel.on_array}" for part in parts for launch in part.launches})
 
 
 def expected(source: str) -> dict[str, Any]:
-    """Nothing: an object is asked for by its name and its flags."""
+    """Return nothing: an object is asked for by its name and its flags."""
     return {}
 
 
@@ -78,19 +86,25 @@ def write_module(
     support: Sequence[str] = (),
     priced: bool = True,
 ) -> None:
-    """Step action: MLIR of one program, and beside it what else its build and the manifest need to know, and what the
-    estimate says of its launches, both as JSON. Raises UserError where one call would take too long.
+    """Write the MLIR of one program, its description and its estimated times, the last two as JSON (step action).
 
-    `weights`, `matmul`: a policy's. `support`: C++ sources whose objects it links besides its tile functions. `priced`:
-    whether the estimate's time of one call is written too; it is no input of what is built, so that another constant of
-    the estimate re-links nothing.
+    Args:
+        directory: The artifact directory with the configuration.
+        window: The context bucket of the program; None without attention over the KV cache.
+        weights: Text of the policy, as `matmul`.
+        support: C++ sources whose objects the program links besides its tile functions.
+        priced: Whether to write the estimated times. They are no input of the build, so that a changed constant of the
+            estimate re-links nothing.
+
+    Raises:
+        UserError: One call would take too long.
     """
     policy = parse_policy(weights, matmul=matmul)
     write(_module(directory, grouping, entry, (bucket, window), policy), library, work, support, priced)
 
 
 def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
-    """The files of a module below `work`."""
+    """Write the files of a module below `work`."""
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(module.text())
@@ -106,13 +120,13 @@ def _module(directory: Path, grouping: str, entry: str, sizes: tuple[int | None,
     config = read_config(directory / CONFIG)
     bucket, window = sizes
     buckets = [bucket] if bucket else ()
-    found = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or WINDOW)
-    program = next(p for p in found if p.entry == entry and p.window == window)
+    programs = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or WINDOW)
+    program = next(p for p in programs if p.entry == entry and p.window == window)
     return build_module(program, config.dimensions())
 
 
 def description(library: str, module: Module, support: Sequence[str]) -> dict[str, Any]:
-    """What lies beside the text."""
+    """Return the JSON next to the text: what the build and the manifest need to know of a module."""
     tiles = {variant.object: [f"{KERNEL_SET}/{variant.stem}", *variant.flags()] for variant in module.variants}
     return {
         "programs": {library: {"slots": module.described_slots()}},
@@ -125,11 +139,13 @@ def description(library: str, module: Module, support: Sequence[str]) -> dict[st
 
 @dataclass(frozen=True)
 class Module:
-    """What the compiler gets: a program, its operations, the kernel and tiling of every launch, options for `aircc`."""
+    """The input of the compiler: a program, its operations, and the kernel and tiling of every launch."""
 
     program: Program
     air: AirModule
+    """The operations."""
     kernels: tuple[Kernel, ...]
+    """The kernel of each launch that a part describes; `tilings` alike."""
     tilings: tuple[Tiling, ...]
 
     @property
@@ -138,34 +154,38 @@ class Module:
 
     @property
     def variants(self) -> list[Variant]:
-        """Object variants to compile, sorted by object name."""
+        """The object variants to compile, sorted by object name."""
         return sorted(self.air.variants, key=lambda variant: variant.object)
 
     @functools.cached_property
     def shared_steps(self) -> int:
-        """So many steps of each dimension of a launch grid share descriptors: they are issued without awaiting one
-        another. Of a prompt's as many as the queue of a channel takes; one where steps of a launch go in two
-        dimensions, which takes more descriptors than there are, or moves rows in another order than the module says;
-        and fewer where a step's transfer is cut into several. No core may be told which step it is in: the compiler
-        would tell it of all these at once."""
+        """N for aircc's `--air-runtime-loop-tiling-sizes`: in each dimension of a launch grid, N steps are issued
+        together, without awaiting one another.
+
+        Decode: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
+        descriptors than there are, or move rows in another order than the module says; otherwise `QUEUE_DEPTH` divided
+        by the descriptors that one step queues at a channel. No core may be told which step it is in,
+        because the compiler would tell it of N steps at once.
+        """
         if not self.program.bucket:
             return 16
-        stepped = [(launch, sum(size > 1 for size in launch.shape())) for launch in self.air.launches]
-        if max(dimensions for _, dimensions in stepped) > 1:
+        grids = [sum(size > 1 for size in launch.shape()) for launch in self.air.launches]
+        if max(grids) > 1:
             return 1
-        most = max((step_descriptors(launch) for launch, dimensions in stepped if dimensions), default=1)
-        return max(1, limits.QUEUE_DEPTH // most)
+        per_step = (step_descriptors(launch) for launch, grid in zip(self.air.launches, grids, strict=True) if grid)
+        return max(1, limits.QUEUE_DEPTH // max(per_step, default=1))
 
     @property
     def options(self) -> list[str]:
-        """For `aircc`."""
+        """Additional options of `aircc`."""
         return [f"--air-runtime-loop-tiling-sizes={self.shared_steps}"] * 2
 
     def text(self) -> str:
+        """Return the MLIR."""
         return air.to_mlir(self.air.module)
 
     def described_slots(self) -> list[dict[str, Any]]:
-        """Slots as the manifest has them: shape and dtype are those of the function's arguments."""
+        """Return the arguments (slots) as the manifest has them, with shapes and dtypes of the function's arguments."""
         types = self.air.function.function_type.inputs
         return [
             {"name": slot.name, "shape": list(t.get_shape()), "role": slot.role, "dtype": str(t.element_type)}  # type: ignore[attr-defined]
@@ -174,8 +194,11 @@ class Module:
 
 
 def step_descriptors(launch: LaunchOp) -> int:
-    """That a step's longest transfer from or to DDR takes. Loops around it go in the dimensions that its pattern leaves
-    to a descriptor, where a size that the field does not hold takes two; loops beyond that are cut."""
+    """Return the number of descriptors that the longest DDR transfer of one launch step takes.
+
+    The loops around a transfer use the dimensions of a descriptor that its access pattern leaves free; a size that its
+    field does not hold takes two dimensions. Where dimensions run out, a loop is cut into several descriptors.
+    """
     from xdsl.dialects import scf
 
     from stages.air import analysis
@@ -187,21 +210,27 @@ def step_descriptors(launch: LaunchOp) -> int:
         counts = [analysis.trip_count(loop, name) for loop in loops]
         for side, _ in analysis.ends(move, name):
             sizes = [*counts, *(size for size, _ in side.dims)]
-            taken = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
-            if side.space == air.L3 and taken > limits.SHIM_DMA.dimensions:
+            dimensions = sum(1 if size <= limits.SHIM_DMA.wrap else 2 for size in sizes)
+            if side.space == air.L3 and dimensions > limits.SHIM_DMA.dimensions:
                 most = max([most, *map(limits.descriptors, counts)])
     return most
 
 
 def build_module(program: Program, dimensions: Dimensions) -> Module:
-    """The module of a program. Where its rows begin is data: what depends on the position is bound from there on.
+    """Return the module of a program.
 
-    `dimensions`: of `Config.dimensions`. UserError names the hardware limit that a shape breaks.
+    The position of its first row is data: buffers that depend on it are bound from that position on.
+
+    Args:
+        dimensions: From `Config.dimensions`.
+
+    Raises:
+        UserError: Names the hardware limit that a shape breaks.
     """
     rows = program.bucket or 1
-    known = {**dimensions, "seq": rows, "max_seq": rows, "window": program.window or 0, "pos": 0}
-    launches = list(_launches(program, known))
-    tilings = [_tile(kernel, sizes) for kernel, _, sizes in launches]
+    sizes = {**dimensions, "seq": rows, "max_seq": rows, "window": program.window or 0, "pos": 0}
+    launches = list(_launches(program, sizes))
+    tilings = [_tile(kernel, scalars) for kernel, _, scalars in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
     stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
     if program.bucket:
@@ -209,18 +238,18 @@ def build_module(program: Program, dimensions: Dimensions) -> Module:
     return Module(program, stitched, tuple(kernel for kernel, _, _ in launches), tuple(tilings))
 
 
-def _launches(program: Program, known: Dimensions) -> Iterator[tuple[Kernel, dict[str, str], dict[str, Any]]]:
-    """Kernel, its arguments' slots in the program, and its scalars as numbers."""
+def _launches(program: Program, sizes: Dimensions) -> Iterator[tuple[Kernel, dict[str, str], dict[str, Any]]]:
+    """Yield the kernel of each launch, the program's slots by kernel argument, and its scalars as numbers."""
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for launch in part.launches:
             args = {arg: wired[slot] for arg, slot in launch.args.items()}
-            yield launch.kernel, args, {k: known[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+            yield launch.kernel, args, {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
 
 
-def _tile(kernel: Kernel, sizes: Mapping[str, Any]) -> Tiling:
+def _tile(kernel: Kernel, scalars: Mapping[str, Any]) -> Tiling:
     if kernel.tiling is None:
         raise TypeError(f"kernel {kernel.name} has no program for the array")
-    return kernel.tiling(sizes)
+    return kernel.tiling(scalars)
 
 
 def _program(kernel: Kernel, tiling: Tiling) -> AirModule:

@@ -1,4 +1,4 @@
-"""Tile functions -> object files for the NPU's cores, by Peano."""
+"""Compiles tile functions into object files for the NPU's cores with Peano."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = (
     "-O2",
     "-std=c++20",
     "-DNDEBUG",
-    # The AIE API of wheels since July 2026 includes <adf.h>, which Peano lacks, unless this is defined.
+    # Without this, the AIE API of wheels since July 2026 includes <adf.h>, which Peano lacks.
     "-D__AIE_API_AIE_ADF_HPP__",
     "-Wno-parentheses",
     "-Wno-attributes",
@@ -36,9 +36,10 @@ FLAGS = (
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
-    """Step action: the objects of one source that modules ask for. Returns the project's files that were read.
+    """Write the objects of one source that modules ask for (step action). Return the project's files that were read.
 
-    Raises UserError, which names every tool of the target that is missing.
+    Raises:
+        UserError: With all tools of the target that are missing.
     """
     if fingerprint() is None:
         need_npu_tools()
@@ -46,8 +47,8 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path)
 
 
 def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str]) -> CachedObject:
-    """Object `name` of a source with `flags` (`Variant.flags()`), from `cache` if content, flags and compiler are known
-    there. Raises UserError, also if it needs more stack than a core has."""
+    """Compile object `name` of a source with `flags` (`Variant.flags()`), or take it from `cache` if it is there
+    for the same content, flags and compiler. Raises UserError, also if it needs more stack than a core has."""
     need_npu_tools("Peano", "AIE API headers")
     path = source_file(source)
     made_by = (fingerprint(), FLAGS, tuple(flags), stack.LIMIT)
@@ -63,7 +64,7 @@ def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str]) -> C
 
 
 def command_line(flags: Sequence[str]) -> list[str]:
-    """Peano's command for one object, but for source and output. The tools are there."""
+    """Return Peano's command for one object, without source and output. The tools exist."""
     compiler, headers = peano(), aie_api()
     assert compiler and headers
     return [str(compiler.path / "bin/clang++"), *FLAGS, f"-I{headers.path}", f"-I{KERNELS / KERNEL_SET}", *flags]

@@ -1,4 +1,4 @@
-"""MLIR modules -> ELFs for the NPU, by aircc; and what to say when it refuses one."""
+"""Compiles MLIR modules into ELFs for the NPU with aircc, and explains its failures."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
 
 TIME_LIMIT = 3600
-"""Seconds for one ELF. Decode modules take seconds, prefill modules minutes."""
+"""Seconds that aircc may take for one ELF. Decode modules take seconds, prefill modules minutes."""
 
 STACK_BYTES = 4 << 30
-"""Passes recurse deeply over long modules. Not unlimited, because that leaves their threads with 2 MiB each."""
+"""Stack limit of aircc, whose passes recurse deeply over long modules. Without a limit its threads get only 2 MiB."""
 
 if TYPE_CHECKING:
     from stages.targets.npu2.audit import Findings
@@ -41,71 +41,89 @@ __all__ = ["DESCRIBES", "SUFFIX", "Job", "command_line", "fingerprint", "link", 
 SUFFIX = ".elf"
 DESCRIBES = True
 INTERMEDIATE = "air_project"
+"""The directory for aircc's temporary files."""
 ELF = "out.elf"
 MODULE = "air.mlir"
 
-_UNIT = re.compile(r"(?:aie\.device\([^)]*\)|air\.segment|air\.herd|air\.launch)\s+@(\w+)")
+_UNIT_NAME = re.compile(r"(?:aie\.device\([^)]*\)|air\.segment|air\.herd|air\.launch)\s+@(\w+)")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One ELF to make: text of the module, its function, aircc's extra options, the objects that it links by name."""
+    """One ELF to make."""
 
     program: str
+    """Its name, for messages."""
     mlir: str
+    """The text of the module."""
     function: str
     options: Sequence[str] = ()
+    """Additional options of aircc."""
     objects: Mapping[str, Path] = field(default_factory=dict)
+    """The objects that it links, by the name that the module uses."""
 
 
-def write_program(module: Path, library: str, work: Path, time_limit: int = TIME_LIMIT) -> list[Path]:
-    """Step action: `elf/LIBRARY.elf`, what is to be known of it as `elf/LIBRARY.json`, and `build/logs/LIBRARY.log`, of
-    a module's MLIR and the description beside it. Returns the objects that it links.
+def write_program(module: Path, library: str, work: Path) -> list[Path]:
+    """Write `elf/LIBRARY.elf`, its description `elf/LIBRARY.json` and `build/logs/LIBRARY.log` (step action).
 
-    Raises UserError. When aircc fails, or what it made does not pass the audit, its log is left in the artifact
-    directory.
+    Args:
+        module: The MLIR; the description of the module is next to it.
+
+    Returns:
+        The objects that the program links.
+
+    Raises:
+        UserError: aircc failed, or its output did not pass the audit. The log is then in the artifact directory.
     """
     need_npu_tools()
-    about, objects = read_json(module.with_suffix(".json")), linked(module)
-    job = Job(library, module.read_text(), about["function"], about["options"], objects)
+    description, objects = read_json(module.with_suffix(".json")), linked(module)
+    job = Job(library, module.read_text(), description["function"], description["options"], objects)
     scratch = work / "aircc"
-    log, told = make(job, scratch, module.parents[2] / LOGS / f"{library}.log", time_limit)
+    log, facts = make(job, scratch, module.parents[2] / LOGS / f"{library}.log")
     (work / "elf").mkdir(exist_ok=True)
     (scratch / ELF).rename(work / "elf" / f"{library}{SUFFIX}")
     # A dot in the name is a bucket, not a suffix.
-    write_json(work / "elf" / f"{library}.json", told)
+    write_json(work / "elf" / f"{library}.json", facts)
     Tree(work).write(LOGS / f"{library}.log", log.encode())
     shutil.rmtree(scratch)
     return list(objects.values())
 
 
-def make(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> tuple[str, dict[str, Any]]:
-    """Link a program in the new directory `scratch`, audit what came of it, and give its kernel a name of its own.
-    Returns the log, and what is to be known of the ELF. Raises UserError, after writing the log to `failed_log`."""
-    log = link(job, scratch, failed_log, time_limit)
-    findings = _audited(job, scratch, log, failed_log)
+def make(job: Job, scratch: Path, failed_log: Path) -> tuple[str, dict[str, Any]]:
+    """Compile and audit a program in the new directory `scratch`, and give its kernel a name of its own.
+
+    Returns:
+        (log, description of the ELF as JSON)
+
+    Raises:
+        UserError: After writing the log to `failed_log`.
+    """
+    log = link(job, scratch, failed_log)
+    findings = _audit(job, scratch, log, failed_log)
     if findings.resets % 2:
-        # The compiler adds resets of its own where a DMA repeats, which the number of launches does not tell.
+        # The compiler adds resets where a DMA repeats, so the number of launches does not tell the number of resets.
         log += f"\n{job.program}: {findings.resets} resets of the array a dispatch, an odd number: linked again\n"
         shutil.rmtree(scratch)
-        job = replace(job, mlir=_toggled(job.mlir))
-        log += link(job, scratch, failed_log, time_limit)
-        findings = _audited(job, scratch, log, failed_log, even=True)
+        job = replace(job, mlir=_with_settling_toggled(job.mlir))
+        log += link(job, scratch, failed_log)
+        findings = _audit(job, scratch, log, failed_log, even=True)
     size = instructions(scratch / INTERMEDIATE, job.function).stat().st_size
-    kernel, why_not = rename(scratch / INTERMEDIATE, job.function, scratch / ELF, kernel_name(job.program))
-    notes = [f"its kernel stays {kernel}, so that it shares no context: {why_not}"] if why_not else []
+    kernel, reason = rename(scratch / INTERMEDIATE, job.function, scratch / ELF, kernel_name(job.program))
+    notes = [f"its kernel stays {kernel}, so that it shares no context: {reason}"] if reason else []
     log += "".join(f"\n{job.program}: {note}" for note in (*notes, *findings.notes))
     return log, {"kernel": kernel, "instruction_bytes": size, **asdict(findings)}
 
 
-def _toggled(mlir: str) -> str:
+def _with_settling_toggled(mlir: str) -> str:
+    """Add the launch that settles the number of resets, or remove it."""
     module = air.parse_mlir(mlir)
     air.toggle_settling(module)
     return air.to_mlir(module)
 
 
-def _audited(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = False) -> Findings:
-    """UserError, after writing the log, if what aircc made would not run right. `even`: nor an odd number of resets."""
+def _audit(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = False) -> Findings:
+    """Raise UserError, after writing the log, if the program would not run right. `even`: refuse an odd number of
+    resets too."""
     # Loads MLIR's framework, which an up-to-date build does not need.
     from stages.targets.npu2.audit import audit_made
 
@@ -122,28 +140,31 @@ def _audited(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = F
 
 
 def _leave_log(path: Path, log: str) -> None:
-    """Write the log of what failed into the artifact directory (`LOGS` in it), which may have come from elsewhere."""
+    """Write the log of a failure to `LOGS` of the artifact directory, which may come from another machine."""
     directory = path.parents[len(LOGS.parts)]
     Tree(directory).write(path.relative_to(directory), log.encode())
 
 
-def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT) -> str:
-    """Run aircc in the new directory `scratch`, where `out.elf` then is; returns its log. Raises UserError, after
-    writing the log to `failed_log`."""
+def link(job: Job, scratch: Path, failed_log: Path) -> str:
+    """Run aircc in the new directory `scratch`, where it leaves `out.elf`. Return its log.
+
+    Raises:
+        UserError: After writing the log to `failed_log`.
+    """
     scratch.mkdir(parents=True)
     (scratch / MODULE).write_text(job.mlir)
     for name, path in job.objects.items():
         # aiecc looks for what `link_with` names in its working directory.
         shutil.copyfile(path, scratch / name)
     started = time.monotonic()
-    status, log = _run(command_line(job), scratch, time_limit)
+    status, log = _run(command_line(job), scratch)
     if status == -signal.SIGSEGV:
-        # Some passes walk containers in the order of addresses: the same module may pass when tried again.
+        # Some passes iterate in the order of addresses: the same module may pass at the second attempt.
         shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
         crashed = f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n"
-        status, log = _run(command_line(job), scratch, time_limit)
+        status, log = _run(command_line(job), scratch)
         log = crashed + log
-    problem = _problem(job, status, log, scratch, time_limit)
+    problem = _problem(job, status, log, scratch)
     if problem is None:
         return log
     header = f"{' '.join(command_line(job))}\nended with {status} after {time.monotonic() - started:.0f} s\n\n"
@@ -152,10 +173,10 @@ def link(job: Job, scratch: Path, failed_log: Path, time_limit: int = TIME_LIMIT
 
 
 def command_line(job: Job) -> list[str]:
-    """aircc's command for one ELF, to be run where the module and its objects are. The tools are there."""
+    """Return aircc's command for one ELF, to be run in the directory of the module and its objects. The tools exist."""
     driver, compiler = aircc(), peano()
     assert driver and compiler
-    # XRT finds the kernel by instance name; with another one than the function's it hangs at run time.
+    # XRT finds the kernel by instance name; if that is not the name of the function, it hangs at run time.
     names = ["--elf-name", ELF, "--xclbin-instance-name", job.function, "--tmpdir", INTERMEDIATE]
     stack = f"--stack-size={limits.STACK_BYTES}"
     compilers = ["--peano", str(compiler.path), "--no-xchesscc", "--no-xbridge"]
@@ -173,8 +194,8 @@ def command_line(job: Job) -> list[str]:
     ]
 
 
-def _run(command: Sequence[str], directory: Path, time_limit: int) -> tuple[int | None, str]:
-    """Exit status (None: out of time) and everything the command said."""
+def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
+    """Run a command. Return its exit status (None after `TIME_LIMIT`) and its output."""
     say(f"waiting for {Path(command[0]).name}")
     with (directory / "log").open("w+b") as log:
         child = subprocess.Popen(
@@ -188,12 +209,12 @@ def _run(command: Sequence[str], directory: Path, time_limit: int) -> tuple[int 
             preexec_fn=raise_stack,
         )
         try:
-            status: int | None = child.wait(time_limit)
+            status: int | None = child.wait(TIME_LIMIT)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             if child.poll() is None:
-                # aircc's own children are in its session: none may outlive it.
+                # The children of aircc are in its session: none may outlive it.
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         log.seek(0)
@@ -201,30 +222,30 @@ def _run(command: Sequence[str], directory: Path, time_limit: int) -> tuple[int 
 
 
 def environment() -> dict[str, str]:
-    """aircc finds aiecc on PATH, which wheels do not put there."""
+    """Return an environment in which aircc finds aiecc: on PATH, where wheels do not put it."""
     tools = [str(tool.path.parent) for tool in (aircc(), aiecc()) if tool]
     return os.environ | {"PATH": os.pathsep.join([*dict.fromkeys(tools), os.environ.get("PATH", os.defpath)])}
 
 
 def raise_stack() -> None:
-    """Raise this process's stack limit as far as it may."""
+    """Raise the stack limit of this process to `STACK_BYTES`, or as far as it may."""
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
-def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: int) -> str | None:
-    """What went wrong, in the tool's own words where it has any; None if the ELF is there and whole."""
+def _problem(job: Job, status: int | None, log: str, scratch: Path) -> str | None:
+    """Return what went wrong, in the words of the tool if it has any; None if the ELF is complete."""
     if status is None:
-        return f"aircc was stopped after {time_limit} s"
-    # Without directories.
+        return f"aircc was stopped after {TIME_LIMIT} s"
+    # Directories are left out.
     error = re.sub(r"[\w.+-]*/(?=\S)", "", complaint(log))[:400]
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
         return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or grouping=separate"
     if status:
-        return f"aircc: {error}{_unit(job, error, scratch)}"
+        return f"aircc: {error}{_failed_launch(job, error, scratch)}"
     elf = scratch / ELF
     if not elf.is_file() or elf.stat().st_size == 0:
         return f"aircc made no ELF, though it reports success: {error}"
@@ -236,18 +257,18 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path, time_limit: 
 
 
 def has_instance(elf: bytes, function: str) -> bool:
-    """Whether these are bytes of an ELF that has a symbol of this name."""
+    """Tell whether these bytes are an ELF with a symbol of this name."""
     return elf.startswith(b"\x7fELF") and b"\0" + function.encode() + b"\0" in elf
 
 
-def _unit(job: Job, error: str, scratch: Path) -> str:
-    """Which launch the error is about: the last one that begins at or before the line that it names."""
+def _failed_launch(job: Job, error: str, scratch: Path) -> str:
+    """Return the launch that an error is about: the last one that begins at or before the line that it names."""
     match = re.search(r'"?([\w.-]+\.mlir)"?:(\d+)', error)
     paths = [path for path in (scratch, scratch / INTERMEDIATE) if match and (path / match[1]).is_file()]
     if not match or not paths:
         return ""
     lines = (paths[0] / match[1]).read_text(errors="replace").splitlines()[: int(match[2])]
-    names = _UNIT.findall("\n".join(lines))
+    names = _UNIT_NAME.findall("\n".join(lines))
     if not names:
         return ""
     segments = re.findall(r"air\.segment @(\w+)", job.mlir)

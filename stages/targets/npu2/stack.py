@@ -1,6 +1,6 @@
-"""Stack of tile functions, from the frame of every function that the compiler writes into `.stack_sizes` of an object.
+"""Checks the stack that tile functions need, from the frame sizes that the compiler writes into `.stack_sizes`.
 
-A core's stack lies in L1 right before its buffers: what overflows it lands in them, and nothing on the array notices.
+A core's stack lies in L1 right before its buffers: an overflow overwrites them, and nothing on the array notices.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from llama_npu2.errors import UserError
 from stages.air.limits import CALLER_STACK_BYTES, STACK_BYTES
 
 FLAGS = ("-fstack-size-section",)
-"""Has clang write the section."""
+"""Make clang write the section."""
 
 LIMIT = STACK_BYTES - CALLER_STACK_BYTES
 """Bytes that tile functions may use."""
 
 Place = tuple[object, int]
-"""Section and address in it; None and an address where those are final."""
+"""(section, address in it); (None, address) where addresses are final."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Bytes of stack that one call of a function takes, None if not known when compiled. `exported`: others call it."""
+    """The stack frame of a function."""
 
     function: str
     bytes: int | None
+    """Stack that one call takes; None if the compiler cannot know it."""
     exported: bool
+    """Whether other objects call the function."""
 
 
 def check_stack(path: Path, name: str) -> None:
-    """Raise UserError unless the tile functions of the object `name` can do with `LIMIT` bytes.
+    """Raise UserError unless `LIMIT` bytes are enough for the tile functions of the object `name`.
 
-    What they may need is taken to be the largest frame of an exported function, which none of the others calls, and
-    the frames of all others at once.
+    The bound is the largest frame of an exported function (exported functions do not call each other) plus the frames
+    of all other functions at once.
     """
-    found = frames(path, name)
-    unknown = next((frame.function for frame in found if frame.bytes is None), None)
+    functions = frames(path, name)
+    unknown = next((frame.function for frame in functions if frame.bytes is None), None)
     if unknown is not None:
         raise UserError(f"{name}: how much stack {unknown} takes is not fixed: give its arrays a constant size")
-    sizes = {frame.function: frame.bytes or 0 for frame in found}
-    tops = [sizes[frame.function] for frame in found if frame.exported]
-    needed = max(tops, default=0) + sum(sizes[frame.function] for frame in found if not frame.exported)
+    sizes = {frame.function: frame.bytes or 0 for frame in functions}
+    exported = [sizes[frame.function] for frame in functions if frame.exported]
+    needed = max(exported, default=0) + sum(sizes[frame.function] for frame in functions if not frame.exported)
     if needed > LIMIT:
         largest = max(sizes, key=lambda function: sizes[function])
         raise UserError(
@@ -53,7 +55,8 @@ def check_stack(path: Path, name: str) -> None:
 
 
 def frames(path: Path, name: str) -> list[Frame]:
-    """Every function that an object or a linked core, called `name`, defines. Raises UserError if it cannot be read."""
+    """Return the frame of every function that the object or linked core `name` defines. Raises UserError if it cannot
+    be read."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
@@ -80,21 +83,21 @@ def _place(elf: Any, symbol: Any, addend: int = 0) -> Place:
 
 
 def _sizes(elf: Any, section: Any) -> dict[Place, int]:
-    """Pairs of an address and an unsigned LEB128 number (LLVM's CodeGenerator.rst); in an object, relocations say which
-    addresses."""
-    data, at, sizes, relocated = section.data(), 0, {}, _relocated(elf, section)
-    while at < len(data):
-        final: Place = (None, int.from_bytes(data[at : at + elf.elfclass // 8], "little"))
-        place = relocated[at] if elf["e_type"] == "ET_REL" else final
-        at += elf.elfclass // 8
-        end = next(end for end in range(at, len(data)) if data[end] < 0x80) + 1
-        sizes[place] = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[at:end]))
-        at = end
+    """Read a section of pairs: address, size as unsigned LEB128 (LLVM's CodeGenerator.rst). In an object, the address
+    comes from a relocation."""
+    data, offset, sizes, relocated = section.data(), 0, {}, _relocated(elf, section)
+    while offset < len(data):
+        final: Place = (None, int.from_bytes(data[offset : offset + elf.elfclass // 8], "little"))
+        place = relocated[offset] if elf["e_type"] == "ET_REL" else final
+        offset += elf.elfclass // 8
+        end = next(end for end in range(offset, len(data)) if data[end] < 0x80) + 1
+        sizes[place] = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[offset:end]))
+        offset = end
     return sizes
 
 
 def _relocated(elf: Any, section: Any) -> dict[int, Place]:
-    """Which place the address at an offset of a section stands for."""
+    """Return the place that the relocation at each offset of a section points to."""
     return {
         entry["r_offset"]: _place(elf, _symbols(elf).get_symbol(entry["r_info_sym"]), entry["r_addend"])
         for relocations in elf.iter_sections("SHT_RELA")

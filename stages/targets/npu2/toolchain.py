@@ -1,4 +1,4 @@
-"""Finds the NPU's tools, driver and device, and names their versions, so that a changed tool rebuilds what it made."""
+"""Finds the NPU's tools, driver and device. Their versions are fingerprints: a changed tool rebuilds what it made."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from stages.targets.npu2.known_good import NPU1_DEVICE, NPU2_COLUMNS, NPU2_DEVIC
 
 
 @dataclass(frozen=True)
-class Found:
-    """A tool on this machine: where, and what it calls itself."""
+class Tool:
+    """A tool on this machine."""
 
     path: Path
     version: str
+    """The version of its wheel, else its own `--version` line."""
     wheel: str = ""
-    """The Python package that it came with, if that says its version."""
+    """The Python package that it came with, if its version is that of the package."""
 
 
 def _packages(*parts: str) -> Iterator[Path]:
-    """Places below the directories that Python packages are installed in: the tools come as wheels."""
+    """Yield the existing paths `parts` below the directories of Python packages: the tools come as wheels."""
     for directory in map(Path, sys.path):
-        if (place := directory.joinpath(*parts)).exists():
-            yield place
+        if (path := directory.joinpath(*parts)).exists():
+            yield path
 
 
 def _program(name: str, *package: str) -> Path | None:
-    """A program on PATH, else in the wheel's `bin`, which nothing puts on PATH."""
+    """Return a program on PATH, else in the `bin` of its wheel, which nothing puts on PATH."""
     on_path = shutil.which(name)
     return Path(on_path) if on_path else next(_packages(*package, "bin", name), None)
 
 
 def _version_line(program: Path) -> str:
-    """The line of `--version` that has a version in it, else the first."""
+    """Return the line of `--version` that has a version in it, else the first line."""
     try:
         run = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -56,65 +57,66 @@ def _version_line(program: Path) -> str:
     return next((line for line in lines if re.search(r"\d\.\d|[0-9a-f]{7}", line)), lines[0] if lines else "no version")
 
 
-def _found(path: Path, program: Path, package: str) -> Found:
-    """By the version of the wheel where it is from one: a nightly's program does not tell it from the next."""
+def _tool(path: Path, program: Path, package: str) -> Tool:
+    """Use the version of the wheel where there is one: two nightlies may have programs with the same version line."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         wheel = metadata.distribution(package)
         if Path(str(wheel.locate_file(package))).resolve() in program.resolve().parents:
-            return Found(path, wheel.version, package)
-    return Found(path, _version_line(program))
+            return Tool(path, wheel.version, package)
+    return Tool(path, _version_line(program))
 
 
 @functools.cache
-def peano() -> Found | None:
-    """Root of the Peano compiler: `PEANO_INSTALL_DIR`, else the `llvm-aie` wheel."""
+def peano() -> Tool | None:
+    """Return the root of the Peano compiler: `PEANO_INSTALL_DIR`, else the `llvm-aie` wheel."""
     chosen = os.environ.get("PEANO_INSTALL_DIR")
     roots = [Path(chosen)] if chosen else list(_packages("llvm-aie"))
     for root in roots:
         if (root / "bin/clang++").exists():
-            return _found(root.resolve(), root / "bin/clang++", "llvm-aie")
+            return _tool(root.resolve(), root / "bin/clang++", "llvm-aie")
     return None
 
 
 @functools.cache
-def aircc() -> Found | None:
+def aircc() -> Tool | None:
     program = _program("aircc", "mlir_air")
-    return _found(program, program, "mlir_air") if program else None
+    return _tool(program, program, "mlir_air") if program else None
 
 
 @functools.cache
-def aiecc() -> Found | None:
+def aiecc() -> Tool | None:
     program = _program("aiecc", "mlir_aie")
-    return _found(program, program, "mlir_aie") if program else None
+    return _tool(program, program, "mlir_aie") if program else None
 
 
 @functools.cache
-def aiebu_asm() -> Found | None:
-    """The assembler of ELFs, which aiecc has inside: on PATH, in a wheel, or where XRT installs it."""
+def aiebu_asm() -> Tool | None:
+    """Return the assembler of ELFs (aiecc contains it too): on PATH, in a wheel, or where XRT installs it."""
     placed = (Path("/opt/xilinx") / package / "bin/aiebu-asm" for package in ("xrt", "aiebu"))
     program = _program("aiebu-asm", "mlir_aie") or next((path for path in placed if path.is_file()), None)
-    return _found(program, program, "mlir_aie") if program else None
+    return _tool(program, program, "mlir_aie") if program else None
 
 
 @functools.cache
-def aie_api() -> Found | None:
-    """Directory to include for `aie_api/aie.hpp`: `AIE_API_INCLUDE`, else beside aiecc, else the `mlir_aie` wheel."""
+def aie_api() -> Tool | None:
+    """Return the include directory of `aie_api/aie.hpp`: `AIE_API_INCLUDE`, else next to aiecc, else the `mlir_aie`
+    wheel."""
     chosen = os.environ.get("AIE_API_INCLUDE")
     driver = aiecc()
-    beside = [driver.path.resolve().parents[1] / "include"] if driver else []
-    for root in [Path(chosen)] if chosen else [*beside, *_packages("mlir_aie", "include")]:
+    next_to_driver = [driver.path.resolve().parents[1] / "include"] if driver else []
+    for root in [Path(chosen)] if chosen else [*next_to_driver, *_packages("mlir_aie", "include")]:
         if (root / "aie_api/aie.hpp").is_file():
-            return Found(root.resolve(), _headers_version(root / "aie_api"))
+            return Tool(root.resolve(), _headers_version(root / "aie_api"))
     return None
 
 
 def _headers_version(directory: Path) -> str:
-    """The headers carry no version: a digest of their names and sizes tells two sets apart."""
+    """Return a digest of the headers' names and sizes, because they carry no version."""
     files = sorted((p.relative_to(directory).as_posix(), p.stat().st_size) for p in directory.rglob("*.hpp"))
     return f"{len(files)} headers, {xxhash.xxh3_64_hexdigest(repr(files).encode())[:8]}"
 
 
-NPU_TOOLS: dict[str, Callable[[], Found | None]] = {
+NPU_TOOLS: dict[str, Callable[[], Tool | None]] = {
     "aircc": aircc,
     "aiecc": aiecc,
     "Peano": peano,
@@ -123,21 +125,21 @@ NPU_TOOLS: dict[str, Callable[[], Found | None]] = {
 
 
 def need_npu_tools(*names: str) -> None:
-    """UserError, one line, if any of these (of `NPU_TOOLS`; none given: all) is missing."""
+    """Raise UserError if one of these tools is missing. `names`: keys of `NPU_TOOLS`; none: all."""
     missing = [name for name in names or NPU_TOOLS if NPU_TOOLS[name]() is None]
     if missing:
         raise UserError(f"target npu2 needs {', '.join(missing)}, not found on this machine: see doit doctor")
 
 
 def npu_fingerprint() -> str | None:
-    """Version lines of the tools that make an NPU program; None if one is missing."""
-    found, assembler = [tool() for tool in NPU_TOOLS.values()], aiebu_asm()
-    versions = [*(tool.version for tool in found if tool), assembler.version if assembler else "no aiebu-asm"]
-    return "; ".join(versions) if all(found) else None
+    """Return the versions of the tools that make an NPU program; None if one is missing."""
+    tools, assembler = [find() for find in NPU_TOOLS.values()], aiebu_asm()
+    versions = [*(tool.version for tool in tools if tool), assembler.version if assembler else "no aiebu-asm"]
+    return "; ".join(versions) if all(tools) else None
 
 
 def peano_fingerprint() -> str | None:
-    """Version lines of what makes an object for the NPU; None if one is missing."""
+    """Return the versions of compiler and headers that make an object for the NPU; None if one is missing."""
     compiler, headers = peano(), aie_api()
     return f"{compiler.version}; {headers.version}" if compiler and headers else None
 
@@ -154,65 +156,71 @@ def _read(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Npu:
-    """An accelerator device node. `name` is empty if it is not an NPU that is known; `columns` 0 likewise."""
+    """An accelerator device node."""
 
     node: Path
     name: str
+    """Empty if it is not a known NPU."""
     columns: int
+    """0 if it is not a known NPU2."""
     driver: str
+    """Name and version."""
     firmware: str
     usable: bool
     """Whether this user may open it."""
 
 
 def npu(system: Path = Path("/")) -> Npu | None:
-    """The first device below `/dev/accel`, an NPU2 before any other."""
+    """Return the first device below `/dev/accel`, an NPU2 before any other."""
     devices = [_npu(system, node) for node in sorted(system.glob("dev/accel/accel*"))]
     return max(devices, key=lambda device: device.columns, default=None)
 
 
 def _npu(system: Path, node: Path) -> Npu:
-    about = system / "sys/class/accel" / node.name / "device"
-    device, revision = _read(about / "device") or "", _read(about / "revision") or ""
+    properties = system / "sys/class/accel" / node.name / "device"
+    device, revision = _read(properties / "device") or "", _read(properties / "revision") or ""
     name = NPU2_DEVICES.get((device, revision), "")
-    driver = (about / "driver").resolve().name if (about / "driver").exists() else ""
+    driver = (properties / "driver").resolve().name if (properties / "driver").exists() else ""
     version = _read(system / "sys/module" / driver / "version") if driver else None
     return Npu(
         node,
         name or ("NPU of the first generation" if device == NPU1_DEVICE else ""),
         NPU2_COLUMNS if name else 0,
         f"{driver} {version or 'of the kernel'}".strip() if driver else "",
-        _read(about / "fw_version") or "",
+        _read(properties / "fw_version") or "",
         os.access(node, os.R_OK | os.W_OK),
     )
 
 
 @dataclass(frozen=True)
 class Pyxrt:
-    """XRT's Python bindings. `elf_contexts`: whether a context takes an ELF, which running needs; `shared_contexts`:
-    more than one."""
+    """XRT's Python bindings."""
 
     path: str
     runlist: bool
+    """Whether they have run lists."""
     elf_contexts: bool
+    """Whether a hardware context takes an ELF. Running needs that."""
     shared_contexts: bool
+    """Whether a hardware context takes several ELFs."""
 
 
 def pyxrt() -> Pyxrt | None:
+    """Return what XRT's Python bindings can do; None if they are not installed."""
     try:
         import pyxrt as bindings
     except ImportError:
         return None
     context = getattr(bindings, "hw_context", None)
-    described = (getattr(context, "__init__", None) or context).__doc__ or ""
+    signatures = (getattr(context, "__init__", None) or context).__doc__ or ""
     shared = hasattr(context, "add_config")
-    # A word of its own: every signature in the text has a `self`.
-    elf_contexts = shared or re.search(r"\belf\b", described) is not None
+    # The whole word: every signature has a `self`.
+    elf_contexts = shared or re.search(r"\belf\b", signatures) is not None
     return Pyxrt(getattr(bindings, "__file__", "") or "", hasattr(bindings, "runlist"), elf_contexts, shared)
 
 
 def xrt_version(system: Path = Path("/")) -> str | None:
-    """Version of the installed XRT, by its own record or else by its tool."""
+    """Return the version of the installed XRT, from its own record, else from its tool."""
     for directory in (os.environ.get("XILINX_XRT", ""), system / "opt/xilinx/xrt", system / "usr/share/xrt"):
         record = _read(Path(directory) / "version.json") if directory else None
         if record:
@@ -221,13 +229,13 @@ def xrt_version(system: Path = Path("/")) -> str | None:
             except (ValueError, KeyError, TypeError):
                 continue
     tool = shutil.which("xrt-smi")
-    found = re.search(r"\d+\.\d+[\d.]*", _version_line(Path(tool))) if tool else None
-    return found.group() if found else None
+    match = re.search(r"\d+\.\d+[\d.]*", _version_line(Path(tool))) if tool else None
+    return match.group() if match else None
 
 
 def usable_here(model: Path) -> bool:
-    """Whether this machine has the NPU and either a model's artifacts for it, below `model`, or what builds them. Says
-    why not where there is an NPU."""
+    """Tell whether this machine has the NPU and either a model's artifacts for it (below `model`) or the tools that
+    build them. If there is an NPU that cannot be used, print why."""
     device = npu()
     if device is None or not device.columns:
         return False

@@ -1,6 +1,6 @@
-"""Target `npu2-sim`: the NPU's own programs, the same MLIR and the same C++ tile functions, executed on the host.
+"""Target `npu2-sim`: the NPU's own programs (the same MLIR and C++ tile functions), executed on the host.
 
-What the hardware would refuse is refused: memory sizes, channels, descriptors, alignment, queue depth.
+The simulator refuses what the hardware would refuse: memory sizes, channels, descriptors, alignment, queue depth.
 """
 
 from llama_npu2.cpu_features import cpu_features
@@ -17,7 +17,7 @@ TARGET = Target(
     groupings=GROUPINGS,
     default_grouping="fused",
     context=CONTEXT,
-    # Tile functions are compiled for all that this CPU has.
+    # Tile functions are compiled for all features of this CPU.
     machine=lambda: {"features": cpu_features()},
     built_on=lambda: {"features": cpu_features(), **host_system()},
     need_tools=need_host_compiler,

@@ -1,8 +1,8 @@
 """Lowers an AIR module to host C++ that executes it: the launch grid, segments, herd tiles and every DMA as written.
 
-Reads only the MLIR. The result calls tile functions; its entry `NAME` has the signature of `ENTRY` below and its string
-`NAME_info` (JSON) says what the slots and launches are. A program the hardware would refuse is refused here, or by the
-entry in one line.
+Only the MLIR is read. The C++ calls the tile functions. Its entry `NAME` has the signature of `ENTRY` below; its string
+`NAME_info` (JSON) describes the arguments (slots) and launches. A program that the hardware would refuse is refused
+here or by the entry, in one line.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from stages.air.dialect import (
 from stages.targets.npu2_sim.objects import FENCE_BYTES
 
 ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error, int64_t error_bytes)"
-"""`counters`: per launch tile calls, MACs, then (bytes read, bytes written) of each slot. Returns 0, or 1 with `error`
-filled. `reverse` runs grid steps and tiles backwards: results must not depend on it."""
+"""`counters`: per launch the tile calls, MACs, then (bytes read, bytes written) of each slot. `reverse` runs grid steps
+and tiles backwards: results must not depend on it. Returns 0, or 1 with the message in `error`."""
 
 _INTEGER_OPS = {
     arith.AddiOp: "+",
@@ -60,10 +60,10 @@ _IGNORED = (
 )
 
 
-def lower(module: ModuleOp, ping_pong: bool = True) -> str:
-    """Host C++ of a module; refuses what `stages.air.check` refuses."""
+def lower(module: ModuleOp) -> str:
+    """Return the host C++ of a module. Raises UserError for what `stages.air.checks` refuses."""
     module.verify()
-    check(module, ping_pong)
+    check(module)
     return _Lowering(module).source()
 
 
@@ -72,7 +72,7 @@ def _c_type(kind: object) -> str:
 
 
 def _packed(value: SSAValue) -> str:
-    """Whether a buffer's elements are bytes, which may hold several numbers, as C++ has it."""
+    """Return the C++ boolean: whether a buffer's elements are bytes, which may hold several numbers."""
     assert isinstance(value.type, MemRefType)
     return "true" if element_bytes(value.type) == 1 else "false"
 
@@ -84,8 +84,11 @@ class _Lowering:
     names: dict[SSAValue, str] = field(default_factory=dict)
     depth: int = 0
     where: str = ""
+    """Program, launch, segment and herd, for messages."""
     patterns: int = 0
+    """Number of access patterns so far."""
     offsets: dict[SSAValue, int] = field(default_factory=dict)
+    """Offset of each buffer in its memory."""
     herd: HerdOp | None = None
 
     def source(self) -> str:
@@ -209,12 +212,12 @@ class _Lowering:
         )
 
     def _written_first(self) -> set[SSAValue]:
-        """Slots whose first transfer writes: what they held before is nobody's."""
-        first: dict[SSAValue, bool] = {}
+        """Return the arguments whose first transfer writes, so that their old contents do not matter."""
+        written_first: dict[SSAValue, bool] = {}
         for op in analysis.moves(self.module):
             for side, written in reversed(analysis.ends(op, "")):
-                first.setdefault(analysis.root(side.value), written)
-        return {value for value, written in first.items() if written}
+                written_first.setdefault(analysis.root(side.value), written)
+        return {value for value, written in written_first.items() if written}
 
     def _arena(self, space: int) -> int:
         ends = [self.offsets[v] + buffer_bytes(v) for v in self.offsets if memory_space(v.type) == space]
@@ -271,19 +274,20 @@ class _Lowering:
         self.where = outer
 
     def _place(self, op: SegmentOp | HerdOp, space: int) -> None:
-        """Fixed, fenced places for the buffers of one memory, aligned as well as they are on the array and no better.
+        """Give the buffers of one memory fixed offsets with fences, with no better alignment than on the array.
 
-        There they are packed, largest first, into whichever bank has room: behind any that are not smaller.
+        The compiler packs them, largest first, into any bank that has room, so a buffer may lie after any that are at
+        least as large.
         """
         values = analysis.allocations(op, space)
-        at = FENCE_BYTES
+        free = FENCE_BYTES
         for value in values:
-            # One in a loop also lies behind its own copies.
+            # A buffer in a loop also lies after its own copies.
             others = [v for v in values if v is not value or isinstance(value.owner.parent_op(), scf.ForOp)]
             larger = [buffer_bytes(v) for v in others if buffer_bytes(v) >= buffer_bytes(value)]
-            self.offsets[value] = at + math.gcd(limits.ALIGNMENT_BYTES, *larger) % limits.ALIGNMENT_BYTES
+            self.offsets[value] = free + math.gcd(limits.ALIGNMENT_BYTES, *larger) % limits.ALIGNMENT_BYTES
             end = self.offsets[value] + buffer_bytes(value) + 2 * FENCE_BYTES
-            at = -(-end // limits.ALIGNMENT_BYTES) * limits.ALIGNMENT_BYTES
+            free = -(-end // limits.ALIGNMENT_BYTES) * limits.ALIGNMENT_BYTES
 
     def _loop(self, op: scf.ForOp) -> None:
         if op.iter_args:
@@ -304,8 +308,11 @@ class _Lowering:
         self._close(1)
 
     def _moved_into(self, loop: scf.ForOp) -> list[SSAValue]:
-        """Buffers of a core that only this loop uses: the compiler moves them into it and makes two of each, so that no
-        step finds what the one before left (mlir-air, `air-fuse-alloc-dealloc`, `air-ping-pong-transform`)."""
+        """Return the buffers of a core that only this loop uses.
+
+        The compiler moves them into the loop and doubles them, so that no step finds the contents that the previous one
+        left (mlir-air, `air-fuse-alloc-dealloc`, `air-ping-pong-transform`).
+        """
         outside = analysis.allocations(self.herd, L1) if self.herd else []
         return [value for value in outside if _only_inside(loop, value)]
 
@@ -372,7 +379,8 @@ class _Lowering:
         return f"{element_bytes(side.kind)} * ({' + '.join(terms) or '0'})"
 
     def _counted(self, dst: Side, src: Side) -> str:
-        """A read that does not depend on a tile coordinate is one broadcast stream: counted at the first such tile."""
+        """Return the C++ condition for counting a transfer: a read that does not depend on a tile coordinate is one
+        broadcast stream, which is counted at the first tile only."""
         if self.herd is None or dst.space != L1:
             return "true"
         idle = [i for axis, i in enumerate(self.herd.ids) if axis not in src.axes()]
@@ -392,14 +400,14 @@ class _Lowering:
         )
 
     def _check_link(self, callee: str) -> None:
-        """A core runs one object: the herd must link the one that the function is declared in."""
+        """Check that the herd links the object in which the function is declared: a core runs one object."""
         assert self.herd is not None
-        found = [
+        links = [
             op.attributes.get("link_with")
             for op in self.module.body.block.ops
             if isinstance(op, func.FuncOp) and op.sym_name.data == callee
         ]
-        if not found or not isinstance(found[0], StringAttr) or found[0] != self.herd.link_with:
+        if not links or not isinstance(links[0], StringAttr) or links[0] != self.herd.link_with:
             raise UserError(f"{self.where}: calls {callee}, which is not in the herd's object {self.herd.link_with}")
 
     def _scalar(self, op: Operation) -> None:
@@ -421,13 +429,14 @@ class _Lowering:
 
 
 def _backwards(op: LaunchOp | HerdOp) -> str:
-    """Whether the last step comes first: as the caller chooses, but not where tiles hand on to those behind them."""
+    """Return the C++ condition for running the steps backwards: the caller's choice, but never where tiles of a herd
+    send to the next tile."""
     names = [{end.chan_name.string_value() for end in analysis.walk_ops(op, k)} for k in (ChannelPutOp, ChannelGetOp)]
     return "false" if isinstance(op, HerdOp) and names[0] & names[1] else "reverse"
 
 
 def _only_inside(loop: scf.ForOp, value: SSAValue) -> bool:
-    """Whether a loop holds all uses of a buffer, but not where it is allocated."""
+    """Tell whether all uses of a buffer are in a loop but its allocation is not."""
     assert isinstance(value.owner, Operation)
     uses = [use.operation for use in value.uses if not isinstance(use.operation, memref.DeallocOp)]
     return not loop.is_ancestor(value.owner) and bool(uses) and all(map(loop.is_ancestor, uses))

@@ -1,4 +1,4 @@
-"""The NPU's own modules. Every simulated program also links what it runs on."""
+"""The NPU's own modules. Every simulated program also links the simulated device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEVICE = "sim/device"
 
 
 def sources(programs: Sequence[Program]) -> list[str]:
-    """C++ sources that a library of these programs links."""
+    """Return the C++ sources that a library of these programs links."""
     return [*npu2.sources(programs), DEVICE]
 
 
 def write_module(directory: Path, library: str, work: Path, **arguments: Any) -> None:
-    """Step action: as `stages.targets.npu2.modules.write_module`."""
+    """Write the module of one program, as `stages.targets.npu2.modules.write_module` (step action)."""
     npu2.write_module(directory, library, work, **arguments, support=[DEVICE])

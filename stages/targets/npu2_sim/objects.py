@@ -1,4 +1,4 @@
-"""Tile functions -> objects for the host: the C++ that the NPU runs, compiled against `kernel_src/sim`."""
+"""Compiles tile functions into objects for the host: the NPU's C++, compiled against `kernel_src/sim`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FENCE_BYTES", "FLAGS", "HEADERS", "VARIANTS", "compile_tile", "finge
 
 VARIANTS = True
 FENCE_BYTES = 256
-"""On each side of a buffer, where nobody may write: the widest vectors twice."""
+"""Bytes on each side of a buffer that nobody may write to: twice the widest vector."""
 
 FLAGS = (
     "-std=c++20",
@@ -32,24 +32,28 @@ FLAGS = (
     *macros(),
 )
 HEADERS = tuple(KERNELS / name for name in ("sim/device.hpp", "sim/aie_api/aie.hpp"))
-"""What the simulator's objects are made from, besides their source and the headers beside it."""
+"""Headers that every object of the simulator includes, besides those next to its source."""
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
-    """Step action: the objects of one source that modules ask for. Returns the project's files that were read."""
+    """Write the objects of one source that modules ask for (step action). Return the project's files that were read."""
     return write(source, wanted(source, modules), partial(compile_tile, source, cache), work)
 
 
 def options(checks: bool = True, more: Sequence[str] = ()) -> tuple[str, ...]:
-    """Compiler options that every part of a program shares. `checks`: fences and never-written bytes at run time."""
+    """Return the compiler options that all objects of a program share.
+
+    Args:
+        checks: Whether a run looks for writes to fences and for bytes that were never written.
+    """
     return (*FLAGS, f"-DSIM_CHECKS={int(checks)}", *more)
 
 
 def compile_tile(
     source: str, cache: Path, name: str, flags: Sequence[str], chosen: Sequence[str] = options()
 ) -> CachedObject:
-    """Object `name` of a source with `flags` (`Variant.flags()`) and `chosen` options, from `cache` when its content
-    and options are known there. Raises UserError."""
+    """Compile object `name` of a source with `flags` (`Variant.flags()`) and the options `chosen`, or take it from
+    `cache` if that has it for the same content and options. Raises UserError."""
     path = source_file(source)
     made_by = (fingerprint(), tuple(chosen), tuple(flags))
     command = [*need_host_compiler(), *chosen, f"-I{KERNELS / 'sim'}", *flags]

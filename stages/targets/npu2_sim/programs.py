@@ -1,4 +1,4 @@
-"""Modules lowered to host C++ and linked with their tile functions, for this machine."""
+"""Lowers modules to host C++ and links them with their tile functions, for this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DESCRIBES = False
 
 
 def write_program(module: Path, library: str, work: Path) -> list[Path]:
-    """Step action: lower a module to host C++ and link it with its objects; returns those and the headers."""
+    """Lower a module to host C++ and link it with its objects (step action). Return the objects and the headers."""
     objects = list(linked(module).values())
     with tempfile.TemporaryDirectory() as scratch:
         link(air.parse_mlir(module.read_text()), objects, work / "elf" / f"{library}{SUFFIX}", Path(scratch))
@@ -37,16 +37,15 @@ def link(
     target: Path,
     work: Path,
     chosen: Sequence[str] = options(),
-    ping_pong: bool = True,
 ) -> Path:
-    """The shared object `target` of a module and the objects it calls; `work` keeps the C++. Raises UserError."""
+    """Link the shared object `target` of a module and the objects it calls; `work` keeps the C++. Raises UserError."""
     # Loads MLIR's framework, which an up-to-date build does not need.
     from stages.targets.npu2_sim.lower import lower
 
     work.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     source = work / f"{target.stem}.cc"
-    source.write_text(lower(module, ping_pong))
+    source.write_text(lower(module))
     program, compiler = source.with_suffix(".o"), need_host_compiler()
     command = [*compiler, *chosen, f"-I{KERNELS / 'sim'}", "-c", str(source), "-o", str(program)]
     run_compiler(command, f"{source.name} does not compile")

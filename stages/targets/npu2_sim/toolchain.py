@@ -1,4 +1,4 @@
-"""The simulator is compiled by the host's compiler, for all that this CPU has."""
+"""The fingerprint of the host's compiler, which compiles the simulator for all features of this CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from stages.targets.cpu.toolchain import host_compiler_fingerprint
 
 
 def native_fingerprint() -> str | None:
-    """The same for objects that use all of this machine's CPU."""
+    """Return the version of the host's compiler and the features of this CPU; None without a compiler."""
     compiler = host_compiler_fingerprint()
     return compiler and f"{compiler} with {' '.join(cpu_features())}"
