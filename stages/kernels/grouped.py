@@ -212,7 +212,11 @@ def _matrix_cut(stored: Format, rows: str) -> Callable[[Sizes], Cut]:
 
 def _cut_fields(cut_of: Callable[[Sizes], Cut], *names: str) -> Derived:
     """Return fields of a `Cut` as derived numbers: the host needs them to read a weight that lies as for the array."""
-    return {name: lambda sizes, name=name: int(getattr(cut_of(sizes), name)) for name in names}
+
+    def derived(name: str) -> Callable[[Sizes], int]:
+        return lambda sizes: int(getattr(cut_of(sizes), name))
+
+    return {name: derived(name) for name in names}
 
 
 def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
