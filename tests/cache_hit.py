@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stages.engine.digests import Digests
-from stages.engine.steps import Project, Step
+from stages.engine.project import Project
+from stages.engine.steps import Step
 from stages.engine.turn import Turn
 from stages.sharing.cache import Cache
 

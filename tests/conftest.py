@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 
 from llama_npu2 import trust
 from llama_npu2.trust import PublicKey, envelopes, settings
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model import families
 from stages.model.config import Config
 from stages.model.families import parse_config

@@ -15,7 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from llama_npu2.cpu_features import cpu_features
+from llama_npu2.artifact.cpu_features import cpu_features
 from stages.engine.objects import compile_object
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel

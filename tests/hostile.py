@@ -25,13 +25,13 @@ from pathlib import Path
 
 from doit.exceptions import TaskFailed
 
-from llama_npu2.check import check_files
+from llama_npu2.artifact.check import check_files
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.engine.llama import load
 from llama_npu2.errors import UserError
-from llama_npu2.llama import load
-from llama_npu2.manifest import Manifest
-from stages.commands.options import parse_options
 from stages.engine.doit_tasks import command_task
 from stages.graph import Build
+from stages.graph.options import parse_options
 
 SECONDS = 10
 MEMORY = 512 << 20

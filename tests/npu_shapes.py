@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.commands.options import Options
+from stages.graph.options import Options
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import WINDOW, Program, programs

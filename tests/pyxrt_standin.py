@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram
-from llama_npu2.storage import File
 
 DECLARATIONS = Path(__file__).parent / "pyxrt_declarations.txt"
 POISON, RELEASED, GARBAGE = 0xFF, 0xDB, 0x1B

@@ -12,9 +12,9 @@ import numpy as np
 from xdsl.dialects import func
 from xdsl.dialects.builtin import ModuleOp
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import Counters, SimProgram
-from llama_npu2.storage import File
 from stages.air import Variant, to_mlir
 from stages.air.analysis import public_function
 from stages.engine.objects import compile_object

@@ -24,18 +24,18 @@ from securesystemslib.signer import SSlibKey
 
 from llama_npu2 import load, trust
 from llama_npu2.__main__ import main
-from llama_npu2.check import check_files
+from llama_npu2.artifact.check import check_files
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import libraries
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.storage import File
 from llama_npu2.trust import settings
 from stages.commands import provenance as provenance_command
 from stages.commands import trust as trust_command
-from stages.commands.options import parse_options
 from stages.engine.object_cache import cached_object
 from stages.graph import Build
-from stages.provenance import signed
+from stages.graph.options import parse_options
+from stages.sharing.provenance import signed
 from tests.conftest import ROOT, Become, change_manifest
 
 HOST = "elf/host.so"

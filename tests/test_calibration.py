@@ -14,15 +14,16 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from llama_npu2.trace import TracedCall
+from llama_npu2.engine.trace import TracedCall
 from stages.commands import quality
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model import calibration
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.policy import parse_policy
 from stages.model.sources import LocalSource
+from stages.proof.comparison import divergence
 from stages.weights import feedback
 from stages.weights.formats import formats
 from tests.conftest import build, doit, ran, snapshot, write_checkpoint
@@ -274,5 +275,5 @@ def test_the_manifest_says_which_text(made: Path) -> None:
 
 
 def test_the_texts_have_no_line_in_common() -> None:
-    lines = [set(path.read_text().splitlines()) for path in (quality.TEXT, calibration.TEXT)]
+    lines = [set(path.read_text().splitlines()) for path in (divergence.TEXT, calibration.TEXT)]
     assert all(lines) and not lines[0] & lines[1]

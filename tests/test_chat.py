@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.chat import ChatTemplate
-from llama_npu2.conversation import LARGEST, Conversation, Turn
+from llama_npu2.cli.conversation import LARGEST, Conversation, Turn
+from llama_npu2.cli.session import Session
+from llama_npu2.cli.terminal import REMEMBERED, History, blocks_end, formatted, harmless
 from llama_npu2.options import Sampling
-from llama_npu2.session import Session
-from llama_npu2.terminal import REMEMBERED, History, blocks_end, formatted, harmless
+from llama_npu2.text.chat_template import ChatTemplate
 from tests.conftest import ROOT
 
 ANSI = re.compile(r"\x1b\][^\x07]*\x07|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")

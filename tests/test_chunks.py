@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llama_npu2.chunks import Chunk, Chunks, decode_phase
-from llama_npu2.plan import Phase
+from llama_npu2.artifact.plan import Phase
+from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
 
 TIMES = {
     "decode@128": 10.0,

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.completion import Logprob
+from llama_npu2.engine.completion import Logprob
+from llama_npu2.engine.sampling import Adjustment, distribution, log_softmax
 from llama_npu2.options import Sampling
-from llama_npu2.sampling import Adjustment, distribution, log_softmax
-from stages.commands.options import parse_options
+from stages.graph.options import parse_options
 from tests.conftest import ROOT, doit
 
 VOCAB = 500

@@ -182,7 +182,7 @@ def test_a_receipt_cannot_have_a_directory_read(built: Path) -> None:
 STEPS_FROM_ELSEWHERE = """
 import sys
 sys.path[:0] = sys.argv[1:3]
-from stages.commands.options import parse_options
+from stages.graph.options import parse_options
 from stages.graph import Build
 for step in Build(parse_options({"artifacts": sys.argv[3]})).steps.values():
     assert step.run() is None, step.name

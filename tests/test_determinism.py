@@ -11,7 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from llama_npu2.dtypes import DTYPES
+from llama_npu2.artifact.dtypes import DTYPES
 from stages.kernels import KV_FORMATS, format_kernel
 from stages.kernels.grouped import GROUPED
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS

@@ -18,18 +18,18 @@ from doit.exceptions import TaskFailed
 from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.artifact.plan import DECODE, Phase
 from llama_npu2.devices import Submission
-from llama_npu2.plan import DECODE, Phase
 from stages.commands import diagnose as command
-from stages.commands import transformers_model
 from stages.commands.diagnose import Report, diagnose
-from stages.commands.options import parse_options
-from stages.diagnosis.bounds import in_fixed_point, ulp
-from stages.diagnosis.layers import compared
-from stages.diagnosis.sites import Site, sites
-from stages.diagnosis.unfused import inside
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.kernels.append_kv import reference_panels, rows_of_panels
+from stages.proof.comparison import transformers_model
+from stages.proof.diagnosis.bounds import in_fixed_point, ulp
+from stages.proof.diagnosis.layers import compared
+from stages.proof.diagnosis.sites import Site, sites
+from stages.proof.diagnosis.unfused import inside
 from stages.weights.formats import formats
 from tests.browser import Look
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint

@@ -12,8 +12,8 @@ import pytest
 
 from llama_npu2 import load
 from stages.commands.diagnose import Report, diagnose
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from tests.conftest import doit, write_checkpoint
 
 pytestmark = pytest.mark.slow

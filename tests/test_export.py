@@ -16,13 +16,13 @@ import pytest
 
 from llama_npu2 import UserError, load
 from llama_npu2.__main__ import main, parse
-from llama_npu2.check import check_files
-from llama_npu2.manifest import Manifest
+from llama_npu2.artifact.check import check_files
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.trust import LOCAL
 from stages.commands import export as export_module
 from stages.commands.export import export, runtime_archive
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.weights.blobs import PAGE
 
 PROMPT = "The capital of France is"

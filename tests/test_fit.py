@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from llama_npu2 import UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.table import amount
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.cli.table import amount
 from stages.commands.fit import Machine, needs_of, policies
 from stages.commands.fit_check import peak_memory
-from stages.commands.options import Options, parse_options
 from stages.graph import Build
 from stages.graph.needs import WORKING, Needs, locked_memory
+from stages.graph.options import Options, parse_options
 from stages.model.families import parse_config
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import parse_policy

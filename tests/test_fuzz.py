@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from llama_npu2 import Llama
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import cpu
-from llama_npu2.manifest import Manifest
 from tests.conftest import ODD_WIDTHS, build, write_checkpoint
 from tests.fuzz import parsers, run
 from tests.fuzz.guarded import GuardedDevice

@@ -12,10 +12,10 @@ import pytest
 
 from stages.commands import graph as command
 from stages.commands.graph import Entry, page, survey
-from stages.commands.options import parse_options
 from stages.engine.why import BEHIND, CURRENT, MISSING, STALE
 from stages.graph import Build
-from stages.pages.layered import JOINT, Graph, joined, layout, reduced
+from stages.graph.options import parse_options
+from stages.reports.pages.layered import JOINT, Graph, joined, layout, reduced
 from tests.browser import Look, Opened
 
 

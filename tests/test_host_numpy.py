@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.host_numpy import PROGRAMS, NumpyDevice, wide
-from llama_npu2.dtypes import DTYPES
 from llama_npu2.errors import UserError
-from llama_npu2.storage import File
 from stages.model.config import Config, RopeScaling
 from stages.model.grouping import programs
 from stages.targets import targets

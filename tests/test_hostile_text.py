@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from llama_npu2 import UserError, sandbox
-from llama_npu2.chat import ChatTemplate
-from llama_npu2.storage import Directory
-from llama_npu2.text import Tokenizer
+from llama_npu2 import UserError
+from llama_npu2.artifact.storage import Directory
+from llama_npu2.text.chat_template import ChatTemplate
+from llama_npu2.text.tokenizer import Tokenizer, sandbox
 from tests.conftest import ROOT
 
 MOST_MEMORY = 512 << 20

@@ -16,12 +16,12 @@ import pytest
 from llama_npu2 import UserError
 from stages.commands import du, gc
 from stages.commands.gc import Keep
-from stages.commands.options import parse_options
 from stages.engine import housekeeping
 from stages.engine.housekeeping import ArtifactDirectory, Unneeded, directories, remove, unneeded
 from stages.engine.object_cache import CachedObject
 from stages.engine.objects import write_objects
 from stages.graph import Build
+from stages.graph.options import parse_options
 from tests.conftest import ROOT, doit, ran, snapshot
 
 DAY = 86400

@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llama_npu2.errors import UserError
-from stages.commands.gguf_file import write_gguf
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
@@ -30,6 +29,7 @@ from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
 from stages.model.policy import LayerSlot, Policy, held_policy
 from stages.model.sources import resolve
+from stages.proof.comparison.gguf_file import write_gguf
 from stages.targets import targets
 from stages.weights.formats import formats
 from tests.conftest import CONFIG, ROOT, build, random_tensors, write_checkpoint

@@ -11,7 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from llama_npu2.bench import Bench, Ours
+from llama_npu2.cli.bench import Bench, Ours
 from llama_npu2.errors import UserError
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def test_heads_that_sums_do_not_hold_are_refused() -> None:
 def test_the_reference_rounds_as_the_format_does() -> None:
     torch = pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.transformers_model import rounding_cache
+    from stages.proof.comparison.transformers_model import rounding_cache
 
     cache, form = rounding_cache("int8"), formats()["int8_rows"]
     states = np.random.default_rng(1).standard_normal((2, 1, 3, 5, 34), np.float32)
@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
     """Against transformers in float32 with K and V rounded like ours: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import Clock, compare
+    from stages.proof.comparison.verification import Clock, compare
 
     checkpoint = tmp_path / f"kv_{shape}"
     config = write_checkpoint(checkpoint, dtype=bfloat16, **SHAPES[shape])
@@ -96,7 +96,8 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
 def test_verify_passes_on_the_demo(artifacts: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import VERIFIED, shipped, verify
+    from stages.commands.verify import shipped
+    from stages.proof.comparison.verification import VERIFIED, verify
 
     directory = build("demo", artifacts, kv="int8")
     assert directory.name == "cpu-kv-int8"

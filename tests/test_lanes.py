@@ -18,7 +18,8 @@ from stages.model.policy import parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
 from stages.weights.constants import LANES
-from stages.weights.formats import Format, bfp16, formats, int4, int6, int8
+from stages.weights.format import Format
+from stages.weights.formats import bfp16, formats, int4, int6, int8
 from stages.weights.lanes import PADDED_ROWS, SHARES, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.npu_shapes import JUDGED, model

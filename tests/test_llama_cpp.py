@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from llama_npu2 import load
-from stages.commands import gguf_file, peers
-from stages.commands.continuations import TOKENS
 from stages.commands.verify import shipped
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import DEMO
+from stages.proof.comparison import gguf_file, peers
+from stages.proof.comparison.continuations import TOKENS
 from tests.conftest import build, needs_llama_cpp
 from tests.test_importers import metadata_of
 

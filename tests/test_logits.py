@@ -14,9 +14,9 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import load
-from stages.commands import transformers_model
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
+from stages.proof.comparison import transformers_model
 from tests.conftest import ODD_WIDTHS, ROOT, build, write_checkpoint
 
 pytestmark = pytest.mark.verify
@@ -70,7 +70,7 @@ def transformers_logits(checkpoint: Path, ids: list[int], dtype: str) -> np.ndar
     """Float32 logits of every position."""
     import torch
 
-    from stages.commands.transformers_model import load_transformers
+    from stages.proof.comparison.transformers_model import load_transformers
 
     with torch.no_grad():
         return load_transformers(checkpoint, dtype)(torch.tensor([ids])).logits[0].float().numpy()
@@ -80,7 +80,7 @@ def bf16_values(checkpoint: Path, root: Path) -> Path:
     """The checkpoint with its weights rounded to bf16: what both bf16 pipelines start from."""
     import torch
 
-    from stages.commands.transformers_model import load_transformers
+    from stages.proof.comparison.transformers_model import load_transformers
 
     if not root.exists():
         load_transformers(checkpoint, "bfloat16").to(torch.float32).save_pretrained(root)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from llama_npu2 import load
+from llama_npu2.artifact.manifest import FORMAT, Manifest
+from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import FORMAT, Manifest
 from llama_npu2.trust import mark_own
-from llama_npu2.validation import check_manifest
 
 Change = Callable[[dict[str, Any]], Any]
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_npu2 import Llama, UserError, cpu_features, load
-from llama_npu2.chunks import Chunk
-from llama_npu2.completion import Logprob
-from llama_npu2.dtypes import nbytes
-from llama_npu2.manifest import Manifest
-from llama_npu2.plan import Phase
+from llama_npu2 import Llama, UserError, load
+from llama_npu2.artifact import cpu_features
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import Phase
+from llama_npu2.engine.chunks import Chunk
+from llama_npu2.engine.completion import Logprob
 from stages.targets.npu2_sim.toolchain import native_fingerprint
 from tests.browser import Look
 from tests.conftest import ROOT, build, complaints, doit, ran, write_checkpoint
@@ -378,7 +379,8 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
 def test_verify_passes(fused: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import shipped, verify
+    from stages.commands.verify import shipped
+    from stages.proof.comparison.verification import verify
 
     assert verify(fused, ROOT / "models/demo", shipped(full=False)).passed
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from markupsafe import Markup
 
-from llama_npu2.table import Column
-from stages.commands.options import parse_options
+from llama_npu2.cli.table import Column
 from stages.graph import Build
-from stages.pages import Page, chart, colour, details, facts, note, preformatted, svg, table, tag
-from stages.pages.blocks import CHART
+from stages.graph.options import parse_options
+from stages.reports.pages import Page, chart, colour, details, facts, note, preformatted, svg, table, tag
+from stages.reports.pages.blocks import CHART
 from tests import browser
 from tests.conftest import ROOT
 
@@ -82,7 +82,7 @@ def test_sections_of_one_heading_have_names_of_their_own(page: Page) -> None:
 
 def test_colours_are_variables_of_the_page(page: Page) -> None:
     """Each that drawings and charts use is there; so is no other colour."""
-    style = (ROOT / "stages/pages/page.css").read_text()
+    style = (ROOT / "stages/reports/pages/page.css").read_text()
     known = set(re.findall(r"--([a-z0-9-]+): light-dark", style))
     assert {f"series-{n}" for n in range(1, 9)} | {"text", "muted", "surface", "raised", "rule"} <= known
     assert set(re.findall(r"var\(--([a-z0-9-]+)\)", page.html().partition("plotly.js v")[0])) <= known

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2 import bench as runtime_bench
-from llama_npu2.bench import GENERATED, Bench, Ours, Result, cold_start, table
+from llama_npu2.cli import bench as runtime_bench
+from llama_npu2.cli.bench import GENERATED, Bench, Ours, Result, cold_start, table
 from llama_npu2.options import Running
-from stages.commands import bench, gguf_file, peers, quality
-from stages.commands.options import parse_options
+from stages.commands import bench
 from stages.engine.places import ROOT, RUNTIME, python_environment
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import tensors
 from stages.model.sources import DEMO as DEMO_DIRECTORY
 from stages.model.sources import GgufSource, LocalSource
+from stages.proof.comparison import divergence, gguf_file, peers
 from tests.conftest import build, needs_llama_cpp, write_checkpoint
 
 DEMO = LocalSource("demo", DEMO_DIRECTORY)
@@ -64,7 +65,7 @@ def steps_alike(peer, directory: Path) -> None:
     ids=["default", "untied", "llama3 rope"],
 )
 def test_llama_cpp_runs_the_same_model(changes: dict, artifacts: Path, tmp_path: Path) -> None:
-    from stages.commands.gguf_file import write_gguf
+    from stages.proof.comparison.gguf_file import write_gguf
 
     directory = tmp_path / "checkpoint"
     write_checkpoint(directory, **changes)
@@ -252,7 +253,7 @@ class Still:
         return 1.0
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        return quality.artifact_logits(self.llm, ids)
+        return divergence.artifact_logits(self.llm, ids)
 
 
 def test_each_engine_is_held_against_its_own_limit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.sampling import log_softmax
-from stages.commands import perplexity, quality
-from stages.commands.options import parse_options
+from llama_npu2.engine.sampling import log_softmax
+from stages.commands import perplexity
 from stages.commands.perplexity import Window, side_by_side, strided
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model.sources import DEMO
+from stages.proof.comparison import divergence
 
 IDS = list(range(100, 117))
 
@@ -53,11 +54,11 @@ def llm(demo: Path) -> Iterator[Llama]:
 
 
 def test_the_figures_are_those_of_tokens_one_by_one(llm: Llama) -> None:
-    ids = llm.encode(quality.TEXT.read_text()[:400], raw=True)
+    ids = llm.encode(divergence.TEXT.read_text()[:400], raw=True)
     windows = list(strided(ids, 24, 10))
     surprise = []
     for window in windows:
-        logprobs = log_softmax(quality.artifact_logits(llm, window.ids))
+        logprobs = log_softmax(divergence.artifact_logits(llm, window.ids))
         surprise += [-logprobs[at - 1, window.ids[at]] for at in range(window.first, len(window.ids))]
     found = perplexity.measure(llm, windows)
     assert found.tokens == len(ids) - 1 and found.read == sum(len(window.ids) for window in windows)
@@ -75,9 +76,9 @@ def test_it_is_that_of_transformers(llm: Llama) -> None:
             pytest.skip("needs the verify extra: pip install -e '.[verify]'")
     import torch
 
-    from stages.commands.transformers_model import load_transformers
+    from stages.proof.comparison.transformers_model import load_transformers
 
-    ids = llm.encode(quality.TEXT.read_text()[:1200], raw=True)
+    ids = llm.encode(divergence.TEXT.read_text()[:1200], raw=True)
     window, stride = 128, 64
     theirs: dict[str, list[float]] = {}
     for dtype in ("float32", "bfloat16"):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from llama_npu2.chunks import decode_phase
+from llama_npu2.artifact.plan import Phase, sizes
+from llama_npu2.engine.chunks import decode_phase
 from llama_npu2.errors import UserError
-from llama_npu2.plan import Phase, sizes
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.families import parse_config

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.plan import DECODE, Phase
-from llama_npu2.profile import described, profile, summed
-from llama_npu2.spans import Recorder, Span, nested
+from llama_npu2.artifact.plan import DECODE, Phase
+from llama_npu2.cli.profile import described, profile, summed
+from llama_npu2.devices.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
 from stages.model.families import parse_config, read_config
 from stages.model.parts import part

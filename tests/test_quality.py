@@ -9,8 +9,8 @@ import pytest
 
 from llama_npu2.errors import UserError
 from stages.commands import quality
-from stages.commands.options import parse_options
 from stages.graph import Build
+from stages.graph.options import parse_options
 from tests.conftest import needs_llama_cpp
 
 pytestmark = pytest.mark.verify

@@ -15,13 +15,14 @@ from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError
 from stages.commands.fit import room
-from stages.commands.options import parse_options
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
+from stages.engine.project import Project
 from stages.engine.room import no_room, still_to_come
-from stages.engine.steps import Project, Step
+from stages.engine.steps import Step
 from stages.engine.turn import Turn
 from stages.graph import Build
+from stages.graph.options import parse_options
 from tests.chaos import DISK, small_disk
 from tests.conftest import complaints, doit
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama_npu2 import Llama, UserError, load, sandbox
+from llama_npu2 import Llama, UserError, load
 from llama_npu2.__main__ import parse
-from llama_npu2.chat import ChatTemplate
+from llama_npu2.artifact.storage import Directory
+from llama_npu2.engine.sampling import sampler
 from llama_npu2.options import Running, Sampling, add_arguments, chosen, to_arguments
-from llama_npu2.sampling import sampler
-from llama_npu2.storage import Directory
-from llama_npu2.text import TextStream, Tokenizer
+from llama_npu2.text.chat_template import ChatTemplate
+from llama_npu2.text.tokenizer import TextStream, Tokenizer, sandbox
 from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -315,7 +315,7 @@ OUT_OF_BOUNDS = [
 
 @pytest.mark.parametrize(("given", "message"), OUT_OF_BOUNDS, ids=lambda value: str(value)[:30])
 def test_options_are_refused_alike_everywhere(llm: Llama, given: dict[str, Any], message: str) -> None:
-    from stages.commands.options import parse_options
+    from stages.graph.options import parse_options
 
     (name, value), *_ = given.items()
     for use in (
@@ -403,7 +403,7 @@ def test_no_module_is_loaded_under_two_names(demo: Path) -> None:
     start = f"import runpy\nsys.argv = ['runtime', {str(demo)!r}, 'hi', '--max-tokens=1']\n"
     modules = loaded_by(start + "try: runpy.run_module('runtime', run_name='__main__')\nexcept SystemExit: pass")
     files = [file for name, file in modules.items() if file.startswith(str(ROOT)) and name != "__main__"]
-    assert str(ROOT / "runtime/llama_npu2/llama.py") in files
+    assert str(ROOT / "runtime/llama_npu2/engine/llama.py") in files
     assert len(files) == len(set(files))
 
 

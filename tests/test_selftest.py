@@ -21,17 +21,17 @@ import pytest
 from ml_dtypes import bfloat16
 
 from llama_npu2 import trust
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices.sim import SimProgram
 from llama_npu2.devices.xrt import session
-from llama_npu2.manifest import Manifest
 from stages.engine.places import CONFIG
 from stages.model.families import read_config
 from stages.model.grouping import programs
-from stages.selftest import faults, ladder, measure, raw, report
-from stages.selftest.faults import FAULTS, Fault, cause_of, fault
-from stages.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Climb, Kit, Rung, climb
-from stages.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
-from stages.selftest.trial import judge
+from stages.proof.selftest import faults, ladder, measure, raw, report
+from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
+from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Climb, Kit, Rung, climb
+from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
+from stages.proof.selftest.trial import judge
 from stages.targets.npu2.groupings import GROUPINGS
 from tests import pyxrt_standin, test_npu2_build
 from tests.conftest import ROOT, build, doit, ran

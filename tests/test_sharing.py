@@ -18,7 +18,8 @@ from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
-from stages.engine.steps import Project, Step
+from stages.engine.project import Project
+from stages.engine.steps import Step
 from stages.engine.tree import Tree
 from stages.engine.turn import Turn
 from stages.sharing import remotes

@@ -21,7 +21,7 @@ import pytest
 from llama_npu2 import trust
 from llama_npu2.errors import UserError
 from stages.engine.places import INCOMING, PULLED
-from stages.engine.steps import RECEIPTS, WORK
+from stages.engine.project import RECEIPTS, WORK
 from stages.sharing.remotes import RemoteError, open_remote
 from tests.conftest import Become
 from tests.test_sharing import Machine, url

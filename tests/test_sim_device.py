@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call, HostBuffer
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
+from llama_npu2.devices.spans import Timer
 from llama_npu2.errors import UserError
-from llama_npu2.spans import Timer
-from llama_npu2.storage import File
 from stages.air import L1, Builder, memref_type
 from stages.kernels import add
 from tests.sim_support import aligned, compile_module

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from llama_npu2.dtypes import DTYPES
+from llama_npu2.artifact.dtypes import DTYPES
 from stages.air import parse_mlir
 from stages.model.config import TABLES, Config, position_rows
 from stages.model.grouping import Program

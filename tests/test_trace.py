@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, load
-from llama_npu2.plan import DECODE, PREFILL
-from llama_npu2.trace import TracedCall
+from llama_npu2.artifact.plan import DECODE, PREFILL
+from llama_npu2.engine.trace import TracedCall
 from stages.model.sources import DEMO
 
 IDS = [2038, *range(70, 100)]
@@ -41,7 +41,7 @@ def outputs(llm: Llama, ids: list[int], slots: dict[str, str]) -> list[np.ndarra
 def test_layers_are_those_of_transformers(llm: Llama) -> None:
     torch = pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.transformers_model import load_transformers
+    from stages.proof.comparison.transformers_model import load_transformers
 
     with torch.no_grad():
         run = load_transformers(DEMO, "float32")(torch.tensor([IDS]), output_hidden_states=True)

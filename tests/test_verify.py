@@ -11,17 +11,19 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from llama_npu2.manifest import Manifest
-from llama_npu2.storage import Directory
-from llama_npu2.text import Tokenizer
-from stages.commands import continuations, quality, verify, verify_report
-from stages.commands.continuations import TOKENS
-from stages.commands.options import parse_options
-from stages.commands.prompts import SHIPPED, Prompt, read_prompts
-from stages.commands.verify import Verification
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.storage import Directory
+from llama_npu2.text.tokenizer import Tokenizer
+from stages.commands import verify
 from stages.graph import Build
+from stages.graph.options import parse_options
 from stages.model.sources import DEMO
-from stages.provenance import VERIFIED
+from stages.proof.comparison import continuations, divergence, verification
+from stages.proof.comparison.continuations import TOKENS
+from stages.proof.comparison.prompts import SHIPPED, Prompt, read_prompts
+from stages.proof.comparison.verification import Verification
+from stages.reports import verify_report
+from stages.sharing.provenance import VERIFIED
 from tests.browser import Look
 
 needs_transformers = pytest.mark.skipif(
@@ -96,8 +98,8 @@ def test_a_token_is_what_it_adds_to_the_text(demo: Path) -> None:
 def verified(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
     """All that ships, on a part of the text."""
     text = tmp_path_factory.mktemp("verify") / "text"
-    text.write_text(quality.TEXT.read_text()[:3000])
-    return verify.verify(demo, DEMO, verify.shipped(full=True), full=True, text=text)
+    text.write_text(divergence.TEXT.read_text()[:3000])
+    return verification.verify(demo, DEMO, verify.shipped(full=True), full=True, text=text)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def wrong(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Verification:
     for name, kept in (("weights/layer_001.safetensors", 0.5), (table["file"], 0.01)):
         content = (copy / name).read_bytes()
         (copy / name).write_bytes(content[: int(kept * len(content))].ljust(len(content), b"\0"))
-    return verify.verify(copy, DEMO, HOSTILE)
+    return verification.verify(copy, DEMO, HOSTILE)
 
 
 @needs_transformers

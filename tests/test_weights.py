@@ -14,7 +14,6 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import load
 from llama_npu2.errors import UserError
-from stages.commands import quality
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import parse_config
@@ -23,6 +22,7 @@ from stages.model.parts import layer_part, part
 from stages.model.plan import make_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.unpacking import keyed_part
+from stages.proof.comparison import divergence
 from stages.targets import targets
 from tests.conftest import CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
 
@@ -128,19 +128,19 @@ def test_targets_without_kernels_refuse() -> None:
 
 
 def test_a_text_is_cut_into_windows() -> None:
-    assert [len(window) for window in quality.windows(range(350), 16, 100)] == [100, 100, 100]
-    assert [len(window) for window in quality.windows(range(600), 16, 4096)] == [256, 256]
-    assert quality.windows(range(6), 2, 2) == [[0, 1], [2, 3]]
-    assert quality.windows(range(3), 4, 100) == [[0, 1, 2]]
+    assert [len(window) for window in divergence.windows(range(350), 16, 100)] == [100, 100, 100]
+    assert [len(window) for window in divergence.windows(range(600), 16, 4096)] == [256, 256]
+    assert divergence.windows(range(6), 2, 2) == [[0, 1], [2, 3]]
+    assert divergence.windows(range(3), 4, 100) == [[0, 1, 2]]
     with pytest.raises(UserError, match="text=: 1 tokens are no text"):
-        quality.windows([7], 4, 100)
+        divergence.windows([7], 4, 100)
 
 
 def test_divergence_is_that_of_the_definition() -> None:
     """Of two made-up distributions, by hand."""
     p, q = np.log(np.array([[0.5, 0.25, 0.25]])), np.log(np.array([[0.25, 0.5, 0.25]]))
-    divergence, same, surprise, wanted = quality._compare(np.repeat(p, 2, 0) + 3, np.repeat(q, 2, 0) - 7, [0, 2])
-    assert divergence == pytest.approx([0.25 * np.log(2)] * 2) and not same.any()
+    loss, same, surprise, wanted = divergence._compare(np.repeat(p, 2, 0) + 3, np.repeat(q, 2, 0) - 7, [0, 2])
+    assert loss == pytest.approx([0.25 * np.log(2)] * 2) and not same.any()
     assert (surprise, wanted) == (pytest.approx([np.log(4)]), pytest.approx([np.log(4)]))
 
 
@@ -160,7 +160,7 @@ def test_logits_are_those_of_the_weights_it_holds(checkpoint: Path, artifacts: P
     """Against transformers in float32 with the artifact's own weights: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    from stages.commands.verify import Clock, compare
+    from stages.proof.comparison.verification import Clock, compare
 
     directory = build(checkpoint, artifacts, weights=chosen)
     weights = ArtifactWeights(directory)

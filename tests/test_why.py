@@ -13,12 +13,12 @@ import pytest
 
 from llama_npu2.errors import UserError
 from stages.commands import why
-from stages.commands.options import parse_options
 from stages.engine.changes import differences
 from stages.engine.definitions import definitions
 from stages.engine.steps import Step
 from stages.engine.why import BEHIND, CURRENT, MISSING, STALE, examine
 from stages.graph import Build
+from stages.graph.options import parse_options
 
 
 @pytest.fixture(scope="module")

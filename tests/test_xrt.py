@@ -30,30 +30,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
-from llama_npu2 import UserError, bench, load
+from llama_npu2 import UserError, load
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.artifact.manifest import Manifest, NpuProgram
+from llama_npu2.artifact.storage import File
+from llama_npu2.artifact.validation import check_manifest
+from llama_npu2.cli import bench
+from llama_npu2.cli.profile import profile
 from llama_npu2.devices import Binding, Call, xrt
+from llama_npu2.devices.spans import nested
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
 from llama_npu2.devices.xrt.ranges import Ranges
-from llama_npu2.dtypes import nbytes
-from llama_npu2.manifest import Manifest, NpuProgram
+from llama_npu2.engine.trace import TracedCall
 from llama_npu2.options import Running
-from llama_npu2.profile import profile
-from llama_npu2.spans import nested
-from llama_npu2.storage import File
-from llama_npu2.trace import TracedCall
-from llama_npu2.validation import check_manifest
 from stages.air import parse_mlir, to_mlir
-from stages.commands import transformers_model
 from stages.commands.diagnose import diagnose
 from stages.commands.estimate import host_traffic
-from stages.commands.options import parse_options
 from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
 from stages.graph import Build
 from stages.graph.needs import locked_memory
+from stages.graph.options import parse_options
 from stages.kernels import add
 from stages.model.families import read_config
 from stages.model.plan import make_plan, with_context
+from stages.proof.comparison import transformers_model
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin

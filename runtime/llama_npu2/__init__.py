@@ -9,8 +9,8 @@ for piece in llm.generate("The capital of France is"):
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llama_npu2.engine.llama import Llama, load
     from llama_npu2.errors import UserError
-    from llama_npu2.llama import Llama, load
 
 __all__ = ["Llama", "UserError", "load"]
 
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'errors' if name == 'UserError' else 'llama'}"), name)
+    return getattr(import_module(f"{__name__}.{'errors' if name == 'UserError' else 'engine.llama'}"), name)

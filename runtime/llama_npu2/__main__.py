@@ -19,7 +19,7 @@ from llama_npu2.options import Running, Sampling, add_arguments, chosen
 from llama_npu2.trust.keys import TRUST
 
 if TYPE_CHECKING:
-    from llama_npu2.llama import Llama
+    from llama_npu2.engine.llama import Llama
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +109,7 @@ def _discard_output(errors: bool = True) -> None:
 
 def trust(arguments: list[str]) -> int:
     """`llama-npu2 trust`."""
-    from llama_npu2 import allow
+    from llama_npu2.cli import allow
 
     parser = _Parser(prog="llama-npu2 trust", description=allow.__doc__)
     allow.add_arguments(parser)
@@ -128,15 +128,15 @@ def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
 def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
     """`chats`: prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
     programs and weights. Raises UserError."""
-    from llama_npu2.chat import ChatTemplate, start_renderer
+    from llama_npu2.text.chat_template import ChatTemplate, start_renderer
 
     renderer = start_renderer(Path(options.artifacts)) if chats else None
-    from llama_npu2.manifest import Manifest
+    from llama_npu2.artifact.manifest import Manifest
 
     manifest = Manifest.open(options.artifacts)
     manifest.check_trusted()
     template = ChatTemplate.open(manifest.storage, renderer) if chats else None
-    from llama_npu2.llama import Llama
+    from llama_npu2.engine.llama import Llama
 
     llm = Llama(manifest, running.threads, running.second_copy)
     if chats:
@@ -178,22 +178,22 @@ def as_json(llm: Any, made: Any) -> dict[str, Any]:
 
 
 def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    from llama_npu2.bench import run_bench
+    from llama_npu2.cli.bench import run_bench
 
     run_bench(options.artifacts, running, options.json)
     return 0
 
 
 def profile(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    from llama_npu2.profile import run_profile
+    from llama_npu2.cli.profile import run_profile
 
     run_profile(options.artifacts, running, sampling, options.prompt, options.raw, options.json)
     return 0
 
 
 def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    from llama_npu2.check import check_files
-    from llama_npu2.manifest import Manifest
+    from llama_npu2.artifact.check import check_files
+    from llama_npu2.artifact.manifest import Manifest
 
     started = time.perf_counter()
     manifest = Manifest.open(options.artifacts)
@@ -216,7 +216,7 @@ def check(options: argparse.Namespace, sampling: Sampling, running: Running) -> 
 def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
     sampling.check_one_text()
     with contextlib.closing(open_model(options, running, chats=True)) as llm:
-        from llama_npu2.session import Session
+        from llama_npu2.cli.session import Session
 
         if llm.chat_template is None:
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")

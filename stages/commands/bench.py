@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from llama_npu2 import Llama
-from llama_npu2.bench import Result, run_bench
+from llama_npu2.cli.bench import Result, run_bench
 from llama_npu2.options import Running, chosen
-from stages.commands import quality, transformers_model, verify
-from stages.commands.peers import AS_IT_IS, Peer, conversions, entrants, open_peers
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import GgufSource
+from stages.proof.comparison import divergence, transformers_model, verification
+from stages.proof.comparison.peers import AS_IT_IS, Peer, conversions, entrants, open_peers
 
 
 def run(build: Build) -> None:
@@ -31,11 +31,11 @@ def run(build: Build) -> None:
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
     """Rows about the quality of all, each against the checkpoint in float32. Raises UserError."""
     source = Checkpoint.open(build.source.fetch())
-    text = Path(build.options.text) if build.options.text else quality.TEXT
-    parts = verify.windows(llm, text, full=True)
+    text = Path(build.options.text) if build.options.text else divergence.TEXT
+    parts = verification.windows(llm, text, full=True)
     exact = list(transformers_model.logits(source, source.tensor, parts))
-    ours = quality.measure((quality.artifact_logits(llm, ids) for ids in parts), exact, parts)
-    theirs = {peer.name: quality.measure(map(peer.logits, parts), exact, parts) for peer in peers}
+    ours = divergence.measure((divergence.artifact_logits(llm, ids) for ids in parts), exact, parts)
+    theirs = {peer.name: divergence.measure(map(peer.logits, parts), exact, parts) for peer in peers}
 
     def row(test: str, unit: str, field: str, scale: float = 1.0) -> Result:
         others = {name: [scale * getattr(each, field)] for name, each in theirs.items()}

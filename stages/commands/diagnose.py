@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from doit.exceptions import TaskFailed
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.chunks import Chunk
-from llama_npu2.table import Column, fitted
-from stages.commands import quality, transformers_model
-from stages.commands.diagnose_page import page
-from stages.diagnosis.launches import Finding, Judge
-from stages.diagnosis.layers import MOST, WORST, Layer, compared
-from stages.diagnosis.record import Recorder
-from stages.diagnosis.record import run as record
-from stages.diagnosis.sites import sites
-from stages.diagnosis.unfused import inside
+from llama_npu2.cli.table import Column, fitted
+from llama_npu2.engine.chunks import Chunk
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG
 from stages.graph import Build
@@ -35,6 +26,15 @@ from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.importers import PLAIN
+from stages.proof.comparison import divergence, transformers_model
+from stages.proof.diagnosis.launches import Finding, Judge
+from stages.proof.diagnosis.layers import WORST, Layer, compared
+from stages.proof.diagnosis.record import Recorder
+from stages.proof.diagnosis.record import run as record
+from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.sites import sites
+from stages.proof.diagnosis.unfused import inside
+from stages.reports.diagnose_page import page
 from stages.weights.formats import w8a8
 
 PROMPT = 48
@@ -57,92 +57,6 @@ COLUMNS = (
     Column("cosine with the checkpoint", right=True),
     Column("wrong launches", right=True),
 )
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was found. `layers`: empty where transformers could not say, and `unsaid` why; `findings`: of all launches,
-    in the order in which they first ran; `unmet`: phases that no prompt came to; `inside`: where the first wrong launch
-    does several in one, those of its call one by one."""
-
-    model: str
-    runs: str
-    text: str
-    layers: list[Layer]
-    unsaid: str
-    findings: list[Finding]
-    unmet: list[str]
-    inside: list[Finding] = field(default_factory=list)
-
-    @property
-    def wrong(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.wrong]
-
-    @property
-    def drift(self) -> Layer | None:
-        """The first layer that is further off than rounding explains."""
-        return next((layer for layer in self.layers if layer.drifts), None)
-
-    @property
-    def passed(self) -> bool:
-        return not (self.wrong or self.drift)
-
-    @property
-    def verdict(self) -> str:
-        """In one line."""
-        drift = f"layer {self.drift.layer + 1} is the first to drift" if self.drift else ""
-        if self.wrong:
-            site = self.wrong[0].site
-            also = f"; {drift}" if drift else ""
-            return f"diagnose: FAULT in {site.place}: {site.does}: {self.wrong[0].wrong}{also}"
-        if drift:
-            return (
-                f"diagnose: FAULT: {drift}, though all {len(self.findings)} launches are right: look at the plan, the "
-                "tables, and whether the weights are those that transformers got"
-            )
-        layers = "" if self.unsaid else f", and layers are no more than {MOST:g} times as far off as in bf16"
-        return f"diagnose: no fault found: {len(self.findings)} launches are what their references make{layers}"
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it; what is no number is null."""
-        launches = [_launch(finding) for finding in self.findings]
-        first = next((launch for launch in launches if launch["wrong"]), None)
-        found = {
-            "model": self.model,
-            "runs": self.runs,
-            "text": self.text,
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "first_layer": self.drift.layer if self.drift else None,
-            "first_launch": first,
-            "unfused": [_launch(finding) for finding in self.inside],
-            "not_run": self.unmet,
-            "without_layers": self.unsaid or None,
-            "layers": [asdict(layer) | {"drifts": layer.drifts, "times": layer.times} for layer in self.layers],
-            "launches": launches,
-        }
-        plain: dict[str, Any] = _plain(found)
-        return plain
-
-
-def _launch(finding: Finding) -> dict[str, Any]:
-    site = finding.site
-    where = {name: getattr(site, name) for name in ("program", "layer", "index", "does", "base", "fused")}
-    seen = ("calls", "elements", "differ", "expected", "ratio", "largest", "bias", "wrong")
-    worst = asdict(finding.worst) if finding.worst else None
-    where |= {"phase": str(site.phase), "kernel": site.kernel.name}
-    return where | {name: getattr(finding, name) for name in seen} | {"worst": worst}
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case dict():
-            return {name: _plain(inner) for name, inner in value.items()}
-        case list() | tuple():
-            return [_plain(inner) for inner in value]
-        case float() if not math.isfinite(value):
-            return None
-    return value
 
 
 def run(build: Build) -> TaskFailed | None:
@@ -192,7 +106,7 @@ def _ids(build: Build, llm: Llama) -> list[int]:
     """What is run: at most what leaves room for a token. Raises UserError."""
     options = build.options
     if options.prompt is None:
-        ids = llm.encode(quality.read_text(quality.TEXT), raw=True)[:PROMPT]
+        ids = llm.encode(divergence.read_text(divergence.TEXT), raw=True)[:PROMPT]
     else:
         ids = llm.encode(options.prompt, options.raw)
     return ids[: llm.context_length - 1]

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llama_npu2.cli.table import Column, fitted
 from llama_npu2.devices.xrt.limits import HEAP
-from llama_npu2.table import Column, fitted
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import toolchain

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from llama_npu2.cli.table import Column, amount, fitted
 from llama_npu2.errors import UserError
-from llama_npu2.table import Column, amount, fitted
 from stages.engine.files import read_json
 from stages.engine.housekeeping import ArtifactDirectory, directories, files_below, unneeded
 from stages.engine.places import CACHE, CALIBRATED, CHECKPOINT, GENERATED, INCOMING, OBJECTS
-from stages.engine.steps import WORK
+from stages.engine.project import WORK
 from stages.graph import Build
 
 _KINDS = {

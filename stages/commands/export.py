@@ -1,8 +1,8 @@
 """`doit export [output=FILE]`: artifacts and runtime in one file, `python FILE "some text"`.
 
-Two zip files one behind the other (`llama_npu2.storage.Archive` says why). Of the artifact's, every content begins at a
-page, so that weights are mapped where they lie. Equal artifacts make equal bytes, by one version
-of Python and but for the mark of who built them.
+The file consists of two zip files, one after the other (`llama_npu2.artifact.storage.Archive` says why). In that of the
+artifact, every content begins at a page, so that weights can be mapped where they lie. Equal artifacts make equal
+bytes with one version of Python, except for the mark of who built them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import BinaryIO
 from zipfile import ZIP64_LIMIT, ZIP_STORED, ZipFile, ZipInfo
 
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.storage import File
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.storage import File
 from llama_npu2.trust import LOCAL, SIGNATURE
 from stages.engine.files import HUGE_PAGE
 from stages.engine.places import MANIFEST, PROVENANCE, RUNTIME
 from stages.engine.room import no_room
 from stages.graph import Build
-from stages.provenance import VERIFIED, signed
+from stages.sharing.provenance import VERIFIED, signed
 from stages.weights.blobs import PAGE
 
 SUFFIX = ".pyz"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_npu2.table import Column, Table, amount
+from llama_npu2.cli.table import Column, Table, amount
 from stages.commands.fit_check import Took, measure
 from stages.graph import Build
 from stages.graph.needs import Needs

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.errors import UserError
-from llama_npu2.peak import PRINT_PEAK
-from stages.commands.options import parse_options
 from stages.engine.places import ROOT, python_environment
 from stages.graph import Build
 from stages.graph.needs import RUN_IMPORTS, Needs, process_memory
+from stages.graph.options import parse_options
 
 _LOOK = 0.01
 """Seconds between two looks at a build's processes."""

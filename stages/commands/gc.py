@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from doit.exceptions import TaskFailed
 
+from llama_npu2.cli.table import Column, Table, amount
 from llama_npu2.errors import UserError
-from llama_npu2.table import Column, Table, amount
 from stages.engine.housekeeping import Unneeded, remove, unneeded
 from stages.engine.tree import Linked
 from stages.graph import Build

@@ -11,12 +11,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from llama_npu2.table import Column, amount
+from llama_npu2.cli.table import Column, amount
 from stages.engine.durations import clock
 from stages.engine.files import write_atomic
 from stages.engine.why import BEHIND, CURRENT, MISSING, STALE, Finding, examine
 from stages.graph import Build
-from stages.pages import Node, Page, facts, graph, note, table, tag
+from stages.reports.pages import Node, Page, facts, graph, note, table, tag
 
 _MEANING = {
     CURRENT: "will not run",

@@ -25,8 +25,8 @@ import numpy as np
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError, load
-from stages.commands import quality
 from stages.graph import Build
+from stages.proof.comparison import divergence
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Perplexity:
 def run(build: Build) -> None:
     """Raises UserError."""
     options = build.options
-    text = Path(options.text) if options.text else quality.TEXT
+    text = Path(options.text) if options.text else divergence.TEXT
     with closing(load(build.directory, options.threads, options.second_copy)) as llm:
         window = min(options.window, llm.context_length)
-        ids = llm.encode(quality.read_text(text), raw=True)
+        ids = llm.encode(divergence.read_text(text), raw=True)
         if options.recipe == "llama.cpp":
             stride, windows = window, side_by_side(ids, window, begin(llm))
         else:

@@ -10,8 +10,8 @@ from typing import Any
 
 from doit.exceptions import TaskFailed
 
+from llama_npu2.cli.profile import FORMAT, described
 from llama_npu2.errors import UserError
-from llama_npu2.profile import FORMAT, described
 from llama_npu2.schema import Check, Invalid, list_of, load_json, mapping, one_of, positive, record, string, whole
 from stages.commands.runtime import captured_runtime, reply_arguments
 from stages.engine.files import write_atomic
@@ -44,8 +44,8 @@ def run(build: Build) -> TaskFailed | None:
 def write_report(found: Mapping[str, Any], directory: Path, other: Mapping[str, Any] | None = None) -> Path:
     """JSON, trace and page of a profile; returns the page."""
     # They load jinja2 and protobuf.
-    from stages.commands.perfetto_trace import trace
-    from stages.commands.profile_page import profile_page
+    from stages.reports.perfetto_trace import trace
+    from stages.reports.profile_page import profile_page
 
     write_atomic(directory / f"{NAME}.json", json.dumps(found).encode())
     write_atomic(directory / f"{NAME}.pftrace", trace(found))

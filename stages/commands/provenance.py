@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama_npu2 import trust
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.cli.table import Column, fitted
 from llama_npu2.errors import UserError, printable
-from llama_npu2.manifest import Manifest
-from llama_npu2.table import Column, fitted
 from stages.engine.files import read_json
 from stages.engine.places import KERNELS, PROVENANCE
 from stages.graph import Build
-from stages.provenance import verified
+from stages.sharing.provenance import verified
 
 SHOWN = 16
 """Hexadecimal digits of a digest."""

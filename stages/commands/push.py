@@ -7,7 +7,7 @@ from llama_npu2.trust import SIGNATURE
 from stages.engine.files import write_atomic
 from stages.engine.places import PROVENANCE
 from stages.graph import Build
-from stages.provenance import VERIFIED, signed
+from stages.sharing.provenance import VERIFIED, signed
 from stages.sharing.remotes import open_remote
 from stages.sharing.store import Store
 from stages.sharing.travel import Exchange

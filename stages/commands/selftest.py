@@ -8,15 +8,15 @@ from typing import Any
 
 from doit.exceptions import TaskFailed
 
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import Manifest
 from stages.commands import doctor
 from stages.engine.places import CONFIG
 from stages.model.families import read_config
 from stages.model.grouping import programs
-from stages.selftest import report
-from stages.selftest.graph import Probes
-from stages.selftest.ladder import Kit, Rung, climb
+from stages.proof.selftest import report
+from stages.proof.selftest.graph import Probes
+from stages.proof.selftest.ladder import Kit, Rung, climb
 
 
 def run(probes: Probes) -> TaskFailed | None:

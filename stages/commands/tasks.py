@@ -16,10 +16,10 @@ from doit import doit_cmd
 from doit.exceptions import InvalidDodoFile, TaskFailed
 
 from llama_npu2.errors import UserError
-from stages.commands.options import parse_options
 from stages.engine.doit_tasks import COMPLETE, FIRST, command_task, doit_task
 from stages.graph import Build
-from stages.selftest.graph import Probes
+from stages.graph.options import parse_options
+from stages.proof.selftest.graph import Probes
 
 Task = dict[str, Any]
 

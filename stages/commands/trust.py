@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama_npu2 import allow
+from llama_npu2.cli import allow
 from llama_npu2.errors import printable
-from stages.engine.steps import Project
+from stages.engine.project import Project
 from stages.graph import Build
 
 

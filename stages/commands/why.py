@@ -8,7 +8,7 @@ from llama_npu2.errors import UserError
 from stages.engine.names import suggestion
 from stages.engine.why import CURRENT, STALE, Finding, examine
 from stages.graph import Build
-from stages.selftest.graph import Probes
+from stages.proof.selftest.graph import Probes
 
 _MOST = 12
 """Lines about a step among others."""

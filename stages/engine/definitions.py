@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from llama_npu2.regular import read_regular
+from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json, mapping, string
 from stages.engine.places import ROOT
 
 if TYPE_CHECKING:
-    from stages.engine.steps import Project
+    from stages.engine.project import Project
 
 FOLDER = Path("build/code")
 OUTSIDE = ""

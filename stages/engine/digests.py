@@ -14,8 +14,8 @@ from typing import Any
 import xxhash
 
 from llama_npu2 import trust
+from llama_npu2.artifact.regular import read_regular
 from llama_npu2.errors import UserError
-from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256, write_atomic
 

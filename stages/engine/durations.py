@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+from llama_npu2.artifact.regular import read_regular
 from llama_npu2.errors import UserError
-from llama_npu2.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.files import write_atomic
 from stages.engine.places import lock_file

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import xxhash
 
+from llama_npu2.artifact.regular import open_regular, read_regular
 from llama_npu2.errors import REMEDY, UserError
-from llama_npu2.regular import open_regular, read_regular
 from llama_npu2.schema import Check, load_json
 from stages.engine.tree import Tree
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from llama_npu2.regular import read_regular
+from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
-from stages.engine.steps import RECEIPTS, WORK, load_receipt
+from stages.engine.project import RECEIPTS, WORK, load_receipt
 from stages.engine.tree import Tree
 from stages.engine.turn import Turn
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from llama_npu2 import trust
-from llama_npu2.regular import read_regular
+from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json
 from stages.engine.files import content_digest, content_sha256
 from stages.engine.places import ROOT

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llama_npu2.cli.table import amount
 from llama_npu2.errors import UserError
-from llama_npu2.table import amount
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = re.compile(rf"{re.escape(os.strerror(errno.ENOSPC))}|^\d+ requested and \d+ written$")

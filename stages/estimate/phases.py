@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from llama_npu2.artifact.plan import Phase, PlannedCall, Plans, Spec, furthest, slot_bytes
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
-from llama_npu2.plan import Phase, PlannedCall, Plans, Spec, furthest, slot_bytes
 from stages.estimate.constants import Machine
 from stages.estimate.work import HOST_CALL, HOST_COPY, HOST_READ, SUBMISSION, Amount, Serial, Work, spend
 

@@ -1,183 +1,27 @@
-"""One model for one target: what is built, where, and by which steps."""
+"""One model for one target, with the steps that build it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llama_npu2 import trust
-from llama_npu2.errors import UserError
 from stages.engine import definitions
-from stages.engine.digests import Digests
-from stages.engine.files import read_json, write_atomic
-from stages.engine.places import CONFIG, MANIFEST, PLAN, PROVENANCE, lock_file
-from stages.engine.steps import Project, Step
-from stages.engine.turn import Turn
+from stages.engine.files import write_atomic
+from stages.engine.places import MANIFEST, PROVENANCE
+from stages.engine.steps import Step
 from stages.graph.wiring import Library, Wiring
-from stages.model import calibration
-from stages.model.checkpoint import Checkpoint
-from stages.model.families import read_config
-from stages.model.grouping import Grouping
-from stages.model.policy import BF16, Policy, held_policy, parse_policy
-from stages.model.sources import (
-    ArtifactsOnly,
-    Source,
-    known_family,
-    known_positions,
-    quantised,
-    resolve,
-    safe_name,
-)
-from stages.provenance import statement
-from stages.sharing.cache import Cache
-from stages.targets import Target, default_target, targets
-from stages.weights.formats import formats
+from stages.sharing.provenance import statement
 
 if TYPE_CHECKING:
-    from stages.commands.options import Options
+    pass
 
-DEFAULT_TEXT = "default"
-"""The name in `calibrate=` of the text that ships."""
+from stages.graph.choices import Choices
 
 
-@dataclass
-class Build:
+class Build(Choices):
     """One model for one target: where it is built, and by which steps."""
-
-    options: Options
-
-    @cached_property
-    def artifacts(self) -> Path:
-        return Path(self.options.artifacts).absolute()
-
-    @cached_property
-    def source(self) -> Source:
-        return resolve(self.options.model, self.artifacts, self.options.revision, bool(self.options.remote))
-
-    @cached_property
-    def target(self) -> Target:
-        chosen = targets().get(self.options.target)
-        return chosen or default_target(self.artifacts / self.source.name)
-
-    @cached_property
-    def policy(self) -> Policy:
-        """The formats of weights and KV cache that the options choose, or that the checkpoint holds."""
-        if not self.target.caches(self.options.kv):
-            raise UserError(f"kv={self.options.kv}: target {self.target.name} has no kernels for it: choose target=cpu")
-        if self.options.weights:
-            policy = self.target.checked(parse_policy(self.options.weights, self.options.kv))
-        else:
-            policy = replace(self._held_policy(), kv=self.options.kv)
-        return self.multiplied(policy)
-
-    def multiplied(self, policy: Policy) -> Policy:
-        """Return a policy with the `matmul` of the options, or the usual one."""
-        if not self.target.static:
-            return policy
-        return replace(policy, matmul=self.options.matmul or policy.usual_matmul)
-
-    @property
-    def bfp16(self) -> bool:
-        """Whether prompts are multiplied in block floating point."""
-        return self.policy.matmul == "bfp16"
-
-    def _held_policy(self) -> Policy:
-        """Return the policy that the checkpoint holds. A quantised one is fetched, as its headers say that."""
-        if isinstance(self.source, ArtifactsOnly):
-            return self._stored_policy()
-        if not quantised(self.source, self.directory / CONFIG):
-            return BF16
-        held = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
-        # Static targets have one program for all layers.
-        return BF16 if self.target.static and held.layers else held
-
-    def _stored_policy(self) -> Policy:
-        """Return the policy of artifacts whose checkpoint is not on this machine."""
-        recorded = self.directory / PLAN
-        return parse_policy(read_json(recorded).get("weights", "") if recorded.is_file() else "")
-
-    @cached_property
-    def calibration(self) -> Path | None:
-        """The text that weights are rounded for, if any."""
-        name = self.options.calibrate
-        if name and not any(formats()[form].grid for form in self.policy.formats):
-            usable = ", ".join(sorted(name for name, form in formats().items() if form.grid))
-            raise UserError(f"calibrate={name}: no format of weights={self.policy.text} can use it: choose {usable}")
-        text = {"": None, DEFAULT_TEXT: calibration.TEXT}.get(name, Path(name).absolute())
-        if text and not text.is_file():
-            raise UserError(f"calibrate={name}: there is no such file: give a text file, or {DEFAULT_TEXT}")
-        return text
-
-    @property
-    def layers(self) -> int:
-        """The number of layers of the model. Its checkpoint is fetched where it is not here yet."""
-        if isinstance(self.source, ArtifactsOnly):
-            return read_config(self.directory / CONFIG).layers
-        return Checkpoint.open(self.source.fetch()).config.layers
-
-    @property
-    def name(self) -> str:
-        """The directory's name: the target, the formats of weights and KV cache where they were chosen, and the name of
-        the text where weights are calibrated on one."""
-        text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
-        return f"{self.target.name}{parse_policy(self.options.weights, self.options.kv).suffix}{text}"
-
-    @cached_property
-    def directory(self) -> Path:
-        return self.artifacts / self.source.name / self.name
-
-    @property
-    def artifact(self) -> str:
-        """The name of the directory on remotes."""
-        return f"{self.source.name}/{self.name}"
-
-    @property
-    def directory_as_given(self) -> Path:
-        """The directory below `artifacts=` as the user wrote that, for messages."""
-        return Path(self.options.artifacts) / self.source.name / self.name
-
-    def report(self, name: str) -> Path:
-        """Return the directory for a command's report on this build: `output=`, or one next to `artifacts=`, as the
-        user wrote that. It is not created."""
-        if self.options.output:
-            return Path(self.options.output)
-        return Path(self.options.artifacts).parent / "reports" / self.source.name / self.name / name
-
-    @cached_property
-    def project(self) -> Project:
-        turn = Turn(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
-        digests = Digests(self.artifacts / ".digests.json")
-        return Project(self.directory, digests, turn, shared, accepted=Path("tokenizer"))
-
-    def may_go(self, step: Step) -> bool:
-        """Whether others may have the outputs of a step."""
-        return not step.private or self._checkpoint_may_go
-
-    @cached_property
-    def _checkpoint_may_go(self) -> bool:
-        return bool(self.options.include) or self.source.is_public()
-
-    @cached_property
-    def buckets(self) -> tuple[int, ...]:
-        return self.options.bucket_list() if self.target.static else ()
-
-    @property
-    def context(self) -> int:
-        """The most positions that KV caches have room for; 0: as many as the model knows. Raises UserError."""
-        if self.options.context and not self.target.static:
-            where = f"context={self.options.context}: target {self.target.name}"
-            raise UserError(f"{where} takes memory for positions as they are used: leave it out")
-        return self.options.context or self.target.context
-
-    @property
-    def positions(self) -> int:
-        """The context length that static programs must cover: no less than KV caches have room for."""
-        longest = known_positions(self.source, self.directory / CONFIG)
-        return min(longest or self.context, self.context)
 
     @cached_property
     def steps(self) -> dict[str, Step]:
@@ -193,16 +37,6 @@ class Build:
     def libraries(self) -> list[Library]:
         """The libraries that hold the programs."""
         return Wiring(self).libraries()
-
-    @property
-    def grouping(self) -> Grouping:
-        """The grouping for the formats of the weights."""
-        family = known_family(self.source, self.directory / CONFIG).model_type
-        return self.target.grouping(self.grouping_name).of(family, self.policy)
-
-    @property
-    def grouping_name(self) -> str:
-        return self.options.grouping or self.target.default_grouping
 
     def finish(self) -> None:
         """Finish a complete directory and release its lock. Raises UserError.
@@ -224,21 +58,3 @@ class Build:
             content = statement(self.project, self.steps.values(), self.recipe)
             write_atomic(provenance, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
             trust.mark_own(self.directory, manifest)
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """The chosen values of the variables that decide what is built."""
-        options, policy = self.options, self.policy
-        return {
-            "model": self.source.name,
-            "revision": options.revision,
-            "target": self.target.name,
-            "weights": policy.text,
-            "kv": policy.kv,
-            "calibrate": Path(options.calibrate).name,
-            "ignore": options.ignore,
-            "buckets": self.buckets,
-            "context": self.context,
-            "grouping": self.grouping_name,
-            "matmul": policy.matmul,
-        }

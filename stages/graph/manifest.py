@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llama_npu2.artifact.manifest import FORMAT
+from llama_npu2.artifact.plan import parse_plans
+from llama_npu2.artifact.second_copy import second_copy
+from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.errors import REMEDY, UserError
-from llama_npu2.manifest import FORMAT
-from llama_npu2.plan import parse_plans
-from llama_npu2.second_copy import second_copy
-from llama_npu2.validation import check_manifest
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
 from stages.estimate.phases import phase_milliseconds

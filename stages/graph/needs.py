@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.devices.xrt.limits import HEAP
-from llama_npu2.peak import PRINT_PEAK
 from stages.engine.places import python_environment
 from stages.model import families
 from stages.model.buffers import Buffer
@@ -36,7 +36,8 @@ from stages.model.sources import HubSource, Listed, RandomSource, Source
 from stages.model.unpacking import UNPACKED
 from stages.targets import Target
 from stages.weights.blobs import PAGE, safetensors_bytes
-from stages.weights.formats import PACKED_AT_ONCE, formats
+from stages.weights.format import PACKED_AT_ONCE
+from stages.weights.formats import formats
 
 CODE = 3.69e6
 """Bytes of programs, objects (in the artifacts and in the cache), receipts and manifest on target cpu with bf16
@@ -55,7 +56,7 @@ of 2 and 128 thousand, with merges and without."""
 SAMPLE = 1 << 16
 """Positions of the table that is made to measure the memory of that."""
 
-RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
+RUN_IMPORTS = "import llama_npu2.__main__, llama_npu2.engine.llama, llama_npu2.devices.cpu, jinja2.sandbox, jinja2.ext"
 """The imports of a run with a chat template."""
 
 WORKING = "activations and unpacked weights"

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_npu2.cpu_features import cpu_features
+from llama_npu2.artifact.cpu_features import cpu_features
 from stages.engine.objects import source_file
 from stages.engine.places import (
     CACHE,
@@ -36,7 +36,7 @@ from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_family, re
 from stages.targets import Target, targets
 
 if TYPE_CHECKING:
-    from stages.graph.build import Build
+    from stages.graph.choices import Choices
 
 HOST = "host"
 """The name of the library of host programs."""
@@ -84,7 +84,7 @@ class Wiring:
     """Steps that run before those that need foreign tools, so that without the tools all else is built and one line
     names them."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Choices) -> None:
         self.build, self.options, self.target = build, build.options, build.target
         self.directory = build.directory
         self.grouping_name = build.grouping_name

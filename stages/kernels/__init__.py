@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llama_npu2.dtypes import DTYPES
+from llama_npu2.artifact.dtypes import DTYPES
 from stages.air import limits
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from stages.weights.lanes import PARTS, SHARES, FeedForward
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant
-    from stages.weights.formats import Format
+    from stages.weights.format import Format
 
 
 def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:

@@ -42,7 +42,8 @@ from stages.kernels import (
 from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
-from stages.weights.formats import Format, formats, w8a8
+from stages.weights.format import Format
+from stages.weights.formats import formats, w8a8
 from stages.weights.lanes import Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)

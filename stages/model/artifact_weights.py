@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from llama_npu2.dtypes import DTYPES
+from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.errors import REMEDY, UserError
-from llama_npu2.manifest import Manifest
 from stages.engine.places import CONFIG
 from stages.model import families
 from stages.model.buffers import tensors_of

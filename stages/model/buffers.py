@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.dtypes import nbytes
-from llama_npu2.plan import PHASE_TEXT
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.artifact.plan import PHASE_TEXT
 from llama_npu2.schema import Invalid, anything, list_of, mapping, one_of, record, string, whole
 from stages.engine.files import read_checked
 from stages.weights.formats import formats

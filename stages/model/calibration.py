@@ -26,9 +26,9 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 from threadpoolctl import threadpool_limits
 
+from llama_npu2.artifact.storage import Directory
 from llama_npu2.errors import UserError, first_line
-from llama_npu2.storage import Directory
-from llama_npu2.text import Tokenizer
+from llama_npu2.text.tokenizer import Tokenizer
 from stages.engine.files import file_digests, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.engine.progress import Bar
@@ -43,7 +43,8 @@ from stages.model.parts import part
 from stages.model.reference import run_launch
 from stages.model.sources import Source
 from stages.weights import feedback
-from stages.weights.formats import Format, formats
+from stages.weights.format import Format
+from stages.weights.formats import formats
 
 TEXT = Path(__file__).with_name("calibration.txt")
 """Questions, facts and short stories, written for this project. Lines of the text that quality is measured on are not

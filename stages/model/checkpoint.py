@@ -18,7 +18,8 @@ from stages.model.families import parse_config
 from stages.model.importers import PLAIN, Container, Held
 from stages.model.importers.directory import Directory
 from stages.model.importers.gguf import GgufFile
-from stages.weights.formats import Format, formats
+from stages.weights.format import Format
+from stages.weights.formats import formats
 
 _CHUNK = 1 << 20
 """Values that are dequantised at a time, so that temporaries stay in the CPU's cache."""

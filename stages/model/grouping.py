@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llama_npu2.plan import LAST_ROW, WHOLE, BufferRef
+from llama_npu2.artifact.plan import LAST_ROW, WHOLE, BufferRef
 from stages.model.part import Part, Slot
 from stages.model.parts import joins, layer_part, part
 from stages.model.policy import BF16, Policy

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llama_npu2.dtypes import nbytes
-from llama_npu2.plan import WHOLE
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.artifact.plan import WHOLE
 from stages.kernels import HOST_SET, Kernel, kernels
 from stages.weights.formats import formats
 
@@ -58,7 +58,7 @@ class Slot:
     parity of this layer and the next (two activations take turns, so that no launch reads and writes one), `{head}` for
     the tensor of the LM head."""
     view: str = WHOLE
-    """What the part sees of that buffer: a view of `llama_npu2.plan`."""
+    """What the part sees of that buffer: a view of `llama_npu2.artifact.plan`."""
     keeps: bool = False
     """Whether the buffer outlives a call, as a cache does."""
     joins: tuple[str, ...] = ()

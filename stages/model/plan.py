@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from llama_npu2.plan import (
+from llama_npu2.artifact.plan import (
     DECODE,
     FROM_POSITION,
     PREFILL,

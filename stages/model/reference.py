@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from llama_npu2.plan import LAST_ROW, BufferRef, Phase, PlannedCall, Plans
+from llama_npu2.artifact.plan import LAST_ROW, BufferRef, Phase, PlannedCall, Plans
 from stages.kernels import Kernel
 from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program

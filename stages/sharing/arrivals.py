@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stages.engine.places import INCOMING, MANIFEST
-from stages.engine.steps import Project
+from stages.engine.project import Project
 from stages.sharing.records import Blob, is_here
 from stages.sharing.store import Store
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import Untrusted
-from stages.engine.steps import Project, Step, file_name
+from stages.engine.project import Project, file_name
+from stages.engine.steps import Step
 from stages.sharing.arrivals import Arrivals
 from stages.sharing.records import Record, address, fits_here, record_of
 from stages.sharing.remotes import check_url, open_remote

@@ -13,7 +13,8 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import LOCAL
-from stages.engine.steps import RECEIPTS, WORK, Project, Step, is_inside
+from stages.engine.project import RECEIPTS, WORK, Project, is_inside
+from stages.engine.steps import Step
 
 FORMAT = 1
 """Of records and of what is derived from them."""

@@ -10,7 +10,8 @@ from typing import Any
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
 from stages.engine.places import PULLED
-from stages.engine.steps import WORK, Project, Step
+from stages.engine.project import WORK, Project
+from stages.engine.steps import Step
 from stages.sharing.arrivals import Arrivals
 from stages.sharing.cache import step_entries
 from stages.sharing.records import (

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from llama_npu2.dtypes import SAFETENSORS, nbytes
+from llama_npu2.artifact.dtypes import SAFETENSORS, nbytes
 from stages.engine.files import HUGE_PAGE
 
 PAGE = 4096

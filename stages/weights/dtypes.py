@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dtype:
-    """What the elements of a buffer are called elsewhere. Their size is said by the runtime (`llama_npu2.dtypes`), and
-    so is what safetensors call them."""
+    """Names of an element type. Its size and its name in safetensors are in `llama_npu2.artifact.dtypes`."""
 
     c: str
     mlir: str

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.weights.formats import Format
+from stages.weights.format import Format
 from stages.weights.scales import Grid, inverse
 
 DAMPING = 0.01

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.format import Format, Layout, Shape
 from stages.weights.scales import Grid
 
 LINE = 64

@@ -15,7 +15,7 @@ import numpy as np
 
 from stages.air import limits
 from stages.weights.constants import BLOCK, GROUP, LANES
-from stages.weights.formats import Format, Layout, Shape, Stretch
+from stages.weights.format import Format, Layout, Shape, Stretch
 from stages.weights.grouped import Grouped
 
 PANEL_BYTES = limits.L2_BYTES // 4 - 2048

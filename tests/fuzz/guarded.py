@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import HostBuffer
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.storage import File
 
 _PAGE = mmap.PAGESIZE
 _NO_ACCESS = 0

@@ -78,8 +78,8 @@ def manifests() -> dict[str, bytes]:
 def _load_and_run(scratch: Path) -> Iterator[Run]:
     """A prompt, tokens behind it, the last of the context and scores, in buffers between guard pages."""
     from llama_npu2 import Llama
+    from llama_npu2.artifact.manifest import Manifest
     from llama_npu2.devices import cpu, sim
-    from llama_npu2.manifest import Manifest
     from llama_npu2.trust import mark_own
     from tests.fuzz.guarded import GuardedDevice
 
@@ -146,8 +146,8 @@ def _in_checkpoint(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
 
 @contextlib.contextmanager
 def _tokenizer(scratch: Path) -> Iterator[Run]:
-    from llama_npu2.storage import Directory
-    from llama_npu2.text import TextStream, Tokenizer
+    from llama_npu2.artifact.storage import Directory
+    from llama_npu2.text.tokenizer import TextStream, Tokenizer
 
     (scratch / "tokenizer").mkdir()
 
@@ -167,9 +167,9 @@ def _tokenizer(scratch: Path) -> Iterator[Run]:
 def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
     @contextlib.contextmanager
     def opened(scratch: Path) -> Iterator[Run]:
-        from llama_npu2 import sandbox
-        from llama_npu2.chat import ChatTemplate
-        from llama_npu2.storage import Directory
+        from llama_npu2.artifact.storage import Directory
+        from llama_npu2.text.chat_template import ChatTemplate
+        from llama_npu2.text.tokenizer import sandbox
 
         sandbox.LONGEST = 0.2
 
@@ -192,7 +192,8 @@ def _receipt(scratch: Path) -> Iterator[Run]:
     """A step with one input and one output, both of which hold `x`. Nothing outside of its directory changes."""
     from stages.engine.digests import Digests
     from stages.engine.files import content_digest
-    from stages.engine.steps import Project, Step
+    from stages.engine.project import Project
+    from stages.engine.steps import Step
     from stages.engine.turn import Turn
     from stages.engine.why import examine
 
@@ -235,7 +236,8 @@ def _definitions(scratch: Path) -> Iterator[Run]:
     from stages.engine.digests import Digests
     from stages.engine.durations import Durations
     from stages.engine.files import content_digest
-    from stages.engine.steps import Project, Step
+    from stages.engine.project import Project
+    from stages.engine.steps import Step
     from stages.engine.turn import Turn
     from stages.engine.why import explain
 
@@ -360,7 +362,7 @@ def _report(scratch: Path) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _prompts(scratch: Path) -> Iterator[Run]:
-    from stages.commands.prompts import read_prompts
+    from stages.proof.comparison.prompts import read_prompts
 
     def run(name: str, content: bytes) -> None:
         (scratch / name).write_bytes(content)
@@ -375,7 +377,7 @@ def _prompts(scratch: Path) -> Iterator[Run]:
 def _profile(scratch: Path) -> Iterator[Run]:
     """That of another run, beside one that is as it should be."""
     from stages.commands.profile import read_profile
-    from stages.commands.profile_page import profile_page
+    from stages.reports.profile_page import profile_page
 
     found = json.loads((CORPUS / "profile/profile.json").read_text())
 
@@ -423,7 +425,7 @@ def _record(scratch: Path) -> Iterator[Run]:
 @contextlib.contextmanager
 def _conversation(scratch: Path) -> Iterator[Run]:
     """What one loads is saved, and loaded again, as it was."""
-    from llama_npu2.conversation import Conversation
+    from llama_npu2.cli.conversation import Conversation
 
     def run(name: str, content: bytes) -> None:
         (scratch / name).write_bytes(content)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stages.weights.formats import Format, Layout
+from stages.weights.format import Format, Layout
 
 VALUES, BYTES = 32, 36
 

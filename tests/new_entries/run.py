@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import SimProgram, SimSubmission
-from llama_npu2.spans import Timer
-from llama_npu2.storage import File
+from llama_npu2.devices.spans import Timer
 from stages import air
 from stages.engine.objects import source_file
 from stages.kernels import kernels

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import view_offset
+from llama_npu2.artifact.storage import File
+from llama_npu2.devices.spans import Recorder
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.plan import view_offset
-from llama_npu2.spans import Recorder
-from llama_npu2.storage import File
 
 
 class HostBuffer:
@@ -35,7 +35,7 @@ class HostBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """A buffer in a call's slot, in one of the views of `llama_npu2.plan`."""
+    """A buffer in a call's slot, in one of the views of `llama_npu2.artifact.plan`."""
 
     buffer: Any
     view: str

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
+from llama_npu2.devices.spans import Recorder, Span
 from llama_npu2.errors import REMEDY, UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.plan import FROM_POSITION, LAST_ROW
-from llama_npu2.spans import Recorder, Span
-from llama_npu2.storage import File
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call, Declared, HostBuffer
-from llama_npu2.dtypes import DTYPES
+from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.errors import UserError
-from llama_npu2.spans import Recorder, Timer
-from llama_npu2.storage import File
 
 Arrays = Mapping[str, np.ndarray]
 Model = Mapping[str, Any]

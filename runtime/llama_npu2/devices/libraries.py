@@ -9,8 +9,8 @@ import json
 import os
 from typing import Any
 
+from llama_npu2.artifact.storage import File
 from llama_npu2.errors import UserError
-from llama_npu2.storage import File
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

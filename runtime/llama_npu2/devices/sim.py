@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer, Submission
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.libraries import entry_point, open_library
+from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import Manifest
-from llama_npu2.spans import Recorder, Timer
-from llama_npu2.storage import File
 
 _ERROR_BYTES = 512
 

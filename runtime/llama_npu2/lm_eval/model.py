@@ -20,10 +20,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from llama_npu2.chat import special_tokens
+from llama_npu2.engine.llama import load
 from llama_npu2.errors import UserError
-from llama_npu2.llama import load
 from llama_npu2.options import Sampling
+from llama_npu2.text.chat_template import special_tokens
 
 Scored = tuple[float, bool]
 """Log-likelihood in nats, and whether each token of it is the most likely one."""

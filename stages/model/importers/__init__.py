@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from stages.weights.formats import Shape
+from stages.weights.format import Shape
 
 if TYPE_CHECKING:
     from stages.model.config import ConfigFields

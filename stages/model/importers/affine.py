@@ -10,7 +10,8 @@ import numpy as np
 from stages.model.importers import Held
 from stages.model.importers.directory import Tensors
 from stages.weights.constants import GROUP
-from stages.weights.formats import Shape, int4_f32, int8_f32
+from stages.weights.format import Shape
+from stages.weights.formats import int4_f32, int8_f32
 from stages.weights.grouped import Grouped
 
 SCALES = ("BF16", "F16", "F32")

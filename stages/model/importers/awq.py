@@ -17,7 +17,7 @@ from stages.model.config import ConfigFields
 from stages.model.importers import Held, Method, affine
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
-from stages.weights.formats import Shape
+from stages.weights.format import Shape
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

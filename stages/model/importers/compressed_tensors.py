@@ -26,7 +26,8 @@ from stages.model.importers import Held, Method, affine
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gptq import given_groups
-from stages.weights.formats import Shape, w8a8
+from stages.weights.format import Shape
+from stages.weights.formats import w8a8
 
 FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
 _BESIDE = ("input_scale", "input_zero_point")

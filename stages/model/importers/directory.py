@@ -16,7 +16,7 @@ from llama_npu2.errors import UserError, first_line
 from stages.engine.files import read_json
 from stages.model.config import ConfigFields
 from stages.model.importers import PLAIN, Held, methods
-from stages.weights.formats import Shape
+from stages.weights.format import Shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

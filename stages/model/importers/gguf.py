@@ -17,7 +17,8 @@ from stages.model.importers import Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
 from stages.model.importers.gguf_header import Header, Place
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
-from stages.weights.formats import Shape, formats
+from stages.weights.format import Shape
+from stages.weights.formats import formats
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_NAMES = {

@@ -19,7 +19,7 @@ from stages.model.config import ConfigFields
 from stages.model.importers import Held, Method, affine
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
-from stages.weights.formats import Shape
+from stages.weights.format import Shape
 
 
 @dataclass(frozen=True)

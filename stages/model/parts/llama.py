@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llama_npu2.plan import FROM_POSITION, LAST_ROW, WHOLE
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
 from stages.model.buffers import JOIN
 from stages.model.families.llama import EMBED, FINAL_NORM, VOCABULARY, WEIGHTS
 from stages.model.part import Dim, Joined, Part, PartBuilder, Shape, Slot

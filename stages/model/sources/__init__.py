@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llama_npu2 import tokenizer_limits
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
+from llama_npu2.text import tokenizer_limits
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CHECKPOINT, CONFIG
 from stages.model import families

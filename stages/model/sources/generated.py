@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.regular import read_regular
+from llama_npu2.artifact.regular import read_regular
 from stages.engine.files import atomic_directory, require_space
 from stages.engine.places import GENERATED, lock_file
 from stages.engine.turn import Turn

@@ -3,7 +3,7 @@
 The simulator refuses what the hardware would refuse: memory sizes, channels, descriptors, alignment, queue depth.
 """
 
-from llama_npu2.cpu_features import cpu_features
+from llama_npu2.artifact.cpu_features import cpu_features
 from stages.targets import Target
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
 from stages.targets.npu2.groupings import CONTEXT, GROUPINGS

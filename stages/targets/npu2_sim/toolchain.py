@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llama_npu2.cpu_features import cpu_features
+from llama_npu2.artifact.cpu_features import cpu_features
 from stages.targets.cpu.toolchain import host_compiler_fingerprint
 
 

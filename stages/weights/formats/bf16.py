@@ -8,7 +8,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.weights.constants import BLOCK, PANEL_ROWS
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.format import Format, Layout, Shape
 
 ROWS_STEP = 8 * BLOCK
 """Rows of a vocabulary matrix are a multiple of it for the array: a block for each of eight columns."""

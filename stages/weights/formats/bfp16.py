@@ -11,7 +11,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from stages.weights.constants import BLOCK
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.format import Format, Layout, Shape
 
 BYTES = 1 + BLOCK
 """Of the values that share an exponent."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.format import Format, Layout, Shape
 from stages.weights.formats.bf16 import pad_rows, padded_shape
 from stages.weights.lanes import padded
 

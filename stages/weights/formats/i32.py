@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.formats import Format
+from stages.weights.format import Format
 
 FORMAT = Format(
     "i32",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.weights.formats import Format
+from stages.weights.format import Format
 from stages.weights.formats.w8a8 import parts, quantise_rows
 
 _SCALE = np.dtype(np.float32).itemsize

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from stages.weights.constants import PANEL_ROWS, QUAD
-from stages.weights.formats import Format, Layout, Shape
+from stages.weights.format import Format, Layout, Shape
 
 MOST = 127
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
+from llama_npu2.artifact.manifest import Manifest, NpuProgram
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared
+from llama_npu2.devices.spans import Recorder
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.devices.xrt.submissions import XrtSubmission
-from llama_npu2.manifest import Manifest, NpuProgram
-from llama_npu2.spans import Recorder
-from llama_npu2.storage import File
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.xrt.buffers import XrtBuffer
 from llama_npu2.devices.xrt.ranges import Range
-from llama_npu2.dtypes import nbytes
 from llama_npu2.errors import UserError
 
 

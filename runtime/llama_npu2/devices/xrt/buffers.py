@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from llama_npu2.artifact.storage import File
+from llama_npu2.devices.spans import Timer
 from llama_npu2.devices.xrt.bindings import failures
 from llama_npu2.devices.xrt.ranges import Range, Ranges
 from llama_npu2.errors import UserError
-from llama_npu2.spans import Timer
-from llama_npu2.storage import File
 
 
 @dataclass

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_npu2.artifact.manifest import NpuProgram
+from llama_npu2.artifact.storage import Altered, File
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.devices.host_numpy import NumpyDevice
 from llama_npu2.devices.libraries import anonymous_file, descriptor_path, open_library
+from llama_npu2.devices.spans import Timer
 from llama_npu2.devices.xrt.bindings import FAILURES, TOO_OLD, failures, import_pyxrt
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
 from llama_npu2.devices.xrt.limits import CONTEXTS, HEAP, RUNS_SHARE, check_duration, heap_bytes
 from llama_npu2.errors import UserError
-from llama_npu2.manifest import NpuProgram
-from llama_npu2.spans import Timer
-from llama_npu2.storage import Altered, File
 
 LOCK = "llama-npu2.lock"
 

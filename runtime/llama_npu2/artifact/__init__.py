@@ -1,0 +1,1 @@
+"""Artifact directories: how one is described, checked, and read."""

@@ -1,0 +1,158 @@
+"""What a plan means: its phases, its calls, and which bytes of a buffer a call may touch.
+
+In JSON a phase and a reference to a buffer are texts; they are parsed and printed here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.schema import text
+
+Spec = Mapping[str, Any]
+
+WHOLE, FROM_POSITION, LAST_ROW = "", "pos", "last"
+"""Views of a buffer: all of it, from the row of the call's first position on, the call's last row."""
+
+PHASE_TEXT = text(
+    r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?",
+    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS or prefill@ROWS@POSITIONS",
+)
+"""Checks that a JSON value is the text of a phase."""
+
+
+class Phase(NamedTuple):
+    """Prefill or decode in one size; phases of one kind are ordered by size.
+
+    As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT`.
+    """
+
+    kind: str
+    """`prefill`, `prefill_chunk` (a prefill without logits) or `decode`."""
+    rows: int = 0
+    """The bucket of a prefill: the rows that its programs are compiled for. 0: any number of rows."""
+    context: int = 0
+    """The context bucket: the positions of the KV cache that its programs read. 0 in a prefill with a bucket: its own
+    rows, which begin at position 0."""
+
+    @staticmethod
+    def parse(phase: str) -> Phase:
+        """Return the phase that a text names. Raises ValueError."""
+        PHASE_TEXT(phase)
+        kind, *texts = phase.split("@")
+        sizes = map(int, texts)
+        return Phase(kind, 0, *sizes) if kind == DECODE.kind else Phase(kind, *sizes)
+
+    def __str__(self) -> str:
+        return "@".join([self.kind, *(str(size) for size in (self.rows, self.context) if size)])
+
+    @property
+    def positions(self) -> int:
+        """Positions up to which its calls reach at most, where programs are compiled for that; else 0."""
+        return self.context or self.rows
+
+
+PREFILL, PREFILL_CHUNK, DECODE = Phase("prefill"), Phase("prefill_chunk"), Phase("decode")
+"""The phases of programs that take any number of rows and positions."""
+
+
+class BufferRef(NamedTuple):
+    """A buffer as a call sees it. As text `NAME`, `NAME@pos` or `NAME@last`."""
+
+    name: str
+    view: str = WHOLE
+
+    @staticmethod
+    def parse(reference: str) -> BufferRef:
+        """Return the reference that a text stands for. Raises ValueError."""
+        name, at, view = reference.partition("@")
+        if at and view not in (FROM_POSITION, LAST_ROW):
+            raise ValueError(f"{reference}: a view is @{FROM_POSITION} or @{LAST_ROW}")
+        return BufferRef(name, view)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.view}" if self.view else self.name
+
+
+class PlannedCall(NamedTuple):
+    """One program and the buffers that are bound to its arguments (slots), in their order."""
+
+    program: str
+    buffers: tuple[BufferRef, ...]
+    layer: int | None = None
+    """From 0; None outside of the layers."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the buffers, in the order of the slots."""
+        return [reference.name for reference in self.buffers]
+
+
+Plans = Mapping[Phase, Sequence[PlannedCall]]
+"""The calls of each phase, in order."""
+
+
+def parse_plans(content: Mapping[str, Sequence[Spec]]) -> dict[Phase, list[PlannedCall]]:
+    """Return the plans of a manifest's JSON, whose types have been checked. Raises ValueError."""
+    references: dict[str, BufferRef] = {}
+
+    def parsed(reference: str) -> BufferRef:
+        return references.get(reference) or references.setdefault(reference, BufferRef.parse(reference))
+
+    plans: dict[Phase, list[PlannedCall]] = {}
+    for name, calls in content.items():
+        plan = plans[Phase.parse(name)] = []
+        for index, call in enumerate(calls):
+            try:
+                plan.append(PlannedCall(call["program"], tuple(map(parsed, call["buffers"])), call.get("layer")))
+            except ValueError as error:
+                raise ValueError(f"plans.{name}[{index}] binds {error}") from None
+    return plans
+
+
+def plans_json(plans: Plans) -> dict[str, list[dict[str, Any]]]:
+    """Return plans as JSON has them."""
+
+    def encoded(call: PlannedCall) -> dict[str, Any]:
+        layer = {} if call.layer is None else {"layer": call.layer}
+        return {"program": call.program, "buffers": [str(reference) for reference in call.buffers], **layer}
+
+    return {str(phase): [encoded(call) for call in calls] for phase, calls in plans.items()}
+
+
+def sizes(phases: Iterable[Phase], kind: str) -> list[int]:
+    """Return the buckets of a kind of phases, ascending: rows of prefill, positions of decode."""
+    return sorted({phase.rows or phase.context for phase in phases if phase.kind == kind} - {0})
+
+
+def furthest(phase: Phase, rows: int, positions: int) -> list[tuple[int, int]]:
+    """Return rows and first position of those calls of a phase that reach furthest.
+
+    The bytes that a call touches grow linearly with both, so no call between them reaches further.
+
+    Args:
+        rows: rows that the buffers have room for.
+        positions: positions that the KV cache has room for.
+    """
+    if phase.kind == DECODE.kind:
+        return [(1, min(positions, phase.context or positions) - 1)]
+    if phase.rows:
+        return [(phase.rows, phase.positions - phase.rows)]
+    most = min(rows, positions)
+    return [(most, positions - most), (1, positions - 1)]
+
+
+def view_offset(view: str, row_bytes: int, seq: int, pos: int) -> int:
+    """Return where a view of a buffer begins, in bytes, in a call of `seq` rows from position `pos` on."""
+    return {WHOLE: 0, FROM_POSITION: pos, LAST_ROW: seq - 1}[view] * row_bytes
+
+
+def slot_bytes(slot: Spec, seq: int, pos: int) -> int:
+    """Return the bytes of an argument (slot) that a call of `seq` rows from position `pos` on may touch.
+
+    In its shape `seq` stands for the rows, `max_seq` for all positions up to the last row's.
+    """
+    known = {"seq": seq, "max_seq": pos + seq}
+    return nbytes(slot["dtype"], (known.get(size, size) for size in slot["shape"]))

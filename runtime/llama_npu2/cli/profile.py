@@ -1,0 +1,335 @@
+"""Where the time of a prompt and of a token goes: `llama-npu2 DIR --profile`.
+
+A prompt is processed several times, the last time with a long reply behind it. A *prompt* goes from the call to the
+first token that is sampled, a *token* from there to the next one. Each is split into spans
+(`llama_npu2.devices.spans`), down to launches of kernels where the device knows them, and what lies between spans,
+which is Python's: so the parts of a prompt or of a token add up to it. Figures are means, because those add up, over
+the half that neither the fastest nor
+the slowest quarter is in; the series of all tokens shows the spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from llama_npu2.artifact.plan import Phase
+from llama_npu2.cli.bench import PEAK_ITERATIONS, Bench, machine
+from llama_npu2.cli.table import Column, fitted
+from llama_npu2.devices.spans import Span, nested
+from llama_npu2.engine.llama import Llama, load
+from llama_npu2.options import Running, Sampling
+
+FORMAT = 1
+"""Of the JSON."""
+PROMPT = 512
+TEXT = "The quick brown fox jumps over the lazy dog. "
+"""Said again and again, where no prompt is given."""
+BETWEEN = "between spans"
+SUMS = ("waited", "busy", "bytes", "operations", "runs")
+"""What spans say that adds up."""
+
+
+def run_profile(
+    directory: str, running: Running, sampling: Sampling, prompt: str | None, raw: bool, as_json: bool
+) -> None:
+    """Print tables, or one JSON object as `profile` returns it. Raises UserError."""
+    with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
+        found = profile(llm, prompt, raw, sampling.max_tokens, running.repeats)
+    print(json.dumps(found) if as_json else described(found))
+
+
+def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats: int) -> dict[str, Any]:
+    """`machine`: what ran on what. `peaks`: of the CPU, measured before and after: `read` in bytes, `bf16` in
+    operations per second; none for the NPU.
+
+    `phases`: `prompt` and `token`. Of each `rows` and `position` of the first, how many `calls` of each program it
+    makes, `seconds` of every one, and of the
+    middle half of them `mean` seconds and `parts`: `kind` and `name` as spans have them, `program`, `layer` and number
+    of a `launch`, and per prompt or token how many `calls`, `seconds` that no other part has, nanoseconds `waited` and
+    `busy`, `bytes`, `operations`, `runs`. On the NPU `alone`: seconds of each program's calls, submitted one by one.
+    On the simulator `counted`: what each program's launches moved and multiplied.
+
+    `series`: of the tokens, position, seconds, and those of them in phases. `timeline`: the last prompt and its reply:
+    `names` (kind, name, layer, launch) and `spans`: name by number, thread, beginning and length in nanoseconds, and
+    of those how many were waited; those of threads other than the first in the prompt and the token `shown`, which is
+    that with the median time. `edges`: where the prompt, and each token, begins and ends.
+    """
+    text = _text(llm, raw) if prompt is None else prompt
+    counted = _counted(llm, llm.encode(text, raw))
+
+    def phase(name: str, windows: Sequence[Window]) -> dict[str, Any]:
+        more = {"alone": _alone(llm, windows[-1]), "counted": counted.get(name)}
+        plan = llm.manifest.plans[Phase.parse(windows[-1].phase.name)]
+        calls = Counter(call.program for call in plan)
+        return _phase(name, windows, calls) | {key: value for key, value in more.items() if value}
+
+    tokens = min(max(max_tokens, 2), llm.context_length - llm.position + 2)
+    before = _peaks(llm)
+    with _endless(llm):
+        prompts = [_generated(llm, text, raw, 1)[0] for _ in range(repeats - 1)]
+        first, *following = _generated(llm, text, raw, tokens)
+    after = _peaks(llm)
+    return {
+        "format": FORMAT,
+        "machine": machine(llm),
+        "peaks": {name: (before[name] + after[name]) / 2 for name in before},
+        "phases": [phase("prompt", [*prompts, first]), phase("token", following)],
+        "series": [_point(window) for window in following],
+        "timeline": _timeline(first, following),
+    }
+
+
+def _text(llm: Llama, raw: bool) -> str:
+    """That makes about `PROMPT` tokens; fewer where the context has no room for them and a reply. With buckets it fills
+    one, so that one phase is measured."""
+    rows = min(PROMPT, llm.context_length // 2)
+    if llm.buckets:
+        rows = max((bucket for bucket in llm.buckets if bucket <= rows), default=llm.buckets[0])
+    once, twice = (len(llm.encode(TEXT * count, raw)) for count in (1, 2))
+    return TEXT * max(1, 1 + (rows - once) // (twice - once))
+
+
+@contextlib.contextmanager
+def _endless(llm: Llama) -> Iterator[None]:
+    """Replies go on behind end tokens."""
+    eos, llm.eos = llm.eos, frozenset()
+    try:
+        yield
+    finally:
+        llm.eos = eos
+
+
+class Window(NamedTuple):
+    """A prompt or a token: from `start` to `end`, and the spans in it."""
+
+    start: int
+    end: int
+    spans: list[Span]
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start) / 1e9
+
+    @property
+    def phase(self) -> Span:
+        """The first run of a phase."""
+        return next(span for span in self.spans if span.kind == "phase")
+
+
+def _generated(llm: Llama, text: str, raw: bool, tokens: int) -> list[Window]:
+    """The prompt, and each token behind the first."""
+    with llm.profile() as recorder:
+        started = time.perf_counter_ns()
+        for _ in llm.generate(text, raw=raw, max_tokens=tokens):
+            pass
+    spans = recorder.spans()
+    edges = [started, *(span.end for span in spans if span.name == "sample")]
+    windows, rest = [], iter(spans)
+    span = next(rest, None)
+    for start, end in pairwise(edges):
+        inside = []
+        while span and span.start < end:
+            inside.append(span)
+            span = next(rest, None)
+        windows.append(Window(start, end, inside))
+    return windows
+
+
+def _phase(name: str, windows: Sequence[Window], calls: Mapping[str, int]) -> dict[str, Any]:
+    about, quarter = windows[0].phase.about, len(windows) // 4
+    middle = sorted(windows, key=lambda window: window.seconds)[quarter : len(windows) - quarter]
+    return {
+        "name": name,
+        "calls": calls,
+        "rows": about["rows"],
+        "position": about["position"],
+        "seconds": [window.seconds for window in windows],
+        "mean": statistics.mean(window.seconds for window in middle),
+        "parts": _parts(middle),
+    }
+
+
+def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:
+    """In order of appearance."""
+    sums: dict[tuple[Any, ...], Counter[str]] = {}
+    for window in windows:
+        covered = 0
+        parts = nested([span for span in window.spans if span.thread == 0])
+        for part in parts:
+            span = part.span
+            if part.inside < 0:
+                covered += span.end - span.start
+            program = parts[part.inside].span.name if span.kind == "launch" else None
+            key = (span.kind, span.name, program, span.about.get("layer"), span.about.get("launch"))
+            more = {name: span.about[name] for name in SUMS if name in span.about}
+            sums.setdefault(key, Counter()).update({"calls": 1, "ns": part.alone, **more})
+        between = {"calls": 1, "ns": window.end - window.start - covered}
+        sums.setdefault(("python", BETWEEN, None, None, None), Counter()).update(between)
+    return [_part(key, counts, len(windows)) for key, counts in sums.items()]
+
+
+def _part(key: tuple[Any, ...], counts: Counter[str], windows: int) -> dict[str, Any]:
+    where = zip(("kind", "name", "program", "layer", "launch"), key, strict=True)
+    means = {name: count / windows for name, count in counts.items() if name != "ns"}
+    return (
+        {name: value for name, value in where if value is not None} | {"seconds": counts["ns"] / windows / 1e9} | means
+    )
+
+
+def _point(window: Window) -> list[float]:
+    phases = [span for span in window.spans if span.kind == "phase"]
+    return [window.phase.about["position"], window.seconds, sum(span.end - span.start for span in phases) / 1e9]
+
+
+def _timeline(first: Window, following: Sequence[Window]) -> dict[str, Any]:
+    shown = sorted(range(len(following)), key=lambda index: following[index].seconds)[len(following) // 2]
+    names: dict[tuple[Any, ...], int] = {}
+    rows = []
+    for index, window in enumerate((first, *following)):
+        for span in window.spans:
+            if span.thread == 0 or index in (0, shown + 1):
+                key = (span.kind, span.name, span.about.get("layer"), span.about.get("launch"))
+                number = names.setdefault(key, len(names))
+                length, waited = span.end - span.start, span.about.get("waited", 0)
+                rows.append([number, span.thread, span.start - first.start, length, waited])
+    edges = [first.start, *(window.end for window in (first, *following))]
+    return {"names": list(names), "spans": rows, "edges": [edge - first.start for edge in edges], "shown": shown}
+
+
+def _peaks(llm: Llama) -> dict[str, float]:
+    bench = Bench(llm, 1)
+    if not bench.limited:
+        return {}
+    return {"read": bench.read_bandwidth(), "bf16": llm.device.measure_peak("bf16", PEAK_ITERATIONS)}
+
+
+def _alone(llm: Llama, window: Window) -> dict[str, float]:
+    """On the NPU, where submissions have many runs: seconds of each program's calls, by themselves, the second time."""
+    if llm.manifest.target["device"] != "xrt":
+        return {}
+    span = window.phase
+    calls = llm.calls[Phase.parse(span.name)]
+    submissions = [llm.device.prepare([call]) for call in calls]
+    for _ in range(2):
+        spent: Counter[str] = Counter()
+        for call, submission in zip(calls, submissions, strict=True):
+            started = time.perf_counter_ns()
+            submission.run(span.about["rows"], span.about["position"])
+            spent[call.name] += time.perf_counter_ns() - started
+    for submission in submissions:
+        submission.rest()
+    return {name: ns / 1e9 for name, ns in spent.items()}
+
+
+def _counted(llm: Llama, ids: Sequence[int]) -> dict[str, Any]:
+    """A prompt and a token to warm up with; on the simulator, what its programs did in each: by program, of each launch
+    its name, multiply-accumulates, and by slot the bytes that it read and wrote."""
+    counters = getattr(llm.device, "counters", None)
+    found, states = {}, [_state(counters)]
+    llm.reset()
+    for phase, run in (("prompt", lambda: llm.prefill(ids)), ("token", lambda: llm.decode(ids[-1]))):
+        run()
+        states.append(_state(counters))
+        found[phase] = _difference(*states[-2:])
+    return found
+
+
+def _state(counters: Any) -> dict[str, Any]:
+    return counters() if counters else {}
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    def launches(name: str) -> Iterator[dict[str, Any]]:
+        old, new = before[name], after[name]
+        for index, launch in enumerate(new.launches):
+            past = old.slots[index]
+            slots = {
+                slot: [amount - less for amount, less in zip(amounts, past.get(slot, (0, 0)), strict=True)]
+                for slot, amounts in new.slots[index].items()
+            }
+            yield {"name": launch, "macs": new.macs[index] - old.macs[index], "slots": slots}
+
+    return {name: list(launches(name)) for name in after if after[name].submissions > before[name].submissions}
+
+
+# for people
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """Tables of a prompt and of a token, program by program and kernel by kernel."""
+    about = found["machine"]
+    lines = [f"{about['model']}; {about['device']}; {about['cpu']}"]
+    for phase in found["phases"]:
+        many = f"{len(phase['seconds'])} x {phase['rows']} rows from position {phase['position']} on"
+        lines += ["", f"{phase['name']}: {1e3 * phase['mean']:.3f} ms ({many})", ""]
+        lines.append(fitted(COLUMNS, (cells(row, phase["mean"], found["peaks"]) for row in summed(phase["parts"]))))
+    return "\n".join(lines)
+
+
+COLUMNS = (
+    Column("part"),
+    Column("calls", right=True),
+    Column("ms", right=True),
+    Column("share", right=True),
+    Column("waiting", right=True),
+    Column("GB/s", right=True),
+    Column("GFLOP/s", right=True),
+    Column("roofline", right=True),
+)
+
+
+def summed(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of all layers together: programs with their launches behind them, then the rest. A program's `seconds`
+    and other sums are with its launches', and of what it has for itself `waited`."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for part in parts:
+        program = part["name"] if part["kind"] == "program" else part.get("program", "")
+        for key in {(program, "program", program), (program, part["kind"], part["name"])}:
+            if key[1] == "program" and not program:
+                continue
+            row = rows.setdefault(key, {"kind": key[1], "name": key[2], "program": program, "calls": 0, "seconds": 0})
+            row["calls"] += part["calls"] if key[1] == part["kind"] else 0
+            for name in ("seconds", *SUMS):
+                row[name] = row.get(name, 0) + part.get(name, 0)
+    _note_waiting(rows)
+    order = {name: number for number, name in enumerate(dict.fromkeys(program for program, _, _ in rows))}
+    return [rows[key] for key in sorted(rows, key=lambda key: (not key[0], order[key[0]], key[1] != "program"))]
+
+
+def _note_waiting(rows: Mapping[tuple[str, str, str], dict[str, Any]]) -> None:
+    """What a program with launches has for itself is waiting for other threads behind them."""
+    for (program, kind, _), row in rows.items():
+        launches = [each for key, each in rows.items() if key[0] == program and key[1] == "launch"]
+        if kind == "program" and launches:
+            row["waited"] += 1e9 * (row["seconds"] - sum(each["seconds"] for each in launches))
+
+
+def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> list[str]:
+    """Of `COLUMNS`, for a row of `summed`."""
+    name, seconds = f"  {row['name']}" if row["kind"] == "launch" else row["name"], row["seconds"]
+    rates = [f"{row[what] / seconds / 1e9:.1f}" if row[what] and seconds else "" for what in ("bytes", "operations")]
+    share = roofline(row, peaks)
+    return [
+        name,
+        f"{row['calls']:g}",
+        f"{1e3 * seconds:.3f}",
+        f"{seconds / total:.1%}",
+        f"{row['waited'] / 1e9 / seconds:.1%}" if row["waited"] and seconds else "",
+        *rates,
+        f"{share:.0%}" if share else "",
+    ]
+
+
+def roofline(row: Mapping[str, Any], peaks: Mapping[str, float]) -> float:
+    """The part of the time that the bytes would take at the peak of reading, or the operations at the peak of
+    multiplying, whichever is longer (Williams et al. 2009); 0 where that is not known."""
+    if not peaks or not row["seconds"]:
+        return 0.0
+    return max(row.get("bytes", 0) / peaks["read"], row.get("operations", 0) / peaks["bf16"]) / row["seconds"]

@@ -1,0 +1,229 @@
+"""`llama-npu2 DIR --chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+from llama_npu2.cli import terminal
+from llama_npu2.cli.conversation import Conversation, Turn
+from llama_npu2.engine.llama import Llama
+from llama_npu2.errors import UserError
+from llama_npu2.options import Sampling
+
+GREETING = "Type a message; /help lists commands, Ctrl-C stops an answer, /exit or end of input leaves."
+HELP = {
+    "/help": "this list",
+    "/system TEXT": "what the model is told before all else; alone shows it, - removes it",
+    "/regenerate": "answer the last message again, by other random numbers",
+    "/undo": "take the last message and its answer back",
+    "/reset": "start over; the system prompt stays",
+    "/save FILE": "write the conversation as JSON",
+    "/load FILE": "go on with one that was written",
+    "/stats": "how full the context is, what was reused, how fast answers come",
+    "/exit": "leave; so does end of input (Ctrl-D)",
+    "//...": "a message that begins with /",
+    "Alt-Enter": "begins a line within a message; so does \\ at the end of one, and pasted lines stay together",
+}
+_WIDTH = max(map(len, HELP)) + 2
+
+
+class Session:
+    """`number`: of the answer among those to the same seed, counted by /regenerate."""
+
+    def __init__(self, llm: Llama, sampling: Sampling) -> None:
+        self.llm, self.sampling = llm, sampling
+        self.conversation = Conversation()
+        self.number = self.generated = self.failures = 0
+
+    def run(self) -> int:
+        """Until /exit or the end of input. Returns the exit status: 1 if something failed and nobody was there."""
+        say(GREETING)
+        reader = terminal.open_reader()
+        while True:
+            try:
+                text = reader.read().strip()
+                if text == "/exit":
+                    break
+                self.take(text)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if not terminal.is_terminal():
+                    raise
+                say("(/exit or Ctrl-D leaves)")
+            except UserError as error:
+                self.failures += 1
+                say(f"error: {error}")
+        return int(self.failures > 0 and not terminal.is_terminal())
+
+    def take(self, text: str) -> None:
+        """A message or a command. Raises UserError, and the conversation is what it was."""
+        if text.startswith("/") and not text.startswith("//"):
+            name, *argument = text[1:].split(None, 1)
+            self._command(name)(argument[0] if argument else "")
+        elif text:
+            self.number = 0
+            self._answer(text.removeprefix("/") if text.startswith("//") else text)
+
+    def _command(self, name: str) -> Callable[[str], None]:
+        known: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            "system": self._system,
+            "regenerate": self._regenerate,
+            "undo": self._undo,
+            "reset": self._reset,
+            "save": self._save,
+            "load": self._load,
+            "stats": self._stats,
+        }
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean /{close[0]}?" if close else "/help lists them"
+            raise UserError(f"/{name} is no command: {hint} (//{name} sends it as a message)")
+        return known[name]
+
+    def _answer(self, question: str) -> None:
+        """Stream the answer. One that is stopped stays as far as it came, as does what the KV cache holds of it."""
+        messages = self._fitting(question)
+        pieces: list[str] = []
+        stopped = False
+        try:
+            with terminal.reply() as write:
+                options = vars(self.sampling)
+                for piece in self.llm.generate(messages, keep_context=True, number=self.number, **options):
+                    pieces.append(piece)
+                    write(piece)
+        except KeyboardInterrupt:
+            stopped = True
+        self.generated += self.llm.stats.generated_tokens
+        if stopped and not pieces:
+            say("stopped before the answer began: nothing is added to the conversation")
+            return
+        self.conversation.turns.append(Turn(question, "".join(pieces)))
+        say(self._status(stopped))
+
+    def _fitting(self, question: str) -> list[dict[str, str]]:
+        """The messages up to a question, without the oldest turns if those leave no room for an answer."""
+        llm, before = self.llm, self.conversation
+        context = llm.context_length
+        room = min(self.sampling.max_tokens, context // 4)
+        for forgotten in range(before.forgotten, len(before.turns) + 1):
+            kept = replace(before, forgotten=forgotten)
+            messages = kept.messages(question)
+            used = len(llm.encode(messages))
+            if used + room <= context or (used < context and forgotten == len(before.turns)):
+                break
+        else:
+            system = " with the system prompt" if before.system else ""
+            raise UserError(f"the message has {used} tokens{system}, the context {context}: {llm.shorter}")
+        if new := kept.forgotten - before.forgotten:
+            turns = "the oldest turn is" if new == 1 else f"the {new} oldest turns are"
+            system = ", the system prompt is not" if before.system else ""
+            say(f"the context of {context} tokens is full: {turns} forgotten{system}")
+        self.conversation = kept
+        return messages
+
+    def _status(self, stopped: bool) -> str:
+        """What the last answer left, in a line."""
+        stats, notes = self.llm.stats, []
+        if stopped:
+            notes.append("stopped")
+        elif stats.finish_reason == "length":
+            full = self.llm.position >= self.llm.context_length
+            notes.append("cut off: the context is full" if full else "cut off by max_tokens")
+        notes += [self._context, f"{stats.reused_tokens} reused", f"{stats.decode_rate:.1f} tokens/s"]
+        return f"[{', '.join(notes)}]"
+
+    @property
+    def _context(self) -> str:
+        used, context = self.llm.position, self.llm.context_length
+        return f"context {used} of {context} tokens ({used / context:.0%})"
+
+    def _help(self, _: str) -> None:
+        for name, does in HELP.items():
+            say(f"{name:{_WIDTH}}{does}")
+
+    def _system(self, text: str) -> None:
+        if not text:
+            say(self.conversation.system or "there is no system prompt: /system TEXT sets one")
+            return
+        changed = replace(self.conversation, system="" if text == "-" else text)
+        if changed.system:
+            with_it, without = (each.messages("?") for each in (changed, replace(changed, system="")))
+            if self.llm.encode(with_it) == self.llm.encode(without):
+                raise UserError("this model's chat template leaves system prompts out: say it in a message")
+        self.conversation = changed
+        say("the system prompt is set" if changed.system else "there is no system prompt any more")
+
+    def _regenerate(self, _: str) -> None:
+        last = self._last("answer again")
+        self.conversation.undo()
+        self.number += 1
+        turns = list(self.conversation.turns)
+        try:
+            self._answer(last.question)
+        finally:
+            if self.conversation.turns == turns:
+                self.conversation.turns.append(last)
+
+    def _undo(self, _: str) -> None:
+        self._last("take back")
+        self.conversation.undo()
+        self.number = 0
+        say(f"taken back: {_turns(self.conversation)} left")
+
+    def _last(self, purpose: str) -> Turn:
+        if not self.conversation.turns:
+            raise UserError(f"there is no message to {purpose}")
+        return self.conversation.turns[-1]
+
+    def _reset(self, _: str) -> None:
+        self.conversation = Conversation(self.conversation.system)
+        say("a new conversation")
+
+    def _save(self, name: str) -> None:
+        path = _path("save", name)
+        self.conversation.save(path)
+        say(f"{_turns(self.conversation)} saved in {path}")
+
+    def _load(self, name: str) -> None:
+        path = _path("load", name)
+        self.conversation = Conversation.load(path)
+        system = " and a system prompt" if self.conversation.system else ""
+        say(f"{_turns(self.conversation)}{system} from {path}")
+
+    def _stats(self, _: str) -> None:
+        stats, said = self.llm.stats, self.conversation
+        chosen = (f"{each.name}={getattr(self.sampling, each.name)}" for each in fields(Sampling))
+        default = {f"{each.name}={each.default}" for each in fields(Sampling)}
+        say(
+            f"{self.llm.description}\n"
+            f"{self._context}; {_turns(said)}, {said.forgotten} of them forgotten\n"
+            f"last answer: {stats.prompt_tokens} tokens processed, {stats.reused_tokens} reused, first token after "
+            f"{stats.ttft * 1e3:.0f} ms; {stats.generated_tokens} tokens, {stats.decode_rate:.1f} tokens/s\n"
+            f"{self.generated} tokens generated; {' '.join(each for each in chosen if each not in default) or 'greedy'}"
+        )
+
+
+def _turns(conversation: Conversation) -> str:
+    count = len(conversation.turns)
+    return f"{count} turn{'s' * (count != 1)}"
+
+
+def _path(command: str, name: str) -> Path:
+    if not name:
+        raise UserError(f"no file: /{command} FILE")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UserError(f"{name}: there is no such user") from None
+
+
+def say(text: str) -> None:
+    """Beside the conversation: on standard error, dim where that is a terminal."""
+    dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{dim}{terminal.harmless(text)}{normal}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Running a model: plans bound to a device, the KV cache, and sampling."""

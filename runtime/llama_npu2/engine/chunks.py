@@ -1,0 +1,95 @@
+"""Chooses the phases that process a text where programs have fixed shapes: those that take the least time by the
+manifest's estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from llama_npu2.artifact.plan import DECODE, PREFILL, Phase
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A call of a phase, for the tokens at the positions `start` to `end` - 1."""
+
+    phase: Phase
+    start: int
+    end: int
+
+
+def decode_phase(windows: Sequence[int], position: int) -> Phase:
+    """Return the phase of a token at `position`: that of the smallest context bucket of `windows` that holds it."""
+    return DECODE._replace(context=next(size for size in windows if size > position)) if windows else DECODE
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The phases of a manifest with buckets, and what they take."""
+
+    milliseconds: Mapping[Phase, float]
+    """Time of a call of each phase."""
+    windows: Sequence[int]
+    """Context buckets of decode, ascending; empty where there are none."""
+
+    @cached_property
+    def _prefills(self) -> list[tuple[int, list[Phase]]]:
+        """Each bucket with its phases, both ascending."""
+        buckets: dict[int, list[Phase]] = {}
+        for phase in sorted(self.milliseconds):
+            if phase.kind == PREFILL.kind:
+                buckets.setdefault(phase.rows, []).append(phase)
+        return list(buckets.items())
+
+    def cheapest(self, start: int, end: int) -> list[Chunk]:
+        """Return chunks for the tokens at the positions `start` to `end` - 1: prefills, then tokens one by one."""
+        chunks: list[Chunk] = []
+        best = self._best(start, end)
+        while start < end and (chunk := best[start][1]):
+            chunks.append(chunk)
+            start = chunk.end
+        return [*chunks, *(Chunk(decode_phase(self.windows, at), at, at + 1) for at in range(start, end))]
+
+    def cost(self, start: int, end: int) -> float:
+        """Return the milliseconds that `cheapest` takes."""
+        return self._best(start, end)[start][0]
+
+    def _best(self, start: int, end: int) -> dict[int, tuple[float, Chunk | None]]:
+        """Return, for each position that chunks lead to, the time up to `end` and the next chunk, None where the rest
+        is processed token by token."""
+        offers = {position: list(self._offers(position, end)) for position in self._reached(start, end)}
+        best: dict[int, tuple[float, Chunk | None]] = {end: (0.0, None)}
+        for position in sorted(offers, reverse=True):
+            singly: tuple[float, Chunk | None] = (self._singly(position, end), None)
+            chunked = [(self.milliseconds[chunk.phase] + best[chunk.end][0], chunk) for chunk in offers[position]]
+            best[position] = min([singly, *chunked], key=lambda choice: choice[0])
+        return best
+
+    def _reached(self, start: int, end: int) -> set[int]:
+        reached, fresh = {start} if start < end else set(), [start]
+        while fresh:
+            ends = {chunk.end for chunk in self._offers(fresh.pop(), end) if chunk.end < end}
+            fresh += ends - reached
+            reached |= ends
+        return reached
+
+    def _offers(self, position: int, end: int) -> Iterator[Chunk]:
+        """Yield a chunk of each bucket, in the smallest context bucket that holds its rows.
+
+        Where the largest context bucket ends before the rows do, the chunk begins earlier and computes K and V that are
+        there already once more; they are equal.
+        """
+        for rows, phases in self._prefills:
+            start = min(position, phases[-1].positions - rows)
+            if start + rows > position:
+                phase = next(phase for phase in phases if phase.positions >= start + rows)
+                yield Chunk(phase, start, min(start + rows, end))
+
+    def _singly(self, start: int, end: int) -> float:
+        ends = [*(size for size in self.windows if start < size < end), end]
+        starts = [start, *ends[:-1]]
+        return sum(
+            (until - first) * self.milliseconds[decode_phase(self.windows, first)]
+            for first, until in zip(starts, ends, strict=True)
+        )

@@ -1,0 +1,75 @@
+"""What a generation gives besides its text: tokens, log-probabilities, counts and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llama_npu2.engine.sampling import log_softmax, most_likely
+
+
+@dataclass
+class Stats:
+    """Counts and times of a generation. Times in seconds."""
+
+    prompt_tokens: int = 0
+    """Those that were processed."""
+    reused_tokens: int = 0
+    """Those that the KV cache held already."""
+    generated_tokens: int = 0
+    ttft: float = 0.0
+    """Time to first token: from the call to the first sampled token."""
+    decode_time: float = 0.0
+    """Time of all tokens after the first."""
+    finish_reason: str = ""
+    """`stop` (end token or stop string) or `length`; empty for a reply that was not read to its end."""
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first."""
+        return self.decode_time / (self.generated_tokens - 1) if self.generated_tokens > 1 else 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.prompt_tokens / self.ttft if self.ttft else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        return 1 / self.tpot if self.tpot else 0.0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log of a token's probability given all before it, by the model's logits as they are: neither temperature
+    nor penalties are in it. `greedy`: it is the most likely one. `top`: the most likely ones, best first."""
+
+    token: int
+    logprob: float
+    greedy: bool
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, token: int, logits: np.ndarray, top: int = 0) -> Logprob:
+        """`logits`: float32 `[vocab]`, behind what is before the token. Raises UserError if they are no numbers."""
+        greedy, logprobs = token == most_likely(logits), log_softmax(logits)
+        ids = np.argpartition(-logprobs, min(top, len(logprobs)) - 1)[:top] if top else np.array([], np.int64)
+        best = sorted((-float(logprobs[i]), int(i)) for i in ids)
+        return cls(token, float(logprobs[token]), greedy, tuple((i, -negative) for negative, i in best))
+
+
+@dataclass
+class Completion:
+    """A reply. `tokens`: all that were sampled, an end token and what a stop string cut off included; `logprobs`: of
+    each of them, `prompt_logprobs`: of each of the prompt's but the first, if they were asked for."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` (end token or stop string) or `length`."""
+        return self.stats.finish_reason

@@ -1,0 +1,109 @@
+"""Chat templates, rendered as transformers renders them: by sandboxed jinja, in a process with limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_npu2.artifact.storage import File, Storage
+from llama_npu2.errors import REMEDY, UserError
+from llama_npu2.schema import load_json
+
+if TYPE_CHECKING:
+    from llama_npu2.text.sandbox import Renderer
+
+_LARGEST = 8 << 20
+"""Bytes of a file. The largest `tokenizer_config.json` that is known has some 1.2 MB."""
+
+
+class ChatTemplate:
+    """A checkpoint's template and the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
+        """The process that renders it starts, and nothing waits for it here. `renderer`: one that was started before.
+        Raises UserError."""
+        from llama_npu2.text.sandbox import Sandbox
+
+        self._sandbox = Sandbox(source, special_tokens, renderer)
+
+    @classmethod
+    def open(cls, storage: Storage, renderer: Renderer | None = None) -> ChatTemplate | None:
+        """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
+        source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            named = (t for t in source if isinstance(t, dict) and t.get("name") == "default")
+            source = next((t.get("template") for t in named), None)
+        if separate := storage.find("tokenizer/chat_template.jinja"):
+            source = _read_text(separate)
+        if not source:
+            return None
+        if not isinstance(source, str):
+            raise UserError(f"{storage.path}: chat_template is no text: {REMEDY}")
+        return cls(source, special_tokens(storage), renderer)
+
+    def check(self) -> None:
+        """Wait until the template is compiled. Raises UserError if it cannot be."""
+        self._sandbox.check()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
+        """The conversation as one string that ends where the assistant's reply begins; without `reply`, behind the last
+        message. Raises UserError."""
+        return self._sandbox.render(messages, reply)
+
+    def close(self) -> None:
+        """End the process. The next rendering starts another one."""
+        self._sandbox.close()
+
+
+def start_renderer(path: Path) -> Renderer | None:
+    """The process for the template of the artifacts at `path`, before anything of them is opened; None where a look at
+    them shows no template. Raises UserError."""
+    source, config = path / "tokenizer/chat_template.jinja", path / "tokenizer/tokenizer_config.json"
+    if not source.is_file():
+        try:
+            content = next(File.at(config).chunks(_LARGEST), b"") if config.is_file() else b""
+        except OSError:
+            return None
+        if b'"chat_template"' not in content:
+            return None
+    from llama_npu2.text.sandbox import Renderer
+
+    return Renderer()
+
+
+def special_tokens(storage: Storage) -> dict[str, str]:
+    """The texts of `bos_token` and others, by these names; empty where the checkpoint has none. Raises UserError."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    files = ("tokenizer/special_tokens_map.json", "tokenizer/tokenizer_config.json")
+    known = {name: token for file in files for name, token in _read_json(storage, file).items()}
+    return {name: _content(known.get(name)) for name in names}
+
+
+def _read_json(storage: Storage, name: str) -> dict[str, Any]:
+    file = storage.find(name)
+    try:
+        value = load_json(_content_of(file)) if file else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{storage.path / name} is not valid JSON ({error}): {REMEDY}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _read_text(file: File) -> str:
+    try:
+        return _content_of(file).decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file.path} cannot be read ({error}): {REMEDY}") from None
+
+
+def _content_of(file: File) -> bytes:
+    """Raises OSError, and UserError if it is too large or not what it must be."""
+    if file.size > _LARGEST:
+        raise UserError(f"{file.path} has {file.size} bytes, at most {_LARGEST} are read: {REMEDY}")
+    return file.read_bytes()
+
+
+def _content(token: Any) -> str:
+    """A special token is stored as a string or as an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,233 @@
+"""The artifact directory that steps build: its receipts, and how outputs come into it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import xxhash
+
+from llama_npu2 import trust
+from llama_npu2.artifact.regular import can_be_a_path, read_regular
+from llama_npu2.schema import anything, list_of, load_json, mapping, record, text, whole
+from stages.engine import memory
+from stages.engine.changes import Change
+from stages.engine.code import Code
+from stages.engine.digests import Digests
+from stages.engine.durations import Durations
+from stages.engine.files import content_digest, content_sha256, fsync_path
+from stages.engine.leftovers import Leftovers
+from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
+from stages.engine.tree import Linked, Tree
+from stages.engine.turn import Turn
+from stages.engine.vouching import MAC, Vouching, is_native
+
+FOREIGN = Change("trust", "was not built by you, and nobody whom you trust signed it")
+"""Why native code of others is not current."""
+BESIDE = (trust.LOCAL, trust.SIGNATURE, PROVENANCE)
+"""What is said of the manifest."""
+RECEIPTS = Path("build/receipts")
+WORK = Path("build/work")
+
+_TEXT = text(r"[^\x00\ud800-\udfff]*", "text")
+CHECKSUM = "xxh3"
+"""Of all else in a receipt, hex: one that is damaged, and was not forged, is as good as none."""
+
+_PARTS = {"key", "declared", "inputs", "outputs", "sizes", MAC}
+_RECEIPT = record(
+    {
+        "key": mapping(_TEXT, anything),
+        "declared": list_of(_TEXT),
+        "inputs": mapping(_TEXT, anything),
+        "outputs": mapping(_TEXT, _TEXT),
+    },
+    {MAC: _TEXT, CHECKSUM: _TEXT, "sizes": mapping(_TEXT, whole(0, 1 << 60))},
+)
+
+
+class Shared(Protocol):
+    """A place with outputs of steps (`stages.engine.steps.Step`) that any machine made before."""
+
+    def fetch(self, step: Any, work: Path) -> list[Path] | None:
+        """Write the outputs of `step` below the empty directory `work` and return the inputs that it would find on the
+        way; None, and nothing in `work`, if they cannot be had."""
+
+    def offer(self, step: Any) -> None:
+        """Give others what `step` just made here."""
+
+
+@dataclass
+class Project:
+    """Where a build happens: the artifact directory of one model and target, and the digests shared by all."""
+
+    directory: Path
+    digests: Digests
+    turn: Turn
+    """Held from the first look at a step until the build is done: builds of one directory take turns."""
+    shared: Shared | None = None
+    accepted: Path | None = None
+    """What is in the directory once the model was accepted. A new directory without it is of no use."""
+    needed: Callable[[], int] | None = None
+    """Bytes of the directory when it is complete, where that is known. It may raise OSError or UserError."""
+
+    def __post_init__(self) -> None:
+        memory.use_one_arena()
+
+    @functools.cached_property
+    def code(self) -> Code:
+        return Code(self.digests)
+
+    @functools.cached_property
+    def durations(self) -> Durations:
+        return Durations(self.digests.path.parent, self.directory)
+
+    @functools.cached_property
+    def vouching(self) -> Vouching:
+        return Vouching(self.directory)
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """The directory as what is changed without following a link: it may have come from elsewhere.
+
+        It may be a link itself, as may its model's directory, which then leads to artifacts on a larger disk. Raises
+        Linked where it leads to something else, which must not be written over.
+        """
+        tree = Tree(self.directory)
+        if (self.directory.is_symlink() or self.directory.parent.is_symlink()) and not self._may_be_built(tree):
+            raise Linked(f"{self.directory} leads through a link to what is not an artifact directory: remove the link")
+        return tree
+
+    def _may_be_built(self, tree: Tree) -> bool:
+        """Whether a directory is empty, or holds what builds leave."""
+        built = any(load_receipt(self.directory / RECEIPTS / name) for name in tree.names(RECEIPTS))
+        stopped = {*tree.names()} <= {"build"} and {*tree.names("build")} <= {WORK.name, INCOMING.name}
+        return built or stopped
+
+    @functools.cached_property
+    def leftovers(self) -> Leftovers:
+        """What is new here, from the first time that this is asked."""
+        accepted = self.accepted and self.directory / self.accepted
+        return Leftovers(self.directory, self.directory / WORK, self.turn, self.digests.path, accepted)
+
+    def label(self, path: Path) -> str:
+        """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be
+        copied."""
+        for root in (self.directory, ROOT):
+            if path.is_relative_to(root):
+                return path.relative_to(root).as_posix()
+        return path.as_posix()
+
+    def located(self, label: str) -> Path:
+        """The file that a label means here."""
+        inside = self.directory / label
+        return inside if inside.exists() else ROOT / label
+
+    def receipt_path(self, step: str) -> Path:
+        """Of a step, by its name."""
+        return self.directory / RECEIPTS / f"{file_name(step)}.json"
+
+    def prune(self, steps: Iterable[str]) -> None:
+        """Remove what steps left that are no more, and what never arrived: `steps` are all there are."""
+        names = self.tree.names(RECEIPTS)
+        current = set(map(self.receipt_path, steps))
+        gone = [RECEIPTS / name for name in names if name.endswith(".json") and name[0] != "."]
+        gone = [label for label in gone if self.directory / label not in current]
+        kept = {label for path in current for label in (load_receipt(path) or {}).get("outputs", ())} if gone else ()
+        # What cannot be removed is in nobody's way.
+        with contextlib.suppress(OSError):
+            self.tree.remove(INCOMING)
+        for half in (name for name in names if name[0] == "."):  # of a process that was killed
+            self.tree.remove(RECEIPTS / half)
+        for receipt in gone:
+            with contextlib.suppress(OSError):
+                for label in (load_receipt(self.directory / receipt) or {"outputs": ()})["outputs"]:
+                    if label not in kept:
+                        self.tree.remove_file(label)
+                        self.tree.remove_empty(PurePath(label).parent)
+                self.tree.remove(receipt)
+
+    def commit(self, step: str, work: Path, receipt: Mapping[str, Any]) -> None:
+        """Make what a step left below `work` its outputs: move each into place by a rename, remove those of its last
+        run that are not among them, and write `receipt`, to which their digests are added."""
+        path, tree = self.receipt_path(step), self.tree
+        old = (load_receipt(path) or {"outputs": {}})["outputs"]
+        produced = sorted(p for p in work.rglob("*") if p.is_file())
+        made = {p.relative_to(work).as_posix(): content_digest(p) for p in produced}
+        for output in produced:
+            fsync_path(output)
+        root, gone = self.directory, [label for label in old if label not in made]
+        for label in (*made, *gone, self.label(path)):
+            tree.check(label)
+        tree.remove_file(self.label(path))
+        changed = [label for label, digest in made.items() if not self._holds(label, digest, work / label)]
+        if any(not label.startswith("build/") and Path(label) != MANIFEST for label in changed + gone):
+            # From here until the manifest is written again the directory says that it is incomplete.
+            tree.remove_file(MANIFEST)
+        for label in changed:
+            tree.take(work / label, label)
+        for label in gone:
+            tree.remove_file(label)
+        told = {**receipt, "outputs": made, "sizes": {label: (root / label).stat().st_size for label in made}}
+        self._write_receipt(path, told)
+
+    def adopt(self) -> None:
+        """Take what all steps left as if it had been built here. Raises UserError."""
+        for path in sorted((self.directory / RECEIPTS).glob("*.json")):
+            if receipt := load_receipt(path):
+                self._write_receipt(path, receipt)
+
+    def _write_receipt(self, path: Path, receipt: Mapping[str, Any]) -> None:
+        """Write a receipt as this user's own, with the code that says so and a checksum."""
+        own = {**receipt, MAC: self.vouching.mac(path.stem, receipt)}
+        whole = {**own, CHECKSUM: _checksum(own)}
+        self.tree.write(self.label(path), json.dumps(whole, indent=1, sort_keys=True).encode())
+
+    def sha256(self, label: str) -> str | None:
+        """SHA-256, hex, of a file of the directory, None where there is none.
+
+        What native code is made of is read each time, all else is remembered by its stat signature.
+        """
+        return self.vouching.sha256(label) if is_native(label) else self.digests.sha256(self.directory / label)
+
+    def _holds(self, label: str, digest: str, made: Path) -> bool:
+        """Whether an output is there already. For native code a digest that can be forged does not do."""
+        there = self.directory / label
+        if not there.is_file() or there.stat().st_size != made.stat().st_size:
+            return False
+        if is_native(label):
+            return self.sha256(label) == content_sha256(made)
+        return self.digests.of(there) == digest
+
+
+def file_name(step: str) -> str:
+    """A step's name as that of a file."""
+    return re.sub("[:/]", "-", step)
+
+
+def load_receipt(path: Path) -> dict[str, Any] | None:
+    """What a step left, or None if that is not what it should be."""
+    try:
+        receipt: dict[str, Any] = load_json(read_regular(path))
+        _RECEIPT(receipt)
+        intact = receipt.pop(CHECKSUM, None) in (None, _checksum(receipt)) and receipt.keys() <= _PARTS
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not intact:
+        return None
+    labels = {*receipt["inputs"], *receipt["outputs"], *receipt["declared"]}
+    return receipt if all(map(can_be_a_path, labels)) and all(map(is_inside, receipt["outputs"])) else None
+
+
+def _checksum(receipt: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(receipt, sort_keys=True).encode())
+
+
+def is_inside(label: str) -> bool:
+    """Whether a label stays in its directory. Receipts come with directories that others made."""
+    return not Path(label).is_absolute() and ".." not in Path(label).parts

@@ -1,0 +1,304 @@
+"""Other programs that run the same checkpoint, for `doit bench peers=...`: each in a process of its own.
+
+A process reads one JSON request per line and answers each with the seconds it took:
+`{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one behind the first d tokens;
+`{"logits": ids, "to": path}` one by one from an empty context, with f32 logits `[ids, vocab]` written to a `.npy` file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.cli.bench import LONGEST
+from llama_npu2.engine.llama import Llama
+from llama_npu2.errors import UserError
+from stages.engine.files import content_digest
+from stages.engine.places import CHECKPOINT, ROOT, python_environment
+from stages.engine.tree import Tree
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
+from stages.model.sources import Source
+from stages.proof.comparison import gguf_file
+from stages.proof.comparison.transformers_model import load_transformers
+
+AS_IT_IS = "as it is"
+"""The format of a peer that runs the very file of a checkpoint."""
+
+SAFELY = "safely"
+"""Tells a peer's process to do without what has ended one before."""
+
+
+class LlamaCpp:
+    """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes. `safely`: weights as the file has them, not
+    arranged anew for the processor. It is slower, but what it arranges for AMX ends the process on some machines
+    (ggml-org/llama.cpp#20824)."""
+
+    def __init__(self, gguf: Path, threads: int, context: int, safely: bool = False) -> None:
+        self._api = llama_cpp = gguf_file.silenced()
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = not safely
+        model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = context, 2048, 512
+        options.n_threads = options.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(model, options)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+    def rewind(self, depth: int) -> None:
+        self._api.llama_memory_seq_rm(self._memory, 0, depth, -1)
+
+    def step(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens; returns float32 logits `[vocab]` of the last one."""
+        for start in range(0, len(ids), 2048):
+            part = ids[start : start + 2048]
+            tokens = (self._api.llama_token * len(part))(*part)
+            if self._api.llama_decode(self._context, self._api.llama_batch_get_one(tokens, len(part))) != 0:
+                raise RuntimeError("llama_decode failed")
+        self._api.llama_synchronize(self._context)
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (self._vocab,)).copy()
+
+
+class Transformers:
+    """transformers in bf16 with its own KV cache."""
+
+    def __init__(self, checkpoint: Path, threads: int, context: int) -> None:
+        import torch
+        from transformers import DynamicCache
+
+        torch.set_num_threads(threads)
+        self._torch, self._empty = torch, DynamicCache
+        self._model = load_transformers(checkpoint, "bfloat16")
+        self._cache = self._empty()
+
+    def rewind(self, depth: int) -> None:
+        if depth == 0:
+            self._cache = self._empty()
+        elif surplus := self._cache.get_seq_length() - depth:
+            self._cache.crop(-surplus)
+
+    def step(self, ids: Sequence[int]) -> np.ndarray:
+        """Append tokens; returns float32 logits `[vocab]` of the last one."""
+        with self._torch.no_grad():
+            out = self._model(
+                self._torch.tensor([list(ids)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            )
+        logits: np.ndarray = out.logits[0, -1].float().numpy()
+        return logits
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A program on a model in one of its formats. `token_bytes`: of weights that a decoded token reads."""
+
+    program: str
+    format: str
+    model: Path
+    token_bytes: int
+
+
+def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
+    """On a checkpoint's conversions, made where they are not there yet, or on the file that it is."""
+    opened = Checkpoint.open(checkpoint)
+    for kind in kinds:
+        model = checkpoint if kind == AS_IT_IS else _converted(opened, kind, cache)
+        yield Entrant("llama.cpp", kind, model, gguf_file.token_bytes(model, opened.config))
+
+
+def _converted(checkpoint: Checkpoint, kind: str, cache: Path) -> Path:
+    artifacts = cache.parents[2]
+    with Tree(artifacts).opened(cache.parent.relative_to(artifacts), create=True):
+        pass  # no link leads to where files are written
+    plain, made = (cache.with_name(f"{cache.name}-{each}.gguf") for each in (gguf_file.PLAIN, kind))
+    if not (plain.exists() or made.exists()):
+        gguf_file.write_gguf(checkpoint, plain)
+    if not made.exists():
+        print(f"llama.cpp quantises the checkpoint to {kind}", file=sys.stderr, flush=True)
+        gguf_file.quantise_gguf(plain, made, kind)
+    return made
+
+
+def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
+    """On the checkpoint itself."""
+    values = sum(map(prod, families.token_tensors(Checkpoint.open(checkpoint).config).values()))
+    for kind in kinds:
+        yield Entrant("transformers", kind, checkpoint, values * DTYPES["bf16"].itemsize)
+
+
+@dataclass(frozen=True)
+class Program:
+    """`engine`: (model, threads, context) -> what has `rewind` and `step`; where it `can_be_safe`, one more argument
+    says that it is to do without what has ended its process. `entrants`: (checkpoint, formats, where conversions go)
+    -> on what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of our weights ->
+    its nearest, as it calls them."""
+
+    engine: Callable[..., Any]
+    entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
+    packages: tuple[str, ...]
+    extra: str
+    formats: Mapping[str, tuple[str, ...]]
+    can_be_safe: bool = False
+
+
+_PROGRAMS = {
+    "llama.cpp": Program(
+        LlamaCpp,
+        _gguf_entrants,
+        ("llama_cpp", "gguf"),
+        "bench",
+        {
+            AS_IT_IS: (AS_IT_IS,),
+            "bf16": ("BF16",),
+            "int8": ("Q8_0",),
+            # Its products round activations to 8 bits, too.
+            "w8a8": ("Q8_0",),
+            "int6": ("Q6_K",),
+            "int4": ("Q4_0", "Q4_K_M"),
+            # What quantised checkpoints come in.
+            "int4_f32": ("Q4_K_M",),
+            "int8_f32": ("Q8_0",),
+            "int8_f32_16": ("Q6_K",),
+        },
+        can_be_safe=True,
+    ),
+    "transformers": Program(
+        Transformers, _transformers_entrants, ("torch", "transformers"), "verify", {"bf16": ("BF16",)}
+    ),
+}
+
+
+class Peer:
+    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where a signal
+    ends it, a line says so and it begins again, once and safely, if its program can and the request needs nothing
+    before it."""
+
+    def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
+        self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
+        self._program = entrant.program
+        self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context)]
+        known = _PROGRAMS.get(entrant.program)
+        self._may_begin_again = known is not None and known.can_be_safe
+        self._process = self._start()
+
+    def _start(self, *more: str) -> subprocess.Popen[str]:
+        """Where this very module is found again, wherever the caller stands."""
+        command, pipe = (
+            [sys.executable, "-m", "stages.proof.comparison.peers", *self._arguments, *more],
+            subprocess.PIPE,
+        )
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=python_environment()
+        )
+
+    def prefill(self, ids: Sequence[int]) -> float:
+        return self._ask({"prefill": list(ids)})
+
+    def decode(self, depth: int, ids: Sequence[int]) -> float:
+        return self._ask({"decode": list(ids), "depth": depth})
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """f32 `[len(ids), vocab]`: of every position, token by token."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = f"{directory}/logits.npy"
+            self._ask({"logits": list(ids), "to": path})
+            return np.load(path)
+
+    def _ask(self, request: Mapping[str, Any]) -> float:
+        answer = self._answer(request)
+        from_nothing = self._may_begin_again and not request.get("depth")
+        if answer is None and from_nothing and (status := self._process.wait()) < 0:
+            print(f"{self.name}: signal {-status} ended it; again, with weights as its file has them", file=sys.stderr)
+            self._may_begin_again = False
+            self._process = self._start(SAFELY)
+            answer = self._answer(request)
+        if not isinstance(answer, float):
+            ended = f"its process ended with status {self._process.wait()}" if answer is None else answer
+            raise UserError(f"peers={self._program}: {ended}")
+        return answer
+
+    def _answer(self, request: Mapping[str, Any]) -> Any:
+        """Seconds, what went wrong, or None where the process has ended."""
+        process = self._process
+        assert process.stdin and process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        return json.loads(process.stdout.readline() or "null")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterator[list[Peer]]:
+    """Start the processes, with as long a context as `llm` has. They have loaded, so that nothing of it runs beside
+    what is measured. Raises UserError."""
+    context = min(llm.context_length, LONGEST)
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for entrant in entrants:
+            peers.append(Peer(entrant, threads, context))
+            stack.callback(peers[-1].close)
+        for peer in peers:
+            peer.prefill([0])
+        yield peers
+
+
+def conversions(artifacts: Path, directory: Path) -> Path:
+    """Where those of an artifact directory's checkpoint are or go, but for the end of the name."""
+    return artifacts / ".cache/gguf" / content_digest(directory / CHECKPOINT)
+
+
+def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) -> list[Entrant]:
+    """The named programs on the checkpoint of `source`, each in its formats that are nearest to `weights`, one of ours
+    or `AS_IT_IS`. `cache`: see `conversions`. Raises UserError."""
+    for name in names:
+        program = _PROGRAMS[name]
+        if missing := [package for package in program.packages if not importlib.util.find_spec(package)]:
+            raise UserError(f"peers={name} needs {missing[0]}: pip install -e '.[{program.extra}]'")
+        if weights not in program.formats:
+            raise UserError(f"peers={name}: it has nothing like weights in {weights}: leave it out")
+    programs = [_PROGRAMS[name] for name in names]
+    return [each for p in programs for each in p.entrants(source.fetch(), p.formats[weights], cache)]
+
+
+def serve(name: str, model: str, threads: str, context: str, *safely: str) -> None:
+    """Answer requests until standard input ends, with seconds or with what went wrong."""
+    try:
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *(each == SAFELY for each in safely))
+        for line in sys.stdin:
+            print(json.dumps(_measure(engine, json.loads(line))), flush=True)
+    except Exception as error:  # whatever a foreign library raises
+        print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
+
+
+def _measure(engine: Any, request: Mapping[str, Any]) -> float:
+    engine.rewind(request.get("depth", 0))
+    started = time.perf_counter()
+    if "prefill" in request:
+        engine.step(request["prefill"])
+    for token in request.get("decode", ()):
+        engine.step([token])
+    if "logits" in request:
+        np.save(request["to"], np.stack([engine.step([token]) for token in request["logits"]]))
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""From the times of probes to the constants of the estimate. A difference that is not there measures nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from stages.air import limits
+from stages.estimate.constants import Machine
+from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, probes
+from stages.proof.selftest.resident import Resident
+from stages.proof.selftest.streams import Streams
+
+Times = Mapping[str, float]
+"""Seconds of a submission, by probe."""
+
+CLOCK_GHZ = Machine().clock_ghz
+"""That the estimate's rates per cycle refer to: times alone do not tell it."""
+
+ELEMENTWISE = ("rate_add", "rate_rms_norm", "rate_rope", "rate_silu_and_mul")
+"""Of functions that multiply no matrices."""
+
+BASE = f"launch_row_{FEW}"
+"""The probe that hardly does anything."""
+
+TIMED = (
+    *(f"{kind}_{count}" for kind in ("launch_row", "launch_array", "step_array") for count in (FEW, MANY)),
+    *(f"stream_{count}" for count in STREAMS),
+    *RATES,
+)
+
+MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
+
+
+def constants(times: Times) -> dict[str, float]:
+    """By the names and in the units of the estimate's table, and more of the same kind."""
+    found = {**_launches(times), **_streams(times), **_rates(times)}
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _each(times: Times, kind: str) -> float:
+    """Microseconds of one more."""
+    return 1e6 * (times[f"{kind}_{MANY}"] - times[f"{kind}_{FEW}"]) / (MANY - FEW)
+
+
+def _launches(times: Times) -> dict[str, float]:
+    """What a launch does here takes no time beside configuring its cores."""
+    if any(f"{kind}_{n}" not in times for kind in ("launch_row", "launch_array", "step_array") for n in (FEW, MANY)):
+        return {}
+    row, array, step = (_each(times, kind) for kind in ("launch_row", "launch_array", "step_array"))
+    core = (array - row) / (limits.COLUMNS * (limits.ROWS - 1))
+    return {
+        "launch_row_us": row,
+        "launch_array_us": array,
+        "grid_step_us": step,
+        "configuration_core_us": core,
+        "configuration_us": row - limits.COLUMNS * core,
+        "submission_us": 1e6 * times[BASE] - FEW * row,
+    }
+
+
+def _streams(times: Times) -> dict[str, float]:
+    rates = {}
+    for count in STREAMS:
+        name, source = f"stream_{count}", probes()[f"stream_{count}"].source
+        if name in times and BASE in times and times[name] > times[BASE]:
+            assert isinstance(source, Streams)
+            rates[f"read_{count}_gbps"] = source.bytes / (times[name] - times[BASE]) / 1e9
+    best = {"ddr_gbps": max(rates.values())} if rates else {}
+    first = f"read_{STREAMS[0]}_gbps"
+    return rates | best | ({"stream_gbps": rates[first]} if first in rates else {})
+
+
+def _rates(times: Times) -> dict[str, float]:
+    """Of tile functions; a vector operation takes what it takes in most of those that have little else."""
+    found, vectors = {}, []
+    for name in RATES:
+        source = probes()[name].source
+        assert isinstance(source, Resident)
+        spent = times.get(name, 0) - times.get(BASE, 0)
+        if name not in times or BASE not in times or spent <= 0:
+            continue
+        cycles = spent / source.calls * CLOCK_GHZ * 1e9
+        short = name.removeprefix("rate_")
+        found[f"{short}_cycles"] = cycles
+        if source.macs:
+            found[MODES.get(name, f"{short}_macs_per_cycle")] = source.macs / cycles
+        if source.values:
+            found[f"{short}_values_per_cycle"] = source.values / cycles
+        if name in ELEMENTWISE:
+            vectors.append((cycles - Machine().call_cycles) / source.costs[str(source.step[0])].vectors)
+    return found | ({"vector_cycles": statistics.median(vectors)} if vectors else {})

@@ -1,0 +1,312 @@
+"""The table of probes: small programs, each of which shows one thing. What a probe takes, gives and may be off by."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.kernels import Arg, Kernel, flash_attention, kernels
+from stages.model.config import position_rows
+from stages.model.grouping import Program
+from stages.model.part import Launch, Part, PartKey, Slot
+from stages.model.reference import Values, evaluate
+from stages.proof.selftest import bounds, resident
+from stages.proof.selftest.resident import Resident
+from stages.proof.selftest.streams import Streams
+from stages.weights.constants import HEAD_POSITION, POSITION
+
+Shapes = Mapping[str, tuple[int, ...]]
+Bound = Callable[[Values, Values], Values]
+"""Of a probe's inputs and expected results: how far each result may be off, per element."""
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """`about`: one line, for people. `values()`: what its input slots get, in plain layout; `expected(values)`: what
+    its outputs must be, NaN where they are not written; `bound`: how far off. `source`: what is repeated, of a rate."""
+
+    name: str
+    about: str
+    program: Program
+    values: Callable[[], Values]
+    expected: Callable[[Values], Values]
+    bound: Bound
+    source: Resident | Streams | None = None
+
+    @property
+    def tile_function(self) -> str:
+        """The C++ file of its tile functions."""
+        return f"{self.program.parts[0].launches[0].kernel.source}.cc"
+
+
+def _program(name: str, kernel: Kernel, shapes: Shapes, scalars: Mapping[str, Any], repeats: int = 1) -> Program:
+    """One kernel, launched `repeats` times with the same arguments."""
+    slots = tuple(Slot(a.name, shapes[a.name], "output" if a.written else "input", a.format) for a in kernel.args)
+    launch = Launch(kernel, {a.name: a.name for a in kernel.args}, dict(scalars))
+    part = Part(PartKey(name), slots, (launch,) * repeats)
+    # Rows that are cut by a bucket's rules.
+    bucket = scalars.get("rows", scalars.get("seq"))
+    bucket = bucket if bucket and bucket > 1 else None
+    return Program(name, name, (part,), slots, ({slot.name: slot.name for slot in slots},), host=False, bucket=bucket)
+
+
+def _seeded(name: str, shape: tuple[int, ...]) -> np.random.Generator:
+    return np.random.default_rng([*name.encode(), *shape])
+
+
+def _normal(name: str, arg: Arg, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
+    values = _seeded(name + arg.name, shape).normal(size=shape) * scale
+    return values.astype(bfloat16 if arg.format == "bf16" else np.float32)
+
+
+def _table(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of cosines, then sines; where they are wider, with their positions behind them."""
+    angles = _seeded(name, shape).normal(size=(shape[0], resident.HEAD_DIM // 2)) * 50
+    rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    return np.concatenate([rows, position_rows(START, len(rows))], axis=1)[:, : shape[1]]
+
+
+def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    """With the position of its row behind each head."""
+    made = _normal(name, arg, shape).reshape(shape[0], _ATTENTION["heads"], -1)
+    made[..., resident.HEAD_DIM :] = position_rows(START, shape[0]).view(bfloat16)[:, None, :HEAD_POSITION]
+    return made.reshape(shape)
+
+
+def _kernel_probe(
+    name: str,
+    about: str,
+    kernel: str,
+    shapes: Shapes,
+    bound: Bound,
+    sizes: Mapping[str, Any],
+    repeats: int = 1,
+) -> Probe:
+    """A kernel of the table, alone; `sizes`: its scalars."""
+    program = _program(name, kernels()[kernel], shapes, sizes, repeats)
+
+    def values() -> Values:
+        made = {}
+        for arg in kernels()[kernel].args:
+            if not arg.written:
+                make = {"table": _table, "q": _queries}.get(arg.name, _normal)
+                made[arg.name] = make(name, arg, shapes[arg.name])
+        return made
+
+    def expected(given: Values) -> Values:
+        known = dict(given)
+        if "kv" in known:
+            known["kv"] = _by_head(known["kv"], sizes)
+        if kernel in ("rope_kv", "gemm_kv"):
+            known["out"] = _by_head(np.full(shapes["out"], np.nan, bfloat16), sizes)
+        evaluate(program, dict(sizes), known)
+        return {"out": known["out"].reshape(shapes["out"])}
+
+    return Probe(name, about, program, values, expected, bound)
+
+
+def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
+    """`[positions, kv_heads * 2 * head_dim]` -> `[positions, kv_heads, 2, head_dim]`."""
+    return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
+
+
+def _product(given: Values, want: Values) -> Values:
+    return {"out": bounds.product(given["x"], given["weight"], want["out"])}
+
+
+def _vector(given: Values, want: Values, rounded: bool = True) -> Values:
+    return {"out": bounds.product(given["x"], given["weight"], want["out"], rounded)}
+
+
+def _halves(which: int, head_dim: int, bound: Callable[[Values, np.ndarray], np.ndarray]) -> Bound:
+    """The bound of the halves of an interleaved cache that are written; the others must be left alone."""
+
+    def whole(given: Values, want: Values) -> Values:
+        pairs = want["out"].reshape(len(want["out"]), -1, 2, head_dim)
+        off = np.zeros(pairs.shape)
+        own = pairs[:, :, which]
+        off[:, :, which] = bound(given, own.reshape(len(own), -1)).reshape(own.shape)
+        return {"out": off.reshape(want["out"].shape)}
+
+    return whole
+
+
+def _attention(given: Values, want: Values) -> Values:
+    heads, kv_heads, dim = _ATTENTION["heads"], _ATTENTION["kv_heads"], _ATTENTION["head_dim"]
+    k, v = (t.reshape(len(t), -1) for t in np.moveaxis(given["kv"].reshape(-1, kv_heads, 2, dim), 2, 0))
+    until = START + _ATTENTION["seq"]
+    spread = flash_attention.reference_placed(given["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
+    own = given["q"].reshape(len(spread), heads, -1)[..., :dim]
+    return {"out": bounds.attention(own, k, dim, spread, want["out"])}
+
+
+START = 100
+"""Position of the first row, where kernels are told."""
+
+_ATTENTION = {"seq": 128, "window": 256, "pos": START, "heads": 4, "kv_heads": 2, "head_dim": 64}
+_HEADS = {"rows": 64, "pos": 0, "heads": 4, "head_dim": 64}
+
+
+def _gemm_shapes(rows: int, cols: int, out_cols: int, spread: int = 1) -> dict[str, tuple[int, ...]]:
+    return {"x": (rows, cols), "weight": (out_cols, cols), "out": (rows, spread * out_cols)}
+
+
+def _gemm(
+    name: str, about: str, rows: int, cols: int, outs: int, bound: Bound = _product, kernel: str = "gemm"
+) -> Probe:
+    shapes, sizes = _gemm_shapes(rows, cols, outs), {"rows": rows, "cols": cols, "out_cols": outs}
+    return _kernel_probe(name, about, kernel, shapes, bound, sizes)
+
+
+def _gemv(name: str, about: str, outs: int, cols: int, kernel: str = "gemv", repeats: int = 1) -> Probe:
+    shapes = {"weight": (outs, cols), "x": (cols,), "out": (outs,)}
+    bound = functools.partial(_vector, rounded=kernel == "gemv")
+    return _kernel_probe(name, about, kernel, shapes, bound, {"out_cols": outs, "cols": cols}, repeats=repeats)
+
+
+def _add(name: str, about: str, rows: int, cols: int, repeats: int = 1) -> Probe:
+    shapes = dict.fromkeys(("a", "b", "out"), (rows, cols))
+
+    def bound(given: Values, want: Values) -> Values:
+        """One f32 addition and one rounding leave no room."""
+        return {"out": np.zeros(want["out"].shape)}
+
+    return _kernel_probe(name, about, "add", shapes, bound, {"rows": rows, "cols": cols}, repeats=repeats)
+
+
+def _tile_functions() -> list[Probe]:
+    rows, cols = 64, 768
+    wide = {"x": (64, 256), "table": (64, 64), "out": (64, 256)}
+    into_kv = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 512)}
+    attending = {"q": (128, 4 * (64 + HEAD_POSITION)), "kv": (256, 256), "out": (128, 256)}
+    square = dict.fromkeys(("gate", "up", "out"), (rows, cols))
+    normed = {"x": (rows, cols), "weight": (cols,), "out": (rows, cols)}
+    block_float = lambda g, w: {"out": bounds.block_float(g["x"], g["weight"], w["out"])}  # noqa: E731
+    rotated = lambda g, w: {"out": bounds.rotation(g["x"], _HEADS["heads"], w["out"])}  # noqa: E731
+    k_half = _halves(0, 64, lambda g, w: bounds.rotation(g["x"], _HEADS["heads"], w))
+    v_half = _halves(1, 64, lambda g, w: bounds.product(g["x"], g["weight"], w))
+    kv = _gemm_shapes(512, 512, 512, 2)
+    return [
+        _add("add", "sum of two arrays", 64, 256),
+        _kernel_probe(
+            "rms_norm",
+            "RMS norm of rows",
+            "rms_norm",
+            normed,
+            lambda g, w: {"out": bounds.norm(w["out"])},
+            {"rows": rows, "cols": cols, "eps": resident.EPS},
+        ),
+        _kernel_probe(
+            "silu_and_mul",
+            "SwiGLU's activation",
+            "silu_and_mul",
+            square,
+            lambda g, w: {"out": bounds.silu(w["out"])},
+            {"rows": rows, "cols": cols},
+        ),
+        _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS),
+        _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS),
+        _gemv("gemv", "weight times vector, in blocks", 256, 768),
+        _gemv("gemv_f32", "weight times vector, rows, f32", 2048, 256, "gemv_f32"),
+        _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512),
+        _gemm("gemm_stream", "product in bf16, x passes through L2", 64, 4608, 64),
+        _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, "bfp16_gemm"),
+        _kernel_probe(
+            "gemm_kv",
+            "product into a cache",
+            "gemm_kv",
+            kv,
+            v_half,
+            {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64},
+        ),
+        _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION),
+    ]
+
+
+# Launches and streams
+
+FEW, MANY = 2, 10
+"""Launches, or steps of one, of the probes whose difference is the cost of one. Even, so that none is added."""
+
+
+def _launches() -> list[Probe]:
+    rows, outs, cols = 8, 256, 64
+    made = []
+    for count in (FEW, MANY):
+        made.append(_add(f"launch_row_{count}", f"{count} launches on one row of cores", rows, cols, count))
+        made.append(_gemv(f"launch_array_{count}", f"{count} launches on all cores", outs, cols, repeats=count))
+        made.append(_gemv(f"step_array_{count}", f"{count} steps of one launch on all cores", count * outs, cols))
+    return made
+
+
+STREAMS = (1, 2, 4, 8, 16)
+
+
+# What is repeated
+
+RATES: Mapping[str, Callable[[str], Resident]] = {
+    "rate_gemm": lambda name: resident.product(name, 1024),
+    "rate_gemm_bfp16": lambda name: resident.product(name, 1024, bfp16=True),
+    "rate_gemv": lambda name: resident.vector_product(name, 4096),
+    "rate_flash_attention": lambda name: resident.attention(name, 256),
+    "rate_silu_and_mul": lambda name: resident.by_element(name, "silu_and_mul", 512),
+    "rate_add": lambda name: resident.by_element(name, "add", 4096),
+    "rate_rms_norm": lambda name: resident.norm(name, 1024),
+    "rate_rope": lambda name: resident.rotation(name, 1024),
+}
+"""Calls are so many that they take milliseconds by what is published of such kernels."""
+
+STREAMS = (1, 2, 4, 8, 16)
+
+WATCHDOG = "watchdog"
+WATCHDOG_CALLS = 32768
+"""About a fifth of a second where bf16 is multiplied element by element."""
+
+
+def _repeated(source: Resident | Streams) -> Probe:
+    kernel, shapes = source.kernel(), source.slots()
+
+    def values() -> Values:
+        return {a.name: _input(source, a, shapes[a.name]) for a in kernel.args if not a.written}
+
+    def bound(given: Values, want: Values) -> Values:
+        return {"out": source.off(given, want["out"])}
+
+    program = _program(source.name, kernel, shapes, {})
+    return Probe(source.name, str(source), program, values, source.expected, bound, source=source)
+
+
+def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    if source.whole:
+        # Sums of products of small whole numbers are exact in f32, and they are themselves in every format.
+        return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)
+    if arg.name == "table":
+        return _table(source.name, arg, (math.prod(shape) // resident.HEAD_DIM, resident.HEAD_DIM)).reshape(shape)
+    made = _normal(source.name, arg, shape)
+    return source.placed(arg.name, made) if isinstance(source, Resident) else made
+
+
+@functools.cache
+def probes() -> dict[str, Probe]:
+    """Every probe by name: first what checks one kernel each, then what is timed."""
+    repeated: list[Resident | Streams] = [
+        *(Streams(f"stream_{count}", count) for count in STREAMS),
+        *(make(name) for name, make in RATES.items()),
+        resident.product(WATCHDOG, WATCHDOG_CALLS),
+    ]
+    made = [*_tile_functions(), *_launches(), *(_repeated(source) for source in repeated)]
+    return {probe.name: probe for probe in made}
+
+
+def tile_functions() -> list[Probe]:
+    """Those that check a kernel."""
+    return [probe for name, probe in probes().items() if name in _TILE_FUNCTIONS]
+
+
+_TILE_FUNCTIONS = frozenset(probe.name for probe in _tile_functions())

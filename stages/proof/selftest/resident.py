@@ -1,0 +1,351 @@
+"""Probes of one tile function: a core calls it over and over on tiles that stay in L1, so that nothing else takes time.
+The time of so many calls, less that of a program with hardly any, is the function's own.
+
+Tiles are those of Llama-3.2-1B's programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages import air
+from stages.kernels import Arg, Kernel, add, flash_attention, kernels, rms_norm, rope, silu_and_mul
+from stages.proof.selftest import bounds
+from stages.weights.constants import BLOCK
+from stages.weights.formats.bf16 import from_blocks
+from stages.weights.formats.bfp16 import PAIR
+
+if TYPE_CHECKING:
+    from stages.air import AirModule, MemRef, Variant
+
+Shape = tuple[int, ...]
+Call = tuple[str | int | float, ...]
+"""A function, then its arguments: a buffer's name, or a number."""
+
+ROWS, EMB, FFN, HEADS, KV_HEADS, HEAD_DIM = 512, 2048, 8192, 32, 8, 64
+"""Of the launches whose tiles are taken."""
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last. `values`: the
+    shape of what is in it, where that is in block floating point. `position`: what each row of the last block of each
+    row of blocks begins with, as i32."""
+
+    name: str
+    shape: Shape
+    dtype: str = "bf16"
+    filled: bool = False
+    drained: int = 0
+    values: Shape = ()
+    position: int | None = None
+
+    @property
+    def format(self) -> str:
+        return "bfp16" if self.values else self.dtype
+
+    def placed(self, values: np.ndarray) -> np.ndarray:
+        """Values of it with the position in them."""
+        if self.position is not None:
+            last = values.reshape(self.shape)[:, -1]
+            last[...] = 0
+            last[..., :2] = np.array([self.position], np.int32).view(bfloat16)
+        return values
+
+
+@dataclass(frozen=True)
+class Resident:
+    """`first` and `last` run once, `step` runs `calls` times. `reference(calls, *filled)` is what is drained.
+
+    `error(want, *filled)`: how far that may be off; None: not at all. `macs`, `values`: multiply-accumulates and
+    results of one step. `whole`: inputs are small whole numbers, of which sums of products are exact.
+    """
+
+    name: str
+    source: str
+    calls: int
+    tiling: Any
+    """Of the launch whose tiles it takes; says what a call costs."""
+    variant: Callable[[], Variant]
+    tiles: tuple[Tile, ...]
+    step: Call
+    reference: Callable[..., np.ndarray]
+    first: Call = ()
+    last: Call = ()
+    macs: int = 0
+    values: int = 0
+    whole: bool = False
+    error: Callable[..., np.ndarray] | None = None
+
+    @property
+    def costs(self) -> Any:
+        return self.tiling.costs
+
+    def __str__(self) -> str:
+        return f"{self.step[0]}, {self.calls} calls on one core"
+
+    def kernel(self) -> Kernel:
+        """For a part: the filled tiles, flat, and `out`."""
+        (drained,) = (tile for tile in self.tiles if tile.drained)
+        args = [Arg(tile.name, tile.format) for tile in self.tiles if tile.filled]
+        device: dict[str, Any] = {"tiling": lambda sizes: self, "program": build}
+        args.append(Arg("out", drained.dtype, written=True))
+        return Kernel(self.name, tuple(args), (), self.source, self.reference, host=False, **device)
+
+    def slots(self) -> dict[str, Shape]:
+        """Shapes of what is in DDR, by argument."""
+        filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
+        return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
+
+    def placed(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Values of a filled tile, a position in them where it has one."""
+        return next(tile for tile in self.tiles if tile.name == name).placed(values)
+
+    def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"out": self.reference(self.calls, *self._filled(values)).reshape(-1)}
+
+    def off(self, values: dict[str, np.ndarray], want: np.ndarray) -> np.ndarray:
+        if self.error is None:
+            return np.zeros(want.shape)
+        return np.broadcast_to(self.error(want, *self._filled(values)).reshape(-1), want.shape)
+
+    def _filled(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+        return [values[tile.name].reshape(tile.values or tile.shape) for tile in self.tiles if tile.filled]
+
+
+def build(resident: Resident) -> AirModule:
+    """Arguments: the filled tiles and `out`, flat."""
+    dtypes = {tile.name: tile.dtype for tile in resident.tiles if tile.filled}
+    dtypes["out"] = next(tile.dtype for tile in resident.tiles if tile.drained)
+    shapes = resident.slots() | {tile.name: (math.prod(tile.shape),) for tile in resident.tiles if tile.filled}
+    types = {name: air.memref_type(shape, dtypes[name]) for name, shape in shapes.items()}
+    b = air.Builder(resident.name, types)
+    tiles = [(tile.shape, tile.dtype) for tile in resident.tiles]
+    with b.launch(), b.segment(), b.herd(1, 1), b.alloc(air.L1, *tiles) as buffers:
+        named = dict(zip((tile.name for tile in resident.tiles), buffers, strict=True))
+        for tile in resident.tiles:
+            if tile.filled:
+                b.dma(named[tile.name], b.args[tile.name].at((0, math.prod(tile.shape), 1)))
+        _call(b, resident, named, resident.first)
+        with b.loop(resident.calls):
+            _call(b, resident, named, resident.step)
+        _call(b, resident, named, resident.last)
+        for tile in resident.tiles:
+            if tile.drained:
+                b.dma(b.args["out"].at((0, tile.drained, 1)), named[tile.name].at((0, tile.drained, 1)))
+    return b.finish()
+
+
+def _call(b: Any, resident: Resident, named: dict[str, MemRef], call: Call) -> None:
+    if call:
+        function, *arguments = call
+        b.call(resident.variant(), str(function), *(named[a] if isinstance(a, str) else a for a in arguments))
+
+
+# Tiles in blocks
+
+
+def _to_rows(tile: np.ndarray) -> np.ndarray:
+    """`[rows/8, cols/8, 8, 8]`, blocks by rows -> f32 `[rows, cols]`."""
+    high, wide = tile.shape[:2]
+    return tile.astype(np.float32).transpose(0, 2, 1, 3).reshape(high * BLOCK, wide * BLOCK)
+
+
+def _to_tile(rows: np.ndarray) -> np.ndarray:
+    """The inverse, in bf16."""
+    high, wide = (size // BLOCK for size in rows.shape)
+    return rows.reshape(high, BLOCK, wide, BLOCK).transpose(0, 2, 1, 3).astype(bfloat16)
+
+
+def _blocks(rows: int, cols: int) -> Shape:
+    return (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
+
+
+def _weight(tile: np.ndarray) -> np.ndarray:
+    """A weight's blocks -> f32 `[outputs, inputs]`."""
+    outs, ins = tile.shape[:2]
+    return from_blocks(tile, (outs * BLOCK, ins * BLOCK)).astype(np.float32)
+
+
+# The tile functions
+
+
+def _tiling(kernel: str, **sizes: Any) -> Any:
+    """Of a launch of the model."""
+    cut = kernels()[kernel].tiling
+    assert cut
+    return cut(sizes)
+
+
+def product(name: str, calls: int, bfp16: bool = False) -> Resident:
+    """gemm's step."""
+    p = _tiling("bfp16_gemm" if bfp16 else "gemm", rows=ROWS, cols=EMB, out_cols=EMB)
+    m, n, k = p.tile_m, p.tile_n, p.tile_k
+    weight = Tile("w", _blocks(n, k), filled=True)
+    if bfp16:
+        weight = Tile("w", p.weight_tile, "i8", filled=True, values=(n // PAIR, k // BLOCK, 2, BLOCK, BLOCK))
+
+    def reference(count: int, a: np.ndarray, w: np.ndarray) -> np.ndarray:
+        wide = w.astype(np.float32).transpose(0, 2, 3, 1, 4).reshape(n, k) if bfp16 else _weight(w)
+        return _to_tile(_to_rows(a) @ wide.T * count)
+
+    return Resident(
+        name,
+        "gemm",
+        calls,
+        p,
+        lambda: p.variant,
+        (
+            Tile("a", _blocks(m, k), filled=True),
+            weight,
+            Tile("c", (2 * m * n,), drained=m * n),
+        ),
+        ("gemm_step", "a", "w", "c"),
+        reference,
+        first=("gemm_zero", "c"),
+        last=("gemm_out", "c"),
+        macs=m * n * k,
+        whole=True,
+    )
+
+
+def vector_product(name: str, calls: int) -> Resident:
+    """gemv's step."""
+    p = _tiling("gemv", out_cols=EMB, cols=EMB)
+
+    def reference(count: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return (_weight(a) @ x[: p.chunk].astype(np.float32) * count).astype(bfloat16)
+
+    return Resident(
+        name,
+        "gemv",
+        calls,
+        p,
+        lambda: p.variant,
+        (
+            Tile("a", _blocks(p.tile_m, p.chunk), filled=True),
+            Tile("x", (p.cols,), filled=True),
+            Tile("acc", (p.tile_m,), "f32"),
+            Tile("rounded", (p.tile_m,), drained=p.tile_m),
+        ),
+        ("gemv_step", "a", "x", 0, "acc"),
+        reference,
+        first=("gemv_zero", "acc"),
+        last=("gemv_out", "acc", "rounded"),
+        macs=p.tile_m * p.chunk,
+        whole=True,
+    )
+
+
+def attention(name: str, calls: int) -> Resident:
+    """Attention's step: the same keys over and over weigh as they do once."""
+    heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    p = _tiling("flash_attention", seq=ROWS, window=ROWS, **heads)
+    d, q, k = HEAD_DIM, p.tile_q, p.tile_k
+
+    def reference(count: int, queries: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        keys, values = kv[:, :d], kv[:, d:]
+        return _to_tile(flash_attention.reference(_to_rows(queries[:, :-1]), keys, values, k - 1, 1, 1))
+
+    def error(want: np.ndarray, queries: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        # No average of values is larger than the largest.
+        spread = np.full(want.shape, np.abs(kv[:, d:]).max())
+        return bounds.attention(_to_rows(queries[:, :-1]), kv[:, :d], d, spread, want)
+
+    return Resident(
+        name,
+        "flash_attention",
+        calls,
+        p,
+        lambda: p.variant,
+        (
+            # Every query is behind the last key.
+            Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
+            Tile("kv", (k, 2 * d), filled=True),
+            Tile("acc", (q, d), "f32"),
+            Tile("stats", (2, q), "f32"),
+            Tile("work", (q, k), "f32"),
+        ),
+        ("fa_step", 0, "q", "kv", "acc", "stats", "work"),
+        reference,
+        first=("fa_init", "q", "acc", "stats"),
+        last=("fa_out", "acc", "stats", "q"),
+        error=error,
+        macs=2 * q * k * d,
+        values=q * k,
+    )
+
+
+def _mapped(
+    name: str,
+    source: str,
+    calls: int,
+    tiling: Any,
+    variant: Callable[[], Variant],
+    tiles: tuple[Tile, ...],
+    step: Call,
+    **more: Any,
+) -> Resident:
+    """A function of two tiles to a third."""
+    size = math.prod(tiles[-1].shape)
+    out = Tile("y", tiles[-1].shape, drained=size)
+    return Resident(name, source, calls, tiling, variant, (*tiles[:-1], out), step, values=size, **more)
+
+
+def by_element(name: str, kernel: str, calls: int) -> Resident:
+    """add's or silu_and_mul's."""
+    p = _tiling(kernel, rows=ROWS, cols=FFN)
+    reference = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}[kernel]
+    tiles = (Tile("a", (p.chunk,), filled=True), Tile("b", (p.chunk,), filled=True), Tile("y", (p.chunk,)))
+    return _mapped(
+        name,
+        kernel,
+        calls,
+        p,
+        lambda: air.Variant.of(kernel, COUNT=p.chunk),
+        tiles,
+        (kernel, "a", "b", "y"),
+        reference=lambda n, a, b: reference(a, b),
+        error=lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
+    )
+
+
+def norm(name: str, calls: int) -> Resident:
+    p = _tiling("rms_norm", rows=ROWS, cols=EMB, eps=EPS)
+    rows = (p.tile_rows, p.cols)
+    tiles = (Tile("x", rows, filled=True), Tile("weight", (p.cols,), filled=True), Tile("y", rows))
+    return _mapped(
+        name,
+        "rms_norm",
+        calls,
+        p,
+        lambda: air.Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows),
+        tiles,
+        ("rms_norm", "x", "weight", "y", EPS),
+        reference=lambda n, x, weight: rms_norm.reference(x, weight, EPS),
+        error=lambda want, x, weight: bounds.norm(want),
+    )
+
+
+def rotation(name: str, calls: int) -> Resident:
+    p = _tiling("rope", rows=ROWS, heads=HEADS, head_dim=HEAD_DIM)
+    rows = (p.tile_rows, p.width)
+    tiles = (Tile("x", rows, filled=True), Tile("table", (p.tile_rows, HEAD_DIM), "f32", filled=True), Tile("y", rows))
+    return _mapped(
+        name,
+        "rope",
+        calls,
+        p,
+        lambda: p.variant,
+        tiles,
+        ("rope", "x", "table", "y"),
+        reference=lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),
+        error=lambda want, x, table: bounds.rotation(x, HEADS, want.reshape(x.shape)),
+    )

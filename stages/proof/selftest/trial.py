@@ -1,0 +1,136 @@
+"""Runs a program several times, each into fresh memory, and judges what came out.
+
+A second dispatch that does nothing would leave the first one's results in place: so each has buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.artifact.dtypes import DTYPES, nbytes
+from llama_npu2.devices import Binding, Call, Device
+
+Slots = Sequence[Mapping[str, Any]]
+"""As in a manifest: name, shape, role, dtype."""
+Values = Mapping[str, np.ndarray]
+
+DISPATCHES = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`cause` of `stages.proof.selftest.faults`, "" where nothing is wrong; `detail`: numbers, one line."""
+
+    cause: str
+    detail: str
+
+
+def written(slots: Slots) -> list[str]:
+    """Names of a program's results."""
+    return [slot["name"] for slot in slots if slot["role"] == "output"]
+
+
+def dispatch(
+    device: Device,
+    program: Any,
+    slots: Slots,
+    given: Mapping[str, np.ndarray | Binding],
+    times: int = DISPATCHES,
+    seq: int = 1,
+    pos: int = 0,
+    part_of: Mapping[str, str] | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Results of so many dispatches. `given`: what is read, as arrays of a slot's elements (any shape, zeros behind
+    them), or bound already. `part_of`: results that are the first rows of what is read, by the names of both."""
+    parts = part_of or {}
+    fresh = {*written(slots), *parts.values()}
+    bound = {name: value for name, value in given.items() if isinstance(value, Binding)}
+    for slot in slots:
+        if slot["name"] not in (*bound, *fresh):
+            bound[slot["name"]], _ = _buffer(device, slot, given)
+    results = []
+    for _ in range(times):
+        made = {slot["name"]: _buffer(device, slot, given) for slot in slots if slot["name"] in fresh}
+        for part, whole in parts.items():
+            made[part] = made[whole][0], made[whole][1][: len(made[part][1])]
+        bindings = [bound.get(s["name"]) or made[s["name"]][0] for s in slots]
+        device.prepare([Call(program, bindings, slots)]).run(seq, pos)
+        results.append({name: made[name][1].copy() for name in written(slots)})
+    return results
+
+
+def _buffer(device: Device, slot: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Binding, np.ndarray]:
+    """What is given for a slot, zeros behind it, and the host's view of that."""
+    buffer = device.alloc(nbytes(slot["dtype"], slot["shape"]))
+    array = device.array(buffer, DTYPES[slot["dtype"]], tuple(slot["shape"]))
+    if slot["name"] in given:
+        values = np.asarray(given[slot["name"]])
+        array.reshape(-1)[: values.size] = values.reshape(-1)
+    return Binding(buffer, "", 0), array
+
+
+def judge(results: Sequence[Values], want: Values, off: Values) -> Verdict:
+    """Dispatches against what they must be (NaN: not written), each element within `off`; and against each other."""
+    return _judged(results, want, lambda name, got: _elements(got, want[name], off[name]))
+
+
+def judge_in_the_norm(results: Sequence[Values], want: Values, bound: float) -> Verdict:
+    """The same with a bound on the relative error of each result as a whole."""
+    return _judged(results, want, lambda name, got: in_the_norm(got, want[name], bound))
+
+
+def _judged(results: Sequence[Values], want: Values, check: Any) -> Verdict:
+    details = []
+    for number, result in enumerate(results):
+        for name in want:
+            got, first = (r[name].reshape(-1)[: want[name].size] for r in (result, results[0]))
+            verdict = check(name, got)
+            if verdict.cause and number:
+                return Verdict("later dispatch", f"dispatch {number + 1}: {name}: {verdict.detail}")
+            if verdict.cause:
+                return Verdict(verdict.cause, f"{name}: {verdict.detail}")
+            if got.tobytes() != first.tobytes():
+                changed = int((got.view(np.uint8) != first.view(np.uint8)).any() and (got != first).sum())
+                return Verdict("unsteady", f"dispatch {number + 1}: {name}: {changed} of {got.size} values changed")
+            if not number:
+                details.append(f"{name}: {verdict.detail}" if len(want) > 1 else verdict.detail)
+    return Verdict("", "; ".join(details))
+
+
+def _elements(got: np.ndarray, want: np.ndarray, off: np.ndarray) -> Verdict:
+    got, want, off = (a.astype(np.float64).reshape(-1) for a in (got, want, off))
+    meant = np.isfinite(want)
+    # What is left alone is as it was, or what a simulator puts into memory that nobody wrote.
+    if stray := int((np.isfinite(got[~meant]) & (got[~meant] != 0)).sum()):
+        return Verdict("elsewhere", f"{stray} values written where nothing belongs")
+    if problem := _never_written(got[meant], want[meant]):
+        return problem
+    error, allowed = np.abs(got - want)[meant], off[meant]
+    bad = ~(error <= allowed)
+    if not bad.any():
+        return Verdict("", f"largest error {error.max():.3g}")
+    worst = int(np.flatnonzero(meant)[np.argmax(np.where(np.isnan(error), np.inf, error - allowed))])
+    share = f"{int(bad.sum())} of {bad.size} values"
+    return Verdict("wrong", f"{share}, at {worst} {got[worst]:.6g} for {want[worst]:.6g}")
+
+
+def in_the_norm(got: np.ndarray, want: np.ndarray, bound: float) -> Verdict:
+    """Relative error of a result as a whole."""
+    got, want = (a.astype(np.float64).reshape(-1) for a in (got, want))
+    if problem := _never_written(got, want):
+        return problem
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    cause = "" if error <= bound else "wrong"
+    return Verdict(cause, f"relative error {error:.2g}, bound {bound:.2g}")
+
+
+def _never_written(got: np.ndarray, want: np.ndarray) -> Verdict | None:
+    if not got.any() and want.any():
+        return Verdict("zeros", f"all {got.size} values are zero")
+    if not np.isfinite(got).all():
+        return Verdict("no numbers", f"{int((~np.isfinite(got)).sum())} of {got.size} values are no numbers")
+    return None

@@ -1,0 +1,351 @@
+"""The page of `doit estimate`, made of what `estimate_figures` found."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from llama_npu2.cli.table import Column, amount
+from stages.air import limits
+from stages.air.placement import CORES, MEMORY, SHIM, Tile
+from stages.estimate.work import (
+    CALL,
+    CONFIGURATION,
+    CYCLES,
+    DDR,
+    ELEMENTWISE,
+    HOST,
+    MULTIPLY,
+    STEP,
+    STREAM,
+    SUBMISSION,
+)
+from stages.reports.estimate_figures import TOKEN
+from stages.reports.pages import Page, chart, colour, details, facts, note, svg, table, tag
+
+Found = Mapping[str, Any]
+
+SERIES = (DDR, MULTIPLY, STREAM, ELEMENTWISE, HOST, STEP, SUBMISSION, CONFIGURATION)
+COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {CALL: "muted", CYCLES: "text"}
+"""Of what limits a launch."""
+
+
+def page(found: Found) -> Page:
+    """Of `estimate_figures.figures`, and `counted` where there is one."""
+    token = found["phases"][TOKEN]
+    made = Page(
+        f"Estimate: {found['model']} on the NPU",
+        f"By arithmetic, not measured: weights {found['weights']}, grouping {found['grouping']}. A token behind "
+        f"{found['depth']} others takes {token['milliseconds']:.1f} ms, {_most(token)} limits most of it.",
+    )
+    made.add("In short", *_summary(found))
+    made.add("Time line of a token", *_time_line(found, TOKEN))
+    prompts = [phase for phase in found["phases"] if phase != TOKEN]
+    opened = {phase: phase == prompts[0] for phase in prompts}
+    made.add(
+        "Time lines of prompts",
+        *(details(_phase_title(found, phase), *_time_line(found, phase), opened=opened[phase]) for phase in prompts),
+    )
+    made.add("DDR by slot", *_traffic(found))
+    made.add("What launches take of the array", *_array(found))
+    if "counted" in found:
+        made.add("Counted by the simulator", *_counted(found["counted"]))
+    made.add("Rates", *_rates(found["rates"]))
+    return made
+
+
+def _most(timed: Found) -> str:
+    return max(timed["limits"], key=lambda limit: timed["limits"][limit], default="nothing")
+
+
+def _phase_title(found: Found, phase: str) -> str:
+    return f"{phase}: {found['phases'][phase]['milliseconds']:.1f} ms"
+
+
+# times
+
+
+def _summary(found: Found) -> Iterator[Markup]:
+    token, moved = found["phases"][TOKEN]["milliseconds"], found["token_bytes"]
+    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in found["phases"].items() if phase != TOKEN}
+    yield facts(
+        {
+            f"token behind {found['depth']}": f"{token:.2f} ms",
+            "tokens/s": f"{1e3 / token:.1f}",
+            **prompts,
+            "DDR of a token": amount(moved["moved"]),
+            "over its weights": f"{moved['moved'] / moved['weights']:.4f} x",
+        }
+    )
+    phases = list(found["phases"])
+    shares = {limit: [found["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(found)}
+    totals = [found["phases"][phase]["milliseconds"] for phase in phases]
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": limit,
+            "y": phases,
+            "x": [100 * spent / whole for spent, whole in zip(spents, totals, strict=True)],
+            "customdata": spents,
+            "hovertemplate": Markup("{}: %{{customdata:.3f}} ms, %{{x:.1f}} %<extra></extra>").format(limit),
+            "marker": {"color": colour(COLOURS[limit])},
+        }
+        for limit, spents in shares.items()
+    ]
+    layout = {"barmode": "stack", "height": 130 + 36 * len(phases), "xaxis": {"title": {"text": "% of the time"}}}
+    columns = [Column("phase"), Column("ms", right=True), *(Column(limit, right=True) for limit in shares)]
+    rows = [
+        [phase, f"{totals[at]:.3f}", *(f"{spents[at]:.3f}" for spents in shares.values())]
+        for at, phase in enumerate(phases)
+    ]
+    numbers = table(columns, rows, "Milliseconds by limit")
+    yield chart(traces, layout | {"yaxis": {"autorange": "reversed"}}, "What limits a token and prompts", numbers)
+    columns = [Column("grouping"), *(Column(f"{phase}, ms", right=True) for phase in phases)]
+    rows = [[name, *(f"{spent[phase]:.2f}" for phase in phases)] for name, spent in found["groupings"].items()]
+    yield table(columns, rows, "Milliseconds by grouping")
+
+
+def _limits(found: Found) -> list[str]:
+    met = {limit for phase in found["phases"].values() for limit in phase["limits"]}
+    return [limit for limit in COLOURS if limit in met]
+
+
+def _time_line(found: Found, phase: str) -> Iterator[Markup]:
+    """Bars from where each begins, a colour for each limit; and below, sums of those that are alike."""
+    traces: dict[str, dict[str, list[Any]]] = {}
+    alike: dict[tuple[str, str], list[Found]] = defaultdict(list)
+    begin = 0.0
+    for moment in found["phases"][phase]["moments"]:
+        limit, spent = _most(moment), moment["milliseconds"]
+        bars = traces.setdefault(limit, {"x": [], "base": [], "y": [], "customdata": []})
+        said = f"{moment['program']}: {moment['what']}"
+        for key, value in zip(bars, (spent, begin, moment["side"], said), strict=True):
+            bars[key].append(value)
+        alike[moment["program"], moment["what"]].append(moment)
+        begin += spent
+    shown = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": limit,
+            **traces[limit],
+            "hovertemplate": Markup("%{{customdata}}<br>%{{x:.4f}} ms from %{{base:.4f}} ms, {}<extra></extra>").format(
+                limit
+            ),
+            "marker": {"color": colour(COLOURS[limit]), "line": {"width": 0}},
+        }
+        for limit in COLOURS
+        if limit in traces
+    ]
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.15,
+        "height": 260,
+        "xaxis": {"title": {"text": "ms"}, "range": [0, begin]},
+    }
+    label = (
+        f"Time line of a {phase}: launches and host work, coloured by what limits them. Drag over a part to see it "
+        "larger, double click to see all"
+    )
+    yield chart(shown, layout | {"yaxis": {"categoryarray": ["host", "array"]}}, label, _sums(alike, begin))
+
+
+def _sums(alike: Mapping[tuple[str, str], Sequence[Found]], whole: float) -> Markup:
+    columns = [Column("program"), Column("launch"), Column("times", right=True), Column("ms each", right=True)]
+    columns += [Column("ms", right=True), Column("share", right=True), Column("limit")]
+    rows = []
+    for (program, what), moments in alike.items():
+        spent = sum(moment["milliseconds"] for moment in moments)
+        each = spent / len(moments)
+        shown = (f"{each:.4f}", f"{spent:.3f}", f"{spent / whole:.1%}", _most(moments[0]))
+        rows.append((program, what, len(moments), *shown))
+    return table(columns, rows, "Times of launches")
+
+
+# traffic
+
+
+def _traffic(found: Found) -> Iterator[Markup]:
+    """Of each phase by slot, of each program by launch."""
+    for phase in found["phases"]:
+        yield details(f"{phase}, by slot", _slots_of(found, phase), opened=phase == TOKEN)
+    for name, program in found["programs"].items():
+        yield details(f"{name}, one call, by launch", _slots(program["launches"]))
+
+
+def _slots_of(found: Found, phase: str) -> Markup:
+    calls = Counter(moment["program"] for moment in found["phases"][phase]["moments"])
+    moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, program in found["programs"].items():
+        times = calls[name] // len(program["launches"])
+        for launch in program["launches"] if times else ():
+            for slot, ways in launch["slots"].items():
+                for at, size in enumerate(ways):
+                    moved[slot][at] += times * size
+    slots = sorted(moved, key=lambda slot: -sum(moved[slot]))
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": way,
+            "y": slots,
+            "x": [moved[slot][at] / (1 << 20) for slot in slots],
+            "marker": {"color": colour(f"series-{at + 1}")},
+        }
+        for at, way in enumerate(("read", "written"))
+    ]
+    layout = {"barmode": "stack", "height": 130 + 20 * len(slots), "xaxis": {"title": {"text": "MiB"}}}
+    columns = [Column("slot"), Column("read", right=True), Column("written", right=True)]
+    numbers = table(columns, [(slot, *map(amount, moved[slot])) for slot in slots], f"DDR of a {phase} by slot")
+    label = f"What a {phase} moves to and from DDR, by slot of its programs"
+    return chart(traces, layout | {"yaxis": {"autorange": "reversed"}}, label, numbers)
+
+
+def _slots(launches: Iterable[Found]) -> Markup:
+    columns = [Column("launch"), Column("slot"), Column("read", right=True), Column("written", right=True)]
+    rows = (
+        (launch["kernel"], slot, *map(amount, ways)) for launch in launches for slot, ways in launch["slots"].items()
+    )
+    return table(columns, rows, "DDR by launch and slot")
+
+
+# the array
+
+WIDTH, HEIGHT, GAP, LEFT = 94, 54, 6, 64
+"""Of a tile, between tiles, before the first, in pixels."""
+ROWS = limits.ROWS + CORES
+MEMORIES = {MEMORY: limits.L2_BYTES} | {CORES + row: limits.L1_BYTES for row in range(limits.ROWS)}
+CHANNELS = {SHIM: limits.SHIM_CHANNELS, MEMORY: limits.MEMTILE_CHANNELS}
+
+
+def _array(found: Found) -> Iterator[Markup]:
+    yield note(
+        f"Of {limits.COLUMNS} columns, from below: a shim (DDR), a memory tile ({limits.L2_BYTES >> 10} KiB of L2), "
+        f"{limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, {limits.STACK_BYTES >> 10} of them stack). A "
+        "bar is how full a tile's memory is; below it are DMA channels in and out, of those that there are, and "
+        "descriptors. Sizes and counts are the program's; on which tiles they lie is for the compiler to choose, and "
+        "drawn from the left."
+    )
+    spent: Counter[str] = Counter()
+    for moment in found["phases"][TOKEN]["moments"]:
+        spent[moment["program"]] += moment["milliseconds"]
+    opened = max(found["programs"], key=lambda name: spent[name])
+    for name, program in found["programs"].items():
+        alike: dict[str, list[Found]] = defaultdict(list)
+        for launch in program["launches"]:
+            alike[f"{launch['kernel']}: {launch['tiling']}"].append(launch)
+        title = f"{name}: {len(program['launches'])} launches, {program['milliseconds']:.3f} ms"
+        longest = max(alike.values(), key=lambda same: sum(launch["milliseconds"] for launch in same))
+        shown = (_launches(same, opened=same is longest) for same in alike.values())
+        yield details(title, *shown, opened=name == opened)
+
+
+def _launches(launches: Sequence[Found], opened: bool) -> Markup:
+    """Of one kernel, cut in one way: they take the same of the array, for other slots."""
+    one = launches[0]
+    spent = sum(launch["milliseconds"] for launch in launches)
+    title = f"{one['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(one)}" + (
+        f"; {one['tiling']}" if one["tiling"] else ""
+    )
+    columns = [Column("limit"), Column("taken", right=True), Column("of", right=True), Column("share", right=True)]
+    rows = [
+        (use["limit"], use["used"], use["available"], f"{use['used'] / use['available']:.0%}")
+        for use in one["limits_taken"]
+    ]
+    herds = ", ".join(f"{columns} x {rows}" for columns, rows in one["herds"])
+    return details(
+        title,
+        _drawing([Tile(*tile) for tile in one["tiles"]], f"The array in {one['kernel']}: herds of {herds} cores"),
+        _buffers(launches),
+        details("Limits", table(columns, rows, f"What {one['kernel']} takes of each limit, where it takes most")),
+        opened=opened,
+    )
+
+
+def _buffers(launches: Sequence[Found]) -> Markup:
+    """Of launches that are alike, slot by slot."""
+    columns = [Column("memory"), Column("holds"), Column("bytes", right=True), Column("copies", right=True)]
+    rows = []
+    for same in zip(*(launch["buffers"] for launch in launches), strict=True):
+        one = same[0]
+        slots = " or ".join(dict.fromkeys(" + ".join(each["slots"]) for each in same))
+        holds = f"{slots}, {'from' if one['way'] == 'in' else 'to'} DDR" if slots else "stays in the array"
+        where = "each core" if one["memory"] == "L1" else f"on {one['tiles']} memory tiles"
+        rows.append((f"{one['memory']}, {where}", holds, f"{one['bytes']:,}", one["copies"]))
+    return table(columns, rows, f"Buffers of {launches[0]['kernel']}")
+
+
+def _drawing(tiles: Iterable[Tile], label: str) -> Markup:
+    taken = {(tile.column, tile.row): tile for tile in tiles}
+    places = [(column, row) for row in range(ROWS) for column in range(limits.COLUMNS)]
+    shapes = [_tile(column, row, taken.get((column, row))) for column, row in places]
+    names = ["shim", "memory", *(f"core {row}" for row in range(limits.ROWS))]
+    titles = [tag("text", name, x=0, y=_top(row) + HEIGHT / 2, font_size=13) for row, name in enumerate(names)]
+    return svg(LEFT + limits.COLUMNS * (WIDTH + GAP), ROWS * (HEIGHT + GAP), label, *titles, *shapes)
+
+
+def _top(row: int) -> float:
+    return (ROWS - 1 - row) * (HEIGHT + GAP) + GAP / 2
+
+
+def _tile(column: int, row: int, tile: Tile | None) -> Markup:
+    x, y = LEFT + column * (WIDTH + GAP), _top(row)
+    box = {"x": x, "y": y, "width": WIDTH, "height": HEIGHT, "rx": 4}
+    if tile is None:
+        return tag("rect", **box, fill="none", stroke=colour("rule"))
+    channels = CHANNELS.get(row, limits.TILE_CHANNELS)
+    lines = [
+        amount(tile.bytes) if row in MEMORIES else "DDR",
+        f"in {tile.channels_in}/{channels} out {tile.channels_out}/{channels}",
+        f"{tile.descriptors} descr.",
+    ]
+    said = (tag("text", line, x=x + 5, y=y + 19 + 14 * at, font_size=12) for at, line in enumerate(lines))
+    share = tile.bytes / MEMORIES[row] if row in MEMORIES else 0.0
+    bar = tag("rect", x=x + 4, y=y + 3, width=f"{(WIDTH - 8) * share:.1f}", height=4, fill=colour("series-1"))
+    return tag("g", tag("rect", **box, fill=colour("raised"), stroke=colour("muted")), bar, *said)
+
+
+# what was counted, rates
+
+
+BY = ("estimated", "counted")
+
+
+def _counted(counted: Found) -> Iterator[Markup]:
+    rows = [
+        (name, launch["launch"], slot, *(f"{each[by][way]:,}" for by in BY for way in (0, 1)))
+        for name, launches in counted["programs"].items()
+        for launch in launches
+        for slot, each in launch["slots"].items()
+    ]
+    differ = sum(row[3:5] != row[5:7] for row in rows)
+    yield note(
+        f"A prompt of {counted['prompt']} tokens and the token behind it ran on npu2-sim, which counts what its "
+        f"programs move. Of {len(rows)} slots of launches, {len(rows) - differ} moved just what the estimate says; ",
+        tag("strong", f"{differ} did not.", class_="bad" if differ else "good"),
+    )
+    columns = [Column("program"), Column("launch"), Column("calls", right=True), Column("counted", right=True)]
+    columns += [Column("DDR", right=True), Column("counted", right=True), Column("MAC counted", right=True)]
+    launches = []
+    for name, found in counted["programs"].items():
+        for launch in found:
+            calls = (launch["calls"][by] for by in BY)
+            moved = (sum(sum(each[by]) for each in launch["slots"].values()) for by in BY)
+            launches.append((name, launch["launch"], *(f"{number:,}" for number in (*calls, *moved, launch["macs"]))))
+    yield table(columns, launches, "Calls of tile functions and bytes of DDR, estimated and counted, one call")
+    columns = [Column("program"), Column("launch"), Column("slot"), Column("read", right=True)]
+    columns += [Column(title, right=True) for title in ("written", "read, counted", "written, counted")]
+    yield details("By slot", table(columns, rows, "Bytes of DDR by slot, estimated and counted, one call"))
+
+
+def _rates(rates: Iterable[Found]) -> Iterator[Markup]:
+    columns = [Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")]
+    rows = (
+        (each["name"], f"{each['value']:g}", f"{each['low']:g}-{each['high']:g}", each["unit"], each["source"])
+        for each in rates
+    )
+    yield details("The table that times come from", table(columns, rows, "Rates of the machine"))
