@@ -128,7 +128,7 @@ class Fault:
         of_phase = sites(build, llm.manifest)[phase]
         site = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
         slot = next(slot for slot in llm.manifest.programs[site.program]["slots"] if slot["name"] == self.slot(site))
-        memory, calls = llm.apart
+        memory, calls = llm.unaliased
         prepare, call = llm.device.prepare, calls[phase][site.call]
         buffer = memory.array(site.buffers[site.written[0].name])
 
@@ -158,8 +158,8 @@ class Tampered:
         values = self.buffer.reshape(-1)[: int(np.prod(shape))].reshape(shape)
         self.change(values)
 
-    def rest(self) -> None:
-        self.made.rest()
+    def suspend(self) -> None:
+        self.made.suspend()
 
 
 ON_HOST = [

@@ -224,7 +224,7 @@ def _alone(llm: Llama, window: Window) -> dict[str, float]:
             submission.run(span.about["rows"], span.about["position"])
             spent[call.name] += time.perf_counter_ns() - started
     for submission in submissions:
-        submission.rest()
+        submission.suspend()
     return {name: ns / 1e9 for name, ns in spent.items()}
 
 

@@ -151,7 +151,7 @@ class NumpySubmission:
             slots = {slot["name"]: _slot(slot, binding, seq, pos) for slot, binding in bound}
             self._timed("program", call.name, call.program, slots, pos, self._model, about=call.about)
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         """Holds nothing that is scarce."""
 
 

@@ -67,7 +67,7 @@ class Recorder:
         return {**self.dimensions, "seq": rows, "pos": position, "max_seq": position + rows, "window": site.window or 0}
 
     def _values(self, site: Site, arg: Arg, call: TracedCall) -> Values:
-        slot, held = site.slots[arg.name], call.seen(site.names[arg.name])
+        slot, held = site.slots[arg.name], call.view(site.names[arg.name])
         if slot.keeps:
             return self._of_cache(site, arg, call, held)
         sizes = self.sizes(site, call.rows, call.position)
@@ -101,7 +101,7 @@ class Recorder:
         """Both caches are taken apart at once, when the first is asked for."""
         if arg.name != "k_panels":
             return {}
-        k, v = (call.seen(site.names[f"{which}_panels"]) for which in "kv")
+        k, v = (call.view(site.names[f"{which}_panels"]) for which in "kv")
         first = call.position if arg.written else 0
         rows = rows_of_panels(k, v, self.dimensions["head_dim"], until, site.format)
         names = [f"{which}_panels" if arg.written else which for which in "kv"]

@@ -49,7 +49,7 @@ class XrtProgram:
 
 class Releasable(Protocol):
     calls: Counter[XrtProgram]
-    resting: bool
+    suspended: bool
 
     def release(self) -> None:
         """Let go of what it holds of the device."""
@@ -119,7 +119,7 @@ class Session:
     def runs_of_their_own(self) -> set[XrtProgram]:
         """The programs with a run for each of their calls: as many as the heap has room for, those first that take
         least. Each of the others has one run, whose arguments are set for each call. What rests is not counted."""
-        calls = sum((each.calls for each in self.submissions if not each.resting), Counter[XrtProgram]())
+        calls = sum((each.calls for each in self.submissions if not each.suspended), Counter[XrtProgram]())
         room = RUNS_SHARE - sum(program.heap for program in calls)
         extra = {program: program.heap * (count - 1) for program, count in calls.items()}
         chosen = set()

@@ -41,7 +41,7 @@ class XrtSubmission:
         self._beside = list(_beside(self._stretches))
         wholes = {buffer.whole for stretch in self._stretches for buffer in stretch.touched}
         self._parts = [part for whole in wholes for part in whole.parts]
-        self.resting = False
+        self.suspended = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -49,7 +49,7 @@ class XrtSubmission:
         if session.lost:
             raise UserError(session.lost)
         session.drain()
-        self.resting = False
+        self.suspended = False
         try:
             for part in (part for part in self._parts if part.host_newer):
                 # Of a call that was interrupted: lines that the host still holds would land on what lies there now.
@@ -80,14 +80,14 @@ class XrtSubmission:
         if running:
             running.finish()
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         """Its runs have copies of their programs' instructions, for which the driver's heap has little room."""
-        self.resting = True
+        self.suspended = True
         for stretch in self._stretches:
             stretch.release()
 
     def release(self) -> None:
-        self.rest()
+        self.suspend()
         self._stretches.clear()
 
 
