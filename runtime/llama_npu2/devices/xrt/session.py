@@ -154,7 +154,7 @@ class Session:
         return program.run
 
     def _context_for(self, path: Path, elf: Any) -> int:
-        """Return the number of a context that has the ELF: an existing one if XRT adds the ELF to it, else a new one."""
+        """Return the number of a context with the ELF: an existing one if XRT adds the ELF to it, else a new one."""
         if hasattr(self.pyxrt.hw_context, "add_config"):
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
