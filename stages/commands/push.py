@@ -15,7 +15,7 @@ from stages.sharing.travel import Exchange
 
 def run(build: Build) -> None:
     exchange = exchanged(build)
-    with build.project.turn:
+    with build.project.lock:
         if build.may_go(build.steps["manifest"]):
             write_atomic(build.directory / SIGNATURE, signed(build.directory))
         offer, sent = exchange.push(build.steps.values(), build.may_go)

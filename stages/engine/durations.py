@@ -12,8 +12,8 @@ from llama_npu2.artifact.regular import read_regular
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from stages.engine.files import write_atomic
+from stages.engine.lock import ProcessLock
 from stages.engine.places import lock_file
-from stages.engine.turn import Turn
 
 
 class Durations:
@@ -37,7 +37,7 @@ class Durations:
     def note(self, step: str, seconds: float) -> None:
         """Remember that of a step. Where that cannot be written, it is not known."""
         with contextlib.suppress(OSError, UserError):
-            with Turn(self._lock):  # a new one: steps run in threads and forks
+            with ProcessLock(self._lock):  # a new one: steps run in threads and forks
                 every = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
                 write_atomic(self._path, json.dumps(every, indent=1, sort_keys=True).encode())
 

@@ -15,10 +15,10 @@ from pathlib import Path, PurePath
 
 from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json
+from stages.engine.lock import ProcessLock
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
 from stages.engine.project import RECEIPTS, WORK, load_receipt
 from stages.engine.tree import Tree
-from stages.engine.turn import Turn
 
 RECENT = 3600
 """Seconds for which nothing is removed that no lock guards."""
@@ -40,9 +40,9 @@ class ArtifactDirectory:
         return self.artifacts / self.model / self.name
 
     @property
-    def turn(self) -> Turn:
+    def lock(self) -> ProcessLock:
         """What a build of it holds."""
-        return Turn(lock_file(self.artifacts, self.model, self.name))
+        return ProcessLock(lock_file(self.artifacts, self.model, self.name))
 
     @cached_property
     def listed(self) -> Mapping[str, Mapping[str, object]]:
@@ -182,8 +182,8 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
             return False
         _delete(artifacts, item.paths)
         return True
-    turn = item.directory.turn
-    if not turn.try_take():
+    lock = item.directory.lock
+    if not lock.try_acquire():
         return False
     try:
         if item.directory.name and item not in list(unneeded_in(item.directory, calibration)):
@@ -191,7 +191,7 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
         _delete(artifacts, item.paths)
         return True
     finally:
-        turn.give_up()
+        lock.release()
 
 
 def _delete(artifacts: Path, paths: Iterable[Path]) -> None:

@@ -23,9 +23,9 @@ from stages.engine.digests import Digests
 from stages.engine.durations import Durations
 from stages.engine.files import content_digest, content_sha256, fsync_path
 from stages.engine.leftovers import Leftovers
+from stages.engine.lock import ProcessLock
 from stages.engine.places import INCOMING, MANIFEST, PROVENANCE, ROOT
 from stages.engine.tree import Linked, Tree
-from stages.engine.turn import Turn
 from stages.engine.vouching import MAC, Vouching, is_native
 
 FOREIGN = Change("trust", "was not built by you, and nobody whom you trust signed it")
@@ -68,7 +68,7 @@ class Project:
 
     directory: Path
     digests: Digests
-    turn: Turn
+    lock: ProcessLock
     """Held from the first look at a step until the build is done: builds of one directory take turns."""
     shared: Shared | None = None
     accepted: Path | None = None
@@ -113,7 +113,7 @@ class Project:
     def leftovers(self) -> Leftovers:
         """What is new here, from the first time that this is asked."""
         accepted = self.accepted and self.directory / self.accepted
-        return Leftovers(self.directory, self.directory / WORK, self.turn, self.digests.path, accepted)
+        return Leftovers(self.directory, self.directory / WORK, self.lock, self.digests.path, accepted)
 
     def label(self, path: Path) -> str:
         """How a receipt names a file: relative to the artifact directory or the project if inside, so that both can be

@@ -1,10 +1,10 @@
 """Shows where the time of a prompt and of a token goes: `llama-npu2 DIR --profile`.
 
-A prompt is processed several times, the last time with a long reply. A *prompt* lasts from the call to the first sampled
-token, a *token* from there to the next one. Each is split into spans (`llama_npu2.devices.spans`), down to launches of
-kernels where the device records them, and the time between spans, which is Python's. So the parts of a prompt or of a
-token add up to it. Figures are means, because those add up, without the fastest and the slowest quarter; the series of
-all tokens shows the spread.
+A prompt is processed several times, the last time with a long reply. A *prompt* lasts from the call to the first
+sampled token, a *token* from there to the next one. Each is split into spans (`llama_npu2.devices.spans`), down to
+launches of kernels where the device records them, and the time between spans, which is Python's. So the parts of a
+prompt or of a token add up to it. Figures are means, because those add up, without the fastest and the slowest quarter;
+the series of all tokens shows the spread.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def run_profile(
 def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats: int) -> dict[str, Any]:
     """Profile a prompt and the tokens of its reply; return the profile as JSON values.
 
-    - `machine`: as `bench.machine` returns it.
-    - `peaks`: of the CPU, the mean of before and after: `read` in bytes, `bf16` in operations per second; empty for the
-      NPU.
+    - `machine`: as `bench.machine` returns it. `peaks`: of the CPU, the mean of before and after: `read` in bytes,
+      `bf16` in operations per second; empty for the NPU.
     - `phases`: `prompt` and `token`. Each has `rows` and `position` of the first one, the number of `calls` of each
       program, `seconds` of each one, and of the middle half the `mean` seconds and `parts`. A part has `kind` and
       `name` of its spans, `program`, `layer` and number of a `launch`, and per prompt or token the number of `calls`,
