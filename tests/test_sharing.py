@@ -117,8 +117,8 @@ CHANGES: dict[str, Callable[[Machine], Any]] = {
     "input": lambda machine: machine.source.write_text("another source"),
     "parameter": lambda machine: machine.params.update(level=2),
     "tool": lambda machine: machine.more.update(tool=lambda: "compiler 2"),
-    "machine": lambda machine: machine.more.update(elsewhere=lambda: {"cpu": "another"}),
-    "unknown circumstances": lambda machine: machine.more.update(elsewhere=lambda: None),
+    "machine": lambda machine: machine.more.update(machine_key=lambda: {"cpu": "another"}),
+    "unknown circumstances": lambda machine: machine.more.update(machine_key=lambda: None),
     "missing tool": lambda machine: machine.more.update(tool=lambda: None),
 }
 

@@ -1,5 +1,7 @@
 """The exception for mistakes that a user can mend, and how texts of errors are shortened."""
 
+from collections.abc import Sequence
+
 REMEDY = "run doit compile or copy the directory again"
 """The remedy that errors name for an artifact directory that differs from what was built."""
 
@@ -17,6 +19,15 @@ class UserError(Exception):
 def printable(text: str) -> str:
     """Return text with control characters escaped, so that a name from elsewhere cannot control a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
+    """Return the remedy for an unknown name: the nearest of `names`, if its similarity reaches `cutoff` (0 to 1), else
+    all of them."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, names, 1, cutoff)
+    return f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:

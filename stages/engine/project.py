@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import re
@@ -16,7 +17,6 @@ import xxhash
 from llama_npu2 import trust
 from llama_npu2.artifact.regular import can_be_a_path, read_regular
 from llama_npu2.schema import anything, list_of, load_json, mapping, record, text, whole
-from stages.engine import memory
 from stages.engine.changes import Change
 from stages.engine.code import Code
 from stages.engine.digests import Digests
@@ -34,6 +34,10 @@ BESIDE = (trust.LOCAL, trust.SIGNATURE, PROVENANCE)
 """What is said of the manifest."""
 RECEIPTS = Path("build/receipts")
 WORK = Path("build/work")
+
+_ARENA_MAX = -8
+"""`M_ARENA_MAX` of glibc's malloc.h."""
+_libc = ctypes.CDLL(None)
 
 _TEXT = text(r"[^\x00\ud800-\udfff]*", "text")
 CHECKSUM = "xxh3"
@@ -77,7 +81,9 @@ class Project:
     """Bytes of the directory when it is complete, where that is known. It may raise OSError or UserError."""
 
     def __post_init__(self) -> None:
-        memory.use_one_arena()
+        with contextlib.suppress(AttributeError):
+            # `free_memory` gives back nothing that is free at the end of another arena.
+            _libc.mallopt(_ARENA_MAX, 1)
 
     @functools.cached_property
     def code(self) -> Code:
@@ -203,6 +209,13 @@ class Project:
         if is_native(label):
             return self.sha256(label) == content_sha256(made)
         return self.digests.of(there) == digest
+
+
+def free_memory() -> None:
+    """Give freed memory back to the system: glibc would keep hundreds of MB after packing, which the compilers of later
+    steps could use. Other C libraries have no such call and give memory back on their own."""
+    with contextlib.suppress(AttributeError):
+        _libc.malloc_trim(0)
 
 
 def file_name(step: str) -> str:

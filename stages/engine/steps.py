@@ -21,7 +21,7 @@ from typing import Any
 from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError
-from stages.engine import definitions, memory
+from stages.engine import definitions
 from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.places import MANIFEST
 from stages.engine.progress import running
@@ -31,6 +31,7 @@ from stages.engine.project import (
     WORK,
     Project,
     file_name,
+    free_memory,
     load_receipt,
 )
 from stages.engine.room import no_room, still_to_come
@@ -55,11 +56,11 @@ class Step:
     tool: Callable[[], str | None] | None = None
     after: tuple[str, ...] = ()
     """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
-    elsewhere: Callable[[], Mapping[str, Any] | None] = dict
-    """What besides all this decides on the outputs on another machine: its CPU, its libraries, what a name stands for
-    today. None from it: that cannot be said, so they are not shared."""
+    machine_key: Callable[[], Mapping[str, Any] | None] = dict
+    """Returns the properties of the machine that also decide on the outputs: its CPU, its libraries, the content that a
+    name stands for today. None: they are not known, so the outputs are not shared."""
     private: bool = False
-    """Whether the outputs hold what is the checkpoint's own, and so go where the checkpoint may go."""
+    """Whether the outputs hold content of the checkpoint, and so may go only where the checkpoint may go."""
 
     @property
     def receipt_path(self) -> Path:
@@ -197,7 +198,7 @@ class Step:
         finally:
             with contextlib.suppress(OSError):
                 tree.remove(work)
-            memory.give_back()
+            free_memory()
         if fetched is not None:
             print(f"{self.name}: fetched", file=sys.stderr, flush=True)
             return

@@ -145,16 +145,16 @@ class Choices:
     @cached_property
     def project(self) -> Project:
         lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
+        shared = Cache(self.options.cache, self.is_shareable) if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
         return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
 
-    def may_go(self, step: Step) -> bool:
-        """Whether others may have the outputs of a step."""
-        return not step.private or self._checkpoint_may_go
+    def is_shareable(self, step: Step) -> bool:
+        """Return whether others may have the outputs of a step."""
+        return not step.private or self._may_share_checkpoint
 
     @cached_property
-    def _checkpoint_may_go(self) -> bool:
+    def _may_share_checkpoint(self) -> bool:
         return bool(self.options.include) or self.source.is_public()
 
     @cached_property
