@@ -27,9 +27,6 @@ CHAIN = 24
 """Runs that XRT makes one command of: a run list is submitted in pieces of `submit_size` (`xrt_kernel.cpp`), each a
 job of its own to the driver and its watchdog."""
 
-IN_FLIGHT = 4
-"""Commands of a context that the driver takes before it lets the next one wait: `HWCTX_MAX_CMDS`."""
-
 CONTEXTS = 16
 """Hardware contexts that exist at a time: `hwctx_limit` of NPU2."""
 
