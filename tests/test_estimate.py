@@ -55,7 +55,7 @@ from stages.kernels import (
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.reports.estimate_figures import figures
-from stages.reports.estimated import host_traffic
+from stages.reports.estimated import Estimate, host_traffic
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit

@@ -45,7 +45,8 @@ class Code:
         return "".join(lines).encode()
 
     def files(self, module: str) -> frozenset[Path]:
-        """Source files of a module and, transitively, of what it imports from this project, wherever in it."""
+        """Source files of a module and, transitively, of what it imports from this project, wherever in it; with each
+        the TOML file of the same name, which holds its data."""
         found: dict[str, Path | None] = {}
         todo = [module]
         while todo:
@@ -53,7 +54,8 @@ class Code:
             if name not in found:
                 found[name] = path = _file(name)
                 todo += self._imported(name, path) if path else ()
-        return frozenset(path for path in found.values() if path)
+        sources = (path for path in found.values() if path)
+        return frozenset(file for path in sources for file in (path, path.with_suffix(".toml")) if file.is_file())
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
         """Modules that a module imports when it runs. A package that imports by name may import all its members."""
