@@ -35,9 +35,9 @@ NUMBERS = (
 )
 MEANING = (
     "Each launch is compared with its kernel's reference on the inputs that it had. Sums in another order make small "
-    "differences before a result is rounded. They explain a number of results that differ ('may differ'), but no result "
-    "may be further off than its limit, and on average results must not be off to one side ('bias', in units in the "
-    "last place)."
+    "differences before a result is rounded. They explain a number of results that differ ('may differ'), but no "
+    "result may be further off than its limit, and on average results must not be off to one side ('bias', in units in "
+    "the last place)."
 )
 Measure = Callable[[Distance], float]
 

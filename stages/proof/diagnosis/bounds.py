@@ -323,7 +323,7 @@ def _bound_two_products(case: Case) -> tuple[ErrorBound, ...]:
 
 
 def _bound_paired_product(case: Case, apart: int | None = None, weight: str = "weight") -> tuple[ErrorBound, ...]:
-    """Bound a gate-up product whose columns alternate, `apart` of the gate and `apart` of up; None: each in one block."""
+    """Bound a gate-up product whose columns alternate, `apart` of each; None: the gate's, then up's."""
     both, spread = _product(case, weight)
 
     def halves(part: np.ndarray) -> tuple[np.ndarray, ...]:
