@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -63,21 +63,21 @@ def launched(phase: Phase) -> frozenset[str]:
 
 def segments(phase: Phase) -> dict[str, float]:
     """Return the seconds of each segment, the longest first."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for part in phase["parts"]:
         seconds[segment(part, launched(phase))] += part["seconds"]
-    return dict(seconds.most_common())
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 class Palette:
     """The colour of each segment, the same in all charts of a page."""
 
     def __init__(self, phases: Iterable[Phase]) -> None:
-        shares: Counter[str] = Counter()
+        shares: defaultdict[str, float] = defaultdict(float)
         for phase in phases:
             for name, seconds in segments(phase).items():
                 shares[name] += seconds / phase["mean"]
-        chosen = [name for name, _ in shares.most_common() if name not in _FIXED]
+        chosen = [name for name in sorted(shares, key=lambda name: -shares[name]) if name not in _FIXED]
         self._own = {name: f"series-{number}" for number, name in enumerate(chosen[:_COLOURS], 1)}
 
     def named(self, name: str) -> str:
@@ -90,7 +90,7 @@ class Palette:
 
     def gathered(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return seconds by the names under which segments are shown."""
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for name, spent in seconds.items():
             sums[self.named(name)] += spent
         return dict(sums)
@@ -110,11 +110,11 @@ def shares(phases: Sequence[Phase], palette: Palette, whole: bool = True) -> Mar
 
 def layers(phase: Phase, palette: Palette) -> Markup:
     """Return a bar of each layer, in parts, and one of what is outside of the layers."""
-    spent: dict[str, Counter[str]] = {}
+    spent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in phase["parts"]:
         if part["kind"] in ("program", "launch", "wait"):
             name = palette.named(segment(part, launched(phase)))
-            spent.setdefault(str(part.get("layer", OUTSIDE)), Counter())[name] += 1e3 * part["seconds"]
+            spent[str(part.get("layer", OUTSIDE))][name] += 1e3 * part["seconds"]
     places = sorted(spent, key=lambda place: (place == OUTSIDE, place.zfill(4)))
     names = list(dict.fromkeys(name for place in places for name in spent[place]))
     series = [Series(name, palette.of(name), [spent[place][name] for place in places]) for name in names]

@@ -84,6 +84,6 @@ def compared(
     for part, rows in (("prompt", slice(prompt)), ("tokens", slice(prompt, len(ours)))):
         if len(ours[rows]):
             apart = None if checkpoint is None else distance(ours[rows], checkpoint[rows])
-            sides = (distance(states[rows], exact[rows]) for states in (ours, rounded))
-            parts.append(Layer(layer, part, *sides, apart, bounded))
+            of_ours, of_bf16 = (distance(side[rows], exact[rows]) for side in (ours, rounded))
+            parts.append(Layer(layer, part, of_ours, of_bf16, apart, bounded))
     return parts

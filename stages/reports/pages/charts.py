@@ -172,8 +172,8 @@ def lines(curves: Sequence[Curve], x: Axis, y: Axis, label: str, numbers: Markup
         places = [(x.place(across), y.place(up)) for across, up in curve.points]
         path = " ".join(f"{1000 * across:.1f},{1000 * (1 - up):.1f}" for across, up in places)
         line = tag("polyline", points=path, stroke=colour(curve.tint), stroke_dasharray="2 5" if curve.dashed else None)
-        stretched = {"width": "100%", "height": _HEIGHT, "viewBox": "0 0 1000 1000", "preserveAspectRatio": "none"}
-        shapes.append(tag("svg", line, class_="curve", **stretched))
+        size = {"width": "100%", "height": _HEIGHT}
+        shapes.append(tag("svg", line, class_="curve", viewBox="0 0 1000 1000", preserveAspectRatio="none", **size))
         if curve.marked:
             dots = [
                 *dots,
@@ -190,9 +190,9 @@ def time_line(lanes: Sequence[str], spans: Iterable[Span], end: float, label: st
     for number, name in enumerate(lanes):
         shapes.append(tag("text", name, y=24 + _LANE * number + 9, class_="lane"))
     for tick in Axis("", 0, end).ticks():
-        place = _percent(tick / end)
-        shapes.append(tag("line", x1=place, x2=place, y1=16, y2=24 + _LANE * len(lanes), class_="rule"))
-        shapes.append(tag("text", f"{_figure(tick)} ms", x=place, y=12, text_anchor=_anchor(tick / end)))
+        across = _percent(tick / end)
+        shapes.append(tag("line", x1=across, x2=across, y1=16, y2=24 + _LANE * len(lanes), class_="rule"))
+        shapes.append(tag("text", f"{_figure(tick)} ms", x=across, y=12, text_anchor=_anchor(tick / end)))
     for span in spans:
         place = {"x": _percent(span.begin / end), "width": _percent(max(span.length / end, 0.0002))}
         top = 24 + _LANE * lanes.index(span.lane) + 12
