@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from doit.exceptions import TaskFailed
 
-from stages.commands.runtime import reply_arguments, run_runtime
+from stages.commands.runtime import run_runtime, runtime_arguments
 from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
     options = build.options
-    if options.prompt is None:
-        return TaskFailed('no prompt: doit run prompt="some text"')
-    switches = [f"--{name}" for name in ("raw", "json") if getattr(options, name)]
-    return run_runtime(build, *switches, *reply_arguments(build), "--", str(build.directory_as_given), options.prompt)
+    if options.prompt is None and not options.prompt_file:
+        return TaskFailed('no prompt: doit run prompt="some text"; doit help lists all commands')
+    return run_runtime(runtime_arguments("run", build, options, options.prompt))

@@ -22,7 +22,7 @@ from llama_npu2.options import (
     Signers,
     nearest,
     option,
-    options,
+    options_of,
 )
 from stages.kernels import KV_FORMATS
 
@@ -326,7 +326,7 @@ _RENAMED_OF = {("full", "gc"): "calibration=1", ("full", "bench"): "divergence=1
 def variables() -> dict[str, Option]:
     """Return the variables by name."""
     own = Options.__annotations__
-    return {each.name: _of_build(each) for each in sorted(options(Options), key=lambda each: each.field not in own)}
+    return {each.name: _of_build(each) for each in sorted(options_of(Options), key=lambda each: each.field not in own)}
 
 
 def _of_build(each: Option) -> Option:

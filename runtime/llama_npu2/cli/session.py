@@ -1,4 +1,4 @@
-"""`llama-npu2 DIR --chat`: a conversation with a model in the terminal."""
+"""`llama-npu2 chat DIR`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
