@@ -340,6 +340,15 @@ def table() -> dict[str, tuple[Option, ...]]:
     return {command: tuple(each for each in known if command in each.commands) for command in COMMANDS}
 
 
+def sections(command: str) -> dict[str, list[Option]]:
+    """Return the variables of a command in three groups: its own, what says which artifacts, and expert ones."""
+    parts: dict[str, list[Option]] = {"Variables": [], "Which artifacts": [], "For experts, on the NPU": []}
+    for each in table()[command]:
+        title = "Variables" if not {"compile", "why"} <= {*each.commands} else "Which artifacts"
+        parts["For experts, on the NPU" if each.name.startswith("npu.") else title].append(each)
+    return {title: variables for title, variables in parts.items() if variables}
+
+
 def parse_options(values: Mapping[str, str], commands: Collection[str] = ()) -> Options:
     """Check names and values of variables.
 
