@@ -149,8 +149,11 @@ def _run(given: list[str], artifacts: str | None) -> int:
         options = parse(given, artifacts)
         if options.trust:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
+        running = chosen(Running, options)
+        if running.threads > (cpus := len(os.sched_getaffinity(0))):
+            print(f"note: --threads={running.threads}, but this process has {cpus} CPUs: slower", file=sys.stderr)
         run: Callable[..., int] = options.run
-        return run(options, chosen(Sampling, options), chosen(Running, options))
+        return run(options, chosen(Sampling, options), running)
     except OptionError as error:
         flag = next((each.flag for each in options_of(*GROUPS) if each.name == error.name), error.name)
         print(f"error: {flag}={error.value}: {error.problem}", file=sys.stderr)

@@ -30,9 +30,11 @@ def changed(what: str, name: str, remove: str) -> Iterator[str]:
 def shown() -> Iterator[str]:
     """The user's own key to give to others, and the trusted ones."""
     yield f"your key, for others to trust: {own_key()}"
-    for key, name in trust.trusted_keys().items():
-        if name != OWN_NAME:
-            yield f"trusted: {key.fingerprint} {name}"
+    others = {key: name for key, name in trust.trusted_keys().items() if name != OWN_NAME}
+    for key, name in others.items():
+        yield f"trusted: {key.fingerprint} {name}"
+    if not others:
+        yield "nobody else is trusted: only what you built yourself, or allowed as it is, runs"
 
 
 def allow_key(text: str, name: str = "") -> str:
