@@ -151,7 +151,7 @@ def _run(given: list[str], artifacts: str | None) -> int:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
         running = chosen(Running, options)
         if running.threads > (cpus := len(os.sched_getaffinity(0))):
-            print(f"note: --threads={running.threads}, but this process has {cpus} CPUs: slower", file=sys.stderr)
+            print(f"note: {running.threads} threads on {cpus} CPUs of this process are slower", file=sys.stderr)
         run: Callable[..., int] = options.run
         return run(options, chosen(Sampling, options), running)
     except OptionError as error:

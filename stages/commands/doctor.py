@@ -174,8 +174,13 @@ def table(rows: Sequence[Row]) -> str:
             ways.setdefault(row.get, []).append(row.what)
     lines += ["", "How to get what is missing:"] * bool(ways)
     for way, names in ways.items():
-        lines += [f"  {', '.join(names)}:", *textwrap.wrap(way, 78, initial_indent="    ", subsequent_indent="    ")]
+        lines += [f"  {', '.join(names)}:", *_wrapped(way)]
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    # What is to be typed stays whole.
+    return textwrap.wrap(text, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def run(build: Build) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from doit.exceptions import TaskFailed
 
 from stages.commands.runtime import run_runtime, runtime_arguments
@@ -12,4 +14,6 @@ def run(build: Build) -> TaskFailed | None:
     options = build.options
     if options.prompt is None and not options.prompt_file:
         return TaskFailed('no prompt: doit run prompt="some text"; doit help lists all commands')
+    if options.prompt_file and not Path(options.prompt_file).is_file():
+        return TaskFailed(f"prompt_file={options.prompt_file}: there is no such file")
     return run_runtime(runtime_arguments("run", build, options, options.prompt))

@@ -289,7 +289,7 @@ class Llama:
     def _pieces(self, prompt: Prompt, raw: bool, keep_context: bool, options: Sampling, number: int) -> Iterator[str]:
         yield from self._reply(self._read(prompt, raw, keep_context), options, Completion(), number)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> Iterator[str]:
+    def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Yield the answer to the last of a conversation's messages, as `generate` does.
 
         What an earlier call processed of the same conversation is not processed again.
