@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-GUIDE = "docs/ryzen-ai.md"
+GUIDE = "docs/tutorials/ryzen-ai.md"
 
 
 @dataclass(frozen=True)
