@@ -122,7 +122,7 @@ def task_doctor():
 
 
 def task_fit():
-    """Say what a model will need before anything is downloaded, by format, and what fits here; check=1 measures it."""
+    """Say what a model will need before anything is downloaded, by format, and what fits here; measure=1 tries it."""
     return command("fit", built=False)
 
 
@@ -147,7 +147,7 @@ def task_selftest():
 
 
 def task_estimate():
-    """Estimate time and limit of every launch on the NPU, show the array on a page; check=1, measured=FILE."""
+    """Estimate time and limit of every launch on the NPU, show the array on a page; published=1, measured=FILE."""
     return estimate()
 
 

@@ -1,6 +1,6 @@
 """`doit fit`: what a model will need before anything is downloaded or built, by format, and what fits this machine.
 
-`check=1` builds and runs each row below `artifacts/` instead, one after the other, and shows what it really took.
+`measure=1` builds and runs each row below `artifacts/` instead, one after the other, and shows what it really took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT = 2048
 """Positions of a short run."""
 
 CHECKED = 512
-"""Positions of the run that `check=1` measures."""
+"""Positions of the run that `measure=1` measures."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Machine:
 def run(build: Build) -> None:
     """Raises UserError."""
     rows = [needs for policy in policies(build) if (needs := needs_of(build, policy))]
-    if build.options.check:
+    if build.options.measure:
         print_check(build, rows)
     else:
         print_needs(rows, Machine.here(build.artifacts), build.options.json)
         if build.options.calibrate and not build.options.json:
             more = max(needs.calibration for needs in rows)
-            print(f"calibrate= leaves up to {amount(more)} besides (doit gc full=1); its memory is not counted")
+            print(f"calibrate= leaves up to {amount(more)} besides (doit gc calibration=1); its memory is not counted")
 
 
 def policies(build: Build) -> list[Policy]:

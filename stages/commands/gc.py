@@ -1,7 +1,7 @@
 """`doit gc`: what nobody needs any more. Without `keep=` it only shows what `keep=14d` would remove.
 
 `keep=` is an age (`12h`, `14d`, `2w`), a size (`500M`, `5G`: of the newest), or a number (the newest of each kind).
-`full=1` counts the leftovers of calibration in, which a build would compute again; `check=1` removes nothing.
+`calibration=1` counts the leftovers of calibration in, which a build would compute again; `dry_run=1` removes nothing.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class Keep:
 def run(build: Build) -> TaskFailed | None:
     """Raises UserError."""
     options, keep = build.options, Keep.parse(build.options.keep or DEFAULT)
-    dry, now = options.check or not options.keep, time.time()
-    chosen = list(keep.removed(unneeded(build.artifacts, options.full), now))
+    dry, now = options.dry_run or not options.keep, time.time()
+    chosen = list(keep.removed(unneeded(build.artifacts, options.calibration), now))
     done, failed = [], []
     for item in chosen:
         try:
-            outcome = "would go" if dry else "removed" if remove(build.artifacts, item, options.full) else "in use"
+            outcome = (
+                "would go" if dry else "removed" if remove(build.artifacts, item, options.calibration) else "in use"
+            )
         except (OSError, Linked) as error:
             outcome = f"cannot be removed: {error.strerror if isinstance(error, OSError) else error}"
             failed.append(item)

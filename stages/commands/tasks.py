@@ -67,7 +67,7 @@ def command(name: str, built: bool = True, **more: Any) -> Task:
 
 def estimate() -> Task:
     """The estimate as a doit task: only what it is compared with, what the simulator counts, needs programs."""
-    return command("estimate", built=_build.options.target == "npu2-sim" and not _build.options.check)
+    return command("estimate", built=_build.options.target == "npu2-sim" and not _build.options.published)
 
 
 def quality() -> Task:

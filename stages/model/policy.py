@@ -54,7 +54,7 @@ class Policy:
     kv: str = "bf16"
     """The KV cache, as `kv=` says it."""
     matmul: str = "bf16"
-    """The format in which the NPU multiplies a prompt's rows, as `matmul=` says it: bf16, or bfp16, which the host
+    """The format in which the NPU multiplies a prompt's rows, as `npu.matmul=` says it: bf16, or bfp16, which the host
     makes of weights in every format."""
     in_layers: Mapping[LayerSlot, str] = field(default_factory=dict, hash=False)
     """Format by slot and layer: exceptions in single layers."""
@@ -130,7 +130,7 @@ BF16 = Policy()
 
 
 def parse_policy(text: str, kv: str = "bf16", matmul: str = "bf16") -> Policy:
-    """Return the policy of `weights=` (bf16 if empty), `kv=` and `matmul=`. Raises UserError."""
+    """Return the policy of `weights=` (bf16 if empty), `kv=` and `npu.matmul=`. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
     _check_known("weights", matrices, matrix_formats())
     exceptions: dict[str, str] = {}

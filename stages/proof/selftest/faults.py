@@ -95,12 +95,14 @@ FAULTS: dict[tuple[str, str], Fault] = {
     (PROGRAM, "wrong"): Fault(
         "its tile functions are right alone, not joined: a launch reads what the one before has not written yet, or a "
         "tile has another size",
-        "grouping=separate, which joins fewer launches; matmul=bf16 if it was bfp16",
+        "npu.grouping=separate, which joins fewer launches; npu.matmul=bf16 if it was bfp16",
     ),
-    (PROGRAM, "zeros"): Fault("a launch of the program does nothing", "grouping=separate, which joins fewer launches"),
+    (PROGRAM, "zeros"): Fault(
+        "a launch of the program does nothing", "npu.grouping=separate, which joins fewer launches"
+    ),
     (PROGRAM, "timeout"): Fault(
         "the program hangs, or takes longer than the driver waits",
-        "buckets=64: if that runs, it takes too long; if not, grouping=separate",
+        "npu.buckets=64: if that runs, it takes too long; if not, npu.grouping=separate",
     ),
     (LAYER, "wrong"): Fault(
         "each program is right alone: what one hands to the next is not (a sync, a view, the order in a run list)",
@@ -108,7 +110,7 @@ FAULTS: dict[tuple[str, str], Fault] = {
     ),
     (PROMPT, "wrong"): Fault(
         "a layer is right, all of them are not: a later layer's buffers, or errors that add up",
-        "matmul=bf16 if it was bfp16; then report it",
+        "npu.matmul=bf16 if it was bfp16; then report it",
     ),
     (TOKEN, "wrong"): Fault(
         "the prompt is right, its tokens are not: the cache, or the row of the position",

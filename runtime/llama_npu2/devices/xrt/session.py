@@ -131,7 +131,7 @@ class Session:
         return chosen
 
     def new_run(self, program: XrtProgram) -> Any:
-        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer buckets="
+        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer npu.buckets="
         with failures(f"{program.name}: the NPU's driver has no room for its instructions", remedy):
             return self.pyxrt.run(program.kernel)
 
@@ -146,7 +146,7 @@ class Session:
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
                     return number
-        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer buckets=, see doit doctor on XRT"
+        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT"
         try:
             with failures(f"{path}: no hardware context beside {len(self.contexts)} others", remedy):
                 self.contexts.append(self.pyxrt.hw_context(self.device, elf))
