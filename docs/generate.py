@@ -21,7 +21,6 @@ _MADE = "<!-- Made by docs/generate.py. -->\n"
 _API = (
     ("engine/llama.py", ("load", "Llama")),
     ("engine/completion.py", ("Completion", "Stats", "Logprob")),
-    
     ("devices/spans.py", ("Recorder", "Span")),
     ("errors.py", ("UserError",)),
 )
@@ -52,7 +51,9 @@ def commands() -> str:
 def options() -> str:
     """Return the page of all options."""
     lines = [_MADE, "# Options\n"]
-    lines += ["Options of `doit` are written `name=value`, in any order. A command refuses options that it does not take.\n"]
+    lines += [
+        "Options of `doit` are written `name=value`, in any order. A command refuses options that it does not take.\n"
+    ]
     lines += ["Where the runtime has the option too, its flag for `llama-npu2` is named.\n"]
     for each in variables().values():
         facts = [("default", each.shown_default or ("off" if each.type == "bool" else "none")), ("unit", each.unit)]
@@ -88,7 +89,11 @@ def _anchor(name: str) -> str:
 
 def python() -> str:
     """Return the page of the runtime's Python interface."""
-    lines = [_MADE, "# Python\n", "`from llama_npu2 import load, Llama, UserError`. Everything else is reached from these.\n"]
+    lines = [
+        _MADE,
+        "# Python\n",
+        "`from llama_npu2 import load, Llama, UserError`. Everything else is reached from these.\n",
+    ]
     for module, names in _API:
         tree = ast.parse((ROOT / "runtime/llama_npu2" / module).read_text())
         found = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
@@ -122,7 +127,8 @@ def _attributes(node: ast.ClassDef) -> Iterator[str]:
     for member, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
             text = following.value.value if _is_text(following) else ""
-            yield f"- `{ast.unparse(member.target)}: {ast.unparse(member.annotation)}` {' '.join(text.split())}".rstrip()
+            declared = f"{ast.unparse(member.target)}: {ast.unparse(member.annotation)}"
+            yield f"- `{declared}` {' '.join(text.split())}".rstrip()
     yield ""
 
 
