@@ -3,6 +3,9 @@
 REMEDY = "run doit compile or copy the directory again"
 """For an artifact directory that is not what was built."""
 
+program = "llama-npu2"
+"""The command line that works here, for messages: an exported file runs under a name of its own."""
+
 CLOSED = 141
 """Exit status where whoever read the output has gone: what a shell says of a program that SIGPIPE ended."""
 

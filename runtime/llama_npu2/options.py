@@ -159,7 +159,7 @@ def option_name(each: Field[Any]) -> str:
     return each.metadata["name"] or each.name
 
 
-def options(*groups: type[Checked]) -> Iterator[Option]:
+def options_of(*groups: type[Checked]) -> Iterator[Option]:
     """Yield the options of groups of them."""
     for each in (each for group in groups for each in fields(group)):
         about = dict(each.metadata)
@@ -273,7 +273,7 @@ class Answering(Checked):
 
     prompt_file: str = option("", "read the prompt from this file", "run", metavar=FILE)
     raw: bool = option(False, "give the prompt as it is, without the chat template", "run", "profile")
-    json: bool = option(False, "print JSON instead of text", "run", "bench", "profile", "check", "info")
+    json: bool = option(False, "print JSON instead of text", "run", "bench", "profile", "info")
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def kind(each: Field[Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked], command: str = "") -> None:
     """Add `--max-tokens N` and so on, for every option of the groups that the command takes; without one, for all."""
-    for each in options(*groups):
+    for each in options_of(*groups):
         if command and command not in each.commands:
             parser.set_defaults(**{each.field: each.default})
             continue
@@ -329,7 +329,7 @@ def to_arguments(values: object, *groups: type[Checked], command: str = "") -> l
     With a command, only the options that it takes.
     """
     arguments = []
-    for each in options(*groups):
+    for each in options_of(*groups):
         if command and command not in each.commands:
             continue
         value = getattr(values, each.field)

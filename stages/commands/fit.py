@@ -96,7 +96,7 @@ def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
         print(json.dumps({"machine": vars(machine), "formats": described}))
         return
     contexts = sorted(described[0]["resident"])
-    titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "pinned"]
+    titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "locked"]
     table = Table([Column("weights", 12), *(Column(title, 9, right=True) for title in titles), Column("fits")])
     print(table.header())
     for row in described:
@@ -104,7 +104,12 @@ def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
         fits = "yes" if not row["lacks"] else f"no: {', '.join(row['lacks'])}"
         print(table.row(row["weights"], *map(amount, amounts), fits))
     locked = "unlimited" if machine.locked is None else amount(machine.locked)
-    print(f"\nhere: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
+    print(
+        "\ndisk: weights and programs; int4 needs the programs of int6, too, as its vocabulary is in int6\n"
+        "build: memory of a build; run: memory of a run with a context of so many tokens\n"
+        "locked: of that, memory that the NPU pins"
+    )
+    print(f"here: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
 
 
 def _described(needs: Needs, machine: Machine) -> dict:

@@ -160,6 +160,11 @@ def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
             yield _item("abandoned work", [artifacts / name])
 
 
+def is_recent(item: Unneeded) -> bool:
+    """Whether nothing guards it but that it was written a moment ago: somebody may be about to use it."""
+    return item.directory is None and time.time() - item.used < RECENT
+
+
 def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Unneeded:
     """With what is there of `paths`, and below them."""
     there, nbytes, used = [], 0, 0.0
@@ -177,10 +182,10 @@ def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None 
 def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
     """Whether it is gone. What somebody works on, or wrote since it was found, stays. Raises OSError, and UserError
     where a link now leads to it."""
+    if is_recent(item):
+        return False
     if item.directory is None:
-        if time.time() - item.used < RECENT:
-            return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
     turn = item.directory.turn
     if not turn.try_take():
@@ -188,13 +193,13 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
     try:
         if item.directory.name and item not in list(unneeded_in(item.directory, calibration)):
             return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
     finally:
         turn.give_up()
 
 
-def _delete(artifacts: Path, paths: Iterable[Path]) -> None:
+def delete(artifacts: Path, paths: Iterable[Path]) -> None:
     """Remove them in order: a cache's entry goes before the object that it promises. Folders of models that are empty
     afterwards go as well."""
     tree = Tree(artifacts)

@@ -22,7 +22,7 @@ from llama_npu2.options import (
     Signers,
     nearest,
     option,
-    options,
+    options_of,
 )
 from stages.kernels import KV_FORMATS
 
@@ -326,7 +326,7 @@ _RENAMED_OF = {("full", "gc"): "calibration=1", ("full", "bench"): "divergence=1
 def variables() -> dict[str, Option]:
     """Return the variables by name."""
     own = Options.__annotations__
-    return {each.name: _of_build(each) for each in sorted(options(Options), key=lambda each: each.field not in own)}
+    return {each.name: _of_build(each) for each in sorted(options_of(Options), key=lambda each: each.field not in own)}
 
 
 def _of_build(each: Option) -> Option:
@@ -338,6 +338,15 @@ def table() -> dict[str, tuple[Option, ...]]:
     """Return the variables that each command takes, in the order of the commands."""
     known = variables().values()
     return {command: tuple(each for each in known if command in each.commands) for command in COMMANDS}
+
+
+def sections(command: str) -> dict[str, list[Option]]:
+    """Return the variables of a command in three groups: its own, what says which artifacts, and expert ones."""
+    parts: dict[str, list[Option]] = {"Variables": [], "Which artifacts": [], "For experts, on the NPU": []}
+    for each in table()[command]:
+        title = "Variables" if not {"compile", "why"} <= {*each.commands} else "Which artifacts"
+        parts["For experts, on the NPU" if each.name.startswith("npu.") else title].append(each)
+    return {title: variables for title, variables in parts.items() if variables}
 
 
 def parse_options(values: Mapping[str, str], commands: Collection[str] = ()) -> Options:

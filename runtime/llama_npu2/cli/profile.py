@@ -1,4 +1,4 @@
-"""Where the time of a prompt and of a token goes: `llama-npu2 DIR --profile`.
+"""Where the time of a prompt and of a token goes: `llama-npu2 profile DIR`.
 
 A prompt is processed several times, the last time with a long reply behind it. A *prompt* goes from the call to the
 first token that is sampled, a *token* from there to the next one. Each is split into spans

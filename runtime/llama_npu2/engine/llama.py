@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -70,6 +70,9 @@ class Llama:
         self.stats = Stats()
         self._history: list[int] = []
         self._timed = Timer()
+
+    def __repr__(self) -> str:
+        return f"<Llama {self.manifest.model['name']}: {self.description}, context of {self.context_length} tokens>"
 
     @property
     def description(self) -> str:
@@ -278,9 +281,33 @@ class Llama:
         which are greedy and end a reply after 256 tokens if not given.
         Raises UserError.
         """
-        options = Sampling(**sampling)
+        options = Sampling.given(sampling)
         options.check_one_text()
+        self._check_prompt(prompt)
+        return self._pieces(prompt, raw, keep_context, options, number)
+
+    def _pieces(self, prompt: Prompt, raw: bool, keep_context: bool, options: Sampling, number: int) -> Iterator[str]:
         yield from self._reply(self._read(prompt, raw, keep_context), options, Completion(), number)
+
+    def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
+        """Yield the answer to the last of a conversation's messages, as `generate` does.
+
+        What an earlier call processed of the same conversation is not processed again.
+
+        Args:
+            messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn.
+            sampling: fields of `options.Sampling`.
+        """
+        return self.generate(list(messages), keep_context=True, **sampling)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
+        if isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt):
+            return
+        if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+            raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
+        if self.chat_template is None:
+            raise UserError("this model has no chat template: give a plain text prompt")
 
     def complete(
         self,
@@ -293,7 +320,8 @@ class Llama:
         """Yield `n` replies, each when it is whole. The prompt is processed once. A reply to a seed depends on its
         number alone, not on `n`. Arguments are those of `generate`; `prompt_logprobs` processes all of the prompt, at
         the cost of `score`. Raises UserError."""
-        options = Sampling(**sampling)
+        options = Sampling.given(sampling)
+        self._check_prompt(prompt)
         read = self._read(prompt, raw, keep_context, options.prompt_logprobs)
         for number in range(options.n):
             made = Completion(prompt_logprobs=read.logprobs)
