@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "runtime"), str(ROOT)]
 
-from llama_npu2.options import Option  # noqa: E402
+from llama_npu2.__main__ import COMMANDS as OF_RUNTIME  # noqa: E402
+from llama_npu2.__main__ import GROUPS as GROUPS_OF_RUNTIME  # noqa: E402
+from llama_npu2.options import Option, options_of  # noqa: E402
 from stages.graph.options import COMMANDS, GROUPS, table, variables  # noqa: E402
 
 _MADE = "<!-- Made by docs/generate.py. -->\n"
@@ -45,6 +47,14 @@ def commands() -> str:
             usual = "usual options" if len(taken[name]) > len(own) else ""
             listed = " and ".join(filter(None, [_links(own), usual])) or "none"
             lines += [f"### doit {name}\n", f"{sentence}.\n", f"Options: {listed}.\n"]
+    lines += ["## With an artifact directory alone\n", "`llama-npu2 DIR PROMPT` is `llama-npu2 run DIR PROMPT`.\n"]
+    known = list(options_of(*GROUPS_OF_RUNTIME))
+    for name, sentence in OF_RUNTIME.items():
+        flags = ", ".join(
+            f"[`{each.flag}`](options.md#{_anchor(each.name)})" for each in known if name in each.commands
+        )
+        lines += [f"### llama-npu2 {name}\n", f"{sentence[0].upper()}{sentence[1:]}.\n"]
+        lines += [f"Options: {flags}.\n"] if flags else []
     return "\n".join(lines)
 
 
@@ -52,25 +62,21 @@ def options() -> str:
     """Return the page of all options."""
     lines = [_MADE, "# Options\n"]
     lines += [
-        "Options of `doit` are written `name=value`, in any order. A command refuses options that it does not take.\n"
+        "Options of `doit` are written `name=value`, in any order. A command refuses options that it does not take."
     ]
-    lines += ["Where the runtime has the option too, its flag for `llama-npu2` is named.\n"]
-    for each in variables().values():
+    lines += ["An option with a flag is one of `llama-npu2`, too.\n"]
+    runtime = {each.name: each for each in options_of(*GROUPS_OF_RUNTIME)}
+    for name, each in (runtime | variables()).items():
         facts = [("default", each.shown_default or ("off" if each.type == "bool" else "none")), ("unit", each.unit)]
         facts += [("values", ", ".join(f"`{choice}`" for choice in each.choices)), ("bounds", _bounds(each))]
-        facts += [("flag", f"`{each.flag}`" if _of_runtime(each) else "")]
-        facts += [("commands", ", ".join(f"[{name}](commands.md#doit-{name})" for name in each.commands))]
-        lines += [f"## {each.name}=\n", f"{each.help[0].upper()}{each.help[1:]}.\n"]
+        takers = [f"doit {command}" for command in each.commands] if name in variables() else []
+        if name in runtime:
+            takers += [f"llama-npu2 {command}" for command in runtime[name].commands]
+            facts += [("flag", f"`{each.flag}`")]
+        facts += [("commands", ", ".join(f"[{title}](commands.md#{title.replace(' ', '-')})" for title in takers))]
+        lines += [f"## {name}=\n", f"{each.help[0].upper()}{each.help[1:]}.\n"]
         lines += [f"- {what}: {value}" for what, value in facts if value] + [""]
     return "\n".join(lines)
-
-
-def _of_runtime(option: Option) -> bool:
-    from dataclasses import fields
-
-    from llama_npu2.options import Running, Sampling
-
-    return option.field in {each.name for group in (Sampling, Running) for each in fields(group)}
 
 
 def _bounds(option: Option) -> str:

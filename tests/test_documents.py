@@ -10,7 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from stages.graph.options import COMMANDS, parse_options
 from tests.conftest import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernel_src/**/*.md")])
-RUN = [ROOT / "README.md", *sorted([*ROOT.glob("docs/tutorials/*.md"), *ROOT.glob("docs/how-to/*.md")])]
-"""The pages whose commands are run."""
+BEGINNINGS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
+HOW_TOS = sorted(ROOT.glob("docs/how-to/*.md"))
+"""Pages whose commands are run, the latter by `-m slow`."""
 PROSE = [ROOT / "README.md", *sorted(ROOT.glob("docs/explanation/*.md"))]
 _SKIP = re.compile(r"<!-- test: skip( all)?, (.*) -->")
 
@@ -181,7 +182,17 @@ def installed(line: str) -> str:
     return " && ".join(part for part in parts if not re.match(r"pip install|pytest\b", part))
 
 
-@pytest.mark.parametrize("page", [page for page in RUN if any(not block.skip for block in blocks(page))], ids=name)
+def run(pages: Iterable[Path], *marks: pytest.MarkDecorator) -> list[object]:
+    """The parameters of a test that runs the commands of pages."""
+    parameters = []
+    for page in pages:
+        reasons = [block.skip for block in blocks(page)]
+        skip = [pytest.mark.skip(reason=f"{name(page)}: {reasons[0]}")] if reasons and all(reasons) else []
+        parameters += [pytest.param(page, marks=[*marks, *skip], id=name(page))] if reasons else []
+    return parameters
+
+
+@pytest.mark.parametrize("page", [*run(BEGINNINGS), *run(HOW_TOS, pytest.mark.slow)])
 def test_commands_run(page: Path, checkout: Path) -> None:
     """All commands of a page, in its order, in one checkout."""
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -195,11 +206,11 @@ def test_commands_run(page: Path, checkout: Path) -> None:
             continue
         for line in commands(block):
             if line := installed(line):
-                run = subprocess.run(line, shell=True, cwd=checkout, env=environment, capture_output=True, text=True)
-                assert run.returncode == 0, f"{line}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
+                done = subprocess.run(line, shell=True, cwd=checkout, env=environment, capture_output=True, text=True)
+                assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
                 if "France" in line and " run " in line:
-                    assert " Paris." in run.stdout, line
+                    assert " Paris." in done.stdout, line
     if python:
         script = [sys.executable, "-c", "\n".join(python)]
-        run = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-2000:]
+        done = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
