@@ -28,7 +28,7 @@ EMBEDDING = "w_embed"
 
 _VOCAB_FORMATS = {"int4": "int6"}
 """The format of the vocabulary matrices where it is not that of the other weights. They react most to rounding: with 4
-bits for them too, the divergence of the demo model doubles (BENCHMARKS.md)."""
+bits for them too, the divergence of the demo model doubles (docs/benchmarks/quality.md)."""
 
 
 _LONGEST_EXACT = 1024
@@ -92,7 +92,7 @@ class Policy:
     @property
     def usual_matmul(self) -> str:
         """`matmul` if the user does not choose: block floating point where weights have lost far more than that costs,
-        else bf16, which is exact (BENCHMARKS.md)."""
+        else bf16, which is exact (docs/benchmarks/quality.md)."""
         return "bfp16" if self.matrices == "int4" else "bf16"
 
     @property
