@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from llama_npu2.errors import UserError
 from stages.kernels import Arg, signature
 from stages.kernels.append_kv import reference_panels
+from stages.targets.cpu.instruction_sets import options
 from stages.targets.cpu.prototypes import prototypes
 from stages.weights.constants import KV_BLOCK_POSITIONS
 from stages.weights.formats import formats
@@ -286,17 +287,11 @@ def test_embed_rows_takes_whole_rows(teams, rng):
 
 
 PROBE = """
-#ifndef ISA
-#define KERNEL_FILE "SELF"
-#include "each_isa.h"
-extern "C" float product_of_fresh_line(uint16_t value) { return avx512bf16::product_of_fresh_line(value); }
-#else
 #include "vec.h"
 #include "operand.h"
 #include "epilogue.h"
 #include "streams.h"
 #include "gemv_core.h"
-#if ISA_LANES == 16
 namespace ISA {
 static float product_of_fresh_line(bf16 value) {
     bf16 line[line_elements];
@@ -309,8 +304,7 @@ static float product_of_fresh_line(bf16 value) {
     return sum[0];
 }
 }
-#endif
-#endif
+extern "C" float product_of_fresh_line(uint16_t value) { return ISA::product_of_fresh_line(value); }
 """
 
 
@@ -318,8 +312,9 @@ static float product_of_fresh_line(bf16 value) {
 def test_assembly_reads_what_was_stored_just_before(tmp_path: Path) -> None:
     """The compiler has to know that it reads the line: else it drops the stores, which nothing else reads."""
     source = tmp_path / "probe.cc"
-    source.write_text(PROBE.replace("SELF", str(source)))
-    library = link([build_object(source, tmp_path / "probe.o")], tmp_path / "probe.so")
+    source.write_text(PROBE)
+    flags = options(source, "avx512bf16")[:-1]
+    library = link([build_object(CPU / "one_isa.h", tmp_path / "probe.o", *flags)], tmp_path / "probe.so")
     probe = ctypes.CDLL(str(library)).product_of_fresh_line
     probe.restype = ctypes.c_float
     for value in (1.5, -3.0, 64.0):
