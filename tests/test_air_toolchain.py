@@ -29,8 +29,8 @@ from tests.test_air_programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.toolchain,
-    pytest.mark.skipif(shutil.which("aircc") is None, reason="aircc is not on PATH"),
-    pytest.mark.skipif("PEANO_INSTALL_DIR" not in os.environ, reason="PEANO_INSTALL_DIR is not set"),
+    pytest.mark.needs("aircc on PATH", shutil.which("aircc") is not None),
+    pytest.mark.needs("PEANO_INSTALL_DIR", "PEANO_INSTALL_DIR" in os.environ),
 ]
 
 NO_PEANO = "Error running Peano"
