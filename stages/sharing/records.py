@@ -1,4 +1,4 @@
-"""Records of steps' runs: their outputs, and everything that they were made from, in terms that every machine shares."""
+"""Records of steps' runs: outputs, and everything from which they were made, in terms that all machines share."""
 
 from __future__ import annotations
 
