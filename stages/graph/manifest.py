@@ -38,7 +38,6 @@ def write_manifest(
         programs: by name; file, entry point, whether the host runs it, and the files with the rest: its slots, and the
             counts and estimates of a device's build.
         target: name, device, and its requirements on a machine.
-        model: the model's name.
         calibrated: whether the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)

@@ -28,15 +28,10 @@ VERIFIED = "verified.json"
 
 
 def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statement about a complete directory.
+    """Return the statement about a complete directory, which `steps` built. Raises UserError.
 
     Args:
-        project: the directory.
-        steps: the steps that built it.
         recipe: the variables that decided what was built.
-
-    Raises:
-        UserError: if a file of the directory cannot be read.
     """
     directory = project.directory
     receipts = {step.name: receipt for step in steps if (receipt := step.receipt())}
