@@ -45,7 +45,8 @@ class Code:
         return "".join(lines).encode()
 
     def files(self, module: str) -> frozenset[Path]:
-        """Return the source files of a module and, transitively, of the project modules that it imports anywhere."""
+        """Return the source files of a module and, transitively, of the project modules that it imports anywhere; with
+        each the TOML file of the same name, which holds its data."""
         sources: dict[str, Path | None] = {}
         todo = [module]
         while todo:
@@ -53,7 +54,8 @@ class Code:
             if name not in sources:
                 sources[name] = path = _file(name)
                 todo += self._imported(name, path) if path else ()
-        return frozenset(path for path in sources.values() if path)
+        paths = (path for path in sources.values() if path)
+        return frozenset(file for path in paths for file in (path, path.with_suffix(".toml")) if file.is_file())
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
         """Yield the modules that a module imports when it runs. A package that imports by name may import all its

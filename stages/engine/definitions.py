@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import json
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,9 @@ def _spans(body: Iterable[ast.stmt], inside: str) -> Iterator[tuple[str, int, in
 @functools.cache
 def _of_file(path: Path, digest: str) -> dict[str, str]:
     """Return the definitions of a file whose content has this digest."""
+    if path.suffix == ".toml":
+        rows = tomllib.loads(path.read_text()).items()
+        return {name: xxhash.xxh3_64_hexdigest(repr(value).encode())[:8] for name, value in rows}
     return definitions(path.read_bytes())
 
 

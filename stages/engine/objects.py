@@ -25,8 +25,8 @@ _ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 
 
 def source_file(source: str) -> Path:
-    """Return the C++ file of `<kernel set>/<stem>`."""
-    return KERNELS / f"{source}.cc"
+    """Return the C++ file of `<kernel set>/<stem>`, or `<kernel set>/<stem>.<variant>`."""
+    return (KERNELS / source).with_suffix(".cc")
 
 
 def asked(module: Path) -> dict[str, list[str]]:

@@ -39,6 +39,10 @@ LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
 COLD_PROMPT_TOKENS = 16
 PEAK_ITERATIONS = 10_000_000
 READ_PASSES = 9
+LEGEND = (
+    "limit: the share reached of what the machine allows, measured next to each test: of the bf16 peak (pp) or of the\n"
+    "read bandwidth (tg). Above 100 %, data came from a cache. For peak memory: its size relative to the weights'."
+)
 SETTLE = 0.1
 """Seconds of rest after an engine ran: its threads that still spin would take cores from the next measurement."""
 
@@ -188,7 +192,9 @@ def run_bench(
                 results.append(result)
                 if not as_json:
                     print(lines.row(*result.cells(names)), flush=True)
-        if as_json:
+        if not as_json:
+            print(f"\n{LEGEND}", flush=True)
+        else:
             print(json.dumps({"machine": machine(llm), "results": [_encoded(result) for result in results]}))
 
 

@@ -282,9 +282,15 @@ def described(result: Mapping[str, Any]) -> str:
         sample = f"{len(phase['seconds'])} x {phase['rows']} rows from position {phase['position']} on"
         lines += ["", f"{phase['name']}: {1e3 * phase['mean']:.3f} ms ({sample})", ""]
         lines.append(fitted(COLUMNS, (cells(row, phase["mean"], result["peaks"]) for row in summed(phase["parts"]))))
+    if result["peaks"]:
+        lines += ["", LEGEND]
     return "\n".join(lines)
 
 
+LEGEND = (
+    "roofline: the share of this machine's measured peak, of reading or of multiplying. Above 100 %, a launch read "
+    "from a cache,\nor ran faster than the machine did when the peak was measured."
+)
 COLUMNS = (
     Column("part"),
     Column("calls", right=True),
@@ -333,7 +339,7 @@ def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> l
     return [
         name,
         f"{row['calls']:g}",
-        f"{1e3 * seconds:.3f}",
+        f"{1e3 * seconds:.3f}" if seconds >= 1e-5 else f"{1e3 * seconds:.5f}",
         f"{seconds / total:.1%}",
         f"{row['waited'] / 1e9 / seconds:.1%}" if row["waited"] and seconds else "",
         *rates,

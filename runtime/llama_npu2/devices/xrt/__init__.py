@@ -32,22 +32,17 @@ from llama_npu2.devices.xrt.submissions import XrtSubmission
 
 def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:
     """Raises UserError."""
-    return XrtDevice(library, threads, manifest.model, manifest.npu_programs)
+    return XrtDevice(library, threads, manifest.npu_programs)
 
 
 class XrtDevice:
     """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
-    `model` is the manifest's, for doing without them; `programs` says by file what the NPU's programs cost (one that is
-    not there: nothing)."""
+    `programs` says by file what the NPU's programs cost (one that is not there costs nothing)."""
 
     def __init__(
-        self,
-        host_library: File,
-        threads: int = 0,
-        model: Mapping[str, Any] | None = None,
-        programs: Mapping[File, NpuProgram] | None = None,
+        self, host_library: File, threads: int = 0, programs: Mapping[File, NpuProgram] | None = None
     ) -> None:
-        self._session = Session(host_library, threads, model or {}, programs or {})
+        self._session = Session(host_library, threads, programs or {})
         self._cpu = self._session.cpu
         # Runs at the end of the process too, whatever way it ends, and before the bindings are unloaded.
         self._finalizer = weakref.finalize(self, self._session.close)

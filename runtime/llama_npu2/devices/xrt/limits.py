@@ -27,9 +27,6 @@ CHAIN = 24
 """Runs of which XRT makes one command: it submits a run list in pieces of `submit_size` (`xrt_kernel.cpp`), each of
 which is a job of its own for the driver and its watchdog."""
 
-IN_FLIGHT = 4
-"""Commands of a context that the driver takes before it lets the next one wait: `HWCTX_MAX_CMDS`."""
-
 CONTEXTS = 16
 """Most hardware contexts at a time: `hwctx_limit` of NPU2."""
 

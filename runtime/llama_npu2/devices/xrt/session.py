@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.artifact.manifest import NpuProgram
-from llama_npu2.artifact.storage import Altered, File
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.devices.host_numpy import NumpyDevice
-from llama_npu2.devices.libraries import anonymous_file, descriptor_path, open_library
+from llama_npu2.devices.libraries import anonymous_file, descriptor_path
 from llama_npu2.devices.spans import Timer
 from llama_npu2.devices.xrt.bindings import FAILURES, TOO_OLD, failures, import_pyxrt
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
@@ -63,12 +62,10 @@ class Releasable(Protocol):
 class Session:
     """Everything that this process takes from the device; `close` releases it in the order that XRT requires."""
 
-    def __init__(
-        self, host_library: File, threads: int, model: Mapping[str, Any], programs: Mapping[File, NpuProgram]
-    ) -> None:
+    def __init__(self, host_library: File, threads: int, programs: Mapping[File, NpuProgram]) -> None:
         self.pyxrt = import_pyxrt()
         self._about = programs
-        self.cpu = host_device(host_library, threads, model)
+        self.cpu = CpuDevice(host_library, threads)
         self.lock: int | None = None
         self.counts, self.timed = Counts(), Timer()
         self.contexts: list[Any] = []
@@ -205,18 +202,6 @@ def _added(path: Path, elf: Any, context: Any) -> bool:
                 raise
             return False
     return True
-
-
-def host_device(library: File, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
-    """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
-    try:
-        open_library(library)
-    except Altered:
-        raise
-    except UserError as error:
-        print(f"{error}; until then, host programs run on numpy, slower", file=sys.stderr, flush=True)
-        return NumpyDevice(model)
-    return CpuDevice(library, threads)
 
 
 def exclusive_use() -> int:
