@@ -84,8 +84,10 @@ class Remote:
         return data
 
     def blocks(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """Yield a file's bytes from `start` to `end`, resuming after a lost connection. Raises RemoteError, also if
-        there is no such file."""
+        """Yield a file's bytes from `start` to `end`, resuming after a lost connection.
+
+        Raises RemoteError, also if there is no such file.
+        """
         attempt = 0
         while start < end:
             try:
@@ -247,8 +249,11 @@ class Folder(Remote):
 
     @cached_property
     def _unfinished(self) -> str:
-        """The folder of unfinished files. Those of killed processes are removed when this is first asked for: files
-        with names that `_write` gives, and nothing else that somebody put there."""
+        """The folder of unfinished files.
+
+        Those of killed processes are removed when this is first asked for: files with names that `_write` gives, and
+        nothing else that somebody put there.
+        """
         folder = "unfinished"
         with self._tree.opened(folder, create=True):
             pass
@@ -335,8 +340,10 @@ class Site(Remote):
 
 
 class Hub(Remote):
-    """A repository of the Hugging Face hub, where files are written as commits. A missing one is made, as a private
-    one."""
+    """A repository of the Hugging Face hub, where files are written as commits.
+
+    A missing one is made, as a private one.
+    """
 
     def __init__(self, url: str, files: Any, root: str) -> None:
         super().__init__(url, files, root)
@@ -450,8 +457,10 @@ def check_url(url: str) -> str:
 
 
 def open_remote(url: str) -> Remote:
-    """Open the remote that a URL or a path names. The configuration of fsspec applies (`FSSPEC_S3_ENDPOINT_URL`,
-    `AWS_PROFILE`, `HF_TOKEN` ...). Raises UserError."""
+    """Open the remote that a URL or a path names.
+
+    The configuration of fsspec applies (`FSSPEC_S3_ENDPOINT_URL`, `AWS_PROFILE`, `HF_TOKEN` ...). Raises UserError.
+    """
     protocol = check_url(url)
     from fsspec.config import conf
     from fsspec.core import url_to_fs

@@ -140,8 +140,11 @@ class Exchange:
         return offer, arrivals.nbytes
 
     def _newest(self) -> Offer:
-        """Return the newest offer. Raises UserError if there is none, or it is older than the one that was pulled
-        before: else whoever can write to a remote could bring back an old one."""
+        """Return the newest offer.
+
+        Raises UserError if there is none, or it is older than the one that was pulled before: else whoever can write to
+        a remote could bring back an old one.
+        """
         entries = self.store.entries(self._entry)
         offers, refusals = [], []
         for entry in entries:
