@@ -45,7 +45,6 @@ from llama_npu2.engine.trace import TracedCall
 from llama_npu2.options import Running
 from stages.air import parse_mlir, to_mlir
 from stages.commands.diagnose import diagnose
-from stages.commands.estimate import host_traffic
 from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
 from stages.graph import Build
@@ -55,6 +54,7 @@ from stages.kernels import add
 from stages.model.families import read_config
 from stages.model.plan import make_plan, with_context
 from stages.proof.comparison import transformers_model
+from stages.reports.estimated import host_traffic
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
