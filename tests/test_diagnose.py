@@ -129,7 +129,7 @@ class Fault:
         of_phase = ops(build, llm.manifest)[phase]
         op = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
         slot = next(slot for slot in llm.manifest.programs[op.program]["slots"] if slot["name"] == self.slot(op))
-        memory, calls = llm.apart
+        memory, calls = llm.unaliased
         prepare, call = llm.device.prepare, calls[phase][op.call]
         buffer = memory.array(op.buffers[op.written[0].name])
 
@@ -159,8 +159,8 @@ class Tampered:
         values = self.buffer.reshape(-1)[: int(np.prod(shape))].reshape(shape)
         self.change(values)
 
-    def rest(self) -> None:
-        self.made.rest()
+    def suspend(self) -> None:
+        self.made.suspend()
 
 
 ON_HOST = [

@@ -69,7 +69,7 @@ class Recorder:
         return {**self.dimensions, "seq": rows, "pos": position, "max_seq": position + rows, "window": op.window or 0}
 
     def _values(self, op: Op, arg: Arg, call: TracedCall) -> Values:
-        slot, content = op.slots[arg.name], call.seen(op.names[arg.name])
+        slot, content = op.slots[arg.name], call.view(op.names[arg.name])
         if slot.keeps:
             return self._of_cache(op, arg, call, content)
         sizes = self.sizes(op, call.rows, call.position)
@@ -103,7 +103,7 @@ class Recorder:
         """Unpack both caches at once, when the first is asked for."""
         if arg.name != "k_panels":
             return {}
-        k, v = (call.seen(op.names[f"{which}_panels"]) for which in "kv")
+        k, v = (call.view(op.names[f"{which}_panels"]) for which in "kv")
         first = call.position if arg.written else 0
         rows = rows_of_panels(k, v, self.dimensions["head_dim"], until, op.format)
         names = [f"{which}_panels" if arg.written else which for which in "kv"]
