@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stages.engine.durations import Durations
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 from tests.conftest import ROOT
 
 DODO = """
@@ -29,11 +29,11 @@ from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
 from stages.engine.progress import Bar, say
 from stages.engine.steps import Project, Step
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 
 artifacts = Path({artifacts!r})
-turn = Turn(artifacts / ".locks/model-cpu.lock")
-project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
 def act(name, work):
     print(f"{{name}} printed")
@@ -59,7 +59,7 @@ def task_second():
 def task_third():
     return doit_task(steps[2], steps)
 def task_compile():
-    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+    return command_task(project.lock.release, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
 def task_speak():
     return command_task(lambda: print("terminal", sys.stdout.isatty()), [], ["third"])
 """
@@ -132,12 +132,12 @@ def test_elsewhere_a_line_per_step(build: Path) -> None:
 
 
 def test_what_is_waited_for(build: Path) -> None:
-    turn = Turn(build / "artifacts/.locks/model-cpu.lock")
-    turn.take()
+    lock = ProcessLock(build / "artifacts/.locks/model-cpu.lock")
+    lock.acquire()
 
     def react(seen: str, terminal: int) -> None:
         if any(re.search(r"waiting for another process that builds model-cpu +\d", line) for line in lines(seen)):
-            turn.give_up()
+            lock.release()
 
     status, seen = on_terminal(build, "-n", "2", "compile", react=react)
     assert status == 0 and re.fullmatch(COMPLETE, lines(seen)[-1]), seen

@@ -712,7 +712,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
         def changed(values: np.ndarray) -> None:
             ON_ARRAY[0].change(values)
-            llm.apart[0].buffer(site.buffers[site.written[0].name]).push()
+            llm.unaliased[0].buffer(site.buffers[site.written[0].name]).push()
 
         site = replace(ON_ARRAY[0], change=changed)(described, llm)
         (first, *_) = diagnose(described, llm).wrong

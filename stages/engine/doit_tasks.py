@@ -176,7 +176,7 @@ class UpToDate:
     def __call__(self) -> bool:
         project = self.step.project
         note(project.leftovers)
-        project.turn.take()
+        project.lock.acquire()
         try:
             return self.step.is_current()
         except UserError:

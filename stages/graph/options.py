@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, suggestion
 from llama_npu2.options import Running, Sampling, kind, option
-from stages.engine.names import suggestion
 from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"
@@ -126,7 +125,7 @@ def _parts(text: str) -> tuple[str, ...]:
 def _check_name(variable: str, name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name not in names:
-        raise UserError(f"{variable}={name} is unknown: {suggestion(name, names, alike=0.3)}")
+        raise UserError(f"{variable}={name} is unknown: {suggestion(name, names, cutoff=0.3)}")
 
 
 def _value(each: Field[Any], text: str) -> Any:
