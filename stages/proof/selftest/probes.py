@@ -80,13 +80,7 @@ def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _kernel_probe(
-    name: str,
-    about: str,
-    kernel: str,
-    shapes: Shapes,
-    bound: Bound,
-    sizes: Mapping[str, Any],
-    repeats: int = 1,
+    name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any], repeats: int = 1
 ) -> Probe:
     """A kernel of the table, alone; `sizes`: its scalars."""
     program = _program(name, kernels()[kernel], shapes, sizes, repeats)
