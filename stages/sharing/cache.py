@@ -28,8 +28,11 @@ _RUNS = 16
 
 @dataclass
 class Cache:
-    """Of a build, at a URL. `is_shareable(step)`: whether others may have what the step makes. Whatever fails costs a line,
-    and the build goes on here. Raises UserError for a URL that names nothing."""
+    """The cache of a build, at a URL. Whatever fails costs a line, and the build goes on here.
+
+    `is_shareable(step)` says whether others may have the outputs of a step. Raises UserError for a URL that names
+    nothing.
+    """
 
     url: str
     is_shareable: Callable[[Step], bool]
