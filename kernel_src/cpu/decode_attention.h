@@ -5,6 +5,7 @@
 // joined head by head, in order: the result does not depend on the number of threads, and is what flash_attention makes
 // of the row.
 namespace ISA {
+namespace {
 
 // Results of all ranges: [range][head] states and [range][head][padded_dim] sums.
 struct Partials {
@@ -109,4 +110,5 @@ static void decode_attention(const AttentionShape &shape, const bf16 *q, const K
         for (; head < end; head++) join_ranges(shape, partials, ranges, head, total, out);
 }
 
+}  // namespace
 }  // namespace ISA
