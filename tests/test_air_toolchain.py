@@ -25,7 +25,7 @@ from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link
 from stages.targets.npu2.toolchain import peano
 from tests.npu_shapes import BUCKETS, JUDGED, device_programs
-from tests.test_air_programs import PROGRAMS
+from tests.support.air_programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.toolchain,

@@ -24,7 +24,7 @@ from stages.engine.places import INCOMING, PULLED
 from stages.engine.project import RECEIPTS, WORK
 from stages.sharing.remotes import RemoteError, open_remote
 from tests.conftest import Become
-from tests.test_sharing import Machine, url
+from tests.support.machines import Machine, url
 
 __all__ = ["url"]
 

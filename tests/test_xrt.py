@@ -61,7 +61,7 @@ from tests import pyxrt_standin
 from tests.conftest import ROOT, build, change_manifest
 from tests.pyxrt_standin import IN_FLIGHT, NEWEST, Facts, declared, install, release
 from tests.sim_support import objects
-from tests.test_diagnose import ON_ARRAY
+from tests.support.faults import ON_ARRAY
 
 ROWS, COLS = 4, 64
 PROMPT = "The capital of France is"
