@@ -489,7 +489,7 @@ class _Server(BaseHTTPRequestHandler):
         if "/large" in self.path:
             return self._page("x" * (8 << 20))
         if "/silent" in self.path:
-            time.sleep(3)
+            time.sleep(20)
             return None
         self.send_response(206 if "/ranges" in self.path else 200)
         self.send_header("Content-Length", str(1 << 20))
