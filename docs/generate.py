@@ -40,8 +40,7 @@ def commands() -> str:
     lines = [
         _MADE,
         "# Commands\n",
-        "`doit help COMMAND` prints the same in a terminal, with each option's sentence.
-",
+        "`doit help COMMAND` prints the same in a terminal, with each option's sentence.\n",
     ]
     for group, members in GROUPS.items():
         lines += [f"## {group}\n"]
