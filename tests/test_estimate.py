@@ -19,7 +19,6 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
-from stages.commands.estimate import Estimate, host_traffic
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
@@ -56,6 +55,7 @@ from stages.kernels import (
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.reports.estimate_figures import figures
+from stages.reports.estimated import Estimate, host_traffic
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit

@@ -316,7 +316,7 @@ def lie_about(world: World, path: Path, sha256: str) -> None:
     signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     memory = world.artifacts / ".digests.json"
     content = json.loads(memory.read_text())
-    known = Digests(memory)._known
+    known = Digests(memory)._entries
     for what, found in (("", known[str(path)][-1] if str(path) in known else ""), ("sha256 ", sha256)):
         content["known"][f"{what}{path}"] = [*signature, found]
     memory.unlink()
@@ -334,7 +334,7 @@ def test_a_memory_of_digests_is_not_believed_about_native_code(world: World) -> 
     status = source.stat()
     signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     xxh3 = json.loads((world.directory / "build/receipts/module-host.json").read_text())["outputs"]
-    digests._known |= {
+    digests._entries |= {
         str(source): [*signature, xxh3["build/modules/host.cc"]],
         f"sha256 {source}": [*signature, before],
     }
@@ -350,16 +350,16 @@ def test_a_memory_of_digests_of_somebody_else_is_not_read(
 ) -> None:
     compile_all(world)
     memory = world.artifacts / ".digests.json"
-    assert Digests(memory)._known
+    assert Digests(memory)._entries
     weights = next((world.directory / "weights").iterdir())
     lie_about(world, weights, "0" * 64)
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     compile_all(world)
-    assert Digests(memory)._known
+    assert Digests(memory)._entries
     monkeypatch.setenv(settings.DIRECTORY, str(tmp_path / "another"))
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     trust.own_mac(b"", "")
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"known": 1, "mac": 2}', '{"known": {"a": 1}, "mac": ""}', "{"])
@@ -367,7 +367,7 @@ def test_a_damaged_memory_of_digests_counts_as_none(content: str, world: World) 
     memory = world.artifacts / ".digests.json"
     memory.unlink()
     memory.write_text(content)
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     assert not attempt(world, ACTIONS["compile"]).wrong
 
 
@@ -377,7 +377,7 @@ def test_a_memory_of_another_shape_is_read_as_none(world: World) -> None:
     memory.unlink()
     known: dict[str, list] = {"imports x": [1, 2]}
     memory.write_text(json.dumps({"known": known, "mac": trust.own_mac(_canonical(known), "digests 1")}))
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
 
 
 # Directories that are links are a supported use

@@ -16,8 +16,9 @@ import pytest
 
 from llama_npu2 import UserError
 from llama_npu2.artifact.storage import Directory
+from llama_npu2.text import sandbox
 from llama_npu2.text.chat_template import ChatTemplate
-from llama_npu2.text.tokenizer import Tokenizer, sandbox
+from llama_npu2.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 
 MOST_MEMORY = 512 << 20

@@ -100,7 +100,7 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     llm = load(fused)
     ids = llm.encode("Once upon a time there was a small", raw=True)
     layers = llm.manifest.model["layers"]
-    memory, calls = llm.apart
+    memory, calls = llm.unaliased
     x, states = memory.array(f"x.{layers % 2}"), []
     for phase in ("prefill@64", "prefill@128"):
         for filler in (1, 2):

@@ -22,8 +22,9 @@ from llama_npu2.__main__ import parse
 from llama_npu2.artifact.storage import Directory
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.options import Running, Sampling, add_arguments, chosen, to_arguments
+from llama_npu2.text import sandbox
 from llama_npu2.text.chat_template import ChatTemplate
-from llama_npu2.text.tokenizer import TextStream, Tokenizer, sandbox
+from llama_npu2.text.tokenizer import TextStream, Tokenizer
 from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())

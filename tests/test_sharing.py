@@ -18,10 +18,10 @@ from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
+from stages.engine.lock import ProcessLock
 from stages.engine.project import Project
 from stages.engine.steps import Step
 from stages.engine.tree import Tree
-from stages.engine.turn import Turn
 from stages.sharing import remotes
 from stages.sharing.cache import Cache
 from stages.sharing.records import Blob, check_labels
@@ -54,8 +54,8 @@ class Machine:
 
     def project(self) -> Project:
         shared = Cache(self.url, lambda step: not step.private) if self.url else None
-        turn = Turn(self.directory / "lock")
-        return Project(self.directory / "artifact", Digests(self.directory / ".digests"), turn, shared)
+        lock = ProcessLock(self.directory / "lock")
+        return Project(self.directory / "artifact", Digests(self.directory / ".digests"), lock, shared)
 
     def steps(self) -> dict[str, Step]:
         project = self.project()
@@ -117,8 +117,8 @@ CHANGES: dict[str, Callable[[Machine], Any]] = {
     "input": lambda machine: machine.source.write_text("another source"),
     "parameter": lambda machine: machine.params.update(level=2),
     "tool": lambda machine: machine.more.update(tool=lambda: "compiler 2"),
-    "machine": lambda machine: machine.more.update(elsewhere=lambda: {"cpu": "another"}),
-    "unknown circumstances": lambda machine: machine.more.update(elsewhere=lambda: None),
+    "machine": lambda machine: machine.more.update(machine_key=lambda: {"cpu": "another"}),
+    "unknown circumstances": lambda machine: machine.more.update(machine_key=lambda: None),
     "missing tool": lambda machine: machine.more.update(tool=lambda: None),
 }
 

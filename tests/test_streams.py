@@ -26,12 +26,12 @@ from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
 from stages.engine.steps import Project, Step
 from stages.engine.streams import end_with_readers
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 
 end_with_readers()
 artifacts = Path("artifacts").absolute()
-turn = Turn(artifacts / ".locks/model-cpu.lock")
-project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
 def chatter(who):
     os.write(1, f"{{who}} is native\\n".encode())
@@ -63,7 +63,7 @@ def task_second():
 def task_third():
     return doit_task(steps[2], steps)
 def task_compile():
-    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+    return command_task(project.lock.release, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
 def task_speak():
     return command_task(speak, [], ["third"])
 def task_long():

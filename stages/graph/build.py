@@ -47,7 +47,7 @@ class Build(Choices):
         definitions.settle(self.project, {step.module for step in self.steps.values()})
         self._vouch()
         self.project.digests.save()
-        self.project.turn.give_up()
+        self.project.lock.release()
 
     def _vouch(self) -> None:
         """Mark the directory as this user's, and write how it was built, unless others built any of it."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.files import read_json
+from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG, PLAN, lock_file
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
@@ -144,17 +144,17 @@ class Choices:
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
+        lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
+        shared = Cache(self.options.cache, self.is_shareable) if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
-        return Project(self.directory, digests, turn, shared, accepted=Path("tokenizer"))
+        return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
 
-    def may_go(self, step: Step) -> bool:
-        """Whether others may have the outputs of a step."""
-        return not step.private or self._checkpoint_may_go
+    def is_shareable(self, step: Step) -> bool:
+        """Return whether others may have the outputs of a step."""
+        return not step.private or self._may_share_checkpoint
 
     @cached_property
-    def _checkpoint_may_go(self) -> bool:
+    def _may_share_checkpoint(self) -> bool:
         return bool(self.options.include) or self.source.is_public()
 
     @cached_property

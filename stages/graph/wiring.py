@@ -142,7 +142,7 @@ class Wiring:
             (CONFIG, CHECKPOINT),
             source.files(),
             params=None if isinstance(source, ArtifactsOnly) else {"source": source.identity(), "ignore": ignore},
-            elsewhere=lambda: {} if source.pinned else None,
+            machine_key=lambda: {} if source.pinned else None,
         )
 
     def _tokenizer(self) -> Step:
@@ -165,7 +165,7 @@ class Wiring:
         text_and_tokenizer = [self.directory / "tokenizer", text]
         source, layers, threads = self.build.source, self.build.layers, self.options.threads
         before = [self.directory / calibration.source_file(layer) for layer in range(layers + 1)]
-        step = partial(self._step, private=True, elsewhere=lambda: {"features": cpu_features(), **_arithmetic()})
+        step = partial(self._step, private=True, machine_key=lambda: {"features": cpu_features(), **_arithmetic()})
         yield step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
@@ -205,7 +205,7 @@ class Wiring:
             [WEIGHTS],
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING, *calibrated],
             private=True,
-            elsewhere=_arithmetic,
+            machine_key=_arithmetic,
         )
 
     def _steps_of_target(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
@@ -255,7 +255,7 @@ class Wiring:
             [path, *(descriptions if room.VARIANTS else ())],
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
-            elsewhere=target.built_on,
+            machine_key=target.built_on,
             after=self.BEFORE_TOOLS if target.foreign_tools else (),
         )
 
@@ -269,7 +269,7 @@ class Wiring:
             [library.file, *library.linked_facts],
             module.outputs[:2],
             tool=room.fingerprint,
-            elsewhere=library.target.built_on,
+            machine_key=library.target.built_on,
             after=tuple(f"object:{source}" for source in library.sources),
         )
 

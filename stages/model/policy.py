@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llama_npu2.errors import UserError
-from stages.engine.names import suggestion
+from llama_npu2.errors import UserError, suggestion
 from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint

@@ -28,11 +28,14 @@ _RUNS = 16
 
 @dataclass
 class Cache:
-    """Of a build, at a URL. `may_go(step)`: whether others may have what the step makes. Whatever fails costs a line,
-    and the build goes on here. Raises UserError for a URL that names nothing."""
+    """The cache of a build, at a URL. Whatever fails costs a line, and the build goes on here.
+
+    `is_shareable(step)` says whether others may have the outputs of a step. Raises UserError for a URL that names
+    nothing.
+    """
 
     url: str
-    may_go: Callable[[Step], bool]
+    is_shareable: Callable[[Step], bool]
     _off: bool = field(default=False, init=False)
     _asked: bool = field(default=False, init=False)
 
@@ -96,7 +99,7 @@ class Cache:
                     warn(f"not used: {error}")
 
     def _offered(self, step: Step) -> None:
-        if not self._remote.writable or not self.may_go(step):
+        if not self._remote.writable or not self.is_shareable(step):
             return
         record, store = record_of(step), self._store(step.project)
         if record and record.address:

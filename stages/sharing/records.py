@@ -169,13 +169,13 @@ def _key(step: Step, receipt: Mapping[str, Any] | None) -> dict[str, Any]:
     recorded = receipt["key"] if receipt else {}
     params = recorded.get("params") if step.params is None else json.loads(json.dumps(step.params))
     tool = step.tool() if step.tool else ""
-    elsewhere = step.elsewhere()
+    machine_key = step.machine_key()
     return {
         "module": step.module,
         "code": step.project.code.sha256(step.module),
         "params": params,
         "tool": recorded.get("tool") if tool is None else tool,
-        "elsewhere": None if elsewhere is None else dict(elsewhere),
+        "elsewhere": None if machine_key is None else dict(machine_key),
     }
 
 

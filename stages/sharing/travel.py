@@ -85,11 +85,11 @@ class Exchange:
     name: str
     beside: Sequence[str]
 
-    def push(self, steps: Iterable[Step], may_go: Callable[[Step], bool]) -> tuple[Offer, int]:
+    def push(self, steps: Iterable[Step], is_shareable: Callable[[Step], bool]) -> tuple[Offer, int]:
         """Offer the directory, whose steps are current, and their outputs to whoever has the same inputs; returns the
         offer and the bytes that were sent. Raises UserError."""
         steps = list(steps)
-        withheld = [step.name for step in steps if not may_go(step)]
+        withheld = [step.name for step in steps if not is_shareable(step)]
         runs = [record_of(step) for step in steps if step.name not in withheld]
         records = [record for record in runs if record]
         if len(records) < len(runs):

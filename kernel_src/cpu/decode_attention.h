@@ -1,47 +1,9 @@
-// Attention of the one query row at position pos over positions 0 .. pos; contains a barrier, if there are many:
-//   decode_attention_panels            over a KV cache in panels (append_kv_panels.cc)
-//   int8_rows_decode_attention_panels  over one in 8 bits
-//   decode_attention_kv                over one in rows that keep K and V of a head together (append_kv.cc)
-// q, out bf16 [heads * head_dim]; kv bf16 [>= pos + 1][kv_heads][2][head_dim].
+// Attention of the one query row at position pos over positions 0 .. pos of a KV cache (kv_cache.h); contains a barrier, if
+// there are many. Included inside each instruction set.
+// q, out bf16 [heads * head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
 // joined head by head, in order: the result does not depend on the number of threads, and is what flash_attention makes
 // of the row.
-#ifndef ISA
-#define KERNEL_FILE "decode_attention.cc"
-#define HAS_AMX
-#include "each_isa.h"
-
-KERNEL void decode_attention_kv(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads,
-                                int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_rows, q, kv, out, pos, heads, kv_heads, head_dim, worker)
-}
-
-KERNEL void decode_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
-                                    int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                    Worker &worker) {
-    ISA_CALL(over_panels, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
-}
-
-KERNEL void int8_rows_decode_attention_panels(const bf16 *q, const int8_t *k_panels, const int8_t *v_panels, bf16 *out,
-                                              int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                              Worker &worker) {
-    ISA_CALL(over_int8, q, k_panels, v_panels, out, pos, heads, kv_heads, head_dim, worker)
-}
-#else
-#include "vec.h"
-#include "tile.h"
-#include "fixed_point.h"
-#include "pairs.h"
-#include "kv_format.h"
-#include "streams.h"
-#if ISA_AMX
-#include "amx.h"
-#include "attention_tiles.h"
-#endif
-#include "attention_core.h"
-#include "kv_pack.h"
-#include "kv_cache.h"
-
 namespace ISA {
 
 // Results of all ranges: [range][head] states and [range][head][padded_dim] sums.
@@ -112,10 +74,10 @@ static void store_heads(Tile &tile, const AttentionShape &shape, const Task &tas
     for (int64_t r = 0; r < rows; r++) tile.store_row(r, out + (first + r) * shape.head_dim);
 }
 
-// Calls finish(tile, task) behind each task.
-template <class Kv, class Finish>
-static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, int64_t pos, int64_t ranges,
-                          const Finish &finish, Worker &worker) {
+// The results of several ranges go to `partials`, of which there are none for a single one.
+template <class Kv>
+static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos, int64_t ranges,
+                          Partials partials, Worker &worker) {
     typename Kv::Tile tile(shape, shape.heads, worker);
     const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
     Chunks chunks(worker, ranges * parts, 1);
@@ -127,22 +89,19 @@ static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &
         const int64_t kv_heads = task.kv_end - task.kv_begin;
         tile.start(q + task.kv_begin * shape.group() * shape.head_dim, 1, kv_heads * shape.group(), 0);
         attend(tile, shape, kv, pos, task, following);
-        finish(tile, task);
+        if (ranges == 1) store_heads(tile, shape, task, out);
+        else keep(tile, shape, task, partials);
     }
 }
 
 template <class Kv>
 static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
                              Worker &worker) {
-    using Tile = typename Kv::Tile;
     const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
-    if (ranges == 1)
-        return attend_ranges(shape, q, kv, pos, ranges,
-                             [&](Tile &tile, const Task &task) { store_heads(tile, shape, task, out); }, worker);
+    if (ranges == 1) return attend_ranges(shape, q, kv, out, pos, ranges, {}, worker);
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};
-    attend_ranges(shape, q, kv, pos, ranges,
-                  [&](const Tile &tile, const Task &task) { keep(tile, shape, task, partials); }, worker);
+    attend_ranges(shape, q, kv, out, pos, ranges, partials, worker);
     worker.barrier();
     float *total = worker.scratch<float>(shape.padded_dim());
     Chunks joins(worker, shape.heads, 4);
@@ -150,23 +109,4 @@ static void decode_attention(const AttentionShape &shape, const bf16 *q, const K
         for (; head < end; head++) join_ranges(shape, partials, ranges, head, total, out);
 }
 
-static void over_rows(const bf16 *q, const bf16 *kv, bf16 *out, int64_t pos, int64_t heads, int64_t kv_heads,
-                      int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
-    decode_attention(shape, q, KvRows(shape, kv), out, pos, worker);
-}
-
-static void over_panels(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t pos, int64_t heads,
-                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
-    decode_attention(shape, q, KvPanels<Bf16Kv>(shape, k, v), out, pos, worker);
-}
-
-static void over_int8(const bf16 *q, const int8_t *k, const int8_t *v, bf16 *out, int64_t pos, int64_t heads,
-                      int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
-    decode_attention(shape, q, KvPanels<Int8Kv>(shape, k, v), out, pos, worker);
-}
-
 }  // namespace ISA
-#endif

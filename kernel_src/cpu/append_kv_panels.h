@@ -1,30 +1,10 @@
-// append_kv_panels: rows of K and V into a KV cache in panels, which attention streams without rearranging it.
+// Rows of K and V into a KV cache in panels, which attention streams without rearranging it. Included inside each
+// instruction set.
 // k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 .. The cache is in blocks of 128 positions:
-// k_panels bf16 [position / 128][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
-// v_panels bf16 [position / 128][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
-// int8_rows_append_kv_panels: the same in i8, and in front of each [position / 128][kv_heads] the positions' scales, f32
-// [128]. A row of a head is rounded to multiples of its scale, the largest magnitude / 127, halves to even.
-#ifndef ISA
-#define KERNEL_FILE "append_kv_panels.cc"
-#include "each_isa.h"
-
-KERNEL void append_kv_panels(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows,
-                             int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(append_bf16, k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker)
-}
-
-KERNEL void int8_rows_append_kv_panels(const bf16 *k, const bf16 *v, int8_t *k_panels, int8_t *v_panels, int64_t rows,
-                                       int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(append_int8, k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker)
-}
-#else
-#include "vec.h"
-#include "tile.h"
-#include "fixed_point.h"
-#include "pairs.h"
-#include "kv_format.h"
-#include "kv_pack.h"
-
+// k_panels [position / 128][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
+// v_panels [position / 128][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
+// In bf16; or in i8, and in front of each [position / 128][kv_heads] the positions' scales, f32 [128]. A row of a head is
+// rounded to multiples of its scale, the largest magnitude / 127, halves to even.
 namespace ISA {
 
 // Asks for the lines that a position is written to: one by one, each write would wait for memory.
@@ -83,15 +63,4 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
         }
 }
 
-static void append_bf16(const bf16 *k, const bf16 *v, bf16 *k_panels, bf16 *v_panels, int64_t rows, int64_t pos,
-                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    append<Bf16Kv>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker);
-}
-
-static void append_int8(const bf16 *k, const bf16 *v, int8_t *k_panels, int8_t *v_panels, int64_t rows, int64_t pos,
-                        int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    append<Int8Kv>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker);
-}
-
 }  // namespace ISA
-#endif

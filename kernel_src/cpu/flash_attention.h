@@ -1,40 +1,9 @@
-// flash_attention_panels: causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV
-// cache in panels (append_kv_panels.cc); int8_rows_flash_attention_panels: the same of a cache in 8 bits.
+// Causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV cache in panels. Included
+// inside each instruction set.
 // q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
 // weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range. With 8 bits, q by
 // rows and weights by rows and blocks are rounded to fixed point instead, and products are exact.
 // A row is the same bits whatever rows it is computed with, and as decode_attention has it.
-#ifndef ISA
-#define KERNEL_FILE "flash_attention.cc"
-#define HAS_AMX
-#include "each_isa.h"
-
-KERNEL void flash_attention_panels(const bf16 *q, const bf16 *k_panels, const bf16 *v_panels, bf16 *out,
-                                   int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
-                                   int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_bf16, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
-}
-
-KERNEL void int8_rows_flash_attention_panels(const bf16 *q, const int8_t *k_panels, const int8_t *v_panels, bf16 *out,
-                                             int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads,
-                                             int64_t head_dim, Worker &worker) {
-    ISA_CALL(over_int8, q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker)
-}
-#else
-#include "vec.h"
-#include "tile.h"
-#include "fixed_point.h"
-#include "pairs.h"
-#include "kv_format.h"
-#include "streams.h"
-#if ISA_AMX
-#include "amx.h"
-#include "attention_tiles.h"
-#endif
-#include "attention_core.h"
-#include "kv_pack.h"
-#include "kv_cache.h"
-
 namespace ISA {
 
 // rows = positions x a group of heads.
@@ -79,15 +48,4 @@ static void flash_attention(const bf16 *q, const typename Format::Number *k, con
     }
 }
 
-static void over_bf16(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, int64_t seq, int64_t pos, int64_t heads,
-                      int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    flash_attention<Bf16Kv>(q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker);
-}
-
-static void over_int8(const bf16 *q, const int8_t *k, const int8_t *v, bf16 *out, int64_t seq, int64_t pos,
-                      int64_t heads, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    flash_attention<Int8Kv>(q, k, v, out, seq, pos, heads, kv_heads, head_dim, worker);
-}
-
 }  // namespace ISA
-#endif
