@@ -307,7 +307,11 @@ PROMPTS: dict[str, tuple[str, bytes, str]] = {
     "half_a_character": ("prompts.jsonl", b'{"prompt": "\\ud800"}\n', "must be some text"),
     "number_as_id": ("prompts.jsonl", b'{"prompt": "a", "id": 3}\n', "id = 3 must be one line"),
     "id_of_two_lines": ("prompts.jsonl", b'{"prompt": "a", "id": "b\\nc"}\n', "must be one line"),
-    "same_id": ("prompts.jsonl", b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n', "line 2: id 2 is taken by another prompt"),
+    "same_id": (
+        "prompts.jsonl",
+        b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n',
+        "line 2: id 2 is taken by another prompt",
+    ),
 }
 
 

@@ -188,8 +188,10 @@ def _key(step: Step, receipt: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _label(project: Project, path: Path) -> str:
-    """Return the label of an input on every machine: of a checkpoint or a text only the file name, as its directory is
-    a matter of each machine."""
+    """Return the label of an input on every machine.
+
+    For a checkpoint or a text it is only the file name, as its directory is a matter of each machine.
+    """
     label = project.label(path)
     return path.name if Path(label).is_absolute() else label
 

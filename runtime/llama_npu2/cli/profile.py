@@ -348,8 +348,10 @@ def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> l
 
 
 def roofline(row: Mapping[str, Any], peaks: Mapping[str, float]) -> float:
-    """Return `max(bytes / read peak, operations / bf16 peak) / seconds` (Williams et al. 2009), the share of the time
-    that a row needs at the least; 0 where the peaks are not known."""
+    """Return the share of the time that a row needs at the least, 0 where the peaks are not known.
+
+    It is `max(bytes / read peak, operations / bf16 peak) / seconds` (Williams et al. 2009).
+    """
     if not peaks or not row["seconds"]:
         return 0.0
     return max(row.get("bytes", 0) / peaks["read"], row.get("operations", 0) / peaks["bf16"]) / row["seconds"]

@@ -38,6 +38,7 @@ class _Range(ctypes.Structure):
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
+    """Open the CPU device, whose host programs are in `library`. Raises UserError."""
     return CpuDevice(library, threads)
 
 
@@ -154,8 +155,10 @@ class CpuDevice:
         return self._laps
 
     def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
-        """Return the bytes per second at which the team reads buffers one after the other, with the pattern that reads
-        fastest."""
+        """Return the bytes per second at which the team reads buffers one after the other.
+
+        It reads them with the pattern that reads fastest.
+        """
         ranges = (_Range * len(buffers))(*(_Range(buffer.address, len(buffer.bytes)) for buffer in buffers))
         return float(self._native.measure_read_bandwidth(self._team, ranges, len(buffers)))
 

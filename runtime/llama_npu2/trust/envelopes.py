@@ -1,5 +1,7 @@
-"""Signed payloads: DSSE v1 envelopes (https://github.com/secure-systems-lab/dsse) with one Ed25519 signature, whose
-`keyid` is the public key itself."""
+"""Signed payloads: DSSE v1 envelopes with one Ed25519 signature, whose `keyid` is the public key itself.
+
+See https://github.com/secure-systems-lab/dsse.
+"""
 
 from __future__ import annotations
 
