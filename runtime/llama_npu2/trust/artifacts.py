@@ -101,7 +101,7 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
     try:
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
-        why, _, _ = str(error).partition(": to trust it, ")
+        why = error.why if isinstance(error, Untrusted) else str(error)
         ways = [f"llama-npu2 trust {directory} allows just this directory"]
         if not directory.is_dir():  # a file of doit export
             ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]

@@ -37,9 +37,10 @@ class Untrusted(UserError):
 
     def __init__(self, what: str, key: PublicKey) -> None:
         self.key = key
-        gone = revoked_keys().get(key)
-        why = "whom you do not trust" if gone is None else f"the key {gone!r} that you removed"
-        super().__init__(f"{what} is signed by {key.fingerprint}, {why}: to trust it, doit trust key='{key}'")
+        removed = revoked_keys().get(key)
+        signer = "whom you do not trust" if removed is None else f"the key {removed!r} that you removed"
+        self.why = f"{what} is signed by {key.fingerprint}, {signer}"
+        super().__init__(f"{self.why}: to trust it, doit trust key='{key}'")
 
 
 def payload_type(purpose: str) -> str:
