@@ -596,13 +596,13 @@ def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
     nowhere = tmp_path / "none"
-    given = ("model=random:smollm2-360m", "buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
+    given = ("model=random:smollm2-360m", "npu.buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
     run = doit("estimate", *given, f"artifacts={nowhere}")
     assert run.returncode == 0, run.stderr
     assert not nowhere.exists(), "shapes are enough: no weights are made"
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
     for grouping in ("separate", "fused"):
-        part = run.stdout.partition(f"grouping={grouping}: ")[2]
+        part = run.stdout.partition(f"npu.grouping={grouping}: ")[2]
         ratio = float(part.partition("through DDR, ")[2].partition("x")[0])
         assert 1 <= ratio <= 1.05
         assert " ms at 30 GB/s" in part and "tokens/s" in part and "prompt of 128: " in part
@@ -614,7 +614,7 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
 
 
 def test_check_puts_model_and_measurement_side_by_side() -> None:
-    run = doit("estimate", "check=1")
+    run = doit("estimate", "published=1")
     assert run.returncode == 0, run.stderr
     for row in (*FITTED, *KERNELS, *PREDICTED):
         (line,) = (line for line in run.stdout.splitlines() if line.startswith(f"{row.what}  "))

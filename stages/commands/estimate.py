@@ -1,8 +1,8 @@
 """`doit estimate`: time of every launch on the NPU and what sets it, per program, per token and per prompt.
 
-`measured=FILE`: by the rates in a report of `doit selftest`, as far as it has them. `check=1`: other projects' plans by
-the same arithmetic, beside what they measured. The arithmetic is `stages.estimate`'s. `target=npu2-sim`: beside what
-the simulator counted.
+`measured=FILE`: by the rates in a report of `doit selftest`, as far as it has them. `published=1`: other projects'
+plans by the same arithmetic, next to what they measured. The arithmetic is `stages.estimate`'s. `target=npu2-sim`:
+next to what the simulator counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 def run(build: Build) -> None:
     options = build.options
     machine = Machine.from_report(Path(options.measured)) if options.measured else Machine()
-    if options.check:
+    if options.published:
         print_check(machine, options.json)
         return
     if not build.target.static:
@@ -63,7 +63,7 @@ def _report(build: Build, machine: Machine) -> None:
         print(json.dumps(found))
     else:
         print_estimates(list(estimates.values()))
-        print(f"\ngrouping={grouping}: {_locked(found['locked'], stored.max_seq)}")
+        print(f"\nnpu.grouping={grouping}: {_locked(found['locked'], stored.max_seq)}")
     where = build.report("estimate")
     write_json(where / "estimate.json", found)
     page(found).write(where / "estimate.html")
@@ -74,7 +74,7 @@ def _report(build: Build, machine: Machine) -> None:
 def print_estimates(estimates: Sequence[Estimate]) -> None:
     print(_rates(estimates[0].machine))
     for estimate in estimates:
-        print(f"\ngrouping={estimate.name}, per call:")
+        print(f"\nnpu.grouping={estimate.name}, per call:")
         table = Table(_COLUMNS)
         print(table.header())
         stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
@@ -90,7 +90,7 @@ def _print_phases(estimate: Estimate) -> None:
     moved, weights = estimate.traffic()
     rate, token = estimate.machine.ddr_gbps, estimate.token()
     print(
-        f"\ngrouping={estimate.name}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its "
+        f"\nnpu.grouping={estimate.name}: a token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its "
         f"weights, {moved / rate / 1e6:.1f} ms at {rate:.0f} GB/s"
     )
     print(f"  token behind {DEPTH}: {_sum(token)}; {1 / token.seconds:.1f} tokens/s")
@@ -113,7 +113,7 @@ def _locked(held: Mapping[str, int], positions: int) -> str:
 
 def _rates(machine: Machine) -> str:
     if not machine.measured:
-        return "Rates: published ones, none measured on this machine (doit estimate check=1 shows them)."
+        return "Rates: published ones, none measured on this machine (doit estimate published=1 shows them)."
     return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
 
 

@@ -91,7 +91,9 @@ class Manifest:
         """
         copy = second_copy(self.programs, self.buffers, self.plans)
         if not copy.calls:
-            raise UserError(f"second_copy=1: prompts of {self.directory} take weights as they are stored: leave it out")
+            raise UserError(
+                f"npu.second_copy=1: prompts of {self.directory} take weights as they are stored: leave it out"
+            )
         milliseconds = self.copied_milliseconds or self.milliseconds
         return replace(self, buffers=copy.buffers, plans=copy.plans, milliseconds=milliseconds), copy.calls
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama_npu2 import errors
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
@@ -102,11 +103,11 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
         why = error.why if isinstance(error, Untrusted) else str(error)
-        ways = [f"llama-npu2 trust {directory} allows just this directory"]
+        ways = [f"{errors.program} trust {directory} allows just this directory"]
         if not directory.is_dir():  # a file of doit export
             ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]
         if isinstance(error, Untrusted):
-            ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
+            ways.insert(0, f"{errors.program} trust '{error.key}' allows all that it signs")
         more = f" and {len(native) - 1} more" if len(native) > 1 else ""
         raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
 

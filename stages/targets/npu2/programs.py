@@ -243,7 +243,7 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path) -> str | Non
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
-        return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or grouping=separate"
+        return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or npu.grouping=separate"
     if status:
         return f"aircc: {error}{_failed_launch(job, error, scratch)}"
     elf = scratch / ELF
