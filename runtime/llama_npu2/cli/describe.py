@@ -1,4 +1,4 @@
-"""What an artifact directory holds, for `llama-npu2 info DIR`."""
+"""Describes an artifact directory for `llama-npu2 info DIR`."""
 
 from __future__ import annotations
 

@@ -125,15 +125,15 @@ class Llama(Engine):
 
         Args:
             messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn.
-            sampling: fields of `options.Sampling`.
+            **sampling: fields of `options.Sampling`.
         """
         return self.generate(list(messages), keep_context=True, **sampling)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
-        if isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt):
+        if isinstance(prompt, str) or all(isinstance(token, Integral) for token in prompt):
             return
-        if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt):
             raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
