@@ -22,6 +22,7 @@ from stages.graph.options import COMMANDS, GROUPS, table, variables  # noqa: E40
 _MADE = "<!-- Made by docs/generate.py. -->\n"
 _API = (
     ("engine/llama.py", ("load", "Llama")),
+    ("engine/engine.py", ("Engine",)),
     ("engine/completion.py", ("Completion", "Stats", "Logprob")),
     ("devices/spans.py", ("Recorder", "Span")),
     ("errors.py", ("UserError",)),
