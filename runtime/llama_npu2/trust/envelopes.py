@@ -80,7 +80,7 @@ def unseal(envelope: bytes, kind: str, what: str) -> Signed:
     try:
         payload, key, signature = _opened(envelope, kind)
     except ValueError as error:
-        raise UserError(f"{what} is not signed as it must be ({error}): get it again") from None
+        raise UserError(f"{what} is not signed correctly ({error}): get it again") from None
     if not _valid(key, signature, settings.framed(kind, payload)):
         raise UserError(f"{what} was altered: the signature of {key.fingerprint} is of something else: get it again")
     trusted = trusted_keys()
