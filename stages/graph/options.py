@@ -19,7 +19,7 @@ INCLUDE = "weights"
 """What of a checkpoint that is not public `push` and `cache=` give to others only if asked."""
 PEERS = ("llama.cpp", "transformers")
 RECIPES = ("transformers", "llama.cpp")
-"""Whose perplexity: see `stages.commands.perplexity`."""
+"""Whose perplexity: see `stages.proof.comparison.perplexity`."""
 MATMULS = ("bf16", "bfp16")
 """How the NPU projects a prompt's rows: exact products of bf16, or block floating point. Weights
 decide if nobody does."""
