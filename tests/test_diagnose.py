@@ -33,7 +33,7 @@ from stages.proof.diagnosis.report import Report
 from stages.proof.diagnosis.unfused import inside
 from stages.weights.formats import formats
 from tests.browser import Look
-from tests.conftest import ODD_WIDTHS, build, write_checkpoint
+from tests.conftest import ODD_WIDTHS, build, of_command_line, write_checkpoint
 
 NO_PACKAGES = "torch and transformers are not installed"
 
@@ -60,7 +60,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(model: Path | str, artifacts: Path, **variables: str) -> Build:
     given = {"target": "cpu", **variables}
     build(model, artifacts, **given)
-    return Build(parse_options({"model": str(model), "artifacts": str(artifacts), **given}))
+    return Build(parse_options({"model": str(model), "artifacts": str(artifacts), **of_command_line(given)}))
 
 
 @pytest.fixture(scope="module")

@@ -346,7 +346,7 @@ def test_a_wrong_kernel_of_the_host_is_named(checkout: Path, fault: Fault) -> No
 
 @pytest.mark.parametrize("fault", ARRAY, ids=str)
 def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
-    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "buckets=64")
+    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "npu.buckets=64")
 
 
 @pytest.mark.parametrize(
@@ -356,12 +356,12 @@ def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
         ("model=model", "target=cpu", "weights=int4", "kv=int8"),
         ("model=model", "target=cpu", "weights=w8a8"),
         ("model=model", "target=cpu", "weights=int6,w_down.0=int8_f32_16"),
-        ("model=tiles", "target=npu2-sim", "buckets=64"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "grouping=separate"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int4"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int8"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int6"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "matmul=bfp16"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.grouping=separate"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int4"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int8"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int6"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.matmul=bfp16"),
     ],
     ids=" ".join,
 )

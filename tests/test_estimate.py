@@ -596,7 +596,7 @@ def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
     nowhere = tmp_path / "none"
-    given = ("model=random:smollm2-360m", "buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
+    given = ("model=random:smollm2-360m", "npu.buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
     run = doit("estimate", *given, f"artifacts={nowhere}")
     assert run.returncode == 0, run.stderr
     assert not nowhere.exists(), "shapes are enough: no weights are made"
@@ -614,7 +614,7 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
 
 
 def test_check_puts_model_and_measurement_side_by_side() -> None:
-    run = doit("estimate", "check=1")
+    run = doit("estimate", "published=1")
     assert run.returncode == 0, run.stderr
     for row in (*FITTED, *KERNELS, *PREDICTED):
         (line,) = (line for line in run.stdout.splitlines() if line.startswith(f"{row.what}  "))

@@ -184,7 +184,7 @@ def test_a_step_gives_its_memory_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("model", ["demo", "random:smollm2-135m"])
 def test_measured(model: str, weights: str, tmp_path: Path) -> None:
-    run = doit("fit", f"model={model}", f"weights={weights}", "check=1", f"artifacts={tmp_path}")
+    run = doit("fit", f"model={model}", f"weights={weights}", "measure=1", f"artifacts={tmp_path}")
     assert run.returncode == 0, run.stderr
     errors = {line.split()[1]: float(line.split()[-1]) for line in run.stdout.splitlines()[1:]}
     assert abs(errors["disk"]) < 5

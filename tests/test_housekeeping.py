@@ -153,9 +153,9 @@ def test_shows_first_and_removes_when_told(root: Path, capsys: pytest.CaptureFix
     before = snapshot(root)
     shown = doit("gc", f"artifacts={root}")
     assert shown.returncode == 0, shown.stderr
-    assert "would go" in shown.stdout and "doit gc keep=14d does it" in shown.stdout
+    assert "would go" in shown.stdout and "doit gc keep=14d removes" in shown.stdout
     assert snapshot(root) == before
-    gc.run(command_line(root, keep="0", check="1"))
+    gc.run(command_line(root, keep="0", dry_run="1"))
     assert snapshot(root) == before
     capsys.readouterr()
     gc.run(command_line(root, keep="0", json="1"))

@@ -284,7 +284,7 @@ content = pathlib.Path("out.elf").read_bytes() + f"_Z{len(name)}{name}Pc".encode
 pathlib.Path(args[args.index("-o") + 1]).write_bytes(content + facts)
 sys.exit(int(os.environ.get("AIEBU_STATUS", "0")))
 """
-COMPILE = ("compile", "model=models/demo", "target=npu2", "buckets=64")
+COMPILE = ("compile", "model=models/demo", "target=npu2", "npu.buckets=64")
 LINKS_SILU = {f"elf:{name}" for name in ("prefill_up.64", "decode_layer", "decode_last")}
 
 

@@ -44,7 +44,7 @@ BUCKETS = (64, 128)
 def simulated(artifacts: Path) -> Path:
     """`artifacts` with the probes and the demo model for the simulator."""
     build("demo", artifacts, target="npu2-sim", buckets="64,128")
-    run = doit("probe:manifest", f"artifacts={artifacts}", "target=npu2-sim", "buckets=64,128")
+    run = doit("probe:manifest", f"artifacts={artifacts}", "target=npu2-sim", "npu.buckets=64,128")
     assert run.returncode == 0, run.stdout + run.stderr
     made = artifacts / "selftest/npu2-sim"
     # As the command does behind the build.
@@ -134,7 +134,7 @@ def test_every_kernel_of_the_array_is_tried() -> None:
 
 
 def test_the_simulator_climbs_what_it_can(simulated: Path) -> None:
-    run = doit("selftest", f"artifacts={simulated}", "target=npu2-sim", "buckets=64,128", "repeats=1")
+    run = doit("selftest", f"artifacts={simulated}", "target=npu2-sim", "npu.buckets=64,128", "repeats=1")
     assert run.returncode == 0, run.stdout + run.stderr
     assert ran(run) == set(), "all was built"
     assert "passed   tile function, gemm: " in run.stdout
@@ -575,7 +575,7 @@ def bindings(checkout: Path, tmp_path: Path, **switches: Any) -> dict[str, str]:
     return {"PYTHONPATH": path, "PYXRT_STANDIN": json.dumps(switches), "TMPDIR": str(tmp_path)}
 
 
-COMMAND = ("selftest", "model=models/demo", "target=npu2", "buckets=64", "repeats=1")
+COMMAND = ("selftest", "model=models/demo", "target=npu2", "npu.buckets=64", "repeats=1")
 
 
 def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:

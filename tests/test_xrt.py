@@ -316,7 +316,7 @@ def test_run_lists_are_as_long_as_they_may_be(times: list[float]) -> None:
 def test_program_that_is_too_slow_is_not_loaded(simulated: Path, programs: Path) -> None:
     install()
     message = (
-        r"two takes 1.2 s a call by the estimate, and the NPU's driver ends what takes 2 s: compile smaller buckets="
+        r"two takes 1.2 s a call by the estimate, and the NPU's driver ends what takes 2 s: .*smaller npu.buckets="
     )
     with pytest.raises(UserError, match=message):
         Adder(simulated, programs, "two", two={"milliseconds": 1200.0})
@@ -384,7 +384,7 @@ def test_what_takes_least_of_the_heap_has_runs_of_its_own(simulated: Path, progr
 
 def test_heap_that_is_full(simulated: Path, programs: Path) -> None:
     install(heap=2 * MIB)
-    with pytest.raises(UserError, match=r"one: the NPU's driver has no room for .*: No space left.*fewer buckets="):
+    with pytest.raises(UserError, match=r"one: the NPU's driver has no room for .*: No space left.*fewer npu.buckets="):
         Adder(simulated, programs, one={"instruction_bytes": 3 * MIB}).run()
 
 
@@ -394,7 +394,7 @@ def test_kernels_of_one_name_do_not_share_a_context(simulated: Path, programs: P
     adder.run()
     assert (len(world.living("hw_context")), world.counts["submissions"]) == (2, 2)
     adder.device.close()
-    with pytest.raises(UserError, match=r"no hardware context beside 1 others: .*: an NPU has 16: .*fewer buckets="):
+    with pytest.raises(UserError, match=r"no hardware context beside 1 others: .* an NPU has 16: .*fewer npu.buckets="):
         install(contexts=1)
         Adder(simulated, programs, "two", one={"kernel": "main"}, two={"kernel": "main"})
 
@@ -706,7 +706,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
     install()
     monkeypatch.setattr(transformers_model, "layer_outputs", missing)
-    given = {"model": "demo", "target": "npu2-sim", "buckets": "64,128", "artifacts": str(artifacts)}
+    given = {"model": "demo", "target": "npu2-sim", "npu.buckets": "64,128", "artifacts": str(artifacts)}
     described = Build(parse_options(given))
     with contextlib.closing(load(npu2, 2)) as llm:
 
@@ -759,7 +759,7 @@ def test_a_second_copy_is_made_once(artifacts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second_copy", [False, True])
 def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Path, second_copy: bool) -> None:
-    given = {"model": "demo", "weights": "int4", "buckets": "64", "artifacts": str(artifacts)}
+    given = {"model": "demo", "weights": "int4", "npu.buckets": "64", "artifacts": str(artifacts)}
     simulated = build("demo", artifacts, target="npu2-sim", weights="int4", buckets="64")
     install()
     described = Build(parse_options({**given, "target": "npu2-sim"}))
@@ -863,7 +863,8 @@ def test_a_profile_has_waiting_syncs_and_submissions(npu2: Path) -> None:
 
 def test_the_estimate_stands_beside_what_was_measured(npu2: Path, simulated: Path, tmp_path: Path) -> None:
     """And on the simulator, beside what it counted."""
-    build_ = Build(parse_options({"target": "npu2-sim", "buckets": "64,128", "artifacts": str(simulated.parents[1])}))
+    given = {"target": "npu2-sim", "npu.buckets": "64,128", "artifacts": str(simulated.parents[1])}
+    build_ = Build(parse_options(given))
     install()
     estimate = estimates(build_, {*Manifest.open(simulated).programs})
     for directory in (npu2, simulated):

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 REMEDY = "run doit compile or copy the directory again"
 """The remedy that errors name for an artifact directory that differs from what was built."""
 
+program = "llama-npu2"
+"""The command line that works here, for messages: an exported file runs under a name of its own."""
+
 CLOSED = 141
 """Exit status when the reader of the output has closed it: that of a program in a shell that SIGPIPE ended."""
 

@@ -1,5 +1,7 @@
-"""`doit bench`: speed against the machine's limits, and against other programs on the same checkpoint; with full=1 also
-what the format of the weights costs, ours and theirs."""
+"""`doit bench`: speed against the machine's limits, and against other programs on the same checkpoint.
+
+With `divergence=1` also the cost of the format of the weights, ours and theirs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def run(build: Build) -> None:
     weights = AS_IT_IS if as_it_is else build.policy.matrices
     chosen_peers = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
     peers = partial(open_peers, chosen_peers, options.threads or len(os.sched_getaffinity(0)))
-    more = {"more": partial(losses, build)} if options.full else {}
+    more = {"more": partial(losses, build)} if options.divergence else {}
     run_bench(str(build.directory_as_given), chosen(Running, options), options.json, peers, **more)
 
 

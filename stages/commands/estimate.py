@@ -1,7 +1,7 @@
 """`doit estimate`: the time of every launch on the NPU and what limits it, by program, token and prompt.
 
-`measured=FILE`: with the rates in a report of `doit selftest`, as far as it has them. `check=1`: other projects' plans
-by the same arithmetic, next to what they measured. `target=npu2-sim`: next to what the simulator counted. The
+`measured=FILE`: with the rates in a report of `doit selftest`, as far as it has them. `published=1`: other projects'
+plans by the same arithmetic, next to what they measured. `target=npu2-sim`: next to what the simulator counted. The
 arithmetic is that of `stages.estimate`.
 """
 
@@ -26,7 +26,7 @@ def run(build: Build) -> None:
     """Print an estimate, and write `estimate.json` and `estimate.html`. Raises UserError."""
     options = build.options
     machine = Machine.from_report(Path(options.measured)) if options.measured else Machine()
-    if options.check:
+    if options.published:
         print_check(machine, options.json)
         return
     if not build.target.static:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2.cli.profile import FORMAT, described
 from llama_npu2.errors import UserError
 from llama_npu2.schema import Check, Invalid, list_of, load_json, mapping, one_of, positive, record, string, whole
-from stages.commands.runtime import captured_runtime, reply_arguments
+from stages.commands.runtime import captured_runtime, runtime_arguments
 from stages.engine.files import write_atomic
 from stages.engine.places import CONFIG
 from stages.graph import Build
@@ -31,10 +32,7 @@ def run(build: Build) -> TaskFailed | None:
     """Measure, write the report, and print its tables. Raises UserError."""
     options = build.options
     other = read_profile(Path(options.against)) if options.against else None
-    raw = ["--raw"] if options.raw else []
-    more = ("--profile", "--json", *raw, *reply_arguments(build))
-    prompt = [] if options.prompt is None else [options.prompt]
-    measured = captured_runtime(*more, "--", str(build.directory_as_given), *prompt)
+    measured = captured_runtime(runtime_arguments(NAME, build, replace(options, json=True), options.prompt))
     if isinstance(measured, TaskFailed):
         return measured
     found = json.loads(measured)

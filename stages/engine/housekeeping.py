@@ -168,6 +168,11 @@ def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
             yield _item("abandoned work", [artifacts / name])
 
 
+def is_recent(item: Unneeded) -> bool:
+    """Whether nothing guards it but that it was written a moment ago: somebody may be about to use it."""
+    return item.directory is None and time.time() - item.used < RECENT
+
+
 def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Unneeded:
     """Return an item with those of `paths` that exist, and the sizes and times of the files below them."""
     existing, nbytes, used = [], 0, 0.0
@@ -192,10 +197,10 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
         OSError: if it cannot be removed.
         UserError: if a link now leads to it.
     """
+    if is_recent(item):
+        return False
     if item.directory is None:
-        if time.time() - item.used < RECENT:
-            return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
     lock = item.directory.lock
     if not lock.try_acquire():
@@ -203,15 +208,17 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
     try:
         if item.directory.name and item not in list(unneeded_in(item.directory, calibration)):
             return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
     finally:
         lock.release()
 
 
-def _delete(artifacts: Path, paths: Iterable[Path]) -> None:
-    """Remove paths in their order: a cache's entry before the object that it promises. Folders of models that are empty
-    afterwards are removed as well."""
+def delete(artifacts: Path, paths: Iterable[Path]) -> None:
+    """Remove paths in their order: a cache's entry before the object that it promises.
+
+    Folders of models that are empty afterwards are removed as well.
+    """
     tree = Tree(artifacts)
     for path in paths:
         inside = path.relative_to(artifacts)

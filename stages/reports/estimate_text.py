@@ -70,7 +70,7 @@ def locked_line(sizes: Mapping[str, int], positions: int) -> str:
 
 def _rates(machine: Machine) -> str:
     if not machine.measured:
-        return "Rates: published ones, none measured on this machine (doit estimate check=1 shows them)."
+        return "Rates: published ones, none measured on this machine (doit estimate published=1 shows them)."
     return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
 
 

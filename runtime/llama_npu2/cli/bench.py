@@ -1,4 +1,4 @@
-"""Measures an artifact directory against what the machine can do: `llama-npu2 DIR --bench`.
+"""Measures an artifact directory against what the machine can do: `llama-npu2 bench DIR`.
 
 Reading weights bounds decode, multiplying bounds prefill; both limits are measured in the same run, around every test,
 because machines change speed from minute to minute. Rates are quoted as mean and standard deviation.

@@ -1,4 +1,4 @@
-"""Shows where the time of a prompt and of a token goes: `llama-npu2 DIR --profile`.
+"""Shows where the time of a prompt and of a token goes: `llama-npu2 profile DIR`.
 
 A prompt is processed several times, the last time with a long reply. A *prompt* lasts from the call to the first
 sampled token, a *token* from there to the next one. Each is split into spans (`llama_npu2.devices.spans`), down to

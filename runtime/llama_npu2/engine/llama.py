@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -47,6 +47,9 @@ class Llama(Engine):
         super().__init__(manifest, threads, second_copy)
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
+
+    def __repr__(self) -> str:
+        return f"<Llama {self.manifest.model['name']}: {self.description}, context of {self.context_length} tokens>"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -107,9 +110,33 @@ class Llama(Engine):
         Raises:
             UserError: for a prompt or an option that cannot be used.
         """
-        options = Sampling(**sampling)
+        options = Sampling.given(sampling)
         options.check_one_text()
+        self._check_prompt(prompt)
+        return self._pieces(prompt, raw, keep_context, options, number)
+
+    def _pieces(self, prompt: Prompt, raw: bool, keep_context: bool, options: Sampling, number: int) -> Iterator[str]:
         yield from self._reply(self._process(prompt, raw, keep_context), options, Completion(), number)
+
+    def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
+        """Yield the answer to the last of a conversation's messages, as `generate` does.
+
+        What an earlier call processed of the same conversation is not processed again.
+
+        Args:
+            messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn.
+            sampling: fields of `options.Sampling`.
+        """
+        return self.generate(list(messages), keep_context=True, **sampling)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
+        if isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt):
+            return
+        if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+            raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
+        if self.chat_template is None:
+            raise UserError("this model has no chat template: give a plain text prompt")
 
     def complete(
         self,
@@ -121,10 +148,12 @@ class Llama(Engine):
     ) -> Iterator[Completion]:
         """Yield `n` replies, each when it is whole. The prompt is processed once.
 
+
         A reply to a seed depends on its number alone, not on `n`. With `prompt_logprobs` all of the prompt is
         processed, at the cost of `score`. Arguments and errors are those of `generate`.
         """
-        options = Sampling(**sampling)
+        options = Sampling.given(sampling)
+        self._check_prompt(prompt)
         processed = self._process(prompt, raw, keep_context, options.prompt_logprobs)
         for number in range(options.n):
             completion = Completion(prompt_logprobs=processed.logprobs)

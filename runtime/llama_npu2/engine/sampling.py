@@ -46,7 +46,7 @@ def most_likely(logits: np.ndarray) -> int:
     """Return the token with the largest logit. Raises UserError if that is not a finite number."""
     best = int(np.argmax(logits))  # a NaN's index, if there is one
     if not np.isfinite(logits[best]):
-        raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 DIR --check")
+        raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 check DIR")
     return best
 
 

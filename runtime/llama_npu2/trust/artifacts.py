@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama_npu2 import errors
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
@@ -65,8 +66,10 @@ def beside(directory: Path, name: str) -> bytes:
 
 
 def signature(manifest: bytes, statement: dict[str, Any]) -> bytes:
-    """Return the content of `manifest.sig`: the signed in-toto `statement`, whose subject is the manifest. Raises
-    UserError."""
+    """Return the content of `manifest.sig`: the signed in-toto `statement`, whose subject is the manifest.
+
+    Raises UserError.
+    """
     _check_subject(statement, manifest)
     return seal(json.dumps(statement, sort_keys=True).encode(), _STATEMENT_TYPE)
 
@@ -92,24 +95,28 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
 
 
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
-    """Raise UserError if nobody vouches for the manifest. The message names `native`, the files that would be run; the
-    other arguments are those of `allowed`."""
+    """Raise UserError if nobody vouches for the manifest.
+
+    The message names `native`, the files that would be run; the other arguments are those of `allowed`.
+    """
     try:
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
         why, _, _ = str(error).partition(": to trust it, ")
-        ways = [f"llama-npu2 trust {directory} allows just this directory"]
+        ways = [f"{errors.program} trust {directory} allows just this directory"]
         if not directory.is_dir():  # a file of doit export
             ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]
         if isinstance(error, Untrusted):
-            ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
+            ways.insert(0, f"{errors.program} trust '{error.key}' allows all that it signs")
         more = f" and {len(native) - 1} more" if len(native) > 1 else ""
         raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
 
 
 def signed_statement(directory: Path, manifest: bytes, envelope: bytes) -> tuple[dict[str, Any], str]:
-    """Return the in-toto statement about a manifest, and who signed it, in words. Arguments and errors are those of
-    `allowed`."""
+    """Return the in-toto statement about a manifest, and who signed it, in words.
+
+    Arguments and errors are those of `allowed`.
+    """
     if not envelope:
         raise UserError(f"{directory} was not built by you, and it is not signed")
     what = str(directory / SIGNATURE)

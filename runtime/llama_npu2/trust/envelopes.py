@@ -137,7 +137,7 @@ def _ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise UserError("signatures need the package cryptography: pip install cryptography") from None
+        raise UserError("signatures need cryptography: pip install -e '.[share]' or pip install cryptography") from None
     return ed25519
 
 

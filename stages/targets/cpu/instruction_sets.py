@@ -60,7 +60,9 @@ def dispatch(kernels: Iterable[Kernel]) -> str:
     divided = [(kernel, sets) for kernel in kernels if (sets := sets_of(kernel.source))]
     if not divided:
         return ""
-    return "\n".join(['#include "isa.h"', "", "static const Isa isa = chosen_isa();", "", *map(_choice, *zip(*divided, strict=True))])
+    return "\n".join(
+        ['#include "isa.h"', "", "static const Isa isa = chosen_isa();", "", *map(_choice, *zip(*divided, strict=True))]
+    )
 
 
 def _choice(kernel: Kernel, sets: tuple[str, ...]) -> str:
@@ -70,4 +72,6 @@ def _choice(kernel: Kernel, sets: tuple[str, ...]) -> str:
     # A set that has no object of its own has the code of the next one.
     worse = {name: next(s for s in list(LANES)[i:] if s in sets) for i, name in enumerate(LANES)}
     cases = [f"  case Isa::{name}: return {kernel.name}_{worse[name]}{call};" for name in LANES]
-    return "\n".join([*declared, f"void {kernel.name}({parameters(kernel)}) {{", "  switch (isa) {", *cases, "  }", "}", ""])
+    return "\n".join(
+        [*declared, f"void {kernel.name}({parameters(kernel)}) {{", "  switch (isa) {", *cases, "  }", "}", ""]
+    )

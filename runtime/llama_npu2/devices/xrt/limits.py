@@ -55,5 +55,5 @@ def check_duration(program: str, milliseconds: float) -> None:
     if milliseconds >= 1000 * COMMAND:
         raise UserError(
             f"{program} takes {milliseconds / 1000:.2g} s a call by the estimate, and the NPU's driver ends what takes "
-            f"{WATCHDOG:g} s: compile smaller buckets="
+            f"{WATCHDOG:g} s: compile smaller npu.buckets="
         )

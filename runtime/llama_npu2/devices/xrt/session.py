@@ -140,7 +140,7 @@ class Session:
 
     def new_run(self, program: XrtProgram) -> Any:
         """Return a new run of a program. Raises UserError if the heap is full."""
-        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer buckets="
+        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer npu.buckets="
         with failures(f"{program.name}: the NPU's driver has no room for its instructions", remedy):
             return self.pyxrt.run(program.kernel)
 
@@ -156,7 +156,7 @@ class Session:
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
                     return number
-        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer buckets=, see doit doctor on XRT"
+        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT"
         try:
             with failures(f"{path}: no hardware context beside {len(self.contexts)} others", remedy):
                 self.contexts.append(self.pyxrt.hw_context(self.device, elf))

@@ -237,7 +237,8 @@ class _Run:
     def failed(self, state: str) -> UserError:
         """Return the error for a run that ended in `state`."""
         late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
-        return UserError(f"{self.where}: {late} on the NPU ({state}): see dmesg, and docs/ryzen-ai.md on timeouts")
+        advice = "see dmesg, and docs/tutorials/ryzen-ai.md on timeouts"
+        return UserError(f"{self.where}: {late} on the NPU ({state}): {advice}")
 
 
 class _Single:
