@@ -23,15 +23,13 @@ def run(probes: Probes) -> TaskFailed | None:
     """Run the ladder, and fail if a rung breaks. Raises UserError."""
     if not probes.suit:
         raise UserError(f"selftest: target {probes.target.name} runs no programs on the NPU: add target=npu2")
-    found = run_ladder(_setup(probes), _say)
-    content = report.report(found, [asdict(row) for row in doctor.report()], _about(probes))
+    outcome = run_ladder(_setup(probes), _say)
+    content = report.report(outcome, [asdict(row) for row in doctor.report()], _about(probes))
     path = report.write(probes.directory, content)
     where = probes.directory_as_given / path.name
-    print(
-        f"\n{report.summary(found.rungs)}\n\nThe report: {where} (the same as text: {where.with_suffix('.txt').name})",
-        flush=True,
-    )
-    failed = found.failed
+    same = where.with_suffix(".txt").name
+    print(f"\n{report.summary(outcome.rungs)}\n\nThe report: {where} (the same as text: {same})", flush=True)
+    failed = outcome.failed
     return TaskFailed(f"selftest broke at {failed.rung}: {failed.what}", report=False) if failed else None
 
 

@@ -37,7 +37,7 @@ FAULTS = {
     for rung, causes in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
     for cause, texts in causes.items()
 }
-"""By (rung, cause)."""
+"""The table, by (rung, cause)."""
 
 
 def fault(rung: str, cause: str) -> Fault:

@@ -51,7 +51,7 @@ class Rung:
 
     rung: str
     what: str
-    """What of the rung was tried."""
+    """The part of the rung that was tried."""
     result: str
     """`passed`, `limited`, `broken` or `skipped`."""
     detail: str = ""
@@ -77,12 +77,13 @@ class Outcome:
 
     @property
     def failed(self) -> Rung | None:
+        """The rung that broke."""
         return next((rung for rung in self.rungs if rung.result == BROKEN), None)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ladder runs."""
+    """The directories and options that the ladder runs with."""
 
     probes: Manifest
     """The artifact directory of probes."""
@@ -109,22 +110,22 @@ class _Limited(Exception):
 
 def run_ladder(setup: Setup, say: Callable[[Rung], object] = lambda rung: None) -> Outcome:
     """Run all rungs up to the first that breaks; `say` gets each when it ends."""
-    found = Outcome()
+    outcome = Outcome()
     before = os.environ.get(NO_LISTS)
     try:
-        with contextlib.closing(_Ladder(setup, found).rungs()) as rungs:
+        with contextlib.closing(_Ladder(setup, outcome).rungs()) as rungs:
             for rung, what, run in rungs:
-                found.rungs.append(_run_rung(rung, what, run))
-                say(found.rungs[-1])
-                if found.rungs[-1].result == BROKEN:
+                outcome.rungs.append(_run_rung(rung, what, run))
+                say(outcome.rungs[-1])
+                if outcome.rungs[-1].result == BROKEN:
                     break
     finally:
         if before is None:
             os.environ.pop(NO_LISTS, None)
         else:
             os.environ[NO_LISTS] = before
-    found.measured = measure.constants({name: float(np.median(times)) for name, times in found.times.items()})
-    return found
+    outcome.measured = measure.constants({name: float(np.median(times)) for name, times in outcome.times.items()})
+    return outcome
 
 
 def _run_rung(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
@@ -156,8 +157,8 @@ def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str
 
 
 class _Ladder:
-    def __init__(self, setup: Setup, found: Outcome) -> None:
-        self.setup, self.found = setup, found
+    def __init__(self, setup: Setup, outcome: Outcome) -> None:
+        self.setup, self.outcome = setup, outcome
         self.on_xrt = setup.probes.target["device"] == XRT_DEVICE
 
     def rungs(self) -> Generator[tuple[str, str, Callable[[], str | None]], None, None]:
@@ -181,24 +182,29 @@ class _Ladder:
     # The bindings
 
     def device(self) -> str:
+        """Open the device."""
         with raw.Xrt() as xrt:
-            self.found.observed["run_lists"] = xrt.lists
+            self.outcome.observed["run_lists"] = xrt.lists
             return "opens"
 
     def context(self) -> str:
+        """Open an ELF in a hardware context."""
         with raw.Xrt() as xrt:
             program = self.program(measure.BASE)
             xrt.kernel(xrt.context(self.setup.probes.directory / program["file"]), program)
             return "takes the ELF, and has its kernel"
 
     def first_kernel(self) -> str:
+        """Run the smallest program."""
         with raw.Xrt() as xrt:
             return self.checked(measure.BASE, self.load(xrt, measure.BASE).dispatch(DISPATCHES))
 
     def program(self, name: str) -> Mapping[str, Any]:
+        """Return the manifest's entry of a probe."""
         return self.setup.probes.programs[name]
 
     def load(self, xrt: raw.Xrt, name: str) -> raw.Program:
+        """Load a probe with its inputs."""
         probe, program = probes()[name], self.program(name)
         return xrt.load(self.setup.probes.directory, program, packed(probe, program["slots"], probe.values()))
 
@@ -231,6 +237,7 @@ class _Ladder:
     # Submissions
 
     def run_list(self) -> str:
+        """Run a list, and time it."""
         try:
             with raw.Xrt() as xrt:
                 if not xrt.lists:
@@ -239,17 +246,17 @@ class _Ladder:
         except Failure as failure:
             # The rungs after this one run without.
             os.environ[NO_LISTS] = "0"
-            self.found.observed["run_lists"] = False
+            self.outcome.observed["run_lists"] = False
             raise _Limited(failure.cause, failure.detail) from None
 
     def _run_list(self, xrt: raw.Xrt, program: raw.Program) -> str:
         bound = [program.bound() for _ in range(LISTED)]
-        raw.submit_list(xrt, program.context, [each.run for each in bound])
-        self.checked(measure.BASE, [program.results(each.buffers) for each in bound])
-        timed = (raw.submit_list(xrt, program.context, [each.run for each in bound]) for _ in range(self.setup.repeats))
+        raw.submit_list(xrt, program.context, [one.run for one in bound])
+        self.checked(measure.BASE, [program.results(one.buffers) for one in bound])
+        timed = (raw.submit_list(xrt, program.context, [one.run for one in bound]) for _ in range(self.setup.repeats))
         listed = 1e6 * min(timed) / LISTED
         alone = 1e6 * min(program.seconds() for _ in range(self.setup.repeats))
-        self.found.observed |= {"listed_run_us": listed, "single_run_us": alone}
+        self.outcome.observed |= {"listed_run_us": listed, "single_run_us": alone}
         return f"{listed:.0f} us a run in a list of {LISTED}, {alone:.0f} us alone"
 
     def switch(self) -> str:
@@ -258,7 +265,7 @@ class _Ladder:
         with raw.Xrt() as xrt:
             context = xrt.context(self.setup.probes.directory / self.program(names[0])["file"])
             shared = xrt.shares(context, self.setup.probes.directory / self.program(names[1])["file"])
-        self.found.observed["contexts_shared"] = shared
+        self.outcome.observed["contexts_shared"] = shared
         with raw.Xrt() as xrt:
             first, second = (self.load(xrt, name) for name in names)
             results: dict[str, list[Mapping[str, np.ndarray]]] = {name: [] for name in names}
@@ -270,17 +277,18 @@ class _Ladder:
             alone = min(first.seconds() for _ in range(self.setup.repeats))
             turns = min(first.seconds() for _ in range(self.setup.repeats) if second.seconds())
             extra = 1e6 * (turns - alone)
-            self.found.observed["context_switch_us"] = extra
+            self.outcome.observed["context_switch_us"] = extra
             return f"{'one context takes both' if shared else 'a context each'}; a switch costs {extra:.0f} us"
 
     # Times
 
     def time(self, name: str) -> str:
+        """Check a probe, and time it."""
         with raw.Xrt() as xrt:
             program = self.load(xrt, name)
             detail = self.checked(name, program.dispatch(1))
             program.seconds()  # the NPU may have slept
-            times = self.found.times[name] = [program.seconds() for _ in range(self.setup.repeats)]
+            times = self.outcome.times[name] = [program.seconds() for _ in range(self.setup.repeats)]
             return f"{1e3 * float(np.median(times)):.3f} ms; {detail}"
 
     def heap(self) -> str:
@@ -303,7 +311,7 @@ class _Ladder:
                     break
                 count += 1
         seen = {"program": name, "instruction_bytes": size, "runs": count, "refused": refusal}
-        self.found.observed["heap"] = seen
+        self.outcome.observed["heap"] = seen
         if not count:
             raise Failure("no memory", refusal)
         return f"{count} runs of {name}, {size} bytes of instructions each" + (f", then {refusal}" if refusal else "")
@@ -311,6 +319,7 @@ class _Ladder:
     # The model
 
     def model_rungs(self) -> Iterator[tuple[str, str, Callable[[], str | None]]]:
+        """Yield the rungs of the model, like `rungs`."""
         setup = self.setup
         name = setup.model.model["name"]
         models: list[Model] = []
@@ -331,15 +340,17 @@ class _Ladder:
             yield faults.TOKEN, f"tokens of {name}", functools.partial(self.timed, "token_ms", model.try_tokens)
 
     def model_program(self, model: Model, name: str) -> str:
+        """Check a program of the model, and time it."""
         verdict, seconds = model.try_program(name)
-        programs = self.found.observed.setdefault("programs", {})
+        programs = self.outcome.observed.setdefault("programs", {})
         estimated = self.setup.model.programs[name].get("milliseconds")
         programs[name] = {"ms": 1e3 * seconds, "estimated_ms": estimated}
         return f"{1e3 * seconds:.2f} ms with its syncs; {_right(verdict)}"
 
     def timed(self, name: str, run: Callable[[], tuple[Verdict, float]]) -> str:
+        """Check a run of the model, and keep its time."""
         verdict, seconds = run()
-        self.found.observed[name] = 1e3 * seconds
+        self.outcome.observed[name] = 1e3 * seconds
         return f"{1e3 * seconds:.1f} ms; {_right(verdict)}"
 
     # What may reset the device
@@ -349,7 +360,7 @@ class _Ladder:
         if not self.setup.risky:
             return None
         seen: dict[str, Any] = {}
-        self.found.observed["watchdog"] = seen
+        self.outcome.observed["watchdog"] = seen
         with raw.Xrt() as xrt:
             if not xrt.lists:
                 return None

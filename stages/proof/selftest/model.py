@@ -41,16 +41,16 @@ class Moment:
     seq: int
     pos: int
     before: reference.Values
-    """What slots hold before the call."""
+    """Values of slots before the call."""
     after: reference.Values
-    """What they must hold after it."""
+    """The values that they must have after it."""
     launches: int
     """Launches of the phase up to the end of the call, those on the host included."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the references compute."""
+    """The results of the references."""
 
     ids: Sequence[int]
     """The prompt's tokens."""

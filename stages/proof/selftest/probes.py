@@ -40,7 +40,7 @@ class Probe:
     """Returns the outputs for inputs, NaN where they are not written."""
     bound: Bound
     source: Resident | Streams | None = None
-    """What is repeated, if the probe measures a rate."""
+    """The function or stream that is repeated, if the probe measures a rate."""
 
     @property
     def tile_function(self) -> str:

@@ -23,7 +23,7 @@ DISPATCHES = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether results are right."""
+    """The judgement of results."""
 
     cause: str
     """A cause of `stages.proof.selftest.faults`; "" where nothing is wrong."""
