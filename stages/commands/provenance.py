@@ -88,6 +88,8 @@ def _figure(value: Any) -> str:
     match value:
         case bool():
             return "yes" if value else "no"
+        case None:
+            return "none"
         case float():
             return f"{value:.4g}"
         case list():
