@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from llama_npu2.errors import UserError
@@ -323,6 +324,7 @@ _RENAMED_OF = {("full", "gc"): "calibration=1", ("full", "bench"): "divergence=1
 """Names that variables of one command had."""
 
 
+@cache
 def variables() -> dict[str, Option]:
     """Return the variables by name."""
     own = Options.__annotations__
