@@ -58,8 +58,10 @@ class Code:
         return frozenset(file for path in paths for file in (path, path.with_suffix(".toml")) if file.is_file())
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
-        """Yield the modules that a module imports when it runs. A package that imports by name may import all its
-        members."""
+        """Yield the modules that a module imports when it runs.
+
+        A package that imports by name may import all its members.
+        """
         statements = self._digests.remembered("imports ", path, lambda p: list(imports(p.read_bytes())))
         for level, module, member in statements:
             package = _absolute(level, module, name, path)

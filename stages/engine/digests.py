@@ -94,8 +94,10 @@ class Digests:
         return value
 
     def save(self) -> None:
-        """Merge the entries into the file. An entry that is lost, to a concurrent writer or a full disk, only costs
-        another hash."""
+        """Merge the entries into the file.
+
+        An entry that is lost, to a concurrent writer or a full disk, only costs another hash.
+        """
         if self._dirty and self.path.parent.is_dir():
             with contextlib.suppress(OSError, UserError):
                 entries = self._load() | self._entries

@@ -35,8 +35,10 @@ def content_digest(path: Path) -> str:
 
 
 def content_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, hex, for files that machines share. Raises OSError as
-    `content_digest`."""
+    """Return the SHA-256 of a file's content, hex, for files that machines share.
+
+    Raises OSError as `content_digest`.
+    """
     return _hexdigest(hashlib.sha256(), path)
 
 
@@ -105,8 +107,10 @@ def read_checked(path: Path, check: Check) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file with sorted keys, so that equal values are equal bytes. It is not atomic, which is enough in a
-    work directory."""
+    """Write a JSON file with sorted keys, so that equal values are equal bytes.
+
+    It is not atomic, which is enough in a work directory.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

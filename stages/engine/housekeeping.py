@@ -215,8 +215,10 @@ def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
 
 
 def delete(artifacts: Path, paths: Iterable[Path]) -> None:
-    """Remove paths in their order: a cache's entry before the object that it promises. Folders of models that are empty
-    afterwards are removed as well."""
+    """Remove paths in their order: a cache's entry before the object that it promises.
+
+    Folders of models that are empty afterwards are removed as well.
+    """
     tree = Tree(artifacts)
     for path in paths:
         inside = path.relative_to(artifacts)

@@ -99,8 +99,10 @@ def compile_object(command: Sequence[str], source: Path, output: Path, failed: s
 
 
 def compiled(command: Sequence[str], output: Path, failed: str) -> list[Path]:
-    """Run a compiler, which may link as well, to make `output`; return the project's files that it read. Raises
-    UserError."""
+    """Run a compiler, which may link as well, to make `output`; return the project's files that it read.
+
+    Raises UserError.
+    """
     dependencies = output.with_suffix(".d")
     try:
         run_compiler([*command, "-o", str(output), "-MMD", "-MF", str(dependencies)], failed)

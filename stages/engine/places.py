@@ -53,8 +53,10 @@ def lock_file(artifacts: Path, *names: str) -> Path:
 
 
 def kernel_files(paths: Iterable[Path]) -> list[Path]:
-    """Return those of `paths` that are kernel sources, which receipts list. A compiler's own headers are part of its
-    fingerprint."""
+    """Return those of `paths` that are kernel sources, which receipts list.
+
+    A compiler's own headers are part of its fingerprint.
+    """
     return sorted({path for path in (p.resolve() for p in paths) if path.is_relative_to(KERNELS)})
 
 

@@ -78,8 +78,10 @@ class Step:
         return self.project.digests.of(path)
 
     def _key(self, receipt: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the values, besides the inputs' content, that must be those of the receipt. A missing tool counts as
-        the recorded one."""
+        """Return the values, besides the inputs' content, that must be those of the receipt.
+
+        A missing tool counts as the recorded one.
+        """
         recorded = receipt["key"] if receipt else {}
         tool = self.tool() if self.tool else ""
         return {

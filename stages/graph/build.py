@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from llama_npu2 import trust
 from stages.engine import definitions
 from stages.engine.files import write_atomic
 from stages.engine.places import MANIFEST, PROVENANCE
 from stages.engine.steps import Step
+from stages.graph.choices import Choices
 from stages.graph.wiring import Library, Wiring
 from stages.sharing.provenance import statement
-
-if TYPE_CHECKING:
-    pass
-
-from stages.graph.choices import Choices
 
 
 class Build(Choices):

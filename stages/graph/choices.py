@@ -86,9 +86,9 @@ class Choices:
             return self._stored_policy()
         if not quantised(self.source, self.directory / CONFIG):
             return BF16
-        held = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
+        policy = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
         # Static targets have one program for all layers.
-        return BF16 if self.target.static and held.layers else held
+        return BF16 if self.target.static and policy.layers else policy
 
     def _stored_policy(self) -> Policy:
         """Return the policy of artifacts whose checkpoint is not on this machine."""

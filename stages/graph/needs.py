@@ -1,7 +1,7 @@
-"""The disk and memory that building and running a model takes, known before anything of it is there.
+"""The disk and memory that building and running a model takes, computed before anything of it is there.
 
-They follow from the configuration, the plan, and the sizes of formats. What no description knows (compilers, Python,
-code) is measured: here, or once, as the constants say.
+They follow from the configuration, the plan, and the sizes of formats. The needs of compilers, Python and code are
+measured: here, or once, as the constants say.
 """
 
 from __future__ import annotations

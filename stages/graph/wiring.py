@@ -1,6 +1,6 @@
-"""Which step reads what. `dodo.py` shows the steps as tasks.
+"""The steps of a build with their inputs. `dodo.py` shows them as tasks.
 
-The wiring is the same for every target; what differs stands in its record and its modules (`stages.targets`).
+The wiring is the same for every target; differences are in the target's record and its modules (`stages.targets`).
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def _summary(found: Figures) -> Iterator[Markup]:
     yield bars(phases, series, "ms", "What limits a token and prompts, as shares of their time", numbers, shares=True)
     if len(found["groupings"]) == 1:
         return
-    columns = [Column("grouping"), *(Column(f"{phase}, ms", right=True) for phase in phases)]
-    rows = [[name, *(f"{spent[phase]:.2f}" for phase in phases)] for name, spent in found["groupings"].items()]
+    columns = [Column("phase"), *(Column(f"grouping {name}, ms", right=True) for name in found["groupings"])]
+    rows = [[phase, *(f"{spent[phase]:.2f}" for spent in found["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
 
 

@@ -168,8 +168,8 @@ def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
     @contextlib.contextmanager
     def opened(scratch: Path) -> Iterator[Run]:
         from llama_npu2.artifact.storage import Directory
+        from llama_npu2.text import sandbox
         from llama_npu2.text.chat_template import ChatTemplate
-        from llama_npu2.text.tokenizer import sandbox
 
         sandbox.LONGEST = 0.2
 

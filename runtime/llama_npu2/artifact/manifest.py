@@ -86,7 +86,9 @@ class Manifest:
 
     def with_second_copy(self) -> tuple[Manifest, list[PlannedCall]]:
         """Return the manifest with a second copy of weights for prompts, and the calls that unpack the copy.
-        Raises UserError."""
+
+        Raises UserError.
+        """
         copy = second_copy(self.programs, self.buffers, self.plans)
         if not copy.calls:
             raise UserError(
@@ -233,7 +235,9 @@ def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
 
 
 def _start(storage: Storage, name: str) -> bytes:
-    """Return the content of a small file, empty if there is none. A file that is too large is cut, and then fails its
-    check."""
+    """Return the content of a small file, empty if there is none.
+
+    A file that is too large is cut, and then fails its check.
+    """
     file = storage.find(name)
     return next(file.chunks(MAX_BYTES + 1), b"") if file else b""

@@ -118,8 +118,10 @@ class Archive:
             ) from None
 
     def _file(self, artifact: mmap.mmap, member: ZipInfo) -> File:
-        """Return the range of a member's content, which follows the header, a name and an extra field. The lengths of
-        both are the last fields of the header (APPNOTE.TXT 6.3.10, 4.3.7)."""
+        """Return the range of a member's content, which follows the header, a name and an extra field.
+
+        The lengths of both are the last fields of the header (APPNOTE.TXT 6.3.10, 4.3.7).
+        """
         from struct import unpack_from
 
         start = member.header_offset + _HEADER + sum(unpack_from("<HH", artifact, member.header_offset + _HEADER - 4))

@@ -29,8 +29,10 @@ class HostBuffer:
         self.address: int = content.ctypes.data
 
     def part(self, offset: int, nbytes: int) -> HostBuffer:
-        """Return a buffer in the memory of this one, which may overlap with other parts. Every device's buffers have
-        this method."""
+        """Return a buffer in the memory of this one, which may overlap with other parts.
+
+        Every device's buffers have this method.
+        """
         return HostBuffer(self.bytes[offset : offset + nbytes])
 
 
@@ -114,8 +116,10 @@ class Device(Protocol):
         """Prepare a list of calls for repeated submission."""
 
     def record(self, recorder: Recorder | None) -> None:
-        """Give `recorder` spans of all that runs from now on; None ends that. Raises UserError where programs cannot be
-        timed."""
+        """Give `recorder` spans of all that runs from now on; None ends that.
+
+        Raises UserError where programs cannot be timed.
+        """
 
     def close(self) -> None:
         """Release everything. The device is unusable afterwards."""

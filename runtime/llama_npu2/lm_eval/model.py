@@ -79,16 +79,20 @@ class LlamaNpu2(TemplateLM):
         return self.eot_token_id if self._begin is None else self._begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids. If `add_special_tokens` is None, they are added unless the text begins with one, as after a
-        chat template."""
+        """Return token ids.
+
+        If `add_special_tokens` is None, they are added unless the text begins with one, as after a chat template.
+        """
         if add_special_tokens is None:
             begin = self.llm.tokenizer.inner.id_to_token(self.prefix_token_id)
             add_special_tokens = begin is None or not string.startswith(begin)
         return self.llm.tokenizer.encode(string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation. Without `add_generation_prompt` the last message is the beginning of a
-        reply, and the text ends with it."""
+        """Return the text of a conversation.
+
+        Without `add_generation_prompt` the last message is the beginning of a reply, and the text ends with it.
+        """
         if self.llm.chat_template is None:
             raise UserError("this model has no chat template: leave --apply_chat_template out")
         text = self.llm.chat_template.render(chat_history, reply=add_generation_prompt)
@@ -114,8 +118,10 @@ class LlamaNpu2(TemplateLM):
         return _in_order(requests, lambda request: request[1] + request[2], score, "log-likelihoods", disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, in windows as long as the context. Each window predicts the tokens
-        that those before it did not."""
+        """Return the log-likelihoods of whole texts, in windows as long as the context.
+
+        Each window predicts the tokens that those before it did not.
+        """
 
         def score(request: Instance) -> float:
             (text,) = request.args
@@ -145,8 +151,10 @@ class LlamaNpu2(TemplateLM):
         return _in_order(requests, lambda request: self.tok_encode(request.args[0]), reply, "replies", disable_tqdm)
 
     def _sampling(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of `options.Sampling` for a task's generation arguments. Raises UserError for one that has no
-        counterpart."""
+        """Return fields of `options.Sampling` for a task's generation arguments.
+
+        Raises UserError for one that has no counterpart.
+        """
         remaining = dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
         chosen = {"max_tokens": remaining.pop("max_gen_toks"), "stop": tuple(filter(None, remaining.pop("until")))}
         if remaining.pop("do_sample"):

@@ -76,8 +76,10 @@ def start_renderer(path: Path) -> Renderer | None:
 
 
 def special_tokens(storage: Storage) -> dict[str, str]:
-    """Return the texts of `bos_token` and others, by these names; empty where the checkpoint has none. Raises
-    UserError."""
+    """Return the texts of `bos_token` and others, by these names; empty where the checkpoint has none.
+
+    Raises UserError.
+    """
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     files = ("tokenizer/special_tokens_map.json", "tokenizer/tokenizer_config.json")
     tokens = {name: token for file in files for name, token in _read_json(storage, file).items()}

@@ -33,8 +33,11 @@ class Tokenizer:
         return cls(inner)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Return the token ids of a text. With `special_tokens` they include those that the tokenizer's post-processor
-        adds (a beginning-of-text token). Raises UserError."""
+        """Return the token ids of a text.
+
+        With `special_tokens` they include those that the tokenizer's post-processor adds (a beginning-of-text token).
+        Raises UserError.
+        """
         with _explained("the tokenizer cannot encode this text"):
             ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
         return ids

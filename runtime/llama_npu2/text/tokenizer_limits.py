@@ -82,8 +82,10 @@ def _replaced(component: Component) -> float:
 
 
 def _precompiled(component: Component) -> float:
-    """Return the growth of a map of characters, whose texts end with a zero byte. The characters that Unicode maps to
-    long texts have three bytes."""
+    """Return the growth of a map of characters, whose texts end with a zero byte.
+
+    The characters that Unicode maps to long texts have three bytes.
+    """
     try:
         content = base64.b64decode(component.get(_CHARSMAP) or "", validate=True)
     except (TypeError, ValueError):
@@ -210,8 +212,10 @@ def judge_model(settings: Mapping[str, Any]) -> None:
 
 
 def _parsed(content: bytes) -> tuple[Mapping[str, Any], int]:
-    """Return the sections without `model`, which is judged by its bytes, and the offset of the last brace. Raises
-    ValueError."""
+    """Return the sections without `model`, which is judged by its bytes, and the offset of the last brace.
+
+    Raises ValueError.
+    """
     check_size(len(content))
     _check_values(content)
     end = content.rfind(b"}")

@@ -66,8 +66,10 @@ def beside(directory: Path, name: str) -> bytes:
 
 
 def signature(manifest: bytes, statement: dict[str, Any]) -> bytes:
-    """Return the content of `manifest.sig`: the signed in-toto `statement`, whose subject is the manifest. Raises
-    UserError."""
+    """Return the content of `manifest.sig`: the signed in-toto `statement`, whose subject is the manifest.
+
+    Raises UserError.
+    """
     _check_subject(statement, manifest)
     return seal(json.dumps(statement, sort_keys=True).encode(), _STATEMENT_TYPE)
 
@@ -93,8 +95,10 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
 
 
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
-    """Raise UserError if nobody vouches for the manifest. The message names `native`, the files that would be run; the
-    other arguments are those of `allowed`."""
+    """Raise UserError if nobody vouches for the manifest.
+
+    The message names `native`, the files that would be run; the other arguments are those of `allowed`.
+    """
     try:
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
@@ -109,8 +113,10 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
 
 
 def signed_statement(directory: Path, manifest: bytes, envelope: bytes) -> tuple[dict[str, Any], str]:
-    """Return the in-toto statement about a manifest, and who signed it, in words. Arguments and errors are those of
-    `allowed`."""
+    """Return the in-toto statement about a manifest, and who signed it, in words.
+
+    Arguments and errors are those of `allowed`.
+    """
     if not envelope:
         raise UserError(f"{directory} was not built by you, and it is not signed")
     what = str(directory / SIGNATURE)

@@ -37,8 +37,10 @@ class PublicKey:
 
     @classmethod
     def parse(cls, text: str) -> PublicKey:
-        """Return the key of `ssh-ed25519 AAAA...` or of the base64 alone; either may be followed by a comment. Raises
-        ValueError."""
+        """Return the key of `ssh-ed25519 AAAA...` or of the base64 alone; either may be followed by a comment.
+
+        Raises ValueError.
+        """
         words = text.split()
         encoded = words[1] if words[:1] == [_TYPE] and len(words) > 1 else words[0] if words else ""
         try:

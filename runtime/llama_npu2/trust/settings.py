@@ -64,8 +64,10 @@ def framed(kind: str, content: bytes) -> bytes:
 
 
 def private(name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the content of a file that only the user may read. If there is none, it is made with `make()`. Raises
-    UserError."""
+    """Return the content of a file that only the user may read.
+
+    If there is none, it is made with `make()`. Raises UserError.
+    """
     path = directory() / name
     with _explained(path):
         if not path.exists():

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from stages.reports.pages.blocks import details, svg, tag
 from stages.reports.pages.layered import JOINT, joined, layout, reduced
 
-_CHARACTER = 6.6
+_CHARACTER = 7.5
 """Pixels of a character of 12 pixels' size, rather more."""
 _HEIGHT, _ROW = 42, 52
 """Pixels of a node, and from one node to the next below it."""

@@ -36,8 +36,11 @@ def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:
 
 
 class XrtDevice:
-    """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
-    `programs` says by file what the NPU's programs cost (one that is not there costs nothing)."""
+    """The device interface on the NPU.
+
+    `host_library` and `threads` are the CPU device's, for the host programs; `programs` says by file what the NPU's
+    programs cost (one that is not there costs nothing).
+    """
 
     def __init__(self, host_library: File, threads: int = 0, programs: Mapping[File, NpuProgram] | None = None) -> None:
         self._session = Session(host_library, threads, programs or {})
