@@ -16,6 +16,7 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
+from llama_npu2.devices.xrt.limits import CHAIN
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
@@ -361,10 +362,6 @@ class _Ladder:
             if not ends:
                 raise Broken("timeout", f"{count} runs: {broken.detail}") from None
             return f"{count} runs, ended after {raw.clock() - started:.2f} s: {broken.detail}"
-
-
-CHAIN = 24
-"""Runs of a list that XRT makes one command of (`xrt_kernel.cpp`)."""
 
 
 def _right(verdict: Verdict) -> str:
