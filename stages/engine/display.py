@@ -27,10 +27,7 @@ class Display(ProgressColumn):
     """The line on a terminal, and the text in it."""
 
     def __init__(self, stream: TextIO, total: int, before: Mapping[str, float]) -> None:
-        """Args:
-        total: number of steps.
-        before: seconds that steps took when they ran last, by name.
-        """
+        """Prepare the line. `total`: number of steps. `before`: seconds that steps took when they ran last, by name."""
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
         self.channel = Channel.open()
         self._before = before
