@@ -175,6 +175,32 @@ class Kernels:
         self.run(self.call(name, *arguments))
 
 
+class Teams:
+    """Teams of several sizes in one instruction set. A call is done by each of them, with equal bits."""
+
+    def __init__(self, library: Path, isa: str, sizes: Sequence[int]):
+        self.isa = isa
+        self._teams = {threads: Kernels(library, isa, threads) for threads in sizes}
+
+    def __call__(self, name: str, *arguments) -> None:
+        """Run a kernel with each team: what it writes begins with the same content, and ends with the same bytes."""
+        written = [value for arg, value in zip(HOST[name].args, arguments, strict=False) if arg.written]
+        before = [value.copy() for value in written]
+        results: dict[int, list[bytes]] = {}
+        for threads, team in self._teams.items():
+            for value, content in zip(written, before, strict=True):
+                value[...] = content
+            team(name, *arguments)
+            results[threads] = [value.tobytes() for value in written]
+        first, *others = results
+        odd = [threads for threads in others if results[threads] != results[first]]
+        assert not odd, f"{name} in {self.isa}: teams of {odd} threads write other bits than a team of {first}"
+
+    def close(self) -> None:
+        for team in self._teams.values():
+            team.close()
+
+
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 

@@ -148,7 +148,7 @@ NOT_LOADED: dict[str, tuple[Attack, str]] = {
     "blank behind the manifest": (replace("manifest.json", lambda c: c + b" "), "not about this manifest"),
     "older version": (older, "reads format"),
     "signature of something else": (signed_for_the_cache, "it is for 'application/vnd.llama-npu2.step'"),
-    "bit of the signature": (flip(trust.SIGNATURE), "not signed as it must be"),
+    "bit of the signature": (flip(trust.SIGNATURE), "not signed correctly"),
     "signature cut": (replace(trust.SIGNATURE, lambda c: c[: len(c) // 2]), "it is not JSON"),
     "signature without end": (special(trust.SIGNATURE, sparse), "bytes"),
     "signature that nests": (replace(trust.SIGNATURE, lambda c: b"[" * 200_000), "it is not JSON"),

@@ -140,7 +140,7 @@ def test_another_bucket_packs_nothing_and_fewer_leave_nothing(built: Path) -> No
     sim = built / "artifacts/model/npu2-sim"
 
     def compiled(buckets: str) -> set[str]:
-        return ran(doit("compile", "model=wide", "target=npu2-sim", f"buckets={buckets}", cwd=built))
+        return ran(doit("compile", "model=wide", "target=npu2-sim", f"npu.buckets={buckets}", cwd=built))
 
     write_checkpoint(built / "wide", hidden_size=128, intermediate_size=128, head_dim=32, max_position_embeddings=256)
     sim = built / "artifacts/wide/npu2-sim"
@@ -318,7 +318,7 @@ def test_two_builds_of_different_kinds_do_not_mix(built: Path) -> None:
     """Same directory, different parameters, at once: the result is that of one or the other, whole."""
     command = [sys.executable, "-m", "doit", "compile", "target=npu2-sim"]
     both = [
-        subprocess.Popen([*command, f"buckets={bucket}"], cwd=built, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, f"npu.buckets={bucket}"], cwd=built, stdout=subprocess.PIPE, text=True)
         for bucket in (64, 128)
     ]
     outputs = [p.communicate(timeout=500)[0] for p in both]

@@ -26,12 +26,12 @@ from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
 from stages.engine.steps import Project, Step
 from stages.engine.streams import end_with_readers
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 
 end_with_readers()
 artifacts = Path("artifacts").absolute()
-turn = Turn(artifacts / ".locks/model-cpu.lock")
-project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
 def chatter(who):
     os.write(1, f"{{who}} is native\\n".encode())
@@ -63,7 +63,7 @@ def task_second():
 def task_third():
     return doit_task(steps[2], steps)
 def task_compile():
-    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+    return command_task(project.lock.release, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
 def task_speak():
     return command_task(speak, [], ["third"])
 def task_long():
@@ -171,8 +171,8 @@ def shared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("doctor",),
         ("why",),
         ("graph",),
-        ("estimate", "model=demo", "buckets=128"),
-        ("estimate", "check=1"),
+        ("estimate", "model=demo", "npu.buckets=128"),
+        ("estimate", "published=1"),
         pytest.param(("verify", "text=text"), marks=pytest.mark.verify),
         pytest.param(("diagnose",), marks=pytest.mark.verify),
         pytest.param(("quality", "text=text", "weights=int8"), marks=pytest.mark.verify),
@@ -303,15 +303,16 @@ def test_an_answer_for_which_there_is_no_room(command: tuple[str, ...], chatty: 
 
 def test_a_reply_for_which_there_is_no_room(demo: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        for arguments in (("hi",), ("--check",)):
-            command = (sys.executable, "-m", "runtime", str(demo), *arguments)
+        for arguments in ((demo, "hi"), ("check", demo)):
+            command = (sys.executable, "-m", "runtime", *map(str, arguments))
             run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
             assert (run.returncode, run.stderr) == (1, FULL)
 
 
 @pytest.mark.parametrize("also_errors", [False, True])
-@pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("--check",), (), ("hi", "--n=2")])
+@pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("check",), (), ("hi", "--n=2")])
 def test_a_runtime_that_nobody_reads(arguments: tuple[str, ...], also_errors: bool, demo: Path) -> None:
-    command = [sys.executable, "-m", "runtime", str(demo), *arguments]
+    where = ["check", str(demo)] if arguments == ("check",) else [str(demo), *arguments]
+    command = [sys.executable, "-m", "runtime", *where]
     if arguments or also_errors:
         quiet(command, ROOT, also_errors=also_errors)

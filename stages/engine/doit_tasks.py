@@ -21,7 +21,7 @@ from llama_npu2.errors import UserError
 from stages.engine.extras import missing_package
 from stages.engine.leftovers import note, remove_leftovers
 from stages.engine.objects import stop_compilers
-from stages.engine.progress import show_on
+from stages.engine.progress import is_terminal, show_on
 from stages.engine.room import no_room
 from stages.engine.steps import Step
 from stages.engine.streams import answering, parted
@@ -75,14 +75,13 @@ class OneLineReporter(ConsoleReporter):
                 with _in_one_line():
                     check()
         steps = [task for task in _needed(tasks, selected_tasks) if _is_step(task)]
-        if steps and not self._file and sys.stderr.isatty():
+        if steps and not self._file and is_terminal(sys.stderr):
             # It takes longer to import than most builds that are up to date.
-            from stages.engine.display import Display, is_terminal
+            from stages.engine.display import Display
 
-            if is_terminal(sys.stderr):
-                before = {task.name: task.meta[LAST] for task in steps if task.meta[LAST] is not None}
-                self._display = Display(sys.stderr, len(steps), before)
-                show_on(self._display)
+            before = {task.name: task.meta[LAST] for task in steps if task.meta[LAST] is not None}
+            self._display = Display(sys.stderr, len(steps), before)
+            show_on(self._display)
 
     def get_status(self, task) -> None:
         if self._display and task.actions and not _is_step(task):
@@ -93,7 +92,7 @@ class OneLineReporter(ConsoleReporter):
         if not _is_step(task):
             return
         if self._display:
-            self._display.begin(task.name)
+            self._display.begin(task.name, stays=bool(named))
         elif named:
             self.write(f"{task.title()}\n")
 
@@ -219,7 +218,7 @@ class UpToDate:
     def __call__(self) -> bool:
         project = self.step.project
         note(project.leftovers)
-        project.turn.take()
+        project.lock.acquire()
         try:
             return self.step.is_current()
         except UserError:

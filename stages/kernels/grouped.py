@@ -1,6 +1,6 @@
 """Kernels for weights in the group-wise formats and in w8a8, derived from the kernels for bf16 weights.
 
-No module defines `int4_gemm`: this one makes it from `gemm`, by `format_kernel`. A name is `<format>_<kernel>`, for
+No module defines `int4_gemm`: this one makes it from `gemm`. A name is `<format>_<operation>` (`format_kernel`), for
 each format of `GROUPED` and for w8a8. `kernel_src/cpu/<format>.cc` and `<format>_lanes.cc` implement them on the host,
 `kernel_src/aie2p/grouped_gemv.cc` and `feed_forward.cc` on the array. Of each format there are
 
@@ -33,7 +33,6 @@ from stages.kernels import (
     Sizes,
     add,
     feed_forward,
-    format_kernel,
     gemm,
     gemv,
     grouped_gemv,
@@ -42,9 +41,9 @@ from stages.kernels import (
 from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
+from stages.weights.cut import Cut, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import formats, w8a8
-from stages.weights.lanes import Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 """The group-wise formats."""
@@ -145,7 +144,7 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             args = tuple(replace(arg, layouts=array) if arg.written else arg for arg in args)
         yield replace(
             kernel,
-            name=format_kernel(kernel.name, stored.name),
+            stored=stored.name,
             args=args,
             source=stored.name,
             reference=reference(kernel, stored),
@@ -178,7 +177,7 @@ def _feed_forward(stored: Format) -> Kernel:
 
     return replace(
         kernel,
-        name=format_kernel(kernel.name, stored.name),
+        stored=stored.name,
         args=tuple(
             replace(arg, format=stored.name, layouts={_ARRAY_SET: layouts[arg.name]}) if arg.matrix else arg
             for arg in kernel.args
@@ -196,7 +195,7 @@ def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
             rows = "vocab" if any(param.name == "vocab" for param in kernel.params) else "out_cols"
             yield replace(
                 kernel,
-                name=format_kernel(kernel.name, stored.name),
+                stored=stored.name,
                 args=_stored_args(kernel, stored, {HOST_SET: _VOCABULARY_LAYOUT}),
                 source=f"{stored.name}_lanes",
                 reference=_dequantised(kernel, stored),
@@ -208,7 +207,7 @@ def _matrix_cut(stored: Format, rows: str) -> Callable[[Sizes], Cut]:
     """Return the cut of a matrix as a function of a kernel's sizes; `rows` names its number of rows among them."""
     assert stored.cut is not None
     cut: Callable[..., Cut] = stored.cut
-    return lambda sizes: cut(padded(sizes[rows]), sizes["cols"])
+    return lambda sizes: cut(padded_rows(sizes[rows]), sizes["cols"])
 
 
 def _cut_fields(cut_of: Callable[[Sizes], Cut], *names: str) -> Derived:

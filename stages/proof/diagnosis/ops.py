@@ -1,5 +1,4 @@
-"""The launches of a plan, each at its place: as the programs of an artifact directory make them, fused where they are
-fused."""
+"""The operations of a plan: each launch of each call, fused as the programs of an artifact directory have it."""
 
 from __future__ import annotations
 
@@ -23,57 +22,62 @@ PLAIN_FORMATS = {"i32", *PLAIN}
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
-    """One launch of one call. `call`, `index`: its place in the phase and in the call, from 0; `layer`: None outside of
-    the layers; `slots`, `names`, `buffers`: by the kernel's arguments, what the part says of them, what they are called
-    in the program, and what is bound. `window`: of the cache, where the program attends over one. `kernel_set`: whose
-    kernel runs."""
+class Op:
+    """One launch of one call of a phase. `slots`, `names` and `buffers` are by the kernel's arguments."""
 
     phase: Phase
     call: int
+    """The call's place in the phase, from 0."""
     index: int
+    """The launch's place in the call, from 0."""
     program: str
     layer: int | None
+    """From 0; None outside of the layers."""
     launch: Launch
     slots: Mapping[str, Slot]
+    """The part's description of each argument (slot)."""
     names: Mapping[str, str]
+    """Each argument's name in the program."""
     buffers: Mapping[str, str]
+    """The buffer that is bound to each argument."""
     window: int | None
+    """The context bucket of the program, where it attends over one."""
     kernel_set: str
+    """The kernel set that computes it."""
 
     @property
     def kernel(self) -> Kernel:
+        """The kernel that is launched."""
         return self.launch.kernel
 
     @property
     def format(self) -> str:
-        """Of the weights or the cache that it reads, where that is no plain one; else bf16."""
+        """The format of the weights or the cache that it reads, where it is not a plain one; else bf16."""
         return next((arg.format for arg in self.kernel.args if arg.format not in PLAIN_FORMATS), "bf16")
 
     @property
     def base(self) -> str:
-        """The kernel of bf16 weights and caches that does the same, if there is one; else its own name."""
+        """The kernel that computes the same on bf16 weights and caches, if there is one; else its own."""
         return self.operation if self.operation in kernels() else self.kernel.name
 
     @property
     def operation(self) -> str:
-        """What it computes, whatever the format."""
+        """The operation, whatever the format."""
         return self.kernel.operation
 
     @property
     def judged_by(self) -> Kernel:
-        """Whose reference says what is right."""
+        """The kernel whose reference it is compared with."""
         return kernels()[self.base] if self.of_values else self.kernel
 
     @property
     def of_values(self) -> bool:
-        """Whether that takes weights as values, as it does of groups; products of whole numbers, and what unpacks, take
-        what is stored."""
+        """Whether that reference takes weights as values: products of whole numbers and unpacking take stored ones."""
         return self.format == "bf16" or (self.base != self.kernel.name and not self._whole_numbers)
 
     @property
     def fixed_point(self) -> bool:
-        """Whether it takes `x` in fixed point, as the host's products with weights in groups do."""
+        """Whether it takes `x` in fixed point, as the host's products with group-wise weights do."""
         in_panels = any(arg.matrix and arg.layout(HOST_SET) == "panels" for arg in self.kernel.args)
         return self.kernel_set == HOST_SET and in_panels and self.format in {form.name for form in GROUPED}
 
@@ -83,42 +87,44 @@ class Site:
 
     @property
     def written(self) -> tuple[Arg, ...]:
+        """Arguments that it writes."""
         return tuple(arg for arg in self.kernel.args if arg.written)
 
     @property
     def read(self) -> tuple[Arg, ...]:
+        """Arguments that it reads."""
         return tuple(arg for arg in self.kernel.args if not arg.written)
 
     @property
     def ends_layer(self) -> str:
-        """The argument that is a layer's output, where it is one of this launch's."""
+        """The argument that holds the layer's output, or nothing if no argument does."""
         return next((arg.name for arg in self.written if self.slots[arg.name].buffer == "x.{next}"), "")
 
     @property
     def fused(self) -> bool:
-        """Whether it does several launches of the part in one, of which only the ends are in memory."""
+        """Whether it computes several launches of the part in one, so that intermediate results are not in memory."""
         return self.kernel_set == HOST_SET and self.operation.endswith(("_add", "_silu"))
 
     @property
     def place(self) -> str:
-        """For people, layers counted from 1."""
-        where = "outside of the layers" if self.layer is None else f"layer {self.layer + 1}"
+        """Where it is, for people. Layers count from 0, as in names of tensors."""
+        where = "outside of the layers" if self.layer is None else f"layer {self.layer}"
         return f"launch {self.index + 1} of {self.program}, {where}, {self.phase}"
 
     @property
     def does(self) -> str:
-        """By the slots of the program: `gemm_add(attn_out, wo, x_residual) -> res1`."""
+        """The computation, with the program's names: `gemm_add(attn_out, wo, x_residual) -> res1`."""
         slots = self.names
         reads = ", ".join(slots[arg.name] for arg in self.read)
         return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
 
 
-def sites(build: Build, manifest: Manifest, unfused: str = "") -> dict[Phase, list[list[Site]]]:
-    """Of every phase of the directory's plans, call by call; those of the program `unfused` as if none were joined."""
+def ops(build: Build, manifest: Manifest, unfused: str = "") -> dict[Phase, list[list[Op]]]:
+    """Return the operations of each call of each phase; those of the program `unfused` without fusion."""
     programs = {program.name: (program, library.target) for library in build.libraries for program in library.programs}
     config = read_config(build.directory / CONFIG)
 
-    def phase(name: Phase, calls: Sequence[PlannedCall]) -> Iterator[list[Site]]:
+    def phase(name: Phase, calls: Sequence[PlannedCall]) -> Iterator[list[Op]]:
         chain = _chain(build.grouping, name)
         placed = cover(chained(config.family, chain, config.layers, build.policy), build.grouping.groups)
         for at, (call, (_, parts)) in enumerate(zip(calls, placed, strict=True)):
@@ -142,14 +148,14 @@ def _launches(
     program: Program,
     target: Target,
     fused: bool,
-) -> Iterator[Site]:
+) -> Iterator[Op]:
     bound = {slot.name: name for slot, name in zip(program.slots, call.names, strict=True)}
     index = 0
     for placed, wired in zip(parts, program.wiring, strict=True):
         for launch in target.modules.launches(placed.part) if fused else placed.part.launches:
             names = {arg: wired[slot] for arg, slot in launch.args.items()}
             slots = {arg: placed.part.slot(slot) for arg, slot in launch.args.items()}
-            yield Site(
+            yield Op(
                 phase=phase,
                 call=at,
                 index=index,
