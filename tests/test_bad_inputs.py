@@ -301,7 +301,7 @@ def test_missing_tools_are_said_before_any_step_runs(command: str, target: str, 
 
 
 PROMPTS: dict[str, tuple[str, bytes, str]] = {
-    "none": ("prompts.txt", b" \n\n", "there is no prompt in it"),
+    "none": ("prompts.txt", b" \n\n", "the file has no prompt"),
     "not_utf8": ("prompts.txt", b"caf\xe9\n", "give a text file with a prompt per line"),
     "not_json": ("prompts.jsonl", b'{"prompt": "a"}\n{\n', "line 2: "),
     "not_an_object": ("prompts.jsonl", b"[]\n", "line 1: it = [] must be an object"),
@@ -310,7 +310,11 @@ PROMPTS: dict[str, tuple[str, bytes, str]] = {
     "half_a_character": ("prompts.jsonl", b'{"prompt": "\\ud800"}\n', "must be some text"),
     "number_as_id": ("prompts.jsonl", b'{"prompt": "a", "id": 3}\n', "id = 3 must be one line"),
     "id_of_two_lines": ("prompts.jsonl", b'{"prompt": "a", "id": "b\\nc"}\n', "must be one line"),
-    "same_id": ("prompts.jsonl", b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n', "line 2: id 2 is another prompt's"),
+    "same_id": (
+        "prompts.jsonl",
+        b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n',
+        "line 2: id 2 is taken by another prompt",
+    ),
 }
 
 

@@ -157,7 +157,7 @@ from pathlib import Path
 import numpy as np
 from stages.engine.digests import Digests
 from stages.engine.steps import Project, Step
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 from stages.graph.needs import process_memory
 
 def act(work):
@@ -166,7 +166,7 @@ def act(work):
     (work / "out").write_text("made")
 
 here = Path(sys.argv[1])
-step = Step(Project(here, Digests(here / "digests"), Turn(here / "lock")), "step", "", act, (here / "out",))
+step = Step(Project(here, Digests(here / "digests"), ProcessLock(here / "lock")), "step", "", act, (here / "out",))
 before = process_memory()["RssAnon"]
 assert step.run() is None
 print(process_memory()["RssAnon"] - before)

@@ -100,8 +100,8 @@ def test_calibration_goes_only_when_asked(root: Path) -> None:
 
 def test_what_somebody_builds_stays(root: Path) -> None:
     (item,) = (item for item in unneeded(root) if item.kind == "incomplete")
-    turn = ArtifactDirectory(root, "model", "npu2").turn
-    with turn:
+    lock = ArtifactDirectory(root, "model", "npu2").lock
+    with lock:
         script = f"import sys; sys.path[:0] = {sys.path!r}\n" + (
             "from pathlib import Path; from stages.engine.housekeeping import remove, unneeded\n"
             f"root = Path({str(root)!r})\n"

@@ -18,12 +18,12 @@ from stages.model.policy import parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import build_module
 from stages.weights.constants import LANES
+from stages.weights.cut import PADDED_ROWS, SHARES, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import bfp16, formats, int4, int6, int8
-from stages.weights.lanes import PADDED_ROWS, SHARES, fits, padded
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.npu_shapes import JUDGED, model
-from tests.test_sim_kernels import ULP, assert_close, empty, execute
+from tests.support.sim_kernels import ULP, assert_close, empty, execute
 
 FORMATS = [form for form in formats().values() if form.cut is not None]
 SHAPES = [(64, 256), (48, 576), (16, 32), (32, 720), (192, 576), (16, 14336), (64, 8192), (80, 736)]
@@ -46,7 +46,7 @@ def test_what_is_packed_comes_back(form: Format, rows: int, cols: int) -> None:
         packed = form.arrange(rounded, layout)
         assert packed.shape == form.packed_shape((rows, cols), layout)
         assert (form.layout(layout).unpack(packed, rounded.shape) == rounded).all()
-    assert len(packed) * form.cut(padded(rows), cols).lanes == PADDED_ROWS  # type: ignore[misc]
+    assert len(packed) * form.cut(padded_rows(rows), cols).lanes == PADDED_ROWS  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -101,7 +101,7 @@ def packed_alone(form: Format, rounded: np.ndarray, lanes: int) -> np.ndarray:
 def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
     found = form.cut(rows, cols)  # type: ignore[misc]
     longest = rows == 128256 and cols == 14336  # of a vocabulary that has no room for a norm's weight beside it
-    assert fits(found, beside=not longest) and found.chunks % 2 == 0 and found.chunk_bytes % 64 == 0
+    assert found.fits_l1(companion=not longest) and found.chunks % 2 == 0 and found.chunk_bytes % 64 == 0
     assert found.panels * found.lanes == rows and found.inputs >= cols
     assert 2 * found.panel_bytes <= limits.L2_BYTES
     if cols >= 2048:

@@ -100,7 +100,7 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     llm = load(fused)
     ids = llm.encode("Once upon a time there was a small", raw=True)
     layers = llm.manifest.model["layers"]
-    memory, calls = llm.apart
+    memory, calls = llm.unaliased
     x, states = memory.array(f"x.{layers % 2}"), []
     for phase in ("prefill@64", "prefill@128"):
         for filler in (1, 2):
@@ -235,7 +235,7 @@ def test_a_conversation_processes_what_is_new(fused: Path) -> None:
 def test_a_manifest_says_what_the_estimate_does(fused: Path, estimated: Path) -> None:
     """Of every phase: within 1 %, as it counts what crosses to the host from the plan."""
     said, found = Manifest.open(fused).milliseconds, json.loads((estimated / "estimate.json").read_text())["phases"]
-    names = {"prompt of 64": "prefill@64", "128 more up to 2048": "prefill@128@2048", "token": "decode"}
+    names = {"prompt of 64": "prefill@64", "last 128 of a prompt of 2048": "prefill@128@2048", "token": "decode"}
     for name, phase in names.items():
         assert said[Phase.parse(phase)] == pytest.approx(found[name]["milliseconds"], rel=0.01), phase
     assert len(said) == 5

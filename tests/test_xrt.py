@@ -45,7 +45,6 @@ from llama_npu2.engine.trace import TracedCall
 from llama_npu2.options import Running
 from stages.air import parse_mlir, to_mlir
 from stages.commands.diagnose import diagnose
-from stages.commands.estimate import host_traffic
 from stages.commands.profile import estimates, write_report
 from stages.engine.files import file_digests
 from stages.graph import Build
@@ -55,13 +54,14 @@ from stages.kernels import add
 from stages.model.families import read_config
 from stages.model.plan import make_plan, with_context
 from stages.proof.comparison import transformers_model
+from stages.reports.estimated import host_traffic
 from stages.targets.npu2_sim.objects import options
 from stages.targets.npu2_sim.programs import link
 from tests import pyxrt_standin
 from tests.conftest import ROOT, build, change_manifest
-from tests.pyxrt_standin import NEWEST, Facts, declared, install, release
+from tests.pyxrt_standin import IN_FLIGHT, NEWEST, Facts, declared, install, release
 from tests.sim_support import objects
-from tests.test_diagnose import ON_ARRAY
+from tests.support.faults import ON_ARRAY
 
 ROWS, COLS = 4, 64
 PROMPT = "The capital of France is"
@@ -287,7 +287,7 @@ def test_no_command_comes_near_the_watchdog(
     adder.run()
     assert world.commands == pytest.approx(commands)
     assert (world.counts["submissions"], world.counts["runs"]) == (submitted, calls)
-    assert world.counts["blocked"] == max(0, (len(commands) - limits.IN_FLIGHT) if submitted == 1 else 0)
+    assert world.counts["blocked"] == max(0, (len(commands) - IN_FLIGHT) if submitted == 1 else 0)
     adder.run()
     adder.device.close()
 
@@ -710,7 +710,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
         def changed(values: np.ndarray) -> None:
             ON_ARRAY[0].change(values)
-            llm.apart[0].buffer(site.buffers[site.written[0].name]).push()
+            llm.unaliased[0].buffer(site.buffers[site.written[0].name]).push()
 
         site = replace(ON_ARRAY[0], change=changed)(described, llm)
         (first, *_) = diagnose(described, llm).wrong
@@ -909,18 +909,16 @@ def test_command_line(npu2: Path, tmp_path: Path) -> None:
 
 
 def test_host_library_that_does_not_load(npu2: Path, tmp_path: Path) -> None:
-    """numpy does the work of a `host.so` that was made for another machine: the same text."""
+    """A `host.so` that was made for another machine is refused: what, where, what to do."""
     directory = tmp_path / "npu2"
     shutil.copytree(npu2, directory, copy_function=os.link)
     library = directory / "elf/host.so"
     library.unlink()
     library.write_bytes(b"of another machine")
     change_manifest(directory, lambda manifest: manifest["files"].update({"elf/host.so": file_digests(library)}))
-    (native, numpy) = (_command(d, tmp_path, {}) for d in (npu2, directory))
-    assert (numpy.returncode, numpy.stdout) == (0, native.stdout)
-    said, times = numpy.stderr.splitlines()
-    assert re.fullmatch(r".*host.so cannot be loaded \(.*\): .*; until then, host programs run on numpy, slower", said)
-    assert times.endswith("npu2, host programs on numpy")
+    run = _command(directory, tmp_path, {})
+    assert (run.returncode, run.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*host.so cannot be loaded \(.*\): rebuild it with doit compile\n", run.stderr)
 
 
 @pytest.mark.parametrize(

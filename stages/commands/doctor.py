@@ -28,7 +28,7 @@ from stages.targets.npu2.known_good import (
     version,
 )
 
-GUIDE = "docs/ryzen-ai.md"
+GUIDE = "docs/tutorials/ryzen-ai.md"
 HEADERS = "AIE API headers"
 BUILD_MEMORY = 16 << 30
 BUILD_DISK = 20 << 30

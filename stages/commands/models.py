@@ -81,13 +81,13 @@ def removed(build: Build, chosen: Sequence[ArtifactDirectory], dry: bool) -> Ite
         if dry:
             yield f"would remove {name}: {amount(nbytes)}"
             continue
-        turn = directory.turn
-        if not turn.try_take():
+        lock = directory.lock
+        if not lock.try_acquire():
             raise UserError(f"{name} is being built: try again when that is done")
         try:
             delete(build.artifacts, [directory.path])
         finally:
-            turn.give_up()
+            lock.release()
         yield f"removed {name}: {amount(nbytes)}"
     models = {directory.model for directory in chosen}
     for item in () if dry else unneeded(build.artifacts):

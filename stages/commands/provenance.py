@@ -36,7 +36,7 @@ def run(build: Build) -> None:
 def _statement(manifest: Manifest) -> dict[str, Any]:
     """What a trusted signer said, else what lies beside the manifest."""
     try:
-        return trust.signed_statement(manifest.directory, manifest.content, manifest.beside[1])[0]
+        return trust.signed_statement(manifest.directory, manifest.content, manifest.signature)[0]
     except UserError:
         path = manifest.directory / PROVENANCE
         said = read_json(path, "run doit compile")
@@ -59,7 +59,7 @@ def _rows(definition: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator
 
 def _voucher(manifest: Manifest) -> str:
     try:
-        return trust.allowed(manifest.directory, manifest.content, *manifest.beside)
+        return trust.allowed(manifest.directory, manifest.content, manifest.mark, manifest.signature)
     except UserError as error:
         return f"nobody whom you trust: {error}"
 

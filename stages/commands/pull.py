@@ -10,7 +10,7 @@ from stages.graph import Build
 
 def run(build: Build) -> None:
     exchange = exchanged(build)
-    with build.project.turn:
+    with build.project.lock:
         offer, received = exchange.pull(build.steps)
         if not offer.withheld:
             # Whoever signed it was trusted when it came: from here on it is like an own build.

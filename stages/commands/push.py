@@ -15,10 +15,10 @@ from stages.sharing.travel import Exchange
 
 def run(build: Build) -> None:
     exchange = exchanged(build)
-    with build.project.turn:
-        if build.may_go(build.steps["manifest"]):
+    with build.project.lock:
+        if build.is_shareable(build.steps["manifest"]):
             write_atomic(build.directory / SIGNATURE, signed(build.directory))
-        offer, sent = exchange.push(build.steps.values(), build.may_go)
+        offer, sent = exchange.push(build.steps.values(), build.is_shareable)
         build.project.digests.save()
     total = sum(blob.size for blob in set(offer.files.values()))
     print(f"{build.artifact} is on {build.options.remote}: {megabytes(sent)} sent of {megabytes(total)}", flush=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from llama_npu2.errors import UserError
-from stages.engine.names import suggestion
+from llama_npu2.errors import UserError, suggestion
 from stages.engine.why import CURRENT, STALE, Finding, examine
 from stages.graph import Build
 from stages.proof.selftest.graph import Probes

@@ -91,7 +91,7 @@ KERNELS = (
             "rows pos kv_heads head_dim",
             partial(reference_panels, stored=stored),
             writes=tuple(Arg(f"{which}_panels", stored, written=True) for which in "kv"),
-            source="append_kv_panels",
+            source=format_kernel("attention", stored),
         )
         for stored in KV_FORMATS.values()
     ),

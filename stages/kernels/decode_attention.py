@@ -16,11 +16,15 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads:
 
 
 KERNELS = tuple(
-    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source="decode_attention", attends=True)
-    for name, cache in (
-        ("decode_attention_kv", (Arg("kv"),)),
+    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source=source, attends=True)
+    for name, cache, source in (
+        ("decode_attention_kv", (Arg("kv"),), "attention_kv"),
         *(
-            (format_kernel("decode_attention_panels", stored), (Arg("k_panels", stored), Arg("v_panels", stored)))
+            (
+                format_kernel("decode_attention_panels", stored),
+                (Arg("k_panels", stored), Arg("v_panels", stored)),
+                format_kernel("attention", stored),
+            )
             for stored in KV_FORMATS.values()
         ),
     )

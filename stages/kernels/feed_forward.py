@@ -17,7 +17,7 @@ from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Arg, Cost, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
 from stages.weights.constants import GROUP
-from stages.weights.lanes import PARTS, SHARES, FeedForward
+from stages.weights.cut import PARTS, SHARES, FeedForward
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Variant

@@ -260,7 +260,7 @@ KERNELS = (
             ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
             "seq pos heads kv_heads head_dim",
             reference,
-            source="flash_attention",
+            source=format_kernel("attention", stored),
             attends=True,
         )
         for stored in KV_FORMATS.values()

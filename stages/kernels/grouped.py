@@ -42,9 +42,9 @@ from stages.kernels import (
 from stages.kernels import embed as embedding
 from stages.kernels.unpacking import unpacking
 from stages.weights.constants import GROUP, SHORT_GROUP
+from stages.weights.cut import Cut, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import formats, w8a8
-from stages.weights.lanes import Cut, padded
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 """The group-wise formats."""
@@ -208,7 +208,7 @@ def _matrix_cut(stored: Format, rows: str) -> Callable[[Sizes], Cut]:
     """Return the cut of a matrix as a function of a kernel's sizes; `rows` names its number of rows among them."""
     assert stored.cut is not None
     cut: Callable[..., Cut] = stored.cut
-    return lambda sizes: cut(padded(sizes[rows]), sizes["cols"])
+    return lambda sizes: cut(padded_rows(sizes[rows]), sizes["cols"])
 
 
 def _cut_fields(cut_of: Callable[[Sizes], Cut], *names: str) -> Derived:

@@ -10,7 +10,7 @@ from stages import air
 from stages.air import limits
 from stages.kernels import BF16, F32, Cost, rms_norm, silu_and_mul
 from stages.weights.constants import BLOCK, GROUP
-from stages.weights.lanes import Cut, padded
+from stages.weights.cut import Cut, padded_rows
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
@@ -194,7 +194,7 @@ def tile(
     """
     what = f"gemv {out_cols}x{cols}"
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
-    matrix = cut(out_cols if dtype == "bf16" else padded(out_cols), cols, 2 if pairs else 1)
+    matrix = cut(out_cols if dtype == "bf16" else padded_rows(out_cols), cols, 2 if pairs else 1)
     herds = [
         (columns, rows)
         for columns in range(limits.COLUMNS, 0, -1)

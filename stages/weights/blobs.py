@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor, each aligned so that a mapped file feeds vector loads directly."""
+"""Writes safetensors files tensor by tensor, each aligned so that kernels can load from a mapped file directly."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llama_npu2.artifact.dtypes import SAFETENSORS, nbytes
 from stages.engine.files import HUGE_PAGE
 
 PAGE = 4096
-"""Bytes. Alignment with which a tensor can also be mapped or read on its own."""
+"""Bytes. With this alignment, a tensor can also be mapped or read on its own."""
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """Name, dtype, shape."""
 
 
 def safetensors_bytes(tensors: Iterable[Tensor], alignment: int = 1) -> int:
-    """Of the file that `write_safetensors` makes."""
+    """Return the size of the file that `write_safetensors` makes."""
     header, layout = _layout(list(tensors), alignment)
     return 8 + len(header) + max((end for _, end, _ in layout.values()), default=0)
 
@@ -31,9 +31,9 @@ def write_safetensors(
     contents: Iterator[np.ndarray],
     alignment: int = 1,
 ) -> dict[str, int]:
-    """Write `contents` (in the order of `tensors`); return each tensor's byte offset in the file.
+    """Write `contents`, in the order of `tensors`. Return each tensor's byte offset in the file.
 
-    With an `alignment` (bytes) the gaps are declared as U8 tensors named `.pad<N>`: the format allows no holes.
+    With an `alignment` in bytes, gaps are declared as U8 tensors named `.pad<N>`, because the format allows no holes.
     """
     header, layout = _layout(list(tensors), alignment)
     base = 8 + len(header)
@@ -49,7 +49,7 @@ def write_safetensors(
 
 
 def _write(file: BinaryIO, data: bytes | memoryview) -> None:
-    """In pieces that end where huge pages do: there the file's buffer is full, so that it writes whole ones."""
+    """Write in pieces that end where huge pages do. The file's buffer is full there, so that it writes whole ones."""
     while data:
         count = HUGE_PAGE - file.tell() % HUGE_PAGE
         file.write(data[:count])
@@ -57,6 +57,7 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def _layout(tensors: list[Tensor], alignment: int) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
+    """Return the header, and each tensor's begin, end and padding in bytes after it."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     layout = {}
     position = 0

@@ -1,4 +1,4 @@
-"""Constants of byte layouts, which Python packs by and C++ reads by. Said here; the compilers get them as macros."""
+"""Constants of byte layouts that Python packs by and C++ reads by. The compilers get them as macros."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ KV_BLOCK_POSITIONS = 128
 """Positions per block of a KV cache in panels: a block of one head stays in the first-level cache."""
 
 GROUP = 32
-"""Inputs that share a scale in grouped formats."""
+"""Inputs that share a scale in group-wise formats."""
 
 SHORT_GROUP = 16
-"""The same of those with short groups."""
+"""Inputs that share a scale in group-wise formats with short groups."""
 
 QUAD = 4
-"""Inputs of one lane of `vpdpbusd`, which products of whole numbers are made of."""
+"""Inputs of one lane of `vpdpbusd`, the instruction that multiplies whole numbers."""
 
 LANES = 32
-"""Outputs of a wide panel of the array: as many as its cores multiply at once."""
+"""Outputs of a wide panel of the array: as many as a core multiplies at once."""
 
 POSITION = 32
-"""Elements of bf16, a cache line, that begin with a token's position as i32: behind its queries, and as half as many
-f32 behind its row of rotary embedding."""
+"""Elements of bf16, a cache line, that begin with a token's position as i32. They come after its queries, and as half
+as many f32 after its row of rotary embedding."""
 
 HEAD_POSITION = BLOCK
-"""Elements of bf16, a row of a block, that begin with a row's position as i32: behind each head of a prompt's
+"""Elements of bf16, a row of a block, that begin with a row's position as i32. They come after each head of a prompt's
 queries."""
 
 
 def macros() -> tuple[str, ...]:
-    """Compiler flags with which every kernel source is compiled, whatever its target."""
+    """Return the compiler flags for every kernel source, whatever its target."""
     values = {
         "PANEL_ROWS": PANEL_ROWS,
         "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS,

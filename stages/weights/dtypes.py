@@ -1,4 +1,4 @@
-"""What the elements of a buffer are called in C++ and in MLIR."""
+"""Names of element types in C++ and in MLIR."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dtype:
-    """Names of an element type. Its size and its name in safetensors are in `llama_npu2.artifact.dtypes`."""
+    """An element type's names. Its size and its name in safetensors are in `llama_npu2.artifact.dtypes`."""
 
     c: str
     mlir: str

@@ -24,7 +24,8 @@ DAMPING = 0.01
 """Of the mean of the diagonal, added to it: inputs that hardly ever differ from zero must not be steered by noise."""
 
 MADE_GOOD = 0.5
-"""Of what products lack: with all of it, weights fit the calibration text, and lose on others (BENCHMARKS.md)."""
+"""The share of the missing output that is compensated: with all of it, weights fit the calibration text, and lose on
+others (docs/benchmarks/notebook.md)."""
 
 RIDGE = 0.1
 """Of the mean of the diagonal, added to it for that."""

@@ -14,48 +14,55 @@ from stages.weights.scales import Grid
 Shape = tuple[int, ...]
 
 PACKED_AT_ONCE = 1 << 22
-"""Values."""
+"""Values that are packed at a time, where a layout allows it."""
 
 
 def _unchanged(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _first(packed: np.ndarray, shape: Shape) -> np.ndarray:
-    """Of rows that lie as they are, with others behind them."""
+def _first_rows(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Return the tensor of this shape from rows that are stored in order, with padding after them."""
     return packed.reshape(-1, *shape[1:])[: shape[0]]
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Rows of a stored matrix, each `unit` of which `pack` makes one of what is packed of, whatever the others are:
-    that at `to`, then every `step`th. `parts`: of what is packed, which `pack` makes for each of these at once."""
+class PanelRows:
+    """Rows of a stored matrix that become panels, each panel whatever the others are."""
 
     rows: range
-    unit: int
+    panel_rows: int
+    """Rows of the matrix per panel."""
     pack: Callable[[np.ndarray], np.ndarray]
-    to: int = 0
+    """Packs some of the rows, a multiple of `panel_rows` but for the last, into panels."""
+    first: int = 0
+    """Where the first panel goes, as the number of a panel of the packed matrix."""
     step: int = 1
-    parts: int = 1
+    """How many panels after one the next goes."""
+    shares: int = 1
+    """Equal shares of the packed matrix. `pack` makes panels for each: `[shares, panels, ...]`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An order of a stored tensor's elements. `shape`: of the stored tensor -> after packing; `pack`: the same for the
-    tensor, or `stretches`, of the shape of a stored matrix, where some rows can be packed after others, zeros being
-    what none is packed to; `unpack(packed, shape)`: the stored tensor of that shape again. `serves`: layouts whose
-    readers can read this one as well, because it only adds elements behind theirs."""
+    """An order of a stored tensor's elements."""
 
     shape: Callable[[Shape], Shape] = tuple
+    """Shape of the stored tensor -> shape after packing."""
     pack: Callable[[np.ndarray], np.ndarray] = _unchanged
-    unpack: Callable[[np.ndarray, Shape], np.ndarray] = _first
+    """Packs a stored tensor. Not used if there are `panels`."""
+    unpack: Callable[[np.ndarray, Shape], np.ndarray] = _first_rows
+    """`unpack(packed, shape)` returns the stored tensor of that shape."""
     serves: tuple[str, ...] = ()
-    stretches: Callable[[Shape], list[Stretch]] | None = None
+    """Layouts whose readers can read this one as well, because it only adds elements after theirs."""
+    panels: Callable[[Shape], list[PanelRows]] | None = None
+    """Packs a stored matrix some rows at a time, where that is possible: its shape -> its rows. A panel that none of
+    them makes is zeros."""
 
     @classmethod
-    def of_rows(cls, rows: int, shape: Callable[[Shape], Shape], pack: Any, unpack: Any) -> Layout:
-        """One in which so many rows become one."""
-        return cls(shape, unpack=unpack, stretches=lambda stored: [Stretch(range(stored[0]), rows, pack)])
+    def of_panels(cls, panel_rows: int, shape: Callable[[Shape], Shape], pack: Any, unpack: Any) -> Layout:
+        """Return a layout of panels in order, each of `panel_rows` rows."""
+        return cls(shape, unpack=unpack, panels=lambda stored: [PanelRows(range(stored[0]), panel_rows, pack)])
 
 
 PLAIN = Layout()
@@ -63,79 +70,82 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Format:
-    """`values` logical values along a tensor's last axis make one block of `elements` elements of `dtype`; the last
-    block of a row may be short of values, never of elements. `row_elements` of a row are in front of its blocks.
+    """How values are stored: `values` values along a tensor's last axis make one block of `elements` elements.
 
-    `quantise`: values `[..., n]` (f32, f16 or bf16) -> stored elements
-    `[..., row_elements + ceil(n / values) * elements]`;
-    `dequantise(stored, n)`: back to f32 `[..., n]`. Plain dtypes are formats of one value in one element.
-    `grid(groups, importance)`: the scales of whole groups f32 `[rows, groups, values]`, where they can be chosen before
-    the numbers; `importance` f32 `[groups, values]` weighs the squares of errors. `cut(rows, cols)`: how the layouts
-    for the array cut a matrix (`stages.weights.lanes.Cut`), where it has them; `cut(rows, cols, together)` where a core
-    takes panels of so many at a time; `feed_forward(cols, inner)`: how they cut a feed-forward network's
-    (`stages.weights.lanes.FeedForward`). `steps(stored)` f32 `[rows, groups]`, there too: what whole numbers are
-    multiplied with.
+    The last block of a row may be short of values, never of elements. Plain dtypes are formats of one value in one
+    element.
     """
 
     name: str
     dtype: str
+    """Of the elements."""
     quantise: Callable[[np.ndarray], np.ndarray]
+    """Values `[..., n]` (f32, f16 or bf16) -> stored elements `[..., row_elements + ceil(n / values) * elements]`."""
     dequantise: Callable[[np.ndarray, int], np.ndarray]
+    """`dequantise(stored, n)` -> f32 `[..., n]`."""
     values: int = 1
     elements: int = 1
     row_elements: int = 0
+    """Elements of a row before its blocks."""
     layouts: Mapping[str, Layout] = field(default_factory=dict, hash=False)
     grid: Callable[..., Grid] | None = None
+    """`grid(groups, importance)` chooses the scales of whole groups f32 `[rows, groups, values]` before their numbers,
+    for formats where that is possible. `importance`, f32 `[groups, values]`, weighs the squares of errors."""
     cut: Callable[..., Any] | None = None
+    """`cut(rows, cols)` returns how the layouts for the array cut a matrix (`stages.weights.cut.Cut`), for formats that
+    have them; `cut(rows, cols, together)` how if a core takes that many panels at a time."""
     feed_forward: Callable[[int, int], Any] | None = None
+    """`feed_forward(cols, inner)` returns how they cut a feed-forward network (`stages.weights.cut.FeedForward`)."""
     steps: Callable[[np.ndarray], np.ndarray] | None = None
+    """`steps(stored)` returns what the numbers of each group are multiplied with, f32 `[rows, groups]`. For formats
+    that have `cut`."""
 
     def layout(self, name: str) -> Layout:
         return PLAIN if name == "plain" else self.layouts[name]
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Of a tensor of logical `shape`, in elements of `dtype`, before any layout."""
+        """Return the shape, in elements and without a layout, of a tensor of logical `shape`."""
         *outer, last = shape
         return (*outer, self.row_elements + -(-last // self.values) * self.elements)
 
     def packed_shape(self, shape: Shape, layout: str) -> Shape:
-        """Of a tensor of logical `shape`, in elements of `dtype`, as it lies in memory."""
+        """Return the shape, in elements and as it lies in memory, of a tensor of logical `shape`."""
         return tuple(self.layout(layout).shape(self.stored_shape(shape)))
 
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
-        """A tensor's values, stored and arranged: `packed_shape(tensor.shape, layout)`."""
-        return self._arranged(tensor, self.quantise, layout, self.stored_shape(tensor.shape))
+        """Quantise a tensor's values, and pack them: `packed_shape(tensor.shape, layout)`."""
+        return self._packed(tensor, self.quantise, layout, self.stored_shape(tensor.shape))
 
     def arrange(self, stored: np.ndarray, layout: str) -> np.ndarray:
-        """The same of what is stored already."""
-        return self._arranged(stored, _unchanged, layout, stored.shape)
+        """Pack a tensor that is in elements of this format already."""
+        return self._packed(stored, _unchanged, layout, stored.shape)
 
-    def _arranged(
-        self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout: str, shape: Shape
+    def _packed(
+        self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout_name: str, shape: Shape
     ) -> np.ndarray:
-        """Of the stored shape; where a layout allows it, some rows after others, so that what is in the making takes
-        little memory."""
-        chosen = self.layout(layout)
-        if chosen.stretches is None:
-            return chosen.pack(store(tensor))
-        packed = np.zeros(chosen.shape(shape), DTYPES[self.dtype])
-        for each in chosen.stretches(shape):
-            step = each.unit * max(1, PACKED_AT_ONCE // (each.unit * tensor.shape[1]))
-            for first in each.rows[::step]:
-                some = each.pack(store(tensor[first : min(first + step, each.rows.stop)]))
-                some = some.reshape(each.parts, -1, *packed.shape[1:])
-                begin = each.to + (first - each.rows.start) // each.unit * each.step
-                parts = packed.reshape(each.parts, -1, *packed.shape[1:])
-                parts[:, begin : begin + some.shape[1] * each.step : each.step] = some
+        """Pack `store(tensor)`, which has this shape; some rows after others where the layout allows it, so that
+        intermediate arrays take little memory."""
+        layout = self.layout(layout_name)
+        if layout.panels is None:
+            return layout.pack(store(tensor))
+        packed = np.zeros(layout.shape(shape), DTYPES[self.dtype])
+        for part in layout.panels(shape):
+            by_share = packed.reshape(part.shares, -1, *packed.shape[1:])
+            count = part.panel_rows * max(1, PACKED_AT_ONCE // (part.panel_rows * tensor.shape[1]))
+            for start in part.rows[::count]:
+                panels = part.pack(store(tensor[start : min(start + count, part.rows.stop)]))
+                panels = panels.reshape(part.shares, -1, *packed.shape[1:])
+                first = part.first + (start - part.rows.start) // part.panel_rows * part.step
+                by_share[:, first : first + panels.shape[1] * part.step : part.step] = panels
         return packed
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:
-        """The values, f32 of logical `shape`, of what `pack` made."""
+        """Return the values, f32 of logical `shape`, of a packed tensor."""
         stored = self.layout(layout).unpack(packed, self.stored_shape(shape))
         return self.dequantise(stored, shape[-1])
 
     def common_layout(self, one: str, other: str) -> str:
-        """The layout that readers of both can read. ValueError if there is none."""
+        """Return the layout that readers of both can read. ValueError if there is none."""
         for name, wanted in ((one, other), (other, one)):
             if name == wanted or wanted in self.layout(name).serves:
                 return name

@@ -1,4 +1,4 @@
-"""Scales of groups by least squares, and scales of scales."""
+"""Chooses the scales of groups by least squares, and rounds scales themselves."""
 
 from __future__ import annotations
 
@@ -8,93 +8,132 @@ from dataclasses import dataclass
 import numpy as np
 
 _STRETCHES = np.linspace(-0.9, 1.2, 8, dtype=np.float32)
-"""Ranges that are tried: by how many steps one is longer than the largest value. Beyond these none ever won on trained
-weights; each costs a pass."""
+"""Ranges that are tried, each given by how many steps it is longer than the largest value. Beyond these none ever won
+on trained weights; each costs a pass."""
 
 _REFITS = 2
-"""How often the best of them is rounded to and fitted again."""
+"""How often values are rounded to the best fit and fitted again."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What numbers stand for once scales are chosen: `scale * number - minimum`, whole numbers from `least` to `most`.
-    `scale`, `minimum`: f32 `[rows, groups]` as they are stored; `store`: numbers f32 `[rows, groups, group]` -> stored.
-    """
+    """The values that numbers stand for once scales are chosen: `scale * number - minimum`."""
 
     scale: np.ndarray
+    """f32 `[rows, groups]`, as it is stored."""
     minimum: np.ndarray
+    """f32 `[rows, groups]`, as it is stored."""
     least: int
+    """The smallest number."""
     most: int
+    """The largest number."""
     store: Callable[[np.ndarray], np.ndarray]
+    """Turns numbers f32 `[rows, groups, group]` into stored elements."""
 
     def quantise(self, groups: np.ndarray) -> np.ndarray:
-        """f32 `[rows, groups, group]` -> stored: the nearest of each value."""
+        """Round f32 `[rows, groups, group]` to the nearest values. Return stored elements."""
         shifted = groups + self.minimum[..., None]
         return self.store(np.clip(np.rint(shifted * inverse(self.scale)[..., None]), self.least, self.most))
 
 
 def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray | None = None) -> np.ndarray:
-    """Scales f32 `[...]` >= 0 of groups f32 `[..., n]`: of those tried, each refitted by least squares to the numbers
-    it gives, the one with the least squared error. `importance`: f32, weighs the squares."""
+    """Return scales f32 `[...]` >= 0 of groups f32 `[..., n]`, so that `g ~ scale * q`, with whole numbers q.
+
+    Each range that is tried gives numbers q; the scale is refitted to these by weighted least squares,
+    `s = sum(w g q) / sum(w q q)`, and the one with the least squared error is kept.
+
+    Args:
+        least: The smallest q.
+        most: The largest q.
+        importance: f32, the weights w of the squares; None: 1.
+    """
     largest = np.abs(groups).max(axis=-1)
-    best, error = np.zeros_like(largest), np.full_like(largest, np.inf)
+    best, least_error = np.zeros_like(largest), np.full_like(largest, np.inf)
     for stretch in _STRETCHES:
         numbers = np.clip(np.rint(groups * inverse(largest / (most + stretch))[..., None]), least, most)
         weighted = _weighted(numbers, importance)
-        square = np.einsum("...i,...i->...", weighted, numbers)
-        scale = np.einsum("...i,...i->...", groups, weighted) * inverse(square)
-        # Of the fit: |g|^2 - s^2 |q|^2.
-        found = -scale * scale * square
-        better = found < error
-        best, error = np.where(better, scale, best), np.where(better, found, error)
+        squares = np.einsum("...i,...i->...", weighted, numbers)
+        scale = np.einsum("...i,...i->...", groups, weighted) * inverse(squares)
+        # The error is sum(w g g) - s^2 sum(w q q), of which the first sum is the same for all.
+        error = -scale * scale * squares
+        better = error < least_error
+        best, least_error = np.where(better, scale, best), np.where(better, error, least_error)
     return np.maximum(best, 0)
 
 
-def affine(groups: np.ndarray, most: int, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum` with q from
-    0 to `most`: of the ranges tried, each refitted by least squares, the one with the least squared error.
-    `importance`: f32, weighs the squares."""
-    weight = np.asarray(groups.shape[-1] if importance is None else importance.sum(axis=-1), np.float32)
-    weighted = _weighted(groups, importance)
-    total, squares = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, groups)
+def asymmetric(groups: np.ndarray, most: int, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum`,
+    with whole numbers q from 0 to `most`.
+
+    Each range that is tried, and then the best fit so far, gives numbers q, to which scale and minimum are refitted
+    (`_LeastSquares`). The fit with the least squared error is kept.
+
+    Args:
+        importance: f32, the weights of the squares; None: 1.
+    """
+    least_squares = _LeastSquares(groups, importance)
     low = np.minimum(groups.min(axis=-1), 0)
     span, shifted = groups.max(axis=-1) - low, groups - low[..., None]
-    best = np.zeros((2, *low.shape), np.float32)
-    error = np.full_like(low, np.inf)
-    for turn in range(len(_STRETCHES) + _REFITS):
-        if turn < len(_STRETCHES):
-            numbers = shifted * inverse(span / (most + _STRETCHES[turn]))[..., None]
+    best_scale, best_minimum = np.zeros_like(low), np.zeros_like(low)
+    least_error = np.full_like(low, np.inf)
+    for attempt in range(len(_STRETCHES) + _REFITS):
+        if attempt < len(_STRETCHES):
+            numbers = shifted * inverse(span / (most + _STRETCHES[attempt]))[..., None]
         else:
-            numbers = (groups + best[1][..., None]) * inverse(best[0])[..., None]
+            numbers = (groups + best_minimum[..., None]) * inverse(best_scale)[..., None]
         numbers = np.clip(np.rint(numbers), 0, most)
-        weighted = _weighted(numbers, importance)
-        q, qq = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, numbers)
-        gq = np.einsum("...i,...i->...", groups, weighted)
-        over = inverse(weight * qq - q * q)
-        scale, offset = (weight * gq - q * total) * over, (qq * total - q * gq) * over
-        # Numbers that are all the same leave one of the two open: a minimum serves values below 0, a scale those above.
-        same = numbers.max(axis=-1) == numbers.min(axis=-1)
-        below = same & (total < 0)
-        free = (offset <= 0) & ~same
-        scale, offset = np.where(free, scale, gq * inverse(qq)), np.where(free, offset, 0)
-        scale, offset = np.where(below, 0, scale), np.where(below, total * inverse(weight), offset)
-        found = squares + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + weight * offset - 2 * total)
-        better = (found < error) & (scale >= 0)
-        best[0], best[1] = np.where(better, scale, best[0]), np.where(better, -offset, best[1])
-        error = np.where(better, found, error)
-    return best[0], best[1]
+        scale, offset, error = least_squares.fit(numbers)
+        better = (error < least_error) & (scale >= 0)
+        best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, -offset, best_minimum)
+        least_error = np.where(better, error, least_error)
+    return best_scale, best_minimum
+
+
+class _LeastSquares:
+    """Fits `g ~ s q + o` to values g and numbers q of each group: minimises `E = sum(w (g - s q - o)^2)`.
+
+    With sums over a group written as W = sum(w), G = sum(w g), Q = sum(w q), GG = sum(w g g), GQ = sum(w g q) and
+    QQ = sum(w q q), where both derivatives of E are 0
+
+        s = (W GQ - Q G) / (W QQ - Q^2)    o = (QQ G - Q GQ) / (W QQ - Q^2)
+        E = GG + s (s QQ - 2 GQ) + o (2 s Q + W o - 2 G)
+    """
+
+    def __init__(self, groups: np.ndarray, importance: np.ndarray | None) -> None:
+        """Take values f32 `[..., n]`, and their weights w, 1 if None."""
+        self._groups, self._importance = groups, importance
+        self._w = np.asarray(groups.shape[-1] if importance is None else importance.sum(axis=-1), np.float32)
+        weighted = _weighted(groups, importance)
+        self._g, self._gg = weighted.sum(axis=-1), np.einsum("...i,...i->...", weighted, groups)
+
+    def fit(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return s, o <= 0 and E, f32 `[...]`, for the numbers q f32 `[..., n]`."""
+        weighted = _weighted(numbers, self._importance)
+        w, g, q = self._w, self._g, weighted.sum(axis=-1)
+        qq = np.einsum("...i,...i->...", weighted, numbers)
+        gq = np.einsum("...i,...i->...", self._groups, weighted)
+        determinant = inverse(w * qq - q * q)
+        scale, offset = (w * gq - q * g) * determinant, (qq * g - q * gq) * determinant
+        # If all q are equal, either s or o is enough: o fits values below 0, s those above.
+        equal = numbers.max(axis=-1) == numbers.min(axis=-1)
+        below = equal & (g < 0)
+        both = (offset <= 0) & ~equal
+        scale, offset = np.where(both, scale, gq * inverse(qq)), np.where(both, offset, 0)
+        scale, offset = np.where(below, 0, scale), np.where(below, g * inverse(w), offset)
+        error = self._gg + scale * (scale * qq - 2 * gq) + offset * (2 * scale * q + w * offset - 2 * g)
+        return scale, offset, error
 
 
 def _weighted(values: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     return values if importance is None else values * importance
 
 
-def level(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values >= 0 f32 `[rows, groups]` as whole numbers f32 from 0 to 255 times a factor f32 `[rows, 1]`."""
-    factor = values.max(axis=-1, keepdims=True) / np.float32(255)
-    return factor, np.clip(np.rint(values * inverse(factor)), 0, 255)
+def quantise_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Round scales >= 0, f32 `[rows, groups]`. Return a factor f32 `[rows, 1]` and whole numbers f32 from 0 to 255."""
+    factor = scales.max(axis=-1, keepdims=True) / np.float32(255)
+    return factor, np.clip(np.rint(scales * inverse(factor)), 0, 255)
 
 
 def inverse(values: np.ndarray) -> np.ndarray:
-    """1 / values, 0 where that is not a number."""
+    """Return 1 / values, f32, and 0 for values next to 0."""
     return np.divide(np.float32(1), values, out=np.zeros_like(values), where=np.abs(values) > np.float32(1e-30))

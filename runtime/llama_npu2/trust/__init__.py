@@ -1,7 +1,7 @@
-"""Who vouches for what came from elsewhere: marks of own builds, signatures, and the keys that a user trusts.
+"""Decides whether files from elsewhere are trusted: marks of own builds, signatures, and the keys that a user trusts.
 
-    settings    where a user's trust is kept: a secret, a signing key, the keys that are trusted
-    keys        public keys as text, and the list of those that are trusted
+    settings    the files of a user's trust: a secret, a signing key, the trusted keys
+    keys        public keys as text, and the list of trusted ones
     envelopes   signed payloads (DSSE), each for one purpose
     artifacts   whether the native code of an artifact directory may run
 

@@ -7,10 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from stages.engine.lock import ProcessLock
 from stages.engine.places import lock_file
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.graph import Build, Library, Wiring
 from stages.proof.selftest.build import write_manifest, write_module
 from stages.proof.selftest.probes import Probe, probes
@@ -47,8 +47,8 @@ class Probes(Build):
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(lock_file(self.artifacts, NAME, self.target.name))
-        return Project(self.directory, self.model.project.digests, turn)
+        lock = ProcessLock(lock_file(self.artifacts, NAME, self.target.name))
+        return Project(self.directory, self.model.project.digests, lock)
 
     @cached_property
     def steps(self) -> dict[str, Step]:

@@ -166,7 +166,7 @@ class Model:
     def _first_layer(self, moments: Sequence[Moment]) -> Verdict:
         chosen = [m for m in moments if (m.call.layer or 0) == 0 and self._before_layers_end(m, moments)]
         last = [m for m in chosen if self._on_device(m)][-1]
-        memory, bound = self.llm.apart
+        memory, bound = self.llm.unaliased
         calls = bound[last.phase][: last.index + 1]
         tokens = [int(np.argmax(self.expected.logits[0]))] if last.pos else list(self.expected.ids)
         with said():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,13 +80,7 @@ def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _kernel_probe(
-    name: str,
-    about: str,
-    kernel: str,
-    shapes: Shapes,
-    bound: Bound,
-    sizes: Mapping[str, Any],
-    repeats: int = 1,
+    name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any], repeats: int = 1
 ) -> Probe:
     """A kernel of the table, alone; `sizes`: its scalars."""
     program = _program(name, kernels()[kernel], shapes, sizes, repeats)
@@ -116,11 +110,7 @@ def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
     return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
 
 
-def _product(given: Values, want: Values) -> Values:
-    return {"out": bounds.product(given["x"], given["weight"], want["out"])}
-
-
-def _vector(given: Values, want: Values, rounded: bool = True) -> Values:
+def _product(given: Values, want: Values, rounded: bool = True) -> Values:
     return {"out": bounds.product(given["x"], given["weight"], want["out"], rounded)}
 
 
@@ -166,7 +156,7 @@ def _gemm(
 
 def _gemv(name: str, about: str, outs: int, cols: int, kernel: str = "gemv", repeats: int = 1) -> Probe:
     shapes = {"weight": (outs, cols), "x": (cols,), "out": (outs,)}
-    bound = functools.partial(_vector, rounded=kernel == "gemv")
+    bound = functools.partial(_product, rounded=kernel == "gemv")
     return _kernel_probe(name, about, kernel, shapes, bound, {"out_cols": outs, "cols": cols}, repeats=repeats)
 
 
@@ -181,52 +171,45 @@ def _add(name: str, about: str, rows: int, cols: int, repeats: int = 1) -> Probe
 
 
 def _tile_functions() -> list[Probe]:
+    return [*_elementwise(), *_rotations(), *_products(), *_attention_parts()]
+
+
+def _elementwise() -> Iterator[Probe]:
     rows, cols = 64, 768
-    wide = {"x": (64, 256), "table": (64, 64), "out": (64, 256)}
-    into_kv = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 512)}
-    attending = {"q": (128, 4 * (64 + HEAD_POSITION)), "kv": (256, 256), "out": (128, 256)}
+    sizes = {"rows": rows, "cols": cols}
     square = dict.fromkeys(("gate", "up", "out"), (rows, cols))
     normed = {"x": (rows, cols), "weight": (cols,), "out": (rows, cols)}
-    block_float = lambda g, w: {"out": bounds.block_float(g["x"], g["weight"], w["out"])}  # noqa: E731
-    rotated = lambda g, w: {"out": bounds.rotation(g["x"], _HEADS["heads"], w["out"])}  # noqa: E731
+    norm: Bound = lambda given, want: {"out": bounds.norm(want["out"])}  # noqa: E731
+    silu: Bound = lambda given, want: {"out": bounds.silu(want["out"])}  # noqa: E731
+    yield _add("add", "sum of two arrays", 64, 256)
+    yield _kernel_probe("rms_norm", "RMS norm of rows", "rms_norm", normed, norm, sizes | {"eps": resident.EPS})
+    yield _kernel_probe("silu_and_mul", "SwiGLU's activation", "silu_and_mul", square, silu, sizes)
+
+
+def _rotations() -> Iterator[Probe]:
+    wide = {"x": (64, 256), "table": (64, 64), "out": (64, 256)}
+    into_kv = wide | {"table": (64, 64 + POSITION // 2), "out": (64, 512)}
+    rotated: Bound = lambda g, w: {"out": bounds.rotation(g["x"], _HEADS["heads"], w["out"])}  # noqa: E731
     k_half = _halves(0, 64, lambda g, w: bounds.rotation(g["x"], _HEADS["heads"], w))
+    yield _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS)
+    yield _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS)
+
+
+def _products() -> Iterator[Probe]:
+    block_float: Bound = lambda g, w: {"out": bounds.block_float(g["x"], g["weight"], w["out"])}  # noqa: E731
+    yield _gemv("gemv", "weight times vector, in blocks", 256, 768)
+    yield _gemv("gemv_f32", "weight times vector, rows, f32", 2048, 256, "gemv_f32")
+    yield _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512)
+    yield _gemm("gemm_stream", "product in bf16, x passes through L2", 64, 4608, 64)
+    yield _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, "bfp16_gemm")
+
+
+def _attention_parts() -> Iterator[Probe]:
+    attending = {"q": (128, 4 * (64 + HEAD_POSITION)), "kv": (256, 256), "out": (128, 256)}
     v_half = _halves(1, 64, lambda g, w: bounds.product(g["x"], g["weight"], w))
-    kv = _gemm_shapes(512, 512, 512, 2)
-    return [
-        _add("add", "sum of two arrays", 64, 256),
-        _kernel_probe(
-            "rms_norm",
-            "RMS norm of rows",
-            "rms_norm",
-            normed,
-            lambda g, w: {"out": bounds.norm(w["out"])},
-            {"rows": rows, "cols": cols, "eps": resident.EPS},
-        ),
-        _kernel_probe(
-            "silu_and_mul",
-            "SwiGLU's activation",
-            "silu_and_mul",
-            square,
-            lambda g, w: {"out": bounds.silu(w["out"])},
-            {"rows": rows, "cols": cols},
-        ),
-        _kernel_probe("rope", "rotary embedding", "rope", wide, rotated, _HEADS),
-        _kernel_probe("rope_kv", "rotary embedding into a cache", "rope_kv", into_kv, k_half, _HEADS),
-        _gemv("gemv", "weight times vector, in blocks", 256, 768),
-        _gemv("gemv_f32", "weight times vector, rows, f32", 2048, 256, "gemv_f32"),
-        _gemm("gemm", "product in bf16, x stays in L2", 512, 512, 512),
-        _gemm("gemm_stream", "product in bf16, x passes through L2", 64, 4608, 64),
-        _gemm("gemm_bfp16", "product in block floating point", 512, 512, 512, block_float, "bfp16_gemm"),
-        _kernel_probe(
-            "gemm_kv",
-            "product into a cache",
-            "gemm_kv",
-            kv,
-            v_half,
-            {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64},
-        ),
-        _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION),
-    ]
+    product = {"rows": 512, "cols": 512, "out_cols": 512, "pos": 0, "head_dim": 64}
+    yield _kernel_probe("gemm_kv", "product into a cache", "gemm_kv", _gemm_shapes(512, 512, 512, 2), v_half, product)
+    yield _kernel_probe("flash_attention", "causal attention", "flash_attention", attending, _attention, _ATTENTION)
 
 
 # Launches and streams
@@ -261,8 +244,6 @@ RATES: Mapping[str, Callable[[str], Resident]] = {
     "rate_rope": lambda name: resident.rotation(name, 1024),
 }
 """Calls are so many that they take milliseconds by what is published of such kernels."""
-
-STREAMS = (1, 2, 4, 8, 16)
 
 WATCHDOG = "watchdog"
 WATCHDOG_CALLS = 32768

@@ -7,8 +7,8 @@ Tiles are those of Llama-3.2-1B's programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,8 +72,7 @@ class Resident:
     source: str
     calls: int
     tiling: Any
-    """Of the launch whose tiles it takes; says what a call costs."""
-    variant: Callable[[], Variant]
+    """The tiling of the launch whose tiles it takes; says what a call costs."""
     tiles: tuple[Tile, ...]
     step: Call
     reference: Callable[..., np.ndarray]
@@ -83,6 +82,12 @@ class Resident:
     values: int = 0
     whole: bool = False
     error: Callable[..., np.ndarray] | None = None
+    shape: Mapping[str, int] = field(default_factory=dict)
+    """Constants that the source is compiled with; without them, those of the tiling."""
+
+    @property
+    def variant(self) -> Variant:
+        return air.Variant.of(self.source, **self.shape) if self.shape else self.tiling.variant
 
     @property
     def costs(self) -> Any:
@@ -146,7 +151,7 @@ def build(resident: Resident) -> AirModule:
 def _call(b: Any, resident: Resident, named: dict[str, MemRef], call: Call) -> None:
     if call:
         function, *arguments = call
-        b.call(resident.variant(), str(function), *(named[a] if isinstance(a, str) else a for a in arguments))
+        b.call(resident.variant, str(function), *(named[a] if isinstance(a, str) else a for a in arguments))
 
 
 # Tiles in blocks
@@ -196,24 +201,9 @@ def product(name: str, calls: int, bfp16: bool = False) -> Resident:
         wide = w.astype(np.float32).transpose(0, 2, 3, 1, 4).reshape(n, k) if bfp16 else _weight(w)
         return _to_tile(_to_rows(a) @ wide.T * count)
 
-    return Resident(
-        name,
-        "gemm",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            Tile("a", _blocks(m, k), filled=True),
-            weight,
-            Tile("c", (2 * m * n,), drained=m * n),
-        ),
-        ("gemm_step", "a", "w", "c"),
-        reference,
-        first=("gemm_zero", "c"),
-        last=("gemm_out", "c"),
-        macs=m * n * k,
-        whole=True,
-    )
+    tiles = Tile("a", _blocks(m, k), filled=True), weight, Tile("c", (2 * m * n,), drained=m * n)
+    zero, step, out = ("gemm_zero", "c"), ("gemm_step", "a", "w", "c"), ("gemm_out", "c")
+    return Resident(name, "gemm", calls, p, tiles, step, reference, zero, out, macs=m * n * k, whole=True)
 
 
 def vector_product(name: str, calls: int) -> Resident:
@@ -223,25 +213,12 @@ def vector_product(name: str, calls: int) -> Resident:
     def reference(count: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
         return (_weight(a) @ x[: p.chunk].astype(np.float32) * count).astype(bfloat16)
 
-    return Resident(
-        name,
-        "gemv",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            Tile("a", _blocks(p.tile_m, p.chunk), filled=True),
-            Tile("x", (p.cols,), filled=True),
-            Tile("acc", (p.tile_m,), "f32"),
-            Tile("rounded", (p.tile_m,), drained=p.tile_m),
-        ),
-        ("gemv_step", "a", "x", 0, "acc"),
-        reference,
-        first=("gemv_zero", "acc"),
-        last=("gemv_out", "acc", "rounded"),
-        macs=p.tile_m * p.chunk,
-        whole=True,
+    tiles = (
+        *(Tile("a", _blocks(p.tile_m, p.chunk), filled=True), Tile("x", (p.cols,), filled=True)),
+        *(Tile("acc", (p.tile_m,), "f32"), Tile("rounded", (p.tile_m,), drained=p.tile_m)),
     )
+    zero, step, out = ("gemv_zero", "acc"), ("gemv_step", "a", "x", 0, "acc"), ("gemv_out", "acc", "rounded")
+    return Resident(name, "gemv", calls, p, tiles, step, reference, zero, out, macs=p.tile_m * p.chunk, whole=True)
 
 
 def attention(name: str, calls: int) -> Resident:
@@ -259,93 +236,57 @@ def attention(name: str, calls: int) -> Resident:
         spread = np.full(want.shape, np.abs(kv[:, d:]).max())
         return bounds.attention(_to_rows(queries[:, :-1]), kv[:, :d], d, spread, want)
 
-    return Resident(
-        name,
-        "flash_attention",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            # Every query is behind the last key.
-            Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
-            Tile("kv", (k, 2 * d), filled=True),
-            Tile("acc", (q, d), "f32"),
-            Tile("stats", (2, q), "f32"),
-            Tile("work", (q, k), "f32"),
-        ),
-        ("fa_step", 0, "q", "kv", "acc", "stats", "work"),
-        reference,
-        first=("fa_init", "q", "acc", "stats"),
-        last=("fa_out", "acc", "stats", "q"),
-        error=error,
-        macs=2 * q * k * d,
-        values=q * k,
+    tiles = (
+        # Every query is after the last key.
+        Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
+        Tile("kv", (k, 2 * d), filled=True),
+        *(Tile("acc", (q, d), "f32"), Tile("stats", (2, q), "f32"), Tile("work", (q, k), "f32")),
     )
+    first, step = ("fa_init", "q", "acc", "stats"), ("fa_step", 0, "q", "kv", "acc", "stats", "work")
+    last, macs = ("fa_out", "acc", "stats", "q"), 2 * q * k * d
+    counts = {"macs": macs, "values": q * k}
+    return Resident(name, "flash_attention", calls, p, tiles, step, reference, first, last, error=error, **counts)
 
 
 def _mapped(
-    name: str,
-    source: str,
-    calls: int,
-    tiling: Any,
-    variant: Callable[[], Variant],
-    tiles: tuple[Tile, ...],
-    step: Call,
-    **more: Any,
+    name: str, source: str, calls: int, tiling: Any, inputs: tuple[Tile, ...], out: Shape, *numbers: float, **more: Any
 ) -> Resident:
-    """A function of two tiles to a third."""
-    size = math.prod(tiles[-1].shape)
-    out = Tile("y", tiles[-1].shape, drained=size)
-    return Resident(name, source, calls, tiling, variant, (*tiles[:-1], out), step, values=size, **more)
+    """Return a function of two tiles, and numbers, to a third."""
+    size = math.prod(out)
+    step: Call = (source, *(tile.name for tile in inputs), "y", *numbers)
+    return Resident(name, source, calls, tiling, (*inputs, Tile("y", out, drained=size)), step, values=size, **more)
 
 
 def by_element(name: str, kernel: str, calls: int) -> Resident:
-    """add's or silu_and_mul's."""
+    """Return add's or silu_and_mul's function."""
     p = _tiling(kernel, rows=ROWS, cols=FFN)
     reference = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}[kernel]
-    tiles = (Tile("a", (p.chunk,), filled=True), Tile("b", (p.chunk,), filled=True), Tile("y", (p.chunk,)))
-    return _mapped(
-        name,
-        kernel,
-        calls,
-        p,
-        lambda: air.Variant.of(kernel, COUNT=p.chunk),
-        tiles,
-        (kernel, "a", "b", "y"),
-        reference=lambda n, a, b: reference(a, b),
-        error=lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, a, b: reference(a, b),
+        "error": lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
+    }
+    inputs = Tile("a", (p.chunk,), filled=True), Tile("b", (p.chunk,), filled=True)
+    return _mapped(name, kernel, calls, p, inputs, (p.chunk,), shape={"COUNT": p.chunk}, **more)
 
 
 def norm(name: str, calls: int) -> Resident:
     p = _tiling("rms_norm", rows=ROWS, cols=EMB, eps=EPS)
     rows = (p.tile_rows, p.cols)
-    tiles = (Tile("x", rows, filled=True), Tile("weight", (p.cols,), filled=True), Tile("y", rows))
-    return _mapped(
-        name,
-        "rms_norm",
-        calls,
-        p,
-        lambda: air.Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows),
-        tiles,
-        ("rms_norm", "x", "weight", "y", EPS),
-        reference=lambda n, x, weight: rms_norm.reference(x, weight, EPS),
-        error=lambda want, x, weight: bounds.norm(want),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, x, weight: rms_norm.reference(x, weight, EPS),
+        "error": lambda want, x, weight: bounds.norm(want),
+        "shape": {"COLS": p.cols, "ROWS": p.tile_rows},
+    }
+    inputs = Tile("x", rows, filled=True), Tile("weight", (p.cols,), filled=True)
+    return _mapped(name, "rms_norm", calls, p, inputs, rows, EPS, **more)
 
 
 def rotation(name: str, calls: int) -> Resident:
     p = _tiling("rope", rows=ROWS, heads=HEADS, head_dim=HEAD_DIM)
     rows = (p.tile_rows, p.width)
-    tiles = (Tile("x", rows, filled=True), Tile("table", (p.tile_rows, HEAD_DIM), "f32", filled=True), Tile("y", rows))
-    return _mapped(
-        name,
-        "rope",
-        calls,
-        p,
-        lambda: p.variant,
-        tiles,
-        ("rope", "x", "table", "y"),
-        reference=lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),
-        error=lambda want, x, table: bounds.rotation(x, HEADS, want.reshape(x.shape)),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),
+        "error": lambda want, x, table: bounds.rotation(x, HEADS, want.reshape(x.shape)),
+    }
+    inputs = Tile("x", rows, filled=True), Tile("table", (p.tile_rows, HEAD_DIM), "f32", filled=True)
+    return _mapped(name, "rope", calls, p, inputs, rows, **more)

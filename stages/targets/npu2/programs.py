@@ -178,20 +178,9 @@ def command_line(job: Job) -> list[str]:
     assert driver and compiler
     # XRT finds the kernel by instance name; if that is not the name of the function, it hangs at run time.
     names = ["--elf-name", ELF, "--xclbin-instance-name", job.function, "--tmpdir", INTERMEDIATE]
-    stack = f"--stack-size={limits.STACK_BYTES}"
     compilers = ["--peano", str(compiler.path), "--no-xchesscc", "--no-xbridge"]
-    return [
-        str(driver.path),
-        "--device",
-        "npu2",
-        MODULE,
-        "--output-format",
-        "elf",
-        *names,
-        stack,
-        *compilers,
-        *job.options,
-    ]
+    fixed = ["--device", "npu2", MODULE, "--output-format", "elf"]
+    return [str(driver.path), *fixed, *names, f"--stack-size={limits.STACK_BYTES}", *compilers, *job.options]
 
 
 def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:

@@ -1,4 +1,4 @@
-"""bf16: what checkpoints hold and all kernels take. Its layouts are permutations and padding, never arithmetic."""
+"""bf16: the format of checkpoints, which all kernels take. Its layouts permute and pad, and never round."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from stages.weights.constants import BLOCK, PANEL_ROWS
 from stages.weights.format import Format, Layout, Shape
 
 ROWS_STEP = 8 * BLOCK
-"""Rows of a vocabulary matrix are a multiple of it for the array: a block for each of eight columns."""
+"""For the array, the rows of a vocabulary matrix are a multiple of this: a block for each of eight columns."""
 
 
 def panels_shape(shape: Shape) -> Shape:
+    """Return the shape of a weight `[out, in]` in panels: `[ceil(out/16), ceil(in/2), 16, 2]`."""
     rows, cols = shape
     return (-(-rows // PANEL_ROWS), -(-cols // 2), PANEL_ROWS, 2)
 
 
 def to_panels(weight: np.ndarray) -> np.ndarray:
-    """bf16 `[out, in]` -> bf16 `[ceil(out/16), ceil(in/2), 16, 2]`, padded with zeros.
+    """Pack a weight bf16 `[out, in]` into panels, padded with zeros.
 
-    One layout for matrix-matrix and matrix-vector kernels and for the embedding lookup, so that every weight is
-    stored once.
+    Matrix-matrix and matrix-vector kernels and the embedding lookup read this one layout, so every weight is stored
+    once.
     """
     panels, pairs, rows, _ = shape = panels_shape(weight.shape)
     if weight.shape != (panels * rows, pairs * 2):
@@ -35,7 +36,7 @@ def to_panels(weight: np.ndarray) -> np.ndarray:
 
 
 def from_panels(packed: np.ndarray, shape: Shape) -> np.ndarray:
-    """The weight `[out, in]` of its panels."""
+    """Return the weight `[out, in]` of its panels."""
     rows, cols = shape
     panels, pairs, height, _ = panels_shape(shape)
     wide = packed.reshape(panels, pairs, height, 2).transpose(0, 2, 1, 3).reshape(panels * height, pairs * 2)
@@ -43,7 +44,7 @@ def from_panels(packed: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def blocks_shape(shape: Shape) -> Shape:
-    """Shape of a weight `[out, in]` in blocks: `[out/8, in/8, 8 inputs, 8 outputs]`."""
+    """Return the shape of a weight `[out, in]` in blocks: `[out/8, in/8, 8 inputs, 8 outputs]`."""
     rows, cols = shape
     if rows % BLOCK or cols % BLOCK:
         raise ValueError(f"a {rows}x{cols} weight is not a whole number of {BLOCK}x{BLOCK} blocks")
@@ -51,34 +52,34 @@ def blocks_shape(shape: Shape) -> Shape:
 
 
 def to_blocks(weight: np.ndarray) -> np.ndarray:
-    """Weight `[out, in]` -> `[out/8, in/8, 8, 8]`; within a block inputs are the rows, as in `x @ weight.T`.
+    """Order a weight `[out, in]` as `[out/8, in/8, 8, 8]`. The rows of a block are inputs, as in `x @ weight.T`.
 
-    Blocks do not depend on tilings, so one copy of a weight serves every bucket, prompts and tokens.
+    Blocks do not depend on tilings, so one copy of a weight serves prefill in every bucket, and decode.
     """
     rows, cols, *_ = blocks_shape(weight.shape)
     return np.ascontiguousarray(weight.reshape(rows, BLOCK, cols, BLOCK).transpose(0, 2, 3, 1))
 
 
 def from_blocks(packed: np.ndarray, shape: Shape) -> np.ndarray:
-    """The weight `[out, in]` of its blocks."""
+    """Return the weight `[out, in]` of its blocks."""
     return packed.reshape(blocks_shape(shape)).transpose(0, 3, 1, 2).reshape(shape)
 
 
 def padded_shape(shape: Shape) -> Shape:
-    """Shape of a vocabulary matrix `[vocab, in]`, or of its logits, with rows rounded up for the array."""
+    """Return the shape of a vocabulary matrix `[vocab, in]`, or of its logits, with rows rounded up for the array."""
     rows, *rest = shape
     return (-(-rows // ROWS_STEP) * ROWS_STEP, *rest)
 
 
 def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape) -> np.ndarray:
-    """Vocabulary matrix with zero rows at the end. Their logits are computed and never read."""
+    """Pad a vocabulary matrix with rows of zeros. Their logits are computed and never read."""
     padded = np.zeros(shape(weight.shape), weight.dtype)
     padded[: len(weight)] = weight
     return padded
 
 
 def quantise(values: np.ndarray) -> np.ndarray:
-    """Round to nearest even."""
+    """Round to bf16, to nearest even."""
     return values.astype(bfloat16, copy=False)
 
 
@@ -88,7 +89,7 @@ FORMAT = Format(
     quantise,
     lambda stored, n: stored.astype(np.float32),
     layouts={
-        "panels": Layout.of_rows(PANEL_ROWS, panels_shape, to_panels, from_panels),
+        "panels": Layout.of_panels(PANEL_ROWS, panels_shape, to_panels, from_panels),
         "blocks": Layout(blocks_shape, to_blocks, from_blocks),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },

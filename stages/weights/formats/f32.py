@@ -1,4 +1,4 @@
-"""f32: logits and rotation tables."""
+"""f32: the format of logits and of tables of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import partial
 
 import numpy as np
 
+from stages.weights.cut import padded_rows
 from stages.weights.format import Format, Layout, Shape
 from stages.weights.formats.bf16 import pad_rows, padded_shape
-from stages.weights.lanes import padded
 
 
-def _filled(shape: Shape) -> Shape:
+def _padded_shape(shape: Shape) -> Shape:
     rows, *rest = shape
-    return (padded(rows), *rest)
+    return (padded_rows(rows), *rest)
 
 
 FORMAT = Format(
@@ -23,7 +23,7 @@ FORMAT = Format(
     lambda stored, n: stored,
     layouts={
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
-        # Logits of a vocabulary in groups.
-        "padded_lanes": Layout(_filled, partial(pad_rows, shape=_filled), serves=("plain",)),
+        # For the logits of a group-wise quantised vocabulary.
+        "padded_lanes": Layout(_padded_shape, partial(pad_rows, shape=_padded_shape), serves=("plain",)),
     },
 )

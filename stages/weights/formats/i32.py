@@ -1,4 +1,4 @@
-"""i32: token ids."""
+"""i32: the format of token ids."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""int4: 4.5 bits a weight. 32 weights share a scale and a minimum, whole numbers of 8 bits times a factor of the row
-each: `w = d s q - e m`."""
+"""int4: 4.5 bits per weight, `w = d s q - e m`.
+
+32 weights with numbers q from 0 to 15 share a scale s and a minimum m, whole numbers of 8 bits. A row has a factor of
+scales, d, and one of minima, e, f32.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 
 from stages.weights.grouped import NIBBLES, Grouped
 from stages.weights.lanes import for_array
-from stages.weights.scales import Grid, affine, level
+from stages.weights.scales import Grid, asymmetric, quantise_scales
 
 MOST = 15
 
@@ -15,20 +18,20 @@ GROUPED = Grouped(factors=2, scale_values=2, numbers=NIBBLES)
 
 
 def grid(groups: np.ndarray, importance: np.ndarray | None = None) -> Grid:
-    """Of f32 `[rows, groups, GROUP]`; `importance` weighs the squares of errors."""
-    scale, minimum = affine(groups, MOST, importance)
-    d, scales = level(scale)
-    e, minima = level(minimum)
-    both = np.stack([scales, minima], axis=-1).astype(np.uint8)
+    """Choose the scales of f32 `[rows, groups, GROUP]`: `Format.grid`."""
+    scale, minimum = asymmetric(groups, MOST, importance)
+    d, scales = quantise_scales(scale)
+    e, minima = quantise_scales(minimum)
+    scales_and_minima = np.stack([scales, minima], axis=-1).astype(np.uint8)
 
     def store(numbers: np.ndarray) -> np.ndarray:
-        return GROUPED.stored(np.concatenate([d, e], axis=-1), both, numbers.astype(np.uint8))
+        return GROUPED.stored(np.concatenate([d, e], axis=-1), scales_and_minima, numbers.astype(np.uint8))
 
     return Grid(scales * d, minima * e, 0, MOST, store)
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
-    """Stored -> f32 `[..., groups, GROUP]`."""
+    """Return the values of stored rows, f32 `[..., groups, GROUP]`."""
     factors, scales, numbers = GROUPED.parts(stored)
     scale, minimum = np.moveaxis(scales.astype(np.float32) * factors[..., None, :], -1, 0)
     return scale[..., None] * numbers - minimum[..., None]

@@ -1,12 +1,15 @@
-"""int4_f32: 6 bits a weight. 32 weights share a scale and a minimum, f32: `w = s q - m`, each operation rounded to f32.
-For checkpoints: it holds what GGUF's Q4_0, Q4_1 and Q4_K, AWQ and 4-bit GPTQ hold, exactly."""
+"""int4_f32: 6 bits per weight, `w = s q - m`, each operation rounded to f32.
+
+32 weights with numbers q from 0 to 15 share a scale s and a minimum m, f32. The format is for checkpoints: it holds the
+values of GGUF's Q4_0, Q4_1 and Q4_K, of AWQ and of 4-bit GPTQ exactly.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from stages.weights.grouped import NIBBLES, Grouped
-from stages.weights.scales import affine, inverse
+from stages.weights.scales import asymmetric, inverse
 
 MOST = 15
 
@@ -14,14 +17,14 @@ GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=NIBB
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:
-    """f32 `[rows, groups, GROUP]` -> stored."""
-    scale, minimum = affine(groups, MOST)
+    """Round f32 `[rows, groups, GROUP]`. Return stored rows."""
+    scale, minimum = asymmetric(groups, MOST)
     numbers = np.clip(np.rint((groups + minimum[..., None]) * inverse(scale)[..., None]), 0, MOST)
     return GROUPED.scaled(np.stack([scale, minimum], axis=-1), numbers.astype(np.uint8))
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
-    """Stored -> f32 `[..., groups, GROUP]`."""
+    """Return the values of stored rows, f32 `[..., groups, GROUP]`."""
     scales, numbers = GROUPED.scaled_parts(stored)
     return scales[..., :1] * numbers - scales[..., 1:]
 

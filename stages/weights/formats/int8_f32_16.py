@@ -1,5 +1,7 @@
-"""int8_f32_16: 10 bits a weight. 16 weights share a scale, f32: `w = s q`. For checkpoints: it holds what GGUF's Q6_K
-holds, exactly."""
+"""int8_f32_16: 10 bits per weight, `w = s q`. 16 weights share a scale s, f32.
+
+The format is for checkpoints: it holds the values of GGUF's Q6_K exactly.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float32, numbers=BYTE
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:
-    """f32 `[rows, groups, 16]` -> stored."""
+    """Round f32 `[rows, groups, 16]`. Return stored rows."""
     scale = symmetric(groups, -MOST, MOST)[..., None]
     numbers = np.clip(np.rint(groups * inverse(scale)), -MOST, MOST)
     return GROUPED.scaled(scale, numbers.astype(np.int8))
 
 
 def dequantise(stored: np.ndarray) -> np.ndarray:
-    """Stored -> f32 `[..., groups, 16]`."""
+    """Return the values of stored rows, f32 `[..., groups, 16]`."""
     scale, numbers = GROUPED.scaled_parts(stored)
     return scale * numbers.view(np.int8)
 

@@ -1,5 +1,7 @@
-"""int8_rows: 8 bits a value, one scale per row, f32: `x = s q`. A KV cache of `kv=int8` so holds each position's row of
-a head, quantised when it is appended."""
+"""int8_rows: 8 bits per value, `x = s q`. A row has one scale s, f32.
+
+With `kv=int8`, the KV cache holds the row of each head and position in this format, quantised when it is appended.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ _SCALE = np.dtype(np.float32).itemsize
 
 
 def quantise(values: np.ndarray) -> np.ndarray:
-    """`[..., n]` -> i8 `[..., 4 + n]`: a row's scale, its numbers."""
+    """Round `[..., n]`. Return i8 `[..., 4 + n]`: each row's scale, then its numbers."""
     numbers, scales = quantise_rows(values)
     return np.concatenate([np.ascontiguousarray(scales).view(np.int8), numbers], axis=-1)
 
 
 def dequantise(stored: np.ndarray, n: int) -> np.ndarray:
-    """Stored -> f32 `[..., n]`."""
+    """Return the values of stored rows, f32 `[..., n]`."""
     numbers, scales = parts(stored)
     return scales * numbers
 

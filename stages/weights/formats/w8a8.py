@@ -1,5 +1,8 @@
-"""w8a8: 8 bits a weight, one scale per row, f32: `w = s q`. Products quantise their other operand to the same, a scale
-per row of it, and sum whole numbers: exact, whatever the order and the machine."""
+"""w8a8: 8 bits per weight, `w = s q`. A row has one scale s, f32.
+
+Products quantise their other operand in the same way, with a scale per row, and sum whole numbers. So sums are exact,
+whatever the order and the machine.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ _SCALE = np.dtype(np.float32).itemsize
 
 
 def quantise_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """f32 or bf16 `[..., n]` -> numbers i8 `[..., n]` and scales f32 `[..., 1]`: the largest magnitude is `MOST`,
-    halves go to even. Weights and activations alike; the kernels compute the same bits. A row that is not finite has a
-    scale that is not."""
+    """Quantise rows f32 or bf16 `[..., n]`. Return numbers i8 `[..., n]` and scales f32 `[..., 1]`.
+
+    The largest magnitude becomes `MOST`; halves are rounded to even. Weights and activations are quantised alike, and
+    the kernels compute the same bits. A row that is not finite has a scale that is not.
+    """
     wide = values.astype(np.float32)
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -25,30 +30,37 @@ def quantise_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stored(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Numbers i8 `[..., n]`, scales f32 `[..., 1]` -> i8 `[..., 4 + n in whole QUADs]`: a row's scale, its numbers."""
+    """Return rows as stored, i8 `[..., 4 + n in whole QUADs]`: each row's scale, then its numbers.
+
+    `numbers`: i8 `[..., n]`; `scales`: f32 `[..., 1]`.
+    """
     padding = np.zeros((*numbers.shape[:-1], -numbers.shape[-1] % QUAD), np.int8)
     return np.concatenate([np.ascontiguousarray(scales, np.float32).view(np.int8), numbers, padding], axis=-1)
 
 
 def parts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers with their padding, and scales, of what is stored."""
+    """Return the numbers of stored rows, with their padding, and the scales."""
     return rows[..., _SCALE:], np.ascontiguousarray(rows[..., :_SCALE]).view(np.float32)
 
 
 def dequantise(rows: np.ndarray, n: int) -> np.ndarray:
-    """Stored -> f32 `[..., n]`."""
+    """Return the values of stored rows, f32 `[..., n]`."""
     numbers, scales = parts(rows)
     return scales * numbers[..., :n]
 
 
 def panels_shape(shape: Shape) -> Shape:
+    """Return the shape of the panels of stored rows: `[panels, bytes]`."""
     rows, stored_bytes = shape
     return (-(-rows // PANEL_ROWS), PANEL_ROWS * (2 * _SCALE + stored_bytes - _SCALE))
 
 
 def to_panels(rows: np.ndarray) -> np.ndarray:
-    """Rows as stored -> i8 `[ceil(rows / PANEL_ROWS), bytes of a panel]`, padded with rows of zeros: of a panel's rows
-    the scales, f32; -128 times the sums of numbers, i32, which kernels begin with; then `[quads][PANEL_ROWS][QUAD]`."""
+    """Pack stored rows into i8 `[ceil(rows / PANEL_ROWS), bytes of a panel]`, padded with rows of zeros.
+
+    A panel has its rows' scales, f32; -128 times the sums of their numbers, i32, which kernels begin their sums with;
+    and the numbers, `[quads][PANEL_ROWS][QUAD]`.
+    """
     panels = panels_shape(rows.shape)[0]
     padded = np.zeros((panels * PANEL_ROWS, rows.shape[1]), np.int8)
     padded[: len(rows)] = rows
@@ -61,7 +73,7 @@ def to_panels(rows: np.ndarray) -> np.ndarray:
 
 
 def from_panels(packed: np.ndarray, shape: Shape) -> np.ndarray:
-    """The rows as stored of their panels."""
+    """Return the stored rows of panels."""
     rows, stored_bytes = shape
     by_panel = packed.reshape(panels_shape(shape))
     line = PANEL_ROWS * _SCALE
@@ -78,5 +90,5 @@ FORMAT = Format(
     values=QUAD,
     elements=QUAD,
     row_elements=_SCALE,
-    layouts={"panels": Layout.of_rows(PANEL_ROWS, panels_shape, to_panels, from_panels)},
+    layouts={"panels": Layout.of_panels(PANEL_ROWS, panels_shape, to_panels, from_panels)},
 )
