@@ -31,7 +31,7 @@ INCLUDE = "weights"
 """What `push` and `cache=` give to others only if asked, where the checkpoint is not public."""
 PEERS = ("llama.cpp", "transformers")
 RECIPES = ("transformers", "llama.cpp")
-"""Whose perplexity: see `stages.commands.perplexity`."""
+"""Whose perplexity: see `stages.proof.comparison.perplexity`."""
 MATMULS = ("bf16", "bfp16")
 """How the NPU multiplies a prompt's rows: exact products of bf16, or block floating point."""
 
