@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_npu2 import __version__, errors
-from llama_npu2.errors import CLOSED, UserError, printable
+from llama_npu2.errors import CLOSED, UserError, printable, reason
 from llama_npu2.options import (
     Answering,
     Once,
@@ -189,8 +189,7 @@ def _prompt(options: argparse.Namespace) -> str:
         try:
             return Path(options.prompt_file).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
-            raise OptionError("prompt_file", options.prompt_file, f"{why}: give a text file") from None
+            raise OptionError("prompt_file", options.prompt_file, f"{reason(error)}: give a text file") from None
     if options.prompt is None:
         raise UserError(f'no prompt: give "some text" after {options.artifacts}, or see {errors.program} --help')
     return sys.stdin.read() if options.prompt == "-" else str(options.prompt)

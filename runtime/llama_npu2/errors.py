@@ -42,3 +42,8 @@ def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, at most 200 characters of it, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a text file cannot be read, without its name, which the message says already."""
+    return error.strerror or "no reason is known" if isinstance(error, OSError) else "it is not text in UTF-8"
