@@ -144,8 +144,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
 
 def _run(given: list[str], artifacts: str | None) -> int:
     try:
-        if artifacts:
-            errors.program = f"python {artifacts}"
+        errors.program = f"python {artifacts}" if artifacts else errors.PROGRAM
         options = parse(given, artifacts)
         if options.trust:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
@@ -156,7 +155,7 @@ def _run(given: list[str], artifacts: str | None) -> int:
         return run(options, chosen(Sampling, options), running)
     except OptionError as error:
         flag = next((each.flag for each in options_of(*GROUPS) if each.name == error.name), error.name)
-        print(f"error: {flag}={error.value}: {error.problem}", file=sys.stderr)
+        print(f"error: {printable(f'{flag}={error.value}: {error.problem}')}", file=sys.stderr)
         return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -164,6 +163,8 @@ def _run(given: list[str], artifacts: str | None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    finally:
+        errors.program = errors.PROGRAM
 
 
 def _discard_output(errors: bool = True) -> None:

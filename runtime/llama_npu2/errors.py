@@ -5,7 +5,7 @@ from collections.abc import Sequence
 REMEDY = "run doit compile or copy the directory again"
 """The remedy that errors name for an artifact directory that differs from what was built."""
 
-program = "llama-npu2"
+PROGRAM = program = "llama-npu2"
 """The command line that works here, for messages: an exported file runs under a name of its own."""
 
 CLOSED = 141
