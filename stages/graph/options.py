@@ -155,10 +155,11 @@ def table() -> dict[str, tuple[Option, ...]]:
 
 def sections(command: str) -> dict[str, list[Option]]:
     """Return the variables of a command in three groups: its own, what says which artifacts, and expert ones."""
-    parts: dict[str, list[Option]] = {"Variables": [], "Which artifacts": [], "For experts, on the NPU": []}
+    own, common, expert = "Variables", "Which artifacts, and how they are built", "For experts, on the NPU"
+    parts: dict[str, list[Option]] = {own: [], common: [], expert: []}
     for each in table()[command]:
-        title = "Variables" if not {"compile", "why"} <= {*each.commands} else "Which artifacts"
-        parts["For experts, on the NPU" if each.name.startswith("npu.") else title].append(each)
+        title = common if "compile" in each.commands else own
+        parts[expert if each.name.startswith("npu.") else title].append(each)
     return {title: variables for title, variables in parts.items() if variables}
 
 
