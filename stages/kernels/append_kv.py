@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from stages.kernels import KV_FORMATS, Arg, signature
+from stages.kernels import KV_FORMATS, Arg, format_kernel, signature
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.kernels import KV_FORMATS, Arg, flash_attention, signature
+from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, signature
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:

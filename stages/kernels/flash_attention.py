@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, signature
+from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
 
 if TYPE_CHECKING:
