@@ -223,9 +223,9 @@ class Side:
 
     value: SSAValue
     offsets: tuple[SSAValue, ...]
-    """As written; nothing for the whole buffer in order. `strides` alike."""
+    """The offsets as written; nothing for the whole buffer in order. `strides` alike."""
     sizes: tuple[int, ...]
-    """As written; the buffer's shape for the whole buffer in order."""
+    """The sizes as written; the buffer's shape for the whole buffer in order."""
     strides: tuple[int, ...]
     dims: Dims
     """The pattern after folding."""

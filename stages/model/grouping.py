@@ -24,7 +24,7 @@ class Chain:
     start: tuple[str, ...]
     """Before the layers."""
     layer: tuple[str, ...]
-    """Those of every layer."""
+    """The parts of every layer."""
     end: tuple[str, ...]
     """After the layers."""
     unpacks: str = ""
@@ -96,7 +96,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Program:
-    """What a device launches: parts joined. Parts that bind one buffer share the slot of the first."""
+    """A sequence of parts that a device launches as one. Parts that bind one buffer share the slot of the first."""
 
     name: str
     """Unique in an artifact directory."""
@@ -127,7 +127,7 @@ positions attention takes 1.9 ms a layer, and 1.1 ms over just its rows, because
 
 
 def windows(positions: int) -> list[int]:
-    """Return the context buckets of decode for a KV cache of so many positions, ascending.
+    """Return the context buckets of decode for a KV cache of `positions` positions, ascending.
 
     A token uses the smallest that holds it. The last has all positions, rounded up to a multiple of `WINDOW`.
     """

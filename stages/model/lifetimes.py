@@ -104,14 +104,14 @@ def _begins(phase: Sequence[LaunchAccess]) -> Iterator[int]:
 
     Launches of the host run next to those of the device before them, unless they touch a buffer that these use.
     """
-    number, beside, busy = 0, 0, frozenset[str]()
+    number, device_begin, busy = 0, 0, frozenset[str]()
     for host, stretch in groupby(phase, lambda access: access.host):
         accesses = list(stretch)
         touched = frozenset[str]().union(*(access.touched for access in accesses))
         if not host:
-            beside, busy = number, touched
+            device_begin, busy = number, touched
         concurrent = host and not touched & busy
-        yield from (beside if concurrent else number + place for place in range(len(accesses)))
+        yield from (device_begin if concurrent else number + place for place in range(len(accesses)))
         number += len(accesses)
 
 

@@ -108,7 +108,7 @@ def make_plan(
 
 
 class _Planner:
-    """With buckets, buffers are as long as the longest: positions past the model's context are only ever padding."""
+    """Derives a plan. With buckets, buffers are as long as the longest: rows past the model's context are padding."""
 
     def __init__(
         self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int], policy: Policy

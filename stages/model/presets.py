@@ -1,4 +1,4 @@
-"""Published shapes for `model=random:<name>`: real sizes without real weights."""
+"""Shapes of published models for `model=random:<name>`: real sizes without real weights."""
 
 from typing import Any
 
