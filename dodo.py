@@ -2,7 +2,8 @@
 
 doit compile [model=...] [target=...]     build what is stale
 doit run prompt="..."                     build what is stale, then generate
-doit list                                 every task with a sentence
+doit list                                 the commands and the steps, each with a sentence
+doit help COMMAND                         the variables of a command
 doit why [STEP]                           what is stale, and what changed
 """
 
@@ -14,11 +15,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from stages.commands.tasks import command, estimate, group, quality, report_complete, selftest, step
-from stages.engine.doit_tasks import DOIT_CONFIG, NAMES  # noqa: F401 - doit reads the former
+from stages.commands.tasks import commands, group, step
+from stages.engine.doit_tasks import DOIT_CONFIG  # noqa: F401 - doit reads it
 from stages.engine.streams import end_with_readers
 
 end_with_readers()
+
+
+def task_command():
+    """What people ask for; `stages.graph.options.COMMANDS` has a sentence for each."""
+    yield from commands()
 
 
 def task_checkpoint():
@@ -66,116 +72,6 @@ def task_manifest():
     return step("manifest")
 
 
-def task_compile():
-    """Build the artifact directory: everything that is stale, nothing else."""
-    return report_complete()
-
-
-def task_generate():
-    """Generate text from prompt=... (what `doit run prompt=...` does)."""
-    return command("generate")
-
-
-def task_chat():
-    """Hold a conversation with the model in the terminal."""
-    return command("chat")
-
-
-def task_bench():
-    """Measure prefill, decode, start and memory against what the machine can do."""
-    return command("bench")
-
-
-def task_profile():
-    """Show where the time of a prompt and of a token goes: programs, launches, host and Python."""
-    return command("profile")
-
-
-def task_verify():
-    """Compare logits and tokens with transformers, on prompts=FILE; a page, and JUnit and JSON for CI."""
-    return command("verify")
-
-
-def task_perplexity():
-    """Measure how well the artifacts, as they run, predict text=FILE: window=, stride=, recipe=; json=1."""
-    return command("perplexity")
-
-
-def task_diagnose():
-    """Say where a run goes wrong: each layer against transformers, each launch against its reference; prompt=..."""
-    return command("diagnose")
-
-
-def task_quality():
-    """Compare what formats of weights lose, all or weights=..., beside llama.cpp's files with peers=llama.cpp."""
-    return quality()
-
-
-def task_export():
-    """Make one file of the artifacts and the runtime, output=FILE, for `python FILE "some text"`."""
-    return command("export")
-
-
-def task_doctor():
-    """Say which tools and devices this machine has, and what therefore works; json=1."""
-    return command("doctor", built=False)
-
-
-def task_fit():
-    """Say what a model will need before anything is downloaded, by format, and what fits here; check=1 measures it."""
-    return command("fit", built=False)
-
-
-def task_du():
-    """Say what takes space: per model, target and kind, what is there twice, caches and checkpoints; json=1."""
-    return command("du", built=False)
-
-
-def task_gc():
-    """Show what no complete artifact directory needs; keep=14d (or 5G, or 20) removes what that does not keep."""
-    return command("gc", built=False)
-
-
 def task_probe():
     """Build the programs of `doit selftest`."""
     yield from group("probe")
-
-
-def task_selftest():
-    """Bring up an NPU rung by rung, say what the first fault means, measure; risky=1 also what may reset it."""
-    return selftest()
-
-
-def task_estimate():
-    """Estimate time and limit of every launch on the NPU, show the array on a page; check=1, measured=FILE."""
-    return estimate()
-
-
-def task_trust():
-    """Show whose native code is run; key=KEY|DIR (name=...) allows a signer or one directory, remove=KEY forbids."""
-    return command("trust", built=False)
-
-
-def task_provenance():
-    """Show from what and how the artifacts were built, who vouches for them, what was measured; json=1."""
-    return command("provenance", built=False)
-
-
-def task_push():
-    """Offer the artifact directory to others at remote=...; include=weights with those of a private checkpoint."""
-    return command("push")
-
-
-def task_pull():
-    """Take an artifact directory from remote=..., where somebody whom you trust pushed it."""
-    return command("pull", built=False)
-
-
-def task_graph():
-    """Show the steps as a page and as JSON: the state of each and why, what it took and wrote, what depends on it."""
-    return command("graph", built=False)
-
-
-def task_why():
-    """Say for each step, or for those named behind it, whether it is current, and if not, what changed; json=1."""
-    return command("why", built=False, pos_arg=NAMES)

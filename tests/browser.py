@@ -67,7 +67,6 @@ def look_at(browser: Any, path: Path) -> list[str]:
     """What is wrong with a page, in words; nothing for one that is as it should be."""
     faults: list[str] = []
     with opened(browser, path, faults) as page:
-        faults += page.evaluate(_NOT_DRAWN)
         faults += [f"no Tab reaches {each}" for each in _unreached(page)]
         for width, pixels in WIDTHS.items():
             page.set_viewport_size({"width": pixels, "height": 800})
@@ -79,7 +78,6 @@ def look_at(browser: Any, path: Path) -> list[str]:
         faults += _inaccessible(page)
         for theme in THEMES:
             page.emulate_media(color_scheme=theme)
-            page.evaluate(_SETTLED)
             faults += [f"{theme}: {each}" for each in page.evaluate(_CONTRAST)]
     return faults
 
@@ -87,7 +85,6 @@ def look_at(browser: Any, path: Path) -> list[str]:
 def _photograph(page: Any, to: Path) -> None:
     for theme in THEMES:
         page.emulate_media(color_scheme=theme)
-        page.evaluate(_SETTLED)
         page.screenshot(path=f"{to}-{theme}.png", full_page=True)
 
 
@@ -109,29 +106,6 @@ def _inaccessible(page: Any) -> Iterator[str]:
         places = [node["html"][:120] for node in found["nodes"]]
         yield f"{found['id']} in {len(places)} places: {found['help']}: {places[0]}"
 
-
-_NOT_DRAWN = """
-[...document.querySelectorAll('.plot')].filter((each) => each.offsetWidth && !each.querySelector('svg'))
-    .map((each) => `not drawn: ${each.ariaLabel}`)
-"""
-
-# Charts follow a new width or theme of their own accord, in several steps, some frames later.
-_SETTLED = """new Promise((resolve) => {
-    let frames = 0, still = 0;
-    const watcher = new MutationObserver(() => { still = 0; });
-    document.querySelectorAll('.plot').forEach((each) => {
-        watcher.observe(each, { attributes: true, childList: true, subtree: true });
-    });
-    const fits = (each) => Math.abs(each.querySelector('svg').clientWidth - each.clientWidth) < 2;
-    const look = () => {
-        const plots = [...document.querySelectorAll('.plot:has(svg)')].filter((each) => each.offsetWidth);
-        if ((++still > 20 && plots.every(fits)) || ++frames > 600) {
-            watcher.disconnect();
-            resolve();
-        } else requestAnimationFrame(look);
-    };
-    look();
-})"""
 
 _OVERFLOW = """(() => {
     const { scrollWidth, clientWidth } = document.documentElement;
@@ -195,7 +169,7 @@ _CONTRAST = """(() => {
         if (x < box.left || x > box.right || y < box.top || y > box.bottom) return false;
         return shape.isPointInFill(new DOMPoint(x, y).matrixTransform(shape.getScreenCTM().inverse()));
     };
-    for (const drawing of document.querySelectorAll('.plot, svg:not(.plot svg)')) {
+    for (const drawing of document.querySelectorAll('svg:not(svg svg)')) {
         const shapes = [...drawing.querySelectorAll('rect, path, circle, ellipse, polygon')]
             .filter((each) => each.checkVisibility(shown)).map(paint).filter(({ alpha }) => alpha > 0);
         for (const text of drawing.querySelectorAll('text')) {

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stages.engine.digests import Digests
+from stages.engine.lock import ProcessLock
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.sharing.cache import Cache
 
 ROUNDS = 10
@@ -28,7 +28,7 @@ ROUNDS = 10
 def step(directory: Path, remote: Path, make: Callable[[Path], None]) -> Step:
     """With one output, a directory that `make` fills."""
     shared = Cache(remote.as_uri(), lambda step: True)
-    project = Project(directory, Digests(directory / ".digests"), Turn(directory / "lock"), shared)
+    project = Project(directory, Digests(directory / ".digests"), ProcessLock(directory / "lock"), shared)
     return Step(project, "weights", "", make, (directory / "weights",))
 
 

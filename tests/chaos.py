@@ -87,7 +87,7 @@ def command(name: str) -> Callable[..., None]:
 def build(place: Place, **more: str) -> None:
     """What doit does for `compile`."""
     made = place.build(**more)
-    made.project.turn.take()
+    made.project.lock.acquire()
     for step in made.steps.values():
         if not step.is_current() and (failed := step.run()):
             raise Failed(failed.message)
@@ -111,7 +111,7 @@ def run(place: Place, expected: str) -> None:
 def damage(place: Place, chance: random.Random) -> None:
     """Lose a file, or half of it, between builds."""
     made = place.build()
-    with made.project.turn:
+    with made.project.lock:
         if not (files := sorted(path for path in made.directory.rglob("*") if path.is_file())):
             return
         path = chance.choice(files)

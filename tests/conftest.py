@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
 from llama_npu2 import trust
+from llama_npu2.options import option_name
 from llama_npu2.trust import PublicKey, envelopes, settings
 from stages.graph import Build
-from stages.graph.options import parse_options
+from stages.graph.options import Options, parse_options
 from stages.model import families
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
 from tests import browser
+
+pytest_plugins = ["tests.support.left_out"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,24 +49,10 @@ _trust = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDire
 if _trust:
     os.environ["LLAMA_NPU2_CONFIG"] = _trust.name
 
-LEFT_OUT = {
-    "slow": "takes minutes: pytest -m slow",
-    "long": "too long for every run: see CONTRIBUTING.md for its command",
-    "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
-}
-"""Marks of tests that run only if -m asks for them, and why."""
-
 needs_llama_cpp = pytest.mark.skipif(
     not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
     reason="llama-cpp-python and gguf are not installed: pip install -e '.[bench]'",
 )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items if not config.option.markexpr else ():
-        for mark in item.iter_markers():
-            if mark.name in LEFT_OUT:
-                item.add_marker(pytest.mark.skip(reason=LEFT_OUT[mark.name]))
 
 
 CONFIG: dict[str, Any] = {
@@ -128,9 +118,10 @@ def write_checkpoint(directory: Path, shards: int = 1, dtype: Any = bfloat16, se
 
 
 def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a doit command line as a user would."""
+    """Run a doit command line as a user would who asks for the names of steps."""
     command = [sys.executable, "-m", "doit", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True, timeout=600)
+    env = os.environ | {"LLAMA_NPU2_VERBOSITY": "1"} | (env or {})
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def outputs_of_two_runs(script: str) -> set[bytes]:
@@ -148,9 +139,15 @@ def outputs_of_two_runs(script: str) -> set[bytes]:
     return {run.stdout for run in runs}
 
 
+def of_command_line(variables: Mapping[str, object]) -> dict[str, str]:
+    """Variables by the names of the fields of `Options`, as doit's command line has them."""
+    names = {each.name: option_name(each) for each in fields(Options)}
+    return {names[name]: str(value) for name, value in variables.items()}
+
+
 def build(checkpoint: Path | str, artifacts: Path, **variables: object) -> Path:
     """`doit compile` into `artifacts`; returns the artifact directory."""
-    given = {"model": str(checkpoint), "artifacts": str(artifacts), **{k: str(v) for k, v in variables.items()}}
+    given = {"model": str(checkpoint), "artifacts": str(artifacts), **of_command_line(variables)}
     run = doit("compile", *(f"{name}={value}" for name, value in given.items()))
     assert run.returncode == 0, run.stdout + run.stderr
     return Build(parse_options({"target": "cpu"} | given)).directory

@@ -16,10 +16,11 @@ import ml_dtypes
 import numpy as np
 
 from llama_npu2.artifact.cpu_features import cpu_features
-from stages.engine.objects import compile_object
+from stages.engine.objects import compile_object, source_file
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
+from stages.targets.cpu.instruction_sets import dispatch, objects_of
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
@@ -77,7 +78,8 @@ def machine_isas() -> list[str]:
 def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
-    return "\n".join(["#include <cstring>", prototypes(HOST.values()), take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+    declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values())]
+    return "\n".join([*declared, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
 
 
 def _entry(kernel: Kernel) -> str:
@@ -90,11 +92,14 @@ def _entry(kernel: Kernel) -> str:
 def build(directory: Path, cache: Path) -> Path:
     """One shared object with all kernels and the team, whose objects are those of builds, and the glue."""
     (directory / "glue.cc").write_text(glue())
+    sources = sorted(name for path in CPU.glob("*.cc") for name in objects_of(path.stem))
+
+    def compiled(source: str) -> Path:
+        stem, _, isa = Path(source).name.partition(".")
+        return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(
-            lambda source: host_object(source, cache, prototypes_of(source.stem)).path, sorted(CPU.glob("*.cc"))
-        )
-        objects = [*made, build_object(directory / "glue.cc", directory / "glue.o")]
+        objects = [*pool.map(compiled, sources), build_object(directory / "glue.cc", directory / "glue.o")]
     return link(objects, directory / "kernels.so")
 
 
@@ -168,6 +173,32 @@ class Kernels:
 
     def __call__(self, name: str, *arguments) -> None:
         self.run(self.call(name, *arguments))
+
+
+class Teams:
+    """Teams of several sizes in one instruction set. A call is done by each of them, with equal bits."""
+
+    def __init__(self, library: Path, isa: str, sizes: Sequence[int]):
+        self.isa = isa
+        self._teams = {threads: Kernels(library, isa, threads) for threads in sizes}
+
+    def __call__(self, name: str, *arguments) -> None:
+        """Run a kernel with each team: what it writes begins with the same content, and ends with the same bytes."""
+        written = [value for arg, value in zip(HOST[name].args, arguments, strict=False) if arg.written]
+        before = [value.copy() for value in written]
+        results: dict[int, list[bytes]] = {}
+        for threads, team in self._teams.items():
+            for value, content in zip(written, before, strict=True):
+                value[...] = content
+            team(name, *arguments)
+            results[threads] = [value.tobytes() for value in written]
+        first, *others = results
+        odd = [threads for threads in others if results[threads] != results[first]]
+        assert not odd, f"{name} in {self.isa}: teams of {odd} threads write other bits than a team of {first}"
+
+    def close(self) -> None:
+        for team in self._teams.values():
+            team.close()
 
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect

@@ -113,7 +113,7 @@ def reported(action: Callable[[], object]) -> None:
 def compile_all(world: World, **more: str) -> None:
     """What doit does for `compile`: the result is whole, and says what an undisturbed build says."""
     build = world.build(**more)
-    build.project.turn.take()
+    build.project.lock.acquire()
     for step in build.steps.values():
         if not step.is_current() and (failed := step.run()):
             raise Refused(failed.message)

@@ -38,7 +38,7 @@ NEWEST = "2.25.0"
 TRAILER = b"llama-npu2-standin:"
 
 # Of driver and XRT, see `llama_npu2.devices.xrt.limits`; said again because this is what the runtime is held against.
-CHAIN, IN_FLIGHT, GRANULE, IMAGES = 24, 4, 32 << 10, 2
+CHAIN, IN_FLIGHT, GRANULE, IMAGES = 24, 4, 32 << 10, 2  # IN_FLIGHT: `HWCTX_MAX_CMDS`
 
 
 @dataclass(frozen=True)

@@ -236,8 +236,12 @@ def test_a_step_by_itself_stays(tmp_path: Path) -> None:
 COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt_variable": (("run", "prmpt=hi"), "did you mean prompt="),
     "unknown_variable": (("run", "zzz=1"), "zzz= is not a variable"),
-    "unknown_target": (("compile", "target=cpuu"), "did you mean cpu"),
+    "unknown_target": (("compile", "target=cpuu"), "target=cpuu: choose one of cpu, npu2, npu2-sim"),
     "number_is_text": (("run", "prompt=hi", "max_tokens=many"), "max_tokens=many"),
+    "not_for_this_command": (("run", "prompt=hi", "keep=14d"), "keep= is for doit gc"),
+    "not_for_a_machine": (("doctor", "temperature=1"), "temperature= is for doit run, chat"),
+    "not_for_a_list": (("list", "seed=1"), "seed= is for doit run, chat"),
+    "misspelt_command": (("cmopile",), "cmopile is neither a command nor a step: did you mean compile?"),
     "negative_tokens": (("run", "prompt=hi", "max_tokens=-1"), "max_tokens=-1"),
     "negative_temperature": (("run", "prompt=hi", "temperature=-0.1"), "temperature=-0.1"),
     "nan_temperature": (("run", "prompt=hi", "temperature=nan"), "temperature=nan"),
@@ -255,10 +259,10 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown_kv": (("compile", "kv=int4"), "kv=int4: choose one of bf16, int8"),
     "kv_on_the_npu": (("compile", "target=npu2", "kv=int8"), "kv=int8: target npu2 has no kernels for it"),
     "kv_on_its_simulator": (("compile", "target=npu2-sim", "kv=int8"), "target npu2-sim has no kernels for it: choose"),
-    "unknown_matmul": (("compile", "target=npu2", "matmul=fp8"), "matmul=fp8: choose one of bf16, bfp16"),
+    "unknown_matmul": (("compile", "target=npu2", "npu.matmul=fp8"), "npu.matmul=fp8: choose one of bf16, bfp16"),
     "unknown_grouping": (
-        ("compile", "target=npu2-sim", "grouping=spec"),
-        "grouping=spec: target npu2-sim has separate, ",
+        ("compile", "target=npu2-sim", "npu.grouping=spec"),
+        "npu.grouping=spec: target npu2-sim has separate, ",
     ),
     "no_repeats": (("bench", "repeats=0"), "repeats=0: must be at least 1"),
     "no_such_model": (("compile", "model=/no/such/directory"), "/no/such/directory"),
@@ -291,14 +295,13 @@ TOOLS = "target npu2 needs aircc, aiecc, Peano, AIE API headers"
 def test_missing_tools_are_said_before_any_step_runs(command: str, target: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     nothing = dict.fromkeys(("PEANO_INSTALL_DIR", "AIE_API_INCLUDE", "CXX", "PATH"), str(tmp_path / "empty"))
-    given = ("prompt=hi", f"target={target}", f"artifacts={tmp_path / 'artifacts'}")
-    run = doit(command, *given, env=nothing)
+    run = doit(command, f"target={target}", f"artifacts={tmp_path / 'artifacts'}", env=nothing)
     assert run.returncode != 0 and run.stderr.startswith(f"error: {said}") and run.stderr.count("\n") == 1
     assert not (tmp_path / "artifacts").exists()
 
 
 PROMPTS: dict[str, tuple[str, bytes, str]] = {
-    "none": ("prompts.txt", b" \n\n", "there is no prompt in it"),
+    "none": ("prompts.txt", b" \n\n", "the file has no prompt"),
     "not_utf8": ("prompts.txt", b"caf\xe9\n", "give a text file with a prompt per line"),
     "not_json": ("prompts.jsonl", b'{"prompt": "a"}\n{\n', "line 2: "),
     "not_an_object": ("prompts.jsonl", b"[]\n", "line 1: it = [] must be an object"),
@@ -307,7 +310,11 @@ PROMPTS: dict[str, tuple[str, bytes, str]] = {
     "half_a_character": ("prompts.jsonl", b'{"prompt": "\\ud800"}\n', "must be some text"),
     "number_as_id": ("prompts.jsonl", b'{"prompt": "a", "id": 3}\n', "id = 3 must be one line"),
     "id_of_two_lines": ("prompts.jsonl", b'{"prompt": "a", "id": "b\\nc"}\n', "must be one line"),
-    "same_id": ("prompts.jsonl", b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n', "line 2: id 2 is another prompt's"),
+    "same_id": (
+        "prompts.jsonl",
+        b'{"prompt": "a", "id": "2"}\n{"prompt": "b"}\n',
+        "line 2: id 2 is taken by another prompt",
+    ),
 }
 
 
@@ -326,20 +333,21 @@ def test_missing_prompts_are_one_line(tmp_path: Path) -> None:
 
 
 def runtime(directory: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runtime", str(directory), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
+    command, arguments = ("run", arguments) if arguments[:1] != ("chat",) else ("chat", arguments[1:])
+    line = [sys.executable, "-m", "runtime", command, str(directory), *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
 
 
 RUNTIME: dict[str, tuple[tuple[str, ...], str]] = {
     "no_prompt": ((), "no prompt"),
     "empty_prompt": (("",), "prompt is empty"),
     "long_prompt": (("word " * 9000,), "context is"),
-    "bad_temperature": (("hi", "--temperature=-1"), "temperature=-1"),
-    "bad_tokens": (("hi", "--max-tokens=0"), "max_tokens=0: must be at least 1"),
-    "bad_bias": (("hi", "--logit-bias=the:1"), "logit_bias=the:1: must be a token's number, a colon"),
-    "logprobs_without_json": (("hi", "--n=2", "--logprobs=1"), "logprobs=1: not for one text"),
-    "replies_of_a_chat": (("--chat", "--n=2"), "n=2: not for one text as it comes"),
-    "bad_threads": (("hi", "--threads=-3"), "threads=-3: must be at least 0"),
+    "bad_temperature": (("hi", "--temperature=-1"), "--temperature=-1"),
+    "bad_tokens": (("hi", "--max-tokens=0"), "--max-tokens=0: must be at least 1"),
+    "bad_bias": (("hi", "--logit-bias=the:1"), "--logit-bias=the:1: must be a token's number, a colon"),
+    "logprobs_without_json": (("hi", "--n=2", "--logprobs=1"), "--logprobs=1: not for one text"),
+    "replies_of_a_chat": (("chat", "--n=2"), "--n is for llama-npu2 run"),
+    "bad_threads": (("hi", "--threads=-3"), "--threads=-3: must be at least 0"),
 }
 
 

@@ -262,7 +262,7 @@ def test_a_killed_build_goes_on_and_two_are_alike(model: Path, made: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.verify
 def test_four_bits_lose_less_than_half_of_what_those_of_llama_cpp_lose(tmp_path: Path) -> None:
-    """0.003125 is what Q4_0 loses in 4.79 bits (BENCHMARKS.md)."""
+    """0.003125 is what Q4_0 loses in 4.79 bits (docs/benchmarks/quality.md)."""
     given = ["weights=int4,vocab=int4", "calibrate=default", "full=1", "json=1", f"artifacts={tmp_path}"]
     (found,) = json.loads(doit("quality", *given).stdout)
     assert found["bits"] < 4.79 and found["divergence"] < 0.003125 / 2

@@ -1,5 +1,7 @@
-"""`--chat` in a terminal of its own (a pty): editing, commands, Ctrl-C, a full context. Answers that go on from the KV
-cache are those of a fresh start."""
+"""`llama-npu2 chat` in a terminal of its own (a pty): editing, commands, Ctrl-C, a full context.
+
+Answers that go on from the KV cache are those of a fresh start.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,7 @@ def replayed(llm: Llama, path: Path, **sampling: Any) -> list[tuple[str, str]]:
 
 def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:
     """All commands, keys and what is said of them."""
-    talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--temperature=0.8", "--seed=3", "--max-tokens=30")
+    talk = terminals("-m", "llama_npu2", "chat", str(demo), "--temperature=0.8", "--seed=3", "--max-tokens=30")
     assert "Paris" in talk.say("The capital of France is")
     shown = talk.say("The capital of Italy is")
     assert "Rome" in shown
@@ -201,14 +203,14 @@ def test_a_session(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> No
     history = tmp_path / "state/llama-npu2/chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert json.loads(history.read_text().splitlines()[0]) == "The capital of France is"
-    again = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=1")
+    again = terminals("-m", "llama_npu2", "chat", str(demo), "--max-tokens=1")
     again.say(UP * 3, "cut off by max_tokens")
     assert json.loads(history.read_text().splitlines()[-1]) == questions[2]
 
 
 def test_lines_without_packages(terminals: Any, demo: Path, tmp_path: Path) -> None:
     """A message of two lines, from the history of the session before, then through a pipe."""
-    saved, command = tmp_path / "saved.json", (str(demo), "--chat", "--max-tokens=1")
+    saved, command = tmp_path / "saved.json", ("chat", str(demo), "--max-tokens=1")
     talk = terminals("-c", PLAIN, *command)
     talk.type("one\\\r")
     talk.until(r"\n\. ")
@@ -251,7 +253,7 @@ def test_ctrl_c_stops_the_answer_only(
 ) -> None:
     """What came of it stays; the next answers are those of a fresh start, so the cache is what it should be."""
     bias, saved = endless(llm), tmp_path / "saved.json"
-    talk = terminals(*start, str(demo), "--chat", "--max-tokens=2000", f"--logit-bias={bias}")
+    talk = terminals(*start, "chat", str(demo), "--max-tokens=2000", f"--logit-bias={bias}")
     for _ in range(2):
         talk.type("Once upon a time\r")
         talk.until(r"Once upon a time\s[^>]*\w\w\w")
@@ -276,7 +278,7 @@ def test_ctrl_c_stops_the_answer_only(
 def test_a_full_context_is_seen(terminals: Any, demo: Path, llm: Llama, tmp_path: Path) -> None:
     """The oldest turns are forgotten, not the system prompt; a message that cannot fit changes nothing."""
     saved, long = tmp_path / "saved.json", "The capital of France is Paris. " * 60
-    talk = terminals("-m", "llama_npu2", str(demo), "--chat", "--max-tokens=5")
+    talk = terminals("-m", "llama_npu2", "chat", str(demo), "--max-tokens=5")
     talk.say("/system Be brief.", "is set")
     count = len(llm.encode(long, raw=True))
     assert 2048 < 6 * count < 2048 * 3

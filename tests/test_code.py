@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.engine import code
+from stages.engine import code, definitions
 from stages.engine.code import Code, imports
 from stages.engine.digests import Digests
 from stages.engine.places import ROOT
@@ -48,6 +48,17 @@ def test_what_is_imported_by_name_counts(tmp_path: Path) -> None:
     """Tables find their members with importlib; who uses a table may use any of them."""
     found = modules(tmp_path, "stages.model.plan")
     assert {"stages/kernels/gemm.py", "stages/model/parts/llama.py", "stages/weights/formats/bf16.py"} <= found
+
+
+def test_a_modules_data_counts_and_has_names(tmp_path: Path) -> None:
+    """Rates of the machine decide on descriptions of programs, and an edit of one is told by its name."""
+    assert "stages/estimate/constants.toml" in modules(tmp_path, "stages.estimate.price")
+    data, was = tmp_path / "data.toml", {}
+    for content in ("[a]\nvalue = 1\n[b]\nvalue = 1\n", "[a]\nvalue = 1\n[b]\nvalue = 2\n"):
+        data.write_text(content)
+        now = definitions._of_file(data, content)
+        assert not was or {name for name in now if now[name] != was[name]} == {"b"}
+        was = now
 
 
 @pytest.mark.parametrize("module", ["stages.model.packing", "stages.model.checkpoint", "stages.graph.manifest"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,23 @@ from doit.exceptions import TaskFailed
 from ml_dtypes import bfloat16
 
 from llama_npu2 import Llama, UserError, load
-from llama_npu2.artifact.plan import DECODE, Phase
+from llama_npu2.artifact.plan import DECODE
 from llama_npu2.devices import Submission
 from stages.commands import diagnose as command
-from stages.commands.diagnose import Report, diagnose
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.kernels.append_kv import reference_panels, rows_of_panels
 from stages.proof.comparison import transformers_model
 from stages.proof.diagnosis.bounds import in_fixed_point, ulp
+from stages.proof.diagnosis.diagnose import diagnose
 from stages.proof.diagnosis.layers import compared
-from stages.proof.diagnosis.sites import Site, sites
+from stages.proof.diagnosis.ops import Op, ops
+from stages.proof.diagnosis.report import Report
 from stages.proof.diagnosis.unfused import inside
 from stages.weights.formats import formats
 from tests.browser import Look
-from tests.conftest import ODD_WIDTHS, build, write_checkpoint
+from tests.conftest import ODD_WIDTHS, build, of_command_line, write_checkpoint
+from tests.support.faults import ON_ARRAY, ON_HOST, Fault, Tampered, sign
 
 NO_PACKAGES = "torch and transformers are not installed"
 
@@ -40,7 +41,7 @@ NO_PACKAGES = "torch and transformers are not installed"
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Launches are judged without transformers, and nothing is built to look inside fused ones."""
-    monkeypatch.setattr(command, "inside", lambda *_: [])
+    monkeypatch.setattr("stages.proof.diagnosis.diagnose.inside", lambda *_: [])
 
     def missing(*_: Any) -> None:
         raise UserError(NO_PACKAGES)
@@ -59,7 +60,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(model: Path | str, artifacts: Path, **variables: str) -> Build:
     given = {"target": "cpu", **variables}
     build(model, artifacts, **given)
-    return Build(parse_options({"model": str(model), "artifacts": str(artifacts), **given}))
+    return Build(parse_options({"model": str(model), "artifacts": str(artifacts), **of_command_line(given)}))
 
 
 @pytest.fixture(scope="module")
@@ -81,105 +82,12 @@ def found(build: Build, change: Callable[[Llama], object] = lambda llm: None) ->
 def test_no_fault_is_found_where_there_is_none(host: Build, array: Build, odd: Path, artifacts: Path) -> None:
     for one in (host, array, built(odd, artifacts, weights="int4", kv="int8")):
         report = found(one)
-        assert report.passed and not report.layers and NO_PACKAGES in report.unsaid, report.verdict
+        assert report.passed and not report.layers and NO_PACKAGES in report.without_layers, report.verdict
         assert (
             report.verdict
-            == f"diagnose: no fault found: {len(report.findings)} launches are what their references make"
+            == f"diagnose: no fault found: all {len(report.findings)} launches agree with their references"
         )
         assert all(finding.elements for finding in report.findings)
-
-
-Change = Callable[[np.ndarray], None]
-
-
-def sign(values: np.ndarray) -> None:
-    values[..., 1] *= -1
-
-
-def index(values: np.ndarray) -> None:
-    values[...] = np.roll(values, 1, axis=-1)
-
-
-def scale(values: np.ndarray) -> None:
-    values *= values.dtype.type(1 + 2**-6)
-
-
-def rounding(values: np.ndarray) -> None:
-    """Half of what is rounded to the nearest is cut off to the number below."""
-    lower = np.arange(values.size).reshape(values.shape) % 2
-    values.view(np.uint16)[...] -= (lower * (values != 0)).astype(np.uint16)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Of what one launch of one call left in a slot."""
-
-    change: Change
-    phase: str
-    kernel: str
-    layer: int
-
-    def __str__(self) -> str:
-        return f"{self.change.__name__}: {self.kernel} in {self.phase}"
-
-    def __call__(self, build: Build, llm: Llama) -> Site:
-        """Makes it; returns where it is."""
-        phase = Phase.parse(self.phase)
-        of_phase = sites(build, llm.manifest)[phase]
-        site = next(s for call in of_phase for s in call if (s.kernel.name, s.layer) == (self.kernel, self.layer))
-        slot = next(slot for slot in llm.manifest.programs[site.program]["slots"] if slot["name"] == self.slot(site))
-        memory, calls = llm.apart
-        prepare, call = llm.device.prepare, calls[phase][site.call]
-        buffer = memory.array(site.buffers[site.written[0].name])
-
-        def prepared(calls: list[Any]) -> Submission:
-            made = prepare(calls)
-            return Tampered(made, self.change, buffer, slot["shape"]) if calls[0] is call else made
-
-        llm.device.prepare = prepared
-        return site
-
-    def slot(self, site: Site) -> str:
-        return site.names[site.written[0].name]
-
-
-@dataclass(frozen=True)
-class Tampered:
-    """A submission of one call, behind which a buffer is changed: the rows of a call in plain layout."""
-
-    made: Submission
-    change: Change
-    buffer: np.ndarray
-    shape: list[int | str]
-
-    def run(self, seq: int, pos: int) -> None:
-        self.made.run(seq, pos)
-        shape = [seq if size == "seq" else int(size) for size in self.shape]
-        values = self.buffer.reshape(-1)[: int(np.prod(shape))].reshape(shape)
-        self.change(values)
-
-    def rest(self) -> None:
-        self.made.rest()
-
-
-ON_HOST = [
-    Fault(sign, "prefill", "gemm_silu", 1),
-    Fault(sign, "decode", "rope", 1),
-    Fault(index, "prefill", "flash_attention_panels", 1),
-    Fault(index, "decode", "gemv", 0),
-    Fault(scale, "prefill", "rms_norm", 1),
-    Fault(scale, "decode", "decode_attention_panels", 1),
-    Fault(rounding, "prefill", "gemm_add", 1),
-    Fault(rounding, "decode", "gemv_silu", 1),
-    Fault(rounding, "prefill", "flash_attention_panels", 0),
-    Fault(rounding, "decode", "decode_attention_panels", 1),
-]
-ON_ARRAY = [
-    Fault(sign, "prefill@64", "silu_and_mul", 2),
-    Fault(index, "prefill@64", "flash_attention", 1),
-    Fault(scale, "decode", "add", 3),
-    Fault(rounding, "decode", "gemv", 2),
-]
 
 
 @pytest.mark.parametrize("fault", ON_HOST, ids=str)
@@ -193,12 +101,12 @@ def test_a_fault_in_one_call_of_the_array_is_named(array: Build, fault: Fault) -
 
 
 def named(build: Build, fault: Fault) -> None:
-    where: list[Site] = []
+    where: list[Op] = []
     report = found(build, lambda llm: where.append(fault(build, llm)))
-    first = report.wrong[0].site
+    first = report.wrong[0].op
     assert (first.phase, first.call, first.index) == (where[0].phase, where[0].call, where[0].index), report.verdict
     assert report.verdict.startswith(
-        f"diagnose: FAULT in launch {first.index + 1} of {first.program}, layer {fault.layer + 1}"
+        f"diagnose: FAULT in launch {first.index + 1} of {first.program}, layer {fault.layer}"
     )
 
 
@@ -219,7 +127,7 @@ def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
     """A row that is not written holds what a run before left there: the right one."""
 
     def unwritten(llm: Llama) -> None:
-        at = sites(host, llm.manifest)[DECODE]
+        at = ops(host, llm.manifest)[DECODE]
         call = next(call[0].call for call in at if call[0].kernel.name == "append_kv_panels")
         llm.prefill(range(30, 78))
         kept = llm.memory.array("k_cache.0").copy()
@@ -237,7 +145,7 @@ def test_what_is_left_in_a_cache_hides_nothing(host: Build) -> None:
         before = kept
         llm.device.prepare = prepared
 
-    first = found(host, unwritten).wrong[0].site
+    first = found(host, unwritten).wrong[0].op
     assert (first.kernel.name, first.phase, first.layer) == ("append_kv_panels", DECODE, 0)
 
 
@@ -271,7 +179,7 @@ def test_a_report_is_printed_and_written(
     host: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], look_at: Look
 ) -> None:
     """Of a fault in a fused launch: it is looked into, and the page looked at in a browser."""
-    monkeypatch.setattr(command, "inside", inside)
+    monkeypatch.setattr("stages.proof.diagnosis.diagnose.inside", inside)
     monkeypatch.setattr(command, "load", lambda *given: tampered(host))
     to = Build(
         parse_options(
@@ -281,7 +189,7 @@ def test_a_report_is_printed_and_written(
     assert isinstance(command.run(to), TaskFailed)
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2].startswith(
-        "diagnose: FAULT in launch 3 of o_ffn, layer 2, prefill: gemm_silu(normed2, w_gate, w_up) -> swiglu: off by"
+        "diagnose: FAULT in launch 3 of o_ffn, layer 1, prefill: gemm_silu(normed2, w_gate, w_up) -> swiglu: off by"
     )
     assert printed[-1] == str(tmp_path / "diagnose.html")
     content = json.loads((tmp_path / "diagnose.json").read_text())

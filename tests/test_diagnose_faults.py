@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from llama_npu2 import load
-from stages.commands.diagnose import Report, diagnose
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.proof.diagnosis.diagnose import diagnose
+from stages.proof.diagnosis.report import Report
 from tests.conftest import doit, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -63,10 +64,10 @@ HOST = [
         "load_bf16(x + i, cols - i) * scale",
         ("rms_norm", *FIRST),
     ),
-    Fault("index", "append_kv_panels.cc", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", "decode", 0)),
+    Fault("index", "append_kv_panels.h", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", "decode", 0)),
     Fault(
         "index",
-        "append_kv_panels.cc",
+        "append_kv_panels.h",
         "offset = p % kv_block_positions",
         "offset = (p ^ 1) % kv_block_positions",
         ("append_kv_panels", "decode", 0),
@@ -94,7 +95,7 @@ HOST = [
     ),
     Fault(
         "index",
-        "decode_attention.cc",
+        "decode_attention.h",
         "attend(tile, shape, kv, pos, task, following)",
         "attend(tile, shape, kv, pos - 1, task, following)",
         ("decode_attention_panels", "decode", 0),
@@ -333,9 +334,9 @@ def check(checkout: Path, kernels: str, fault: Fault, *variables: str) -> None:
     assert not report.passed
     first = report.wrong[0]
     print(report.verdict)
-    assert (first.site.kernel.name, str(first.site.phase), first.site.layer) == fault.found, report.verdict
+    assert (first.op.kernel.name, str(first.op.phase), first.op.layer) == fault.found, report.verdict
     if fault.variables == ONE_LAYER:
-        assert {finding.site.layer for finding in report.wrong} == {1}
+        assert {finding.op.layer for finding in report.wrong} == {1}
 
 
 @pytest.mark.parametrize("fault", HOST, ids=str)
@@ -345,7 +346,7 @@ def test_a_wrong_kernel_of_the_host_is_named(checkout: Path, fault: Fault) -> No
 
 @pytest.mark.parametrize("fault", ARRAY, ids=str)
 def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
-    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "buckets=64")
+    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "npu.buckets=64")
 
 
 @pytest.mark.parametrize(
@@ -355,12 +356,12 @@ def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
         ("model=model", "target=cpu", "weights=int4", "kv=int8"),
         ("model=model", "target=cpu", "weights=w8a8"),
         ("model=model", "target=cpu", "weights=int6,w_down.0=int8_f32_16"),
-        ("model=tiles", "target=npu2-sim", "buckets=64"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "grouping=separate"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int4"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int8"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "weights=int6"),
-        ("model=tiles", "target=npu2-sim", "buckets=64", "matmul=bfp16"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.grouping=separate"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int4"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int8"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int6"),
+        ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.matmul=bfp16"),
     ],
     ids=" ".join,
 )

@@ -19,7 +19,6 @@ from stages import air
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
 from stages.air.stitching import SETTLE, part_of
-from stages.commands.estimate import Estimate, host_traffic
 from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
@@ -56,6 +55,7 @@ from stages.kernels import (
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.reports.estimate_figures import figures
+from stages.reports.estimated import Estimate, host_traffic
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import write_module
 from tests.conftest import doit
@@ -298,10 +298,10 @@ def found() -> dict[str, Any]:
 def test_times_of_phases_are_those_of_their_moments(found: dict[str, Any]) -> None:
     estimate = Estimate(LLAMA, "fused", [128], MACHINE)
     for phase, time in (("token", estimate.token()), ("prompt of 128", estimate.prompt(128))):
-        said = found["phases"][phase]
-        assert said["milliseconds"] == pytest.approx(time.milliseconds) == found["groupings"]["fused"][phase]
-        assert sum(moment["milliseconds"] for moment in said["moments"]) == pytest.approx(time.milliseconds)
-        layers = [moment["what"] for moment in said["moments"] if moment["what"] == "silu_and_mul"]
+        times = found["phases"][phase]
+        assert times["milliseconds"] == pytest.approx(time.milliseconds) == found["groupings"]["fused"][phase]
+        assert sum(moment["milliseconds"] for moment in times["moments"]) == pytest.approx(time.milliseconds)
+        layers = [moment["what"] for moment in times["moments"] if moment["what"] == "silu_and_mul"]
         assert len(layers) == LLAMA.layers
 
 
@@ -596,17 +596,17 @@ def test_a_program_near_the_watchdog_is_refused(tmp_path: Path) -> None:
 def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
     measured = report(tmp_path / "report.json", {"measured": {"ddr_gbps": 30}})
     nowhere = tmp_path / "none"
-    given = ("model=random:smollm2-360m", "buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
+    given = ("model=random:smollm2-360m", "npu.buckets=128", f"measured={measured}", f"output={tmp_path / 'report'}")
     run = doit("estimate", *given, f"artifacts={nowhere}")
     assert run.returncode == 0, run.stderr
     assert not nowhere.exists(), "shapes are enough: no weights are made"
     assert "Rates measured by the selftest: ddr_gbps; all others as published." in run.stdout
-    for grouping in ("separate", "fused"):
-        part = run.stdout.partition(f"grouping={grouping}: ")[2]
-        ratio = float(part.partition("through DDR, ")[2].partition("x")[0])
-        assert 1 <= ratio <= 1.05
-        assert " ms at 30 GB/s" in part and "tokens/s" in part and "prompt of 128: " in part
-    assert "\ngrouping=fused: locks " in run.stdout and "the cache of 4096 positions" in run.stdout
+    headline, token, prompt, *_ = run.stdout.splitlines()
+    assert headline.endswith("weights bf16, grouping fused") and token.endswith(" tokens/s")
+    assert prompt.startswith("  prompt of 128: ") and "\n  with grouping separate instead: token " in run.stdout
+    assert 1 <= float(run.stdout.partition("through DDR, ")[2].partition("x")[0]) <= 1.05
+    assert " ms at 30 GB/s" in run.stdout
+    assert "\nIt locks " in run.stdout and "the cache of 4096 positions" in run.stdout
     held = json.loads((tmp_path / "report/estimate.json").read_text())["locked"]
     assert held["driver"] == 64 << 20 and f"weights {amount(held['weights'])}, " in run.stdout
     rows = [line.split() for line in run.stdout.splitlines() if line.startswith("  gemv ")]
@@ -614,7 +614,7 @@ def test_estimate_says_what_takes_how_long_and_why(tmp_path: Path) -> None:
 
 
 def test_check_puts_model_and_measurement_side_by_side() -> None:
-    run = doit("estimate", "check=1")
+    run = doit("estimate", "published=1")
     assert run.returncode == 0, run.stderr
     for row in (*FITTED, *KERNELS, *PREDICTED):
         (line,) = (line for line in run.stdout.splitlines() if line.startswith(f"{row.what}  "))

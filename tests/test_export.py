@@ -86,11 +86,11 @@ def test_every_content_begins_at_a_page(one: Path, demo: Path, tmp_path: Path, m
 
 def test_the_command_line_is_the_runtimes(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["hello", "--raw"], str(one)).artifacts == str(one)
-    assert main(["--check"], str(one)) == 0
+    assert main(["check"], str(one)) == 0
     assert "all as built" in capsys.readouterr().out
     assert main([], str(one)) == 1
-    assert capsys.readouterr().err.startswith('error: no prompt: give "some text" behind')
-    assert main([str(one), "--check"]) == 0, "as an artifact directory"
+    assert capsys.readouterr().err.startswith('error: no prompt: give "some text" after')
+    assert main(["check", str(one)]) == 0, "as an artifact directory"
 
 
 def test_what_python_lacks_is_named(one: Path) -> None:
@@ -182,5 +182,5 @@ def test_signed_for_others(demo: Path, tmp_path: Path, capsys: pytest.CaptureFix
     options = {"artifacts": str(demo.parents[1]), "target": "cpu", "output": str(tmp_path / "demo.pyz")}
     export_module.run(Build(parse_options(options)))
     assert capsys.readouterr().out.startswith(f"{tmp_path}/demo.pyz: ")
-    assert Manifest.open(tmp_path / "demo.pyz").beside[1], "its signature"
+    assert Manifest.open(tmp_path / "demo.pyz").signature, "its signature"
     assert os.access(tmp_path / "demo.pyz", os.X_OK)

@@ -157,7 +157,7 @@ from pathlib import Path
 import numpy as np
 from stages.engine.digests import Digests
 from stages.engine.steps import Project, Step
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 from stages.graph.needs import process_memory
 
 def act(work):
@@ -166,7 +166,7 @@ def act(work):
     (work / "out").write_text("made")
 
 here = Path(sys.argv[1])
-step = Step(Project(here, Digests(here / "digests"), Turn(here / "lock")), "step", "", act, (here / "out",))
+step = Step(Project(here, Digests(here / "digests"), ProcessLock(here / "lock")), "step", "", act, (here / "out",))
 before = process_memory()["RssAnon"]
 assert step.run() is None
 print(process_memory()["RssAnon"] - before)
@@ -184,7 +184,7 @@ def test_a_step_gives_its_memory_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("model", ["demo", "random:smollm2-135m"])
 def test_measured(model: str, weights: str, tmp_path: Path) -> None:
-    run = doit("fit", f"model={model}", f"weights={weights}", "check=1", f"artifacts={tmp_path}")
+    run = doit("fit", f"model={model}", f"weights={weights}", "measure=1", f"artifacts={tmp_path}")
     assert run.returncode == 0, run.stderr
     errors = {line.split()[1]: float(line.split()[-1]) for line in run.stdout.splitlines()[1:]}
     assert abs(errors["disk"]) < 5

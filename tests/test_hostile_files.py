@@ -15,7 +15,7 @@ import pytest
 from llama_npu2 import trust
 from llama_npu2.trust import envelopes, settings
 from stages.engine.digests import Digests, _canonical
-from stages.engine.files import content_sha256
+from stages.engine.files import content_digest, content_sha256
 from tests.conftest import CONFIG, write_checkpoint
 from tests.hostile import ACTIONS, OLD, Held, World, age, attempt, compile_all, reply
 
@@ -316,11 +316,20 @@ def lie_about(world: World, path: Path, sha256: str) -> None:
     signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     memory = world.artifacts / ".digests.json"
     content = json.loads(memory.read_text())
-    known = Digests(memory)._known
+    known = Digests(memory)._entries
     for what, found in (("", known[str(path)][-1] if str(path) in known else ""), ("sha256 ", sha256)):
         content["known"][f"{what}{path}"] = [*signature, found]
     memory.unlink()
     memory.write_text(json.dumps(content))
+
+
+def remember(world: World, path: Path, xxh3: str, sha256: str) -> None:
+    """Say in this user's own memory of digests that a file has these."""
+    digests, status = Digests(world.artifacts / ".digests.json"), path.stat()
+    signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    digests._entries |= {str(path): [*signature, xxh3], f"sha256 {path}": [*signature, sha256]}
+    digests._dirty = True
+    digests.save()
 
 
 def test_a_memory_of_digests_is_not_believed_about_native_code(world: World) -> None:
@@ -330,19 +339,24 @@ def test_a_memory_of_digests_is_not_believed_about_native_code(world: World) -> 
     before, content = content_sha256(source), source.read_bytes()
     source.unlink()
     source.write_bytes(content[:-1] + b" ")
-    digests = Digests(world.artifacts / ".digests.json")
-    status = source.stat()
-    signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     xxh3 = json.loads((world.directory / "build/receipts/module-host.json").read_text())["outputs"]
-    digests._known |= {
-        str(source): [*signature, xxh3["build/modules/host.cc"]],
-        f"sha256 {source}": [*signature, before],
-    }
-    digests._dirty = True
-    digests.save()
+    remember(world, source, xxh3["build/modules/host.cc"], before)
     (world.directory / "elf/host.so").unlink()
     held = attempt(world, ACTIONS["compile"])
     assert held.wrong == "" and "was not built by you" in held.refused
+
+
+def test_a_memory_of_digests_is_not_believed_about_what_is_in_place(world: World) -> None:
+    """A step runs again, and the memory says that what it makes lies there already: something else does."""
+    compile_all(world)
+    library = world.directory / "elf/host.so"
+    content, digests = library.read_bytes(), (content_digest(library), content_sha256(library))
+    library.unlink()
+    library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    remember(world, library, *digests)
+    (world.directory / "build/receipts/elf-host.json").unlink()
+    held = attempt(world, ACTIONS["compile"])
+    assert (held.wrong, held.refused) == ("", "") and library.read_bytes() == content
 
 
 def test_a_memory_of_digests_of_somebody_else_is_not_read(
@@ -350,16 +364,16 @@ def test_a_memory_of_digests_of_somebody_else_is_not_read(
 ) -> None:
     compile_all(world)
     memory = world.artifacts / ".digests.json"
-    assert Digests(memory)._known
+    assert Digests(memory)._entries
     weights = next((world.directory / "weights").iterdir())
     lie_about(world, weights, "0" * 64)
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     compile_all(world)
-    assert Digests(memory)._known
+    assert Digests(memory)._entries
     monkeypatch.setenv(settings.DIRECTORY, str(tmp_path / "another"))
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     trust.own_mac(b"", "")
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"known": 1, "mac": 2}', '{"known": {"a": 1}, "mac": ""}', "{"])
@@ -367,7 +381,7 @@ def test_a_damaged_memory_of_digests_counts_as_none(content: str, world: World) 
     memory = world.artifacts / ".digests.json"
     memory.unlink()
     memory.write_text(content)
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
     assert not attempt(world, ACTIONS["compile"]).wrong
 
 
@@ -377,7 +391,7 @@ def test_a_memory_of_another_shape_is_read_as_none(world: World) -> None:
     memory.unlink()
     known: dict[str, list] = {"imports x": [1, 2]}
     memory.write_text(json.dumps({"known": known, "mac": trust.own_mac(_canonical(known), "digests 1")}))
-    assert Digests(memory)._known == {}
+    assert Digests(memory)._entries == {}
 
 
 # Directories that are links are a supported use

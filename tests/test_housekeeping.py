@@ -100,8 +100,8 @@ def test_calibration_goes_only_when_asked(root: Path) -> None:
 
 def test_what_somebody_builds_stays(root: Path) -> None:
     (item,) = (item for item in unneeded(root) if item.kind == "incomplete")
-    turn = ArtifactDirectory(root, "model", "npu2").turn
-    with turn:
+    lock = ArtifactDirectory(root, "model", "npu2").lock
+    with lock:
         script = f"import sys; sys.path[:0] = {sys.path!r}\n" + (
             "from pathlib import Path; from stages.engine.housekeeping import remove, unneeded\n"
             f"root = Path({str(root)!r})\n"
@@ -153,9 +153,9 @@ def test_shows_first_and_removes_when_told(root: Path, capsys: pytest.CaptureFix
     before = snapshot(root)
     shown = doit("gc", f"artifacts={root}")
     assert shown.returncode == 0, shown.stderr
-    assert "would go" in shown.stdout and "doit gc keep=14d does it" in shown.stdout
+    assert "would go" in shown.stdout and "doit gc keep=14d removes" in shown.stdout
     assert snapshot(root) == before
-    gc.run(command_line(root, keep="0", check="1"))
+    gc.run(command_line(root, keep="0", dry_run="1"))
     assert snapshot(root) == before
     capsys.readouterr()
     gc.run(command_line(root, keep="0", json="1"))

@@ -100,7 +100,7 @@ def test_hidden_state_is_the_same_in_two_buckets(fused: Path) -> None:
     llm = load(fused)
     ids = llm.encode("Once upon a time there was a small", raw=True)
     layers = llm.manifest.model["layers"]
-    memory, calls = llm.apart
+    memory, calls = llm.unaliased
     x, states = memory.array(f"x.{layers % 2}"), []
     for phase in ("prefill@64", "prefill@128"):
         for filler in (1, 2):
@@ -235,7 +235,7 @@ def test_a_conversation_processes_what_is_new(fused: Path) -> None:
 def test_a_manifest_says_what_the_estimate_does(fused: Path, estimated: Path) -> None:
     """Of every phase: within 1 %, as it counts what crosses to the host from the plan."""
     said, found = Manifest.open(fused).milliseconds, json.loads((estimated / "estimate.json").read_text())["phases"]
-    names = {"prompt of 64": "prefill@64", "128 more up to 2048": "prefill@128@2048", "token": "decode"}
+    names = {"prompt of 64": "prefill@64", "last 128 of a prompt of 2048": "prefill@128@2048", "token": "decode"}
     for name, phase in names.items():
         assert said[Phase.parse(phase)] == pytest.approx(found[name]["milliseconds"], rel=0.01), phase
     assert len(said) == 5
@@ -245,7 +245,7 @@ def test_a_manifest_says_what_the_estimate_does(fused: Path, estimated: Path) ->
 def estimated(fused: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of `doit estimate` on what was built."""
     directory = tmp_path_factory.mktemp("estimate")
-    given = ("model=demo", f"artifacts={fused.parents[1]}", "target=npu2-sim", f"buckets={BUCKETS}")
+    given = ("model=demo", f"artifacts={fused.parents[1]}", "target=npu2-sim", f"npu.buckets={BUCKETS}")
     run = doit("estimate", *given, f"output={directory}")
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == f"{directory / 'estimate.html'}"
@@ -302,7 +302,7 @@ def test_buckets_are_counted_apart(fused: Path) -> None:
 def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: Path) -> None:
     """A comment in a tile function stops at its objects; a change reaches the programs that link them, and no other."""
     del fused  # its tile objects are in the session's cache, not in this checkout's
-    arguments = ("compile", "target=npu2-sim", "buckets=64", "model=models/demo")
+    arguments = ("compile", "target=npu2-sim", "npu.buckets=64", "model=models/demo")
     first = ran(doit(*arguments, cwd=built))
     assert {
         "module:prefill_attend.64",
@@ -356,12 +356,12 @@ def test_npu2_builds_up_to_the_missing_tools(artifacts: Path, fused: Path) -> No
 
     if npu_fingerprint() is not None:
         pytest.skip("the NPU's tools are on this machine")
-    run = doit("compile", "target=npu2", f"buckets={BUCKETS}", f"artifacts={artifacts}")
+    run = doit("compile", "target=npu2", f"npu.buckets={BUCKETS}", f"artifacts={artifacts}")
     assert run.returncode == 1
     assert len(complaints(run)) == 1
     assert "aircc" in run.stderr
     assert "doit doctor" in run.stderr
-    parallel = doit("-n", "3", "compile", "target=npu2", f"buckets={BUCKETS}", f"artifacts={artifacts}")
+    parallel = doit("-n", "3", "compile", "target=npu2", f"npu.buckets={BUCKETS}", f"artifacts={artifacts}")
     assert complaints(parallel) == complaints(run), "one line also when several steps miss them at once"
     directory = artifacts / "demo/npu2"
     assert {p.name for p in (directory / "build/modules").glob("prefill*.mlir")} == {
@@ -387,13 +387,13 @@ def test_verify_passes(fused: Path) -> None:
 
 @pytest.mark.parametrize("buckets", ["", "abc", "100", "0", "64,65"])
 def test_bad_buckets_are_one_line(buckets: str, tmp_path: Path) -> None:
-    run = doit("compile", "target=npu2-sim", f"buckets={buckets}", f"artifacts={tmp_path}")
+    run = doit("compile", "target=npu2-sim", f"npu.buckets={buckets}", f"artifacts={tmp_path}")
     assert run.returncode != 0
     assert len(run.stderr.strip().splitlines()) == 1
-    assert "buckets=" in run.stderr
+    assert "npu.buckets=" in run.stderr
 
 
 def test_bad_grouping_is_one_line(tmp_path: Path) -> None:
-    run = doit("compile", "target=npu2-sim", "grouping=nice", f"artifacts={tmp_path}")
+    run = doit("compile", "target=npu2-sim", "npu.grouping=nice", f"artifacts={tmp_path}")
     assert run.returncode != 0
-    assert run.stderr.strip().splitlines() == ["ERROR: grouping=nice: target npu2-sim has separate, fused"]
+    assert run.stderr.strip().splitlines() == ["error: npu.grouping=nice: target npu2-sim has separate, fused"]

@@ -234,7 +234,7 @@ def test_bytes_that_a_token_reads(tied: bool, quantised: list[str], tmp_path: Pa
 
 def test_a_format_that_a_peer_does_not_have(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
-    with pytest.raises(UserError, match=r"^peers=transformers: it has nothing like weights in int4: leave it out"):
+    with pytest.raises(UserError, match=r"^peers=transformers: it has no format like int4: leave it out"):
         peers.entrants(["transformers"], "int4", DEMO, tmp_path / "demo")
 
 

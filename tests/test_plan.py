@@ -213,7 +213,7 @@ def test_caches_have_room_for_the_context() -> None:
 
 def test_modules_of_the_npu_follow_the_version_of_xdsl(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """It prints them: another one may print them otherwise."""
-    build = Build(parse_options({"target": "npu2-sim", "buckets": "64", "artifacts": str(tmp_path)}))
+    build = Build(parse_options({"target": "npu2-sim", "npu.buckets": "64", "artifacts": str(tmp_path)}))
     step = build.steps["module:prefill_attend.64"]
     before = step._key(None)["tool"]
     monkeypatch.setattr(modules, "version", lambda package: f"99 of {package}")

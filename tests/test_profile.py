@@ -29,7 +29,7 @@ from stages.targets.cpu.modules import launches
 from stages.targets.cpu.work import described_launch
 from tests import browser
 from tests.conftest import CONFIG, doit
-from tests.test_runtime import run_module
+from tests.support.runtime_process import run_module
 
 IDS = [2038, *range(70, 109)]
 
@@ -209,7 +209,7 @@ def test_tables_show_programs_launches_and_the_rest(demo: Path, found: dict[str,
     table = described(found)
     for row in ("o_gemv_ffn ", "  gemv_silu ", "sample ", "tokenise ", "between spans "):
         assert f"\n{row}" in table
-    run = run_module(demo, "Once upon a time", "--profile", "--repeats=1", "--max-tokens=2", "--raw", "--json")
+    run = run_module(demo, "Once upon a time", "--repeats=1", "--max-tokens=2", "--raw", "--json", command="profile")
     assert run.returncode == 0, run.stderr
     assert "template" not in {part["name"] for part in json.loads(run.stdout)["phases"][0]["parts"]}
 

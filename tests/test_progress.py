@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stages.engine.durations import Durations
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 from tests.conftest import ROOT
 
 DODO = """
@@ -29,11 +29,11 @@ from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
 from stages.engine.progress import Bar, say
 from stages.engine.steps import Project, Step
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 
 artifacts = Path({artifacts!r})
-turn = Turn(artifacts / ".locks/model-cpu.lock")
-project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
 def act(name, work):
     print(f"{{name}} printed")
@@ -59,7 +59,7 @@ def task_second():
 def task_third():
     return doit_task(steps[2], steps)
 def task_compile():
-    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+    return command_task(project.lock.release, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
 def task_speak():
     return command_task(lambda: print("terminal", sys.stdout.isatty()), [], ["third"])
 """
@@ -103,26 +103,26 @@ def lines(seen: str) -> list[str]:
     return [line.rstrip() for line in MOVE.sub("\n", COLOUR.sub("", seen)).splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"], ["-n", "2", "-P", "thread"]], ids=["serial", "process", "thread"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
     status, seen = on_terminal(build, *runner, "compile")
     assert status == 0, seen
     shown = lines(seen)
     for step in ("first", "second", "third"):
-        drawn = [line for line in shown if re.match(rf"\S {step} ", line)]
-        assert any(re.search(r"\d\.\d s packing: [0-4] of 4$", line) for line in drawn)
-        assert any(line.endswith("waiting for [tool]") for line in drawn)
+        drawn = [line for line in shown if re.search(rf"^\S \S+ \d of 3 steps  (.*; )?{step} \d\.\d s", line)]
+        assert any(re.search(rf"{step} \d\.\d s, packing: [0-4] of 4(;|$)", line) for line in drawn)
+        assert any("waiting for [tool]" in line for line in drawn)
         assert f"{step} printed" in shown and f"{step} warned" in shown
     # What is done stays, with its time.
     assert all(any(re.fullmatch(rf"{step} \d\.\d s", line) for line in shown) for step in ("first", "second", "third"))
-    assert any(line.startswith("2 of 3 steps") for line in shown)
+    assert any(re.match(r"\S \S+ 2 of 3 steps", line) for line in shown)
     assert re.fullmatch(COMPLETE, shown[-1])
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0, "the cursor is there again"
     assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
 
 
-def test_elsewhere_a_line_per_step(build: Path) -> None:
-    command = [sys.executable, "-m", "doit", "compile"]
+def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
+    command = [sys.executable, "-m", "doit", "-n", "0", "-v", "1", "compile"]
     run = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
     steps = ("first", "second", "third")
     said = [line for step in steps for line in (step, f"{step} printed", f"{step} warned")]
@@ -132,12 +132,12 @@ def test_elsewhere_a_line_per_step(build: Path) -> None:
 
 
 def test_what_is_waited_for(build: Path) -> None:
-    turn = Turn(build / "artifacts/.locks/model-cpu.lock")
-    turn.take()
+    lock = ProcessLock(build / "artifacts/.locks/model-cpu.lock")
+    lock.acquire()
 
     def react(seen: str, terminal: int) -> None:
         if any(re.search(r"waiting for another process that builds model-cpu +\d", line) for line in lines(seen)):
-            turn.give_up()
+            lock.release()
 
     status, seen = on_terminal(build, "-n", "2", "compile", react=react)
     assert status == 0 and re.fullmatch(COMPLETE, lines(seen)[-1]), seen
@@ -157,7 +157,7 @@ def test_a_failure_stays_one_line(build: Path) -> None:
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"]], ids=["serial", "process"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_ctrl_c_ends_in_one_line(runner: list[str], build: Path) -> None:
     pressed = []
 

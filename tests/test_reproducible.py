@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import doit, ran, snapshot
 
 SURROUNDINGS = {"PYTHONHASHSEED": "7", "LC_ALL": "C", "TZ": "Asia/Tokyo", "TMPDIR": ""}
-SIMULATED = ("model=demo", "target=npu2-sim", "buckets=64")
+SIMULATED = ("model=demo", "target=npu2-sim", "npu.buckets=64")
 CALIBRATED = ("model=model", "weights=int4", "calibrate=default")
 
 

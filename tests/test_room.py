@@ -17,10 +17,10 @@ from llama_npu2.errors import UserError
 from stages.commands.fit import room
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import command_task
+from stages.engine.lock import ProcessLock
 from stages.engine.project import Project
 from stages.engine.room import no_room, still_to_come
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.graph import Build
 from stages.graph.options import parse_options
 from tests.chaos import DISK, small_disk
@@ -104,7 +104,7 @@ def fail(error: Exception, *_: object) -> None:
 
 @pytest.mark.parametrize("name", FULL)
 def test_a_step_and_a_command_say_so(name: str, tmp_path: Path) -> None:
-    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), Turn(tmp_path / "lock"))
+    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), ProcessLock(tmp_path / "lock"))
     failed = Step(project, "step", "", partial(fail, FULL[name]), (tmp_path / "a/out",)).run()
     assert failed and failed.message.startswith("cannot build step: the disk is full: ")
     (reported,) = command_task(partial(fail, FULL[name]), [], [], [tmp_path])["actions"]
@@ -113,7 +113,7 @@ def test_a_step_and_a_command_say_so(name: str, tmp_path: Path) -> None:
 
 
 def test_a_defect_stays_one(tmp_path: Path) -> None:
-    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), Turn(tmp_path / "lock"))
+    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), ProcessLock(tmp_path / "lock"))
     with pytest.raises(ZeroDivisionError):
         Step(project, "step", "", lambda work: [work / str(1 // 0)], (tmp_path / "a/out",)).run()
     (reported,) = command_task(lambda: np.zeros(1)[2], [], [])["actions"]
@@ -122,7 +122,7 @@ def test_a_defect_stays_one(tmp_path: Path) -> None:
 
 
 def test_another_error_of_a_step_has_one_colon(tmp_path: Path) -> None:
-    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), Turn(tmp_path / "lock"))
+    project = Project(tmp_path / "a", Digests(tmp_path / "digests"), ProcessLock(tmp_path / "lock"))
     for error, said in (
         (OSError(errno.EIO, "Input/output error"), "cannot build step: Input/output error: nothing was changed"),
         (OSError(errno.EIO, "Input/output error", "/x"), "cannot build step: /x: Input/output error: nothing was"),

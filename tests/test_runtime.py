@@ -22,9 +22,11 @@ from llama_npu2.__main__ import parse
 from llama_npu2.artifact.storage import Directory
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.options import Running, Sampling, add_arguments, chosen, to_arguments
+from llama_npu2.text import sandbox
 from llama_npu2.text.chat_template import ChatTemplate
-from llama_npu2.text.tokenizer import TextStream, Tokenizer, sandbox
+from llama_npu2.text.tokenizer import TextStream, Tokenizer
 from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
+from tests.support.runtime_process import run_module
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 
@@ -242,11 +244,6 @@ def test_chat_template_is_sandboxed_and_strict(tmp_path: Path) -> None:
         ChatTemplate("{% if %}", {}).render([])
 
 
-def run_module(demo: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runtime", str(demo), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
-
-
 def test_json_output(demo: Path) -> None:
     result = json.loads(run_module(demo, "The capital of France is", "--raw", "--json").stdout)
     assert result["text"].startswith(" Paris")
@@ -261,14 +258,14 @@ def test_prompt_from_standard_input(demo: Path) -> None:
 def test_check_finds_a_flipped_bit(demo: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(demo, tmp_path / "copy")
     count = len(json.loads((copy / "manifest.json").read_text())["files"])
-    whole = run_module(copy, "--check")
+    whole = run_module(copy, command="check")
     assert whole.returncode == 0, whole.stderr
     assert re.fullmatch(rf"{count} files, \d+\.\d\d GiB: all as built \(\d+\.\d s\)\n", whole.stdout)
     blob = copy / "weights/layer_001.safetensors"
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
     blob.write_bytes(content)
-    damaged = run_module(copy, "--check")
+    damaged = run_module(copy, command="check")
     assert (damaged.returncode, damaged.stdout) == (1, "")
     assert damaged.stderr == f"error: {blob} is not what was built: copy the directory again or run doit compile\n"
 
@@ -338,7 +335,7 @@ def test_help_says_defaults() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser, Sampling, Running)
     shown = " ".join(parser.format_help().split())
-    assert "0 is greedy (default 0)" in shown and "longest reply (default 256)" in shown
+    assert "always takes the most likely token (default: 0)" in shown and "(tokens; default: 256)" in shown
     assert shown.endswith("for more memory")
 
 
@@ -353,13 +350,13 @@ def test_options_survive_a_command_line() -> None:
 
 def test_a_second_copy_of_what_is_used_as_it_is_stored_is_refused(demo: Path) -> None:
     with pytest.raises(
-        UserError, match=r"second_copy=1: prompts of .*cpu take weights as they are stored: leave it out"
+        UserError, match=r"npu.second_copy=1: prompts of .*cpu take weights as they are stored: leave it out"
     ):
         load(demo, second_copy=True)
 
 
 def test_chat_session(demo: Path) -> None:
-    run = run_module(demo, "--chat", stdin="The capital of France is\n/reset\nThe capital of Italy is\n/exit\n")
+    run = run_module(demo, command="chat", stdin="The capital of France is\n/reset\nThe capital of Italy is\n/exit\n")
     first, second = run.stdout.splitlines()
     assert "Paris" in first
     assert "Rome" in second
@@ -431,7 +428,7 @@ def test_a_rebuilt_directory_is_loaded_anew_in_one_process(artifacts: Path, tmp_
 
 def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "bench", max_position_embeddings=160)
-    run = run_module(build(tmp_path / "bench", artifacts), "--bench", "--repeats=2", "--json")
+    run = run_module(build(tmp_path / "bench", artifacts), "--repeats=2", "--json", command="bench")
     assert run.returncode == 0, run.stderr
     results = {r["test"]: r for r in json.loads(run.stdout)["results"]}
     assert {"read bandwidth", "bf16 peak", "pp128", "tg32 @ 0", "cold start", "peak memory"} <= results.keys()

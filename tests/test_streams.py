@@ -26,12 +26,12 @@ from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
 from stages.engine.steps import Project, Step
 from stages.engine.streams import end_with_readers
-from stages.engine.turn import Turn
+from stages.engine.lock import ProcessLock
 
 end_with_readers()
 artifacts = Path("artifacts").absolute()
-turn = Turn(artifacts / ".locks/model-cpu.lock")
-project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), turn)
+lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
+project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
 def chatter(who):
     os.write(1, f"{{who}} is native\\n".encode())
@@ -63,7 +63,7 @@ def task_second():
 def task_third():
     return doit_task(steps[2], steps)
 def task_compile():
-    return command_task(project.turn.give_up, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
+    return command_task(project.lock.release, [], ["third"]) | {{"meta": {{COMPLETE: "artifacts/model/cpu"}}}}
 def task_speak():
     return command_task(speak, [], ["third"])
 def task_long():
@@ -76,7 +76,7 @@ SAID = {
     for what in ("printed", "is native", "started a program", "has a thread")
 }
 RUNNERS = pytest.mark.parametrize(
-    "runner", [(), ("-n", "2"), ("-n", "2", "-P", "thread")], ids=["serial", "process", "thread"]
+    "runner", [(), ("-n", "0"), ("-n", "2", "-P", "process")], ids=["thread", "serial", "process"]
 )
 
 
@@ -96,9 +96,18 @@ def test_an_answer_is_alone_on_standard_output(runner: tuple[str, ...], chatty: 
     assert {text: run.stderr.count(text) for text in once} == dict.fromkeys(once, 1)
 
 
+def test_steps_are_named_if_asked_for(chatty: Path) -> None:
+    """Elsewhere than on a terminal, steps say what they print and nothing more."""
+    run = doit("run", "-n", "0", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
+    assert (run.returncode, set(run.stderr.splitlines())) == (0, SAID)
+    shutil.rmtree(chatty / "artifacts")
+    run = doit("run", "-n", "0", "-v", "1", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
+    assert set(run.stderr.splitlines()) == SAID | {"first", "second", "third"}
+
+
 def test_what_a_file_of_doit_holds(chatty: Path) -> None:
     """What doit reports of steps, where it is told to write that into a file."""
-    run = doit("run", "-o", "said", "compile", cwd=chatty)
+    run = doit("run", "-n", "0", "-o", "said", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
     assert (run.returncode, run.stdout) == (0, "") and set(run.stderr.splitlines()) == SAID
     *steps, last = (chatty / "said").read_text().splitlines()
     assert set(steps) == {"first", "second", "third"} and last.startswith("artifacts/model/cpu is up to date: 3 steps")
@@ -110,7 +119,7 @@ def test_one_of_them_is_a_terminal(terminal: str, chatty: Path) -> None:
     ours, theirs = pty.openpty()
     other = {"stderr": "stdout", "stdout": "stderr"}[terminal]
     streams = {terminal: theirs, other: subprocess.PIPE}
-    command = [sys.executable, "-m", "doit", "speak"]
+    command = [sys.executable, "-m", "doit", "-n", "0", "speak"]
     run = subprocess.run(command, cwd=chatty, env=os.environ | {"TERM": "xterm"}, text=True, check=True, **streams)
     os.close(theirs)
     seen = b""
@@ -162,8 +171,8 @@ def shared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("doctor",),
         ("why",),
         ("graph",),
-        ("estimate", "model=demo", "buckets=128"),
-        ("estimate", "check=1"),
+        ("estimate", "model=demo", "npu.buckets=128"),
+        ("estimate", "published=1"),
         pytest.param(("verify", "text=text"), marks=pytest.mark.verify),
         pytest.param(("diagnose",), marks=pytest.mark.verify),
         pytest.param(("quality", "text=text", "weights=int8"), marks=pytest.mark.verify),
@@ -294,15 +303,16 @@ def test_an_answer_for_which_there_is_no_room(command: tuple[str, ...], chatty: 
 
 def test_a_reply_for_which_there_is_no_room(demo: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        for arguments in (("hi",), ("--check",)):
-            command = (sys.executable, "-m", "runtime", str(demo), *arguments)
+        for arguments in ((demo, "hi"), ("check", demo)):
+            command = (sys.executable, "-m", "runtime", *map(str, arguments))
             run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
             assert (run.returncode, run.stderr) == (1, FULL)
 
 
 @pytest.mark.parametrize("also_errors", [False, True])
-@pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("--check",), (), ("hi", "--n=2")])
+@pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("check",), (), ("hi", "--n=2")])
 def test_a_runtime_that_nobody_reads(arguments: tuple[str, ...], also_errors: bool, demo: Path) -> None:
-    command = [sys.executable, "-m", "runtime", str(demo), *arguments]
+    where = ["check", str(demo)] if arguments == ("check",) else [str(demo), *arguments]
+    command = [sys.executable, "-m", "runtime", *where]
     if arguments or also_errors:
         quiet(command, ROOT, also_errors=also_errors)

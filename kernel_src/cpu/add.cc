@@ -1,13 +1,4 @@
 // add: out = a + b, bf16 [rows][cols], f32 inside.
-#ifndef ISA
-#define KERNEL_FILE "add.cc"
-#include "each_isa.h"
-
-KERNEL void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t rows, int64_t cols,
-                Worker &worker) {
-    ISA_CALL(add, a, b, out, rows * cols, worker)
-}
-#else
 #include "vec.h"
 
 namespace ISA {
@@ -20,4 +11,8 @@ static void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t count, Worker &
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void add(const bf16 *a, const bf16 *b, bf16 *out, int64_t rows, int64_t cols,
+                Worker &worker) {
+    ISA::add(a, b, out, rows * cols, worker);
+}

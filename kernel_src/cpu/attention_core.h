@@ -175,7 +175,7 @@ private:
 
     // Rows at positions before the block, the first ones, are left out.
     // `rows` <= attended_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
-    void attend_rows(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t offset,
+    NOINLINE void attend_rows(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t offset,
                      int64_t begin, int64_t count) {
         const int64_t early = (begin - first) * shape_.group() - offset;  // rows at positions before the block
         if (early >= rows) return;
@@ -205,7 +205,7 @@ private:
     }
 
     template <int P>
-    static void multiply(int64_t rows, const typename Format::Args &args) {
+    NOINLINE static void multiply(int64_t rows, const typename Format::Args &args) {
 #if ISA_AMX
         if constexpr (Format::in_tiles) return tiles_of_rows<P>(rows, args);
 #endif

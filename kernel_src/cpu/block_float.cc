@@ -1,15 +1,6 @@
 // unpack_bfp16: rows `first` to `first + out_cols` of weights in 8x8 blocks of bf16, in block floating point.
 // weight bf16 [rows/8][cols/8][8 inputs][8 outputs], out i8 [blocks/2][cols/8][2][8 outputs][9 bytes] (block_float.h),
 // whose blocks `to`, `to + apart`, ... are written.
-#ifndef ISA
-#define KERNEL_FILE "block_float.cc"
-#include "each_isa.h"
-
-KERNEL void unpack_bfp16(const bf16 *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t first, int64_t,
-                         int64_t to, int64_t apart, Worker &worker) {
-    ISA_CALL(unpack, weight + first * cols, out, out_cols, cols, to, apart, worker)
-}
-#else
 #include "vec.h"
 #include "block_float.h"
 
@@ -32,4 +23,8 @@ static void unpack(const bf16 *weight, int8_t *out, int64_t out_cols, int64_t co
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void unpack_bfp16(const bf16 *weight, int8_t *out, int64_t out_cols, int64_t cols, int64_t first, int64_t,
+                         int64_t to, int64_t apart, Worker &worker) {
+    ISA::unpack(weight + first * cols, out, out_cols, cols, to, apart, worker);
+}

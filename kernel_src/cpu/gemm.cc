@@ -4,25 +4,6 @@
 //   gemm_silu  out = silu_and_mul(bf16(x @ gate^T), bf16(x @ up^T))
 // x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], residual and out bf16 [rows][out_cols].
 // f32 accumulation in the order of columns, whatever the number of rows and threads.
-#ifndef ISA
-#define KERNEL_FILE "gemm.cc"
-#include "each_isa.h"
-
-KERNEL void gemm(const bf16 *x, const bf16 *weight_panels, bf16 *out, int64_t rows, int64_t cols,
-                 int64_t out_cols, Worker &worker) {
-    ISA_CALL(gemm, x, weight_panels, out, rows, cols, out_cols, worker)
-}
-
-KERNEL void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *residual, bf16 *out,
-                     int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
-    ISA_CALL(gemm_add, x, weight_panels, residual, out, rows, cols, out_cols, worker)
-}
-
-KERNEL void gemm_silu(const bf16 *x, const bf16 *gate_panels, const bf16 *up_panels, bf16 *out,
-                      int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
-    ISA_CALL(gemm_silu, x, gate_panels, up_panels, out, rows, cols, out_cols, worker)
-}
-#else
 #include "vec.h"
 #include "epilogue.h"
 #include "tile.h"
@@ -50,4 +31,18 @@ static void gemm_silu(const bf16 *x, const bf16 *gate, const bf16 *up, bf16 *out
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void gemm(const bf16 *x, const bf16 *weight_panels, bf16 *out, int64_t rows, int64_t cols,
+                 int64_t out_cols, Worker &worker) {
+    ISA::gemm(x, weight_panels, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *residual, bf16 *out,
+                     int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA::gemm_add(x, weight_panels, residual, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void gemm_silu(const bf16 *x, const bf16 *gate_panels, const bf16 *up_panels, bf16 *out,
+                      int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA::gemm_silu(x, gate_panels, up_panels, out, rows, cols, out_cols, worker);
+}

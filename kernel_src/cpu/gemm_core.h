@@ -153,7 +153,7 @@ private:
         args.accumulate = done > 0;
         const int64_t whole = until <= cols_ / 2 ? until : cols_ / 2;
         args.pairs = whole - done;
-        if (args.pairs > 0 || whole == until) tile_of_rows<tile_panels>(count, args);
+        if (args.pairs > 0 || whole == until) tile_of_rows<tile_panels, false>(count, args);
         if (whole < until) last_column(row, count, whole - done, args);
     }
 
@@ -169,7 +169,7 @@ private:
         args.x = pairs[0];
         args.x_stride = 2;
         args.pairs = 1;
-        tile_of_rows<tile_panels>(count, args);
+        tile_of_rows<tile_panels, false>(count, args);
     }
 
     void finish(int64_t group, int64_t row, int64_t rows, const float *sums) {

@@ -6,30 +6,6 @@
 // weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], residual bf16 [out_cols], out bf16, for gemv_f32
 // f32 [out_cols].
 // Bound by memory: each panel is read once, front to back, by one thread.
-#ifndef ISA
-#define KERNEL_FILE "gemv.cc"
-#include "each_isa.h"
-
-KERNEL void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
-                 Worker &worker) {
-    ISA_CALL(gemv, weight_panels, x, out, out_cols, cols, worker)
-}
-
-KERNEL void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
-                     int64_t cols, Worker &worker) {
-    ISA_CALL(gemv_f32, weight_panels, x, out, out_cols, cols, worker)
-}
-
-KERNEL void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf16 *out,
-                     int64_t out_cols, int64_t cols, Worker &worker) {
-    ISA_CALL(gemv_add, weight_panels, x, residual, out, out_cols, cols, worker)
-}
-
-KERNEL void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
-                      int64_t out_cols, int64_t cols, Worker &worker) {
-    ISA_CALL(gemv_silu, gate_panels, up_panels, x, out, out_cols, cols, worker)
-}
-#else
 #include "vec.h"
 #include "epilogue.h"
 #include "operand.h"
@@ -63,4 +39,23 @@ static void gemv_silu(const bf16 *gate, const bf16 *up, const bf16 *x, bf16 *out
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                 Worker &worker) {
+    ISA::gemv(weight_panels, x, out, out_cols, cols, worker);
+}
+
+KERNEL void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
+                     int64_t cols, Worker &worker) {
+    ISA::gemv_f32(weight_panels, x, out, out_cols, cols, worker);
+}
+
+KERNEL void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *residual, bf16 *out,
+                     int64_t out_cols, int64_t cols, Worker &worker) {
+    ISA::gemv_add(weight_panels, x, residual, out, out_cols, cols, worker);
+}
+
+KERNEL void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
+                      int64_t out_cols, int64_t cols, Worker &worker) {
+    ISA::gemv_silu(gate_panels, up_panels, x, out, out_cols, cols, worker);
+}

@@ -2,15 +2,6 @@
 // weight bf16 [out_cols][cols], x bf16 [cols], out f32 [out_cols].
 // Bound by memory, which a core reads fastest from several long sequential streams (gemv_core.h): a chunk is cut into
 // runs of whole rows, and a step takes one line of each run.
-#ifndef ISA
-#define KERNEL_FILE "gemv_rows.cc"
-#include "each_isa.h"
-
-KERNEL void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
-                          Worker &worker) {
-    ISA_CALL(gemv_rows_f32, weight, x, out, out_cols, cols, worker)
-}
-#else
 #include "vec.h"
 #include "operand.h"
 
@@ -74,4 +65,8 @@ static void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void gemv_rows_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                          Worker &worker) {
+    ISA::gemv_rows_f32(weight, x, out, out_cols, cols, worker);
+}

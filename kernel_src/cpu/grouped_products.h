@@ -1,60 +1,6 @@
 // The products and the embedding lookup of one grouped format (grouped.h), as gemm.cc, gemv.cc and embed.cc have them.
-// A file for a format defines FORMAT, the format's struct, NAMED(kernel), the kernel's name with the format's in front,
-// and THIS_FILE, and includes this.
-#ifndef ISA
-#define KERNEL_FILE THIS_FILE
-#define HAS_AMX
-#include "each_isa.h"
-
-// Of so few rows, tiles take longer than vectors. Both make the same bits.
-#if defined(__x86_64__)
-#define PRODUCT_CALL(function, ...)                                                          \
-    if (isa == Isa::amx && rows <= 8) return avx512bf16::function(__VA_ARGS__); \
-    ISA_CALL(function, __VA_ARGS__)
-#else
-#define PRODUCT_CALL ISA_CALL
-#endif
-
-KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
-                        Worker &worker) {
-    PRODUCT_CALL(gemm, x, weight, out, rows, cols, out_cols, worker)
-}
-
-KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows,
-                            int64_t cols, int64_t out_cols, Worker &worker) {
-    PRODUCT_CALL(gemm_add, x, weight, residual, out, rows, cols, out_cols, worker)
-}
-
-KERNEL void NAMED(gemm_silu)(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows,
-                             int64_t cols, int64_t out_cols, Worker &worker) {
-    PRODUCT_CALL(gemm_silu, x, gate, up, out, rows, cols, out_cols, worker)
-}
-
-KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
-                        Worker &worker) {
-    ISA_CALL(gemv, weight, x, out, out_cols, cols, worker)
-}
-
-KERNEL void NAMED(gemv_f32)(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
-                            Worker &worker) {
-    ISA_CALL(gemv_f32, weight, x, out, out_cols, cols, worker)
-}
-
-KERNEL void NAMED(gemv_add)(const int8_t *weight, const bf16 *x, const bf16 *residual, bf16 *out, int64_t out_cols,
-                            int64_t cols, Worker &worker) {
-    ISA_CALL(gemv_add, weight, x, residual, out, out_cols, cols, worker)
-}
-
-KERNEL void NAMED(gemv_silu)(const int8_t *gate, const int8_t *up, const bf16 *x, bf16 *out, int64_t out_cols,
-                             int64_t cols, Worker &worker) {
-    ISA_CALL(gemv_silu, gate, up, x, out, out_cols, cols, worker)
-}
-
-KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t rows, int64_t cols,
-                         int64_t vocab, Worker &worker) {
-    ISA_CALL(embed, tokens, table, out, rows, cols, vocab, worker)
-}
-#else
+// A file for a format defines FORMAT, the format's struct, and NAMED(kernel), the kernel's name after the format's, and
+// includes this.
 #include "vec.h"
 #include "epilogue.h"
 #include "operand.h"
@@ -95,6 +41,7 @@ static void gemm_silu(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 
     GroupedGemm<FORMAT, Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
 }
 
+#if !ISA_AMX
 static void gemv(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols, Worker &worker) {
     const uint8_t *weights[] = {bytes(weight)};
     GroupedGemv<FORMAT, StoreBf16>(weights, out_cols, cols, {out, out_cols}).run(x, worker);
@@ -133,6 +80,66 @@ static void embed(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t
                 memset(out + row * cols + first, 0, count * sizeof(bf16));
         }
 }
+#endif
 
 }  // namespace ISA
+
+#if ISA_AMX
+// What tiles do not multiply is the same code as without them, and of few rows tiles take longer. Both make the same bits.
+#define OF_VECTORS(kernel) KERNEL decltype(NAMED(kernel)) NAMED(kernel##_avx512bf16);
+OF_VECTORS(gemm)
+OF_VECTORS(gemm_add)
+OF_VECTORS(gemm_silu)
+OF_VECTORS(gemv)
+OF_VECTORS(gemv_f32)
+OF_VECTORS(gemv_add)
+OF_VECTORS(gemv_silu)
+OF_VECTORS(embed)
+#define BY_VECTORS(kernel, ...) NAMED(kernel##_avx512bf16)(__VA_ARGS__)
+#define BY_TILES(kernel, ...)                                    \
+    if (rows <= 8) return BY_VECTORS(kernel, __VA_ARGS__); \
+    ISA::kernel(__VA_ARGS__)
+#else
+#define BY_VECTORS(kernel, ...) ISA::kernel(__VA_ARGS__)
+#define BY_TILES BY_VECTORS
 #endif
+
+KERNEL void NAMED(gemm)(const bf16 *x, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols, int64_t out_cols,
+                        Worker &worker) {
+    BY_TILES(gemm, x, weight, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *residual, bf16 *out, int64_t rows,
+                            int64_t cols, int64_t out_cols, Worker &worker) {
+    BY_TILES(gemm_add, x, weight, residual, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void NAMED(gemm_silu)(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows,
+                             int64_t cols, int64_t out_cols, Worker &worker) {
+    BY_TILES(gemm_silu, x, gate, up, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+                        Worker &worker) {
+    BY_VECTORS(gemv, weight, x, out, out_cols, cols, worker);
+}
+
+KERNEL void NAMED(gemv_f32)(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
+                            Worker &worker) {
+    BY_VECTORS(gemv_f32, weight, x, out, out_cols, cols, worker);
+}
+
+KERNEL void NAMED(gemv_add)(const int8_t *weight, const bf16 *x, const bf16 *residual, bf16 *out, int64_t out_cols,
+                            int64_t cols, Worker &worker) {
+    BY_VECTORS(gemv_add, weight, x, residual, out, out_cols, cols, worker);
+}
+
+KERNEL void NAMED(gemv_silu)(const int8_t *gate, const int8_t *up, const bf16 *x, bf16 *out, int64_t out_cols,
+                             int64_t cols, Worker &worker) {
+    BY_VECTORS(gemv_silu, gate, up, x, out, out_cols, cols, worker);
+}
+
+KERNEL void NAMED(embed)(const int32_t *tokens, const int8_t *table, bf16 *out, int64_t rows, int64_t cols,
+                         int64_t vocab, Worker &worker) {
+    BY_VECTORS(embed, tokens, table, out, rows, cols, vocab, worker);
+}

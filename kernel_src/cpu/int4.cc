@@ -2,5 +2,4 @@
 // one that is called int4_ and the same name.
 #define FORMAT Int4
 #define NAMED(kernel) int4_##kernel
-#define THIS_FILE "int4.cc"
 #include "grouped_products.h"

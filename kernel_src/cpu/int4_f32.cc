@@ -2,5 +2,4 @@
 // embed.cc one that is called int4_f32_ and the same name.
 #define FORMAT Int4F32
 #define NAMED(kernel) int4_f32_##kernel
-#define THIS_FILE "int4_f32.cc"
 #include "grouped_products.h"

@@ -3,5 +3,4 @@
 #define BITS 4
 #define FACTORS 2
 #define NAMED(kernel) int4_##kernel
-#define THIS_FILE "int4_lanes.cc"
 #include "lanes_kernels.h"

@@ -2,5 +2,4 @@
 // one that is called int6_ and the same name.
 #define FORMAT Int6
 #define NAMED(kernel) int6_##kernel
-#define THIS_FILE "int6.cc"
 #include "grouped_products.h"

@@ -3,5 +3,4 @@
 #define BITS 6
 #define FACTORS 1
 #define NAMED(kernel) int6_##kernel
-#define THIS_FILE "int6_lanes.cc"
 #include "lanes_kernels.h"

@@ -2,5 +2,4 @@
 // one that is called int8_ and the same name.
 #define FORMAT Int8
 #define NAMED(kernel) int8_##kernel
-#define THIS_FILE "int8.cc"
 #include "grouped_products.h"

@@ -2,5 +2,4 @@
 // embed.cc one that is called int8_f32_ and the same name.
 #define FORMAT Int8F32
 #define NAMED(kernel) int8_f32_##kernel
-#define THIS_FILE "int8_f32.cc"
 #include "grouped_products.h"

@@ -2,5 +2,4 @@
 // embed.cc one that is called int8_f32_16_ and the same name.
 #define FORMAT Int8F32By16
 #define NAMED(kernel) int8_f32_16_##kernel
-#define THIS_FILE "int8_f32_16.cc"
 #include "grouped_products.h"

@@ -3,5 +3,4 @@
 #define BITS 8
 #define FACTORS 0
 #define NAMED(kernel) int8_##kernel
-#define THIS_FILE "int8_lanes.cc"
 #include "lanes_kernels.h"

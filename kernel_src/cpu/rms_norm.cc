@@ -1,14 +1,5 @@
 // rms_norm: out = bf16(bf16(x / sqrt(mean(x^2) + eps)) * weight), x and out bf16 [rows][cols], weight bf16 [cols].
 // The mean of squares is f32. The normalised value is rounded before it is scaled, as in transformers.
-#ifndef ISA
-#define KERNEL_FILE "rms_norm.cc"
-#include "each_isa.h"
-
-KERNEL void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t cols,
-                     float eps, Worker &worker) {
-    ISA_CALL(rms_norm, x, weight, out, rows, cols, eps, worker)
-}
-#else
 #include "vec.h"
 
 namespace ISA {
@@ -44,4 +35,8 @@ static void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows,
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t cols,
+                     float eps, Worker &worker) {
+    ISA::rms_norm(x, weight, out, rows, cols, eps, worker);
+}

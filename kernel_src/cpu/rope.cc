@@ -1,15 +1,6 @@
 // rope: rotary position embedding. Rotates the pairs (d, d + head_dim/2) of every head of row r by the angles of table
 // row pos + r; may work in place.
 // x, out bf16 [rows][heads][head_dim]; table f32 [max_position][head_dim]: cosines, then sines.
-#ifndef ISA
-#define KERNEL_FILE "rope.cc"
-#include "each_isa.h"
-
-KERNEL void rope(const bf16 *x, const float *table, bf16 *out, int64_t rows, int64_t pos,
-                 int64_t heads, int64_t head_dim, Worker &worker) {
-    ISA_CALL(rope, x, table + pos * head_dim, out, rows, heads, head_dim, worker)
-}
-#else
 #include "vec.h"
 
 namespace ISA {
@@ -33,4 +24,8 @@ static void rope(const bf16 *x, const float *table, bf16 *out, int64_t rows, int
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void rope(const bf16 *x, const float *table, bf16 *out, int64_t rows, int64_t pos,
+                 int64_t heads, int64_t head_dim, Worker &worker) {
+    ISA::rope(x, table + pos * head_dim, out, rows, heads, head_dim, worker);
+}

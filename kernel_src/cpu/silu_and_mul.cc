@@ -1,13 +1,4 @@
 // silu_and_mul: out = gate * sigmoid(gate) * up, bf16 [rows][cols], f32 inside.
-#ifndef ISA
-#define KERNEL_FILE "silu_and_mul.cc"
-#include "each_isa.h"
-
-KERNEL void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int64_t cols,
-                         Worker &worker) {
-    ISA_CALL(silu_and_mul, gate, up, out, rows * cols, worker)
-}
-#else
 #include "vec.h"
 
 namespace ISA {
@@ -20,4 +11,8 @@ static void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t co
 }
 
 }  // namespace ISA
-#endif
+
+KERNEL void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows, int64_t cols,
+                         Worker &worker) {
+    ISA::silu_and_mul(gate, up, out, rows * cols, worker);
+}

@@ -171,9 +171,12 @@ void tile_of_rows(int64_t rows, const TileArgs &args) {
     with_rows(rows, [&](auto known) { tile<known.count, P, fetching>(args); });
 }
 
+// Only vectors of 16 fetch what is ahead.
 template <int P>
 void tile_of_rows(int64_t rows, const TileArgs &args) {
-    return args.ahead != 0 ? tile_of_rows<P, true>(rows, args) : tile_of_rows<P, false>(rows, args);
+    if constexpr (lanes == 16)
+        if (args.ahead != 0) return tile_of_rows<P, true>(rows, args);
+    tile_of_rows<P, false>(rows, args);
 }
 
 }  // namespace

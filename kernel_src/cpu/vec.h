@@ -1,10 +1,11 @@
-// Vectors of ISA_LANES floats and their conversion from and to bf16. Included by kernels inside each
-// instruction set (each_isa.h), so without an include guard.
+// Vectors of ISA_LANES floats and their conversion from and to bf16. Who includes this is compiled for each instruction set
+// (one_isa.h).
 namespace ISA {
 namespace {
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))  // what several callers share, and takes so long that a call does not matter
 
 constexpr int64_t lanes = ISA_LANES;
 

@@ -2,5 +2,4 @@
 // one that is called w8a8_ and the same name.
 #define FORMAT W8A8
 #define NAMED(kernel) w8a8_##kernel
-#define THIS_FILE "w8a8.cc"
 #include "grouped_products.h"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llama_npu2.engine.llama import Llama, load
     from llama_npu2.errors import UserError
 
+__version__ = "0.1.0"
 __all__ = ["Llama", "UserError", "load"]
 
 

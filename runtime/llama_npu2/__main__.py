@@ -1,4 +1,4 @@
-"""`llama-npu2 DIR "prompt"`: generate text with nothing but an artifact directory."""
+"""`llama-npu2 DIR PROMPT`, `llama-npu2 COMMAND DIR ...`: what an artifact directory can do without build tools."""
 
 from __future__ import annotations
 
@@ -14,50 +14,110 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llama_npu2.errors import CLOSED, UserError
-from llama_npu2.options import Running, Sampling, add_arguments, chosen
+from llama_npu2 import __version__, errors
+from llama_npu2.errors import CLOSED, UserError, printable
+from llama_npu2.options import (
+    Answering,
+    Once,
+    OptionError,
+    Running,
+    Sampling,
+    Signers,
+    add_arguments,
+    chosen,
+    nearest,
+    options_of,
+)
 from llama_npu2.trust.keys import TRUST
 
 if TYPE_CHECKING:
     from llama_npu2.engine.llama import Llama
 
+GROUPS = (Sampling, Running, Answering, Once, Signers)
+"""All options of this command line."""
+
+COMMANDS = {
+    "run": "generate text from a prompt; so does DIR PROMPT alone",
+    "chat": "hold a conversation in the terminal",
+    "bench": "measure speed and memory, and the limits of the CPU",
+    "profile": "show where the time of a prompt and of a token goes",
+    "check": "compare every file with what was built",
+    "info": "show what the artifacts hold, and who vouches for them",
+    "trust": "show or change whose native code is run",
+    "completion": "print a script that completes this command line in bash or zsh",
+}
+"""The commands, each with its sentence."""
+
+_OLD = {f"--{name}": name for name in ("chat", "bench", "profile", "check")}
+"""Flags that were commands in earlier versions."""
+
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes are errors like all others."""
+    """Turns mistakes into errors like all others."""
 
     def error(self, message: str) -> NoReturn:
+        prefix, _, unknown = message.partition("unrecognized arguments: ")
+        flag = unknown.partition("=")[0].partition(" ")[0]
+        if not prefix and flag[:2] == "--":
+            takers = [command for each in options_of(*GROUPS) if each.flag == flag for command in each.commands]
+            where = f"is for {errors.program} {', '.join(takers)}"
+            known = sorted(name for name in self._option_string_actions if name[:2] == "--")
+            message = f"{flag} {where if takers else 'is not an option: ' + nearest(flag, known)}"
+            raise UserError(f"{message} ({self.prog} --help lists them)")
         raise UserError(f"{message}: see {self.prog} --help")
 
 
 def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namespace:
-    """`artifacts`: what to run, where the command line does not say it. Raises UserError."""
-    parser = _Parser(prog=Path(artifacts).name if artifacts else "llama-npu2", description=__doc__)
-    add = parser.add_argument
-    if artifacts:
+    """Return the values of a command line, with its command's function as `run`.
+
+    Args:
+        artifacts: the directory or file to run where the command line does not name it.
+
+    Raises:
+        UserError: the command line is wrong.
+    """
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(overview(artifacts))
+        raise SystemExit(0)
+    if arguments[:1] == ["--version"]:
+        print(f"llama-npu2 {__version__}")
+        raise SystemExit(0)
+    command, rest = (arguments[0], arguments[1:]) if arguments[:1] and arguments[0] in COMMANDS else ("run", arguments)
+    options_given = rest[: rest.index("--")] if "--" in rest else rest
+    if old := next((flag for flag in options_given if flag in _OLD), None):
+        raise UserError(f"{old} is now a command: {errors.program} {_OLD[old]}{'' if artifacts else ' DIR'}")
+    parser = _Parser(prog=f"{errors.program} {command}", description=_sentence(command), allow_abbrev=False)
+    if command == "completion":
+        parser.add_argument("shell", choices=("bash", "zsh"), help="the shell to write for")
+    elif command == "trust":
+        parser.add_argument(
+            "what", nargs="?", default="", metavar="KEY|DIR", help="trust this signer, or one directory"
+        )
+    elif artifacts:
         parser.set_defaults(artifacts=artifacts)
     else:
-        add(
-            "artifacts",
-            metavar="DIR",
-            help="artifact directory, as artifacts/demo/cpu, or a file of doit export",
-        )
-    add("prompt", nargs="?", help="text to continue or answer; - reads standard input")
-    add_arguments(parser, Sampling, Running)
-    add("--trust", default="", metavar="WHAT", help="run what this signed: a fingerprint, or sha256: of a manifest")
-    add("--raw", action="store_true", help="no chat template")
-    add("--json", action="store_true", help="print a JSON object per reply instead of streaming")
-    mode = parser.add_mutually_exclusive_group().add_argument
-    mode("--chat", action="store_const", dest="run", const=chat, help="hold a conversation")
-    mode(
-        "--bench", action="store_const", dest="run", const=bench, help="measure speed and memory, and the CPU's limits"
-    )
-    mode(
-        "--profile", action="store_const", dest="run", const=profile, help="where the time of a prompt and a token goes"
-    )
-    mode("--check", action="store_const", dest="run", const=check, help="compare every file with what was built")
-    parser.epilog = f"{parser.prog} trust --help: whose native code to run"
-    parser.set_defaults(run=once)
-    return parser.parse_args(arguments)
+        about = "artifact directory, as artifacts/demo/cpu, or a file of doit export"
+        parser.add_argument("artifacts", metavar="DIR", help=about)
+    if command in ("run", "profile"):
+        about = "text to continue or answer; - reads standard input"
+        parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=about)
+    add_arguments(parser, *GROUPS, command=command)
+    parser.set_defaults(run=globals()[command])
+    return parser.parse_args(rest)
+
+
+def _sentence(command: str) -> str:
+    sentence = COMMANDS[command]
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def overview(artifacts: str | None = None) -> str:
+    """Return the help of the command line as a whole."""
+    where = "" if artifacts else " DIR"
+    lines = [f"usage: {errors.program}{where} PROMPT", f"       {errors.program} COMMAND{where} ...", "", "commands:"]
+    lines += [f"  {name:12}{sentence}" for name, sentence in COMMANDS.items()]
+    lines += ["", f"{errors.program} COMMAND --help lists the options of a command; --version shows the version."]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None, artifacts: str | None = None) -> int:
@@ -84,13 +144,20 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
 
 def _run(given: list[str], artifacts: str | None) -> int:
     try:
-        if given[:1] == ["trust"]:
-            return trust(given[1:])
+        if artifacts:
+            errors.program = f"python {artifacts}"
         options = parse(given, artifacts)
         if options.trust:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
+        running = chosen(Running, options)
+        if running.threads > (cpus := len(os.sched_getaffinity(0))):
+            print(f"note: {running.threads} threads on {cpus} CPUs of this process are slower", file=sys.stderr)
         run: Callable[..., int] = options.run
-        return run(options, chosen(Sampling, options), chosen(Running, options))
+        return run(options, chosen(Sampling, options), running)
+    except OptionError as error:
+        flag = next((each.flag for each in options_of(*GROUPS) if each.name == error.name), error.name)
+        print(f"error: {flag}={error.value}: {error.problem}", file=sys.stderr)
+        return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -107,22 +174,26 @@ def _discard_output(errors: bool = True) -> None:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def trust(arguments: list[str]) -> int:
-    """`llama-npu2 trust`."""
-    from llama_npu2.cli import allow
-
-    parser = _Parser(prog="llama-npu2 trust", description=allow.__doc__)
-    allow.add_arguments(parser)
-    return allow.run(parser.parse_args(arguments))
-
-
-def once(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
-    if options.prompt is None:
-        raise UserError(f'no prompt: give "some text" behind {options.artifacts}, or --chat')
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+def run(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    prompt = _prompt(options)
     with contextlib.closing(open_model(options, running, chats=not options.raw)) as llm:
         print_reply(options, llm, prompt, sampling)
     return 0
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """Return the prompt of the command line, of a file or of standard input. Raises UserError."""
+    if options.prompt is not None and options.prompt_file:
+        raise UserError("two prompts: give a text or --prompt-file, not both")
+    if options.prompt_file:
+        try:
+            return Path(options.prompt_file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
+            raise OptionError("prompt_file", options.prompt_file, f"{why}: give a text file") from None
+    if options.prompt is None:
+        raise UserError(f'no prompt: give "some text" after {options.artifacts}, or see {errors.program} --help')
+    return sys.stdin.read() if options.prompt == "-" else str(options.prompt)
 
 
 def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
@@ -222,6 +293,32 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
         llm.chat_template.check()
         return Session(llm, sampling).run()
+
+
+def info(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.artifact.manifest import Manifest
+    from llama_npu2.cli.describe import described
+
+    rows = described(Manifest.open(options.artifacts))
+    print(json.dumps(rows) if options.json else "\n".join(f"{name:16}{value}" for name, value in rows.items()))
+    return 0
+
+
+def trust(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.cli import allow
+
+    for line in allow.changed(options.what, options.name, options.remove):
+        print(printable(line))
+    return 0
+
+
+def completion(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    from llama_npu2.cli.completion import script
+
+    known = list(options_of(*GROUPS))
+    words = {name: [each for each in known if name in each.commands] for name in COMMANDS}
+    print(script(options.shell, "llama-npu2", COMMANDS, words, flags=True), end="")
+    return 0
 
 
 def summary(llm: Any) -> str:

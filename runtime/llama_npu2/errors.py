@@ -1,10 +1,15 @@
-"""The one exception for mistakes a user can mend."""
+"""The exception for mistakes that a user can mend, and how texts of errors are shortened."""
+
+from collections.abc import Sequence
 
 REMEDY = "run doit compile or copy the directory again"
-"""For an artifact directory that is not what was built."""
+"""The remedy that errors name for an artifact directory that differs from what was built."""
+
+program = "llama-npu2"
+"""The command line that works here, for messages: an exported file runs under a name of its own."""
 
 CLOSED = 141
-"""Exit status where whoever read the output has gone: what a shell says of a program that SIGPIPE ended."""
+"""Exit status when the reader of the output has closed it: that of a program in a shell that SIGPIPE ended."""
 
 
 class UserError(Exception):
@@ -15,11 +20,25 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """One line that does nothing to a terminal: names may come from elsewhere, with control characters in them."""
+    """Return text with control characters escaped, so that a name from elsewhere cannot control a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
+    """Return the remedy for an unknown name: a question for the nearest name, or a list of all.
+
+    Args:
+        name: the unknown name.
+        names: all names.
+        cutoff: the similarity, from 0 to 1, that the nearest name must reach.
+    """
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, names, 1, cutoff)
+    return f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, short."""
+    """Return the first line of a library's error, at most 200 characters of it, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,41 +1,142 @@
-"""What a user can choose at run time. Each option is said once: its name, type, default, bounds and help.
+"""The options that a user can choose at run time, each said once: name, type, default, unit, bounds, help, commands.
 
-The command line, the variables of a build and `Llama.generate` take them from here, and `Checked` alone checks them.
-Loads nothing, so that a mistake is reported before numpy is there.
+The command line, the variables of a build, `Llama.generate`, completion and the reference page take them from here, and
+`Checked` alone checks them. Loads nothing, so that a mistake is reported before numpy is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from llama_npu2.errors import UserError
 
 Group = TypeVar("Group", bound="Checked")
+Values = Sequence[str] | Callable[[], Sequence[str]]
 _BOUNDS = {"above": "above", "least": "at least", "most": "at most"}
 _MOST_BIAS = 100
-"""As in OpenAI's interface: the other way round, a token is as good as forbidden."""
+"""As in OpenAI's interface: at -100, a token is as good as forbidden."""
+
+FILE, DIRECTORY = "FILE", "DIR"
+"""Names of values that completion looks up in the file system."""
 
 
-def option(default: Any, help: str, **bounds: float) -> Any:
-    """A field of a `Checked`. `bounds`: `least` and `most` are allowed values themselves, `above` is not."""
-    return field(default=default, metadata={"help": help, "bounds": bounds})
+class OptionError(UserError):
+    """A value that an option does not take."""
+
+    def __init__(self, name: str, value: object, problem: str) -> None:
+        self.name, self.value, self.problem = name, value, problem
+        super().__init__(f"{name}={value}: {problem}")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as command lines, help, completion and the reference page show it."""
+
+    name: str
+    """The variable's name on the command line of doit, with the prefix of expert ones."""
+    field: str
+    """The attribute that holds its value."""
+    type: str
+    """`int`, `float`, `str`, `bool`, or `tuple` of texts; its value may be None besides."""
+    default: Any
+    help: str
+    """A sentence without a full stop."""
+    unit: str
+    unset: str
+    """What happens where it is not given and the default does not say that."""
+    metavar: str
+    choices: tuple[str, ...]
+    """The values that it takes; empty if there are others."""
+    examples: tuple[str, ...]
+    """Values for completion to offer, among others."""
+    bounds: Mapping[str, float]
+    commands: tuple[str, ...]
+    """The commands that take it."""
+
+    @property
+    def flag(self) -> str:
+        """The name on the command line of the runtime."""
+        return f"--{self.field.replace('_', '-')}"
+
+    @property
+    def shown_default(self) -> str:
+        """The default in words, or an empty text."""
+        if self.unset or self.default in (None, "", ()) or self.type == "bool":
+            return self.unset
+        return f"{self.default:g}" if self.type == "float" else str(self.default)
+
+    @property
+    def shown_help(self) -> str:
+        """The sentence with unit, choices and default."""
+        notes = [self.unit, f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else ""]
+        notes.append(f"default: {self.shown_default}" if self.shown_default else "")
+        more = "; ".join(note for note in notes if note)
+        return f"{self.help} ({more})" if more else self.help
+
+
+def option(
+    default: Any,
+    help: str,
+    *commands: str,
+    unit: str = "",
+    unset: str = "",
+    metavar: str = "",
+    choices: Values = (),
+    examples: Values = (),
+    name: str = "",
+    **bounds: float,
+) -> Any:
+    """A field of a `Checked`. The arguments are those of `Option`.
+
+    Args:
+        choices: may be a function where finding them out takes time.
+        bounds: `least` and `most` are allowed values themselves, `above` is not.
+    """
+    about = {"help": help, "commands": commands, "unit": unit, "unset": unset, "metavar": metavar, "name": name}
+    return field(default=default, metadata={**about, "choices": choices, "examples": examples, "bounds": bounds})
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Base of sets of options: there is none with a value out of bounds. Raises UserError."""
+    """Base of groups of options: there is none with a value out of bounds. Raises UserError."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            bounds, value = each.metadata.get("bounds"), getattr(self, each.name)
-            if bounds and value is not None and not _within(value, bounds):
+            value = getattr(self, each.name)
+            if value is None:
+                continue
+            bounds, choices = each.metadata["bounds"], each.metadata["choices"]
+            name = option_name(each)
+            if bounds and not _within(value, bounds):
                 words = [f"{_BOUNDS[bound]} {limit}" for bound, limit in bounds.items()]
                 finite = [] if _is_finite(value) else ["finite"]
-                raise UserError(f"{each.name}={value}: must be {' and '.join(finite + words)}")
+                raise OptionError(name, value, f"must be {' and '.join(finite + words)}")
+            if choices and value != each.default and value not in (known := _listed(choices)):
+                what = "choose one of " if len(known) > 1 else "must be "
+                raise OptionError(name, value, what + ", ".join(known))
+
+    @classmethod
+    def given(cls: type[Group], values: Mapping[str, Any]) -> Group:
+        """Return the options that a caller from Python names. Raises TypeError for an unknown name, UserError."""
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            raise TypeError(f"there is no option {unknown[0]}: {nearest(unknown[0], known)}")
+        return cls(**values)
+
+
+def nearest(name: str, known: Sequence[str], ending: str = "") -> str:
+    """Return a hint to the most similar name, with this ending, or to all names."""
+    close = get_close_matches(name, known, 1, 0.6)
+    return f"did you mean {close[0]}{ending}?" if close else f"choose among {', '.join(known)}"
+
+
+def _listed(values: Values) -> tuple[str, ...]:
+    return tuple(values() if callable(values) else values)
 
 
 def _within(value: float, bounds: Mapping[str, float]) -> bool:
@@ -53,24 +154,69 @@ def _is_finite(value: float) -> bool:
     return isinstance(value, int) or math.isfinite(value)
 
 
+def option_name(each: Field[Any]) -> str:
+    """Return the name of a field's option."""
+    return each.metadata["name"] or each.name
+
+
+def options_of(*groups: type[Checked]) -> Iterator[Option]:
+    """Yield the options of groups of them."""
+    for each in (each for group in groups for each in fields(group)):
+        about = dict(each.metadata)
+        about |= {"choices": _listed(about["choices"]), "examples": _listed(about["examples"])}
+        about |= {"name": option_name(each), "metavar": about["metavar"] or _METAVARS[kind(each)]}
+        yield Option(field=each.name, type=kind(each), default=each.default, **about)
+
+
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple": "TEXT", "bool": "1"}
+
+# What the runtime's commands take
+
+_REPLIES = ("run", "chat")
+MODELS = ("run", "chat", "bench", "profile")
+"""The runtime's commands that load a model."""
+
+
 @dataclass(frozen=True)
 class Sampling(Checked):
     """How a reply is made of logits, and where it ends."""
 
-    max_tokens: int = option(256, "longest reply", least=1)
-    temperature: float = option(0.0, "0 is greedy", least=0)
-    top_k: int = option(0, "sample among the k most likely, 0: all", least=0)
-    top_p: float = option(1.0, "sample from the smallest set with this probability", above=0, most=1)
-    min_p: float = option(0.0, "leave out what is less likely than this part of the most likely", least=0, most=1)
-    repetition_penalty: float = option(1.0, "above 1: against tokens of prompt and reply", least=0.01, most=100)
-    presence_penalty: float = option(0.0, "above 0: against tokens of the reply", least=-2, most=2)
-    frequency_penalty: float = option(0.0, "the same, for each time that one is there", least=-2, most=2)
-    logit_bias: tuple[str, ...] = option((), "ID:BIAS, -100 to 100, is added to a token's logit; may be repeated")
-    seed: int | None = option(None, "make sampling repeatable", least=0)
-    n: int = option(1, "replies to the prompt", least=1)
-    logprobs: int | None = option(None, "log-probabilities of the reply, and so many alternatives", least=0)
-    prompt_logprobs: int | None = option(None, "the same of the prompt", least=0)
-    stop: tuple[str, ...] = option((), "end the reply before this text; may be repeated")
+    max_tokens: int = option(256, "end the reply after this many", *_REPLIES, "profile", unit="tokens", least=1)
+    temperature: float = option(
+        0.0, "divide logits by it before sampling; 0 always takes the most likely token", *_REPLIES, least=0
+    )
+    top_k: int = option(0, "sample among the N most likely tokens; 0 takes all", *_REPLIES, unit="tokens", least=0)
+    top_p: float = option(
+        1.0, "sample among the fewest tokens that have this probability together", *_REPLIES, above=0, most=1
+    )
+    min_p: float = option(
+        0.0,
+        "leave out tokens whose probability is below this share of the most likely one's",
+        *_REPLIES,
+        least=0,
+        most=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "above 1, make tokens of the prompt and of the reply less likely", *_REPLIES, least=0.01, most=100
+    )
+    presence_penalty: float = option(
+        0.0, "subtract this from the logits of tokens that are in the reply", *_REPLIES, least=-2, most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "subtract this for each time that a token is in the reply", *_REPLIES, least=-2, most=2
+    )
+    logit_bias: tuple[str, ...] = option(
+        (), "add BIAS, -100 to 100, to the logit of the token ID; may be repeated", *_REPLIES, metavar="ID:BIAS"
+    )
+    seed: int | None = option(
+        None, "make sampling repeatable", *_REPLIES, unset="other random numbers each time", least=0
+    )
+    n: int = option(1, "write this many replies to the prompt", "run", unit="replies", least=1)
+    logprobs: int | None = option(
+        None, "add each token's log-probability and N alternatives to the JSON of a reply", "run", least=0
+    )
+    prompt_logprobs: int | None = option(None, "do the same for the tokens of the prompt", "run", least=0)
+    stop: tuple[str, ...] = option((), "end the reply before this text; may be repeated", *_REPLIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,18 +224,19 @@ class Sampling(Checked):
             biases = tuple(f"{token}:{bias}" for token, bias in self.logit_bias.items())
             object.__setattr__(self, "logit_bias", biases)
         for name in ("logit_bias", "stop"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         self.biases()
 
     def check_one_text(self) -> None:
-        """Raises UserError if more is asked for than a reply's text."""
+        """Check that no more than a reply's text is asked for. Raises UserError."""
         for name, without in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
             if (value := getattr(self, name)) != without:
-                raise UserError(f"{name}={value}: not for one text as it comes: use complete(), --json or json=1")
+                raise OptionError(name, value, "not for one text as it comes: use complete(), --json or json=1")
 
     def biases(self) -> dict[int, float]:
-        """What is added to logits, by token. From Python, `logit_bias` may be such a mapping. Raises UserError."""
+        """Return what is added to logits, by token. From Python, `logit_bias` may be such a mapping. Raises
+        UserError."""
         return dict(_bias(pair) for text in self.logit_bias for pair in text.split(","))
 
 
@@ -100,56 +247,95 @@ def _bias(pair: str) -> tuple[int, float]:
             return int(token), float(bias)
     except ValueError:
         pass
-    raise UserError(
-        f"logit_bias={pair}: must be a token's number, a colon and {-_MOST_BIAS} to {_MOST_BIAS}, as in 13:-100"
-    )
+    limits = f"{-_MOST_BIAS} to {_MOST_BIAS}, as in 13:-100"
+    raise OptionError("logit_bias", pair, f"must be a token's number, a colon and {limits}")
 
 
 @dataclass(frozen=True)
 class Running(Checked):
     """What a run takes of the machine."""
 
-    threads: int = option(0, "0: all CPUs of this process", least=0)
-    repeats: int = option(5, "of each measurement", least=1)
-    second_copy: bool = option(False, "on the NPU, keep weights as prompts take them, too: faster, for more memory")
+    threads: int = option(
+        0, "compute on this many threads of the CPU", *MODELS, unset="one for each CPU of this process", least=0
+    )
+    repeats: int = option(5, "make each measurement this often", "bench", "profile", unit="times", least=1)
+    second_copy: bool = option(
+        False,
+        "on the NPU, keep a second copy of the weights as prompts take them: sooner first tokens for more memory",
+        *MODELS,
+        name="npu.second_copy",
+    )
+
+
+@dataclass(frozen=True)
+class Answering(Checked):
+    """How a command takes its prompt and prints its answer."""
+
+    prompt_file: str = option("", "read the prompt from this file", "run", metavar=FILE)
+    raw: bool = option(False, "give the prompt as it is, without the chat template", "run", "profile")
+    json: bool = option(False, "print JSON instead of text", "run", "bench", "profile", "info")
+
+
+@dataclass(frozen=True)
+class Signers(Checked):
+    """Whose native code is run."""
+
+    name: str = option("", "call the signer this", "trust")
+    remove: str = option("", "no longer trust this signer: a key, a fingerprint or a name", "trust", metavar="KEY")
+
+
+@dataclass(frozen=True)
+class Once(Checked):
+    """What the runtime takes besides, for one run."""
+
+    trust: str = option(
+        "",
+        "for this run, trust what this signed: a fingerprint, or sha256: and the digest of a manifest",
+        *MODELS,
+        "check",
+        "info",
+        metavar="WHAT",
+    )
 
 
 def kind(each: Field[Any]) -> str:
-    """The type of an option's values: `int`, `float`, `str`, `bool`, or `tuple` of texts; it may be None besides."""
+    """Return the type of an option's values, as `Option.type` has it."""
     return str(each.type).partition(" ")[0].partition("[")[0]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked]) -> None:
-    """`--max-tokens N` and so on, for every option of the groups."""
-    for each in (each for group in groups for each in fields(group)):
-        silent = each.default in (None, ()) or kind(each) == "bool"
-        shown = "" if silent else f" (default {each.default:g})"
-        number = {"int": int, "float": float}.get(kind(each))
-        how: dict[str, Any] = {"type": number, "default": each.default, "metavar": "N"}
-        if kind(each) == "bool":
+def add_arguments(parser: argparse.ArgumentParser, *groups: type[Checked], command: str = "") -> None:
+    """Add `--max-tokens N` and so on, for every option of the groups that the command takes; without one, for all."""
+    for each in options_of(*groups):
+        if command and command not in each.commands:
+            parser.set_defaults(**{each.field: each.default})
+            continue
+        how: dict[str, Any] = {"type": {"int": int, "float": float}.get(each.type), "metavar": each.metavar}
+        if each.type == "bool":
             how = {"action": "store_true"}
-        elif kind(each) == "tuple":
-            how = {"action": "append", "default": [], "metavar": "TEXT"}
-        parser.add_argument(_flag(each), help=each.metadata["help"] + shown, **how)
+        elif each.type == "tuple":
+            how |= {"action": "append"}
+        default = [] if each.type == "tuple" else each.default
+        parser.add_argument(each.flag, dest=each.field, default=default, help=each.shown_help.replace("%", "%%"), **how)
 
 
 def chosen(group: type[Group], values: object) -> Group:
-    """The options of a group, from the attributes of `values`. Raises UserError."""
+    """Return the options of a group, from the attributes of `values`. Raises UserError."""
     return group(**{each.name: getattr(values, each.name) for each in fields(group)})
 
 
-def to_arguments(values: object, *groups: type[Checked]) -> list[str]:
-    """The command line that gives every option of the groups the value it has among the attributes of `values`."""
+def to_arguments(values: object, *groups: type[Checked], command: str = "") -> list[str]:
+    """Return the command line that gives every option of the groups the value it has among the attributes of `values`.
+
+    With a command, only the options that it takes.
+    """
     arguments = []
-    for each in (each for group in groups for each in fields(group)):
-        value = getattr(values, each.name)
-        if isinstance(value, bool):
-            arguments += [_flag(each)] * value
+    for each in options_of(*groups):
+        if command and command not in each.commands:
             continue
-        several: Sequence[Any] = value if isinstance(value, tuple) else [] if value is None else [value]
-        arguments += [f"{_flag(each)}={one}" for one in several]
+        value = getattr(values, each.field)
+        if isinstance(value, bool):
+            arguments += [each.flag] * value
+            continue
+        several: Iterable[Any] = value if isinstance(value, tuple) else [] if value in (None, "") else [value]
+        arguments += [f"{each.flag}={one}" for one in several]
     return arguments
-
-
-def _flag(each: Field[Any]) -> str:
-    return f"--{each.name.replace('_', '-')}"

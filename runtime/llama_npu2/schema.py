@@ -1,6 +1,6 @@
-"""What the values of a JSON file may be, said as a table of checks that is put together from these.
+"""Checks of JSON values, from which a file format's schema is composed as a table.
 
-A library would not do: those that check JSON take longer to import than a model takes to load.
+There is no library here because those that check JSON take longer to import than a model takes to load.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any], object]
-"""Raises Invalid for a value that it does not allow."""
+"""A function that raises Invalid for a value that it does not allow."""
 
 _SHOWN = 60
-"""Characters of a value in a message."""
+"""Number of characters of a value that a message shows."""
 
 
 class Invalid(ValueError):
-    """A value that is not allowed. `path`: keys and indices that lead to it, the outermost last."""
+    """A value that is not allowed."""
 
     def __init__(self, value: Any, wanted: str) -> None:
         super().__init__(wanted)
         self.value, self.wanted = value, wanted
         self.path: list[str | int] = []
+        """Keys and indices that lead to the value, the outermost last."""
 
     def __str__(self) -> str:
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(self.path))
@@ -34,7 +35,7 @@ class Invalid(ValueError):
 
 
 def load_json(content: bytes) -> Any:
-    """The value of a JSON text. ValueError for one that is damaged or nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError if it is damaged or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -42,10 +43,10 @@ def load_json(content: bytes) -> Any:
 
 
 def whole(least: int, most: int) -> Check:
-    """A whole number, both limits allowed."""
+    """Return a check for a whole number from `least` to `most`, both included."""
 
     def check(value: Any) -> None:
-        # A bool is an int to isinstance.
+        # isinstance takes a bool for an int.
         if type(value) is not int or not least <= value <= most:
             raise Invalid(value, f"a whole number from {least} to {most}")
 
@@ -53,27 +54,29 @@ def whole(least: int, most: int) -> Check:
 
 
 def positive(value: Any) -> None:
-    """A finite number above 0."""
+    """Check that a value is a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise Invalid(value, "a positive number")
 
 
 def flag(value: Any) -> None:
+    """Check that a value is true or false."""
     if type(value) is not bool:
         raise Invalid(value, "true or false")
 
 
 def anything(value: Any) -> None:
-    """What is only compared, or checked where it is used."""
+    """Accept any value: it is only compared, or checked where it is used."""
 
 
 def string(value: Any) -> None:
+    """Check that a value is a string."""
     if type(value) is not str:
         raise Invalid(value, "a string")
 
 
 def text(pattern: str, wanted: str) -> Check:
-    """A string that a regular expression matches from end to end."""
+    """Return a check for a string that the regular expression `pattern` matches from end to end."""
     compiled = re.compile(pattern)
 
     def check(value: Any) -> None:
@@ -84,6 +87,7 @@ def text(pattern: str, wanted: str) -> Check:
 
 
 def one_of(*allowed: str) -> Check:
+    """Return a check for a string that is one of these."""
     wanted = f"one of {', '.join(allowed)}"
 
     def check(value: Any) -> None:
@@ -94,6 +98,8 @@ def one_of(*allowed: str) -> Check:
 
 
 def either(first: Check, second: Check, wanted: str) -> Check:
+    """Return a check for a value that passes one of two checks, which are described together as `wanted`."""
+
     def check(value: Any) -> None:
         try:
             first(value)
@@ -107,32 +113,32 @@ def either(first: Check, second: Check, wanted: str) -> Check:
 
 
 def list_of(item: Check, least: int = 0, most: int = 1 << 20) -> Check:
-    """`least`, `most`: how many."""
+    """Return a check for a list of `least` to `most` values, each of which passes `item`."""
 
     def check(value: Any) -> None:
         if type(value) is not list or not least <= len(value) <= most:
             raise Invalid(value, f"a list of {least} to {most}")
-        for index, each in enumerate(value):
-            inside(index, item, each)
+        for index, element in enumerate(value):
+            inside(index, item, element)
 
     return check
 
 
 def mapping(key: Check, item: Check) -> Check:
-    """An object whose keys are names of the file's own."""
+    """Return a check for an object whose keys the file chooses."""
 
     def check(value: Any) -> None:
         if type(value) is not dict:
             raise Invalid(value, "an object")
-        for name, each in value.items():
+        for name, element in value.items():
             key(name)
-            inside(name, item, each)
+            inside(name, item, element)
 
     return check
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """An object with known keys. Others may be there: newer files say more."""
+    """Return a check for an object with the given keys. It may have others, because newer files may have more."""
 
     def check(value: Any) -> None:
         if type(value) is not dict:
@@ -149,7 +155,7 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
 
 
 def inside(key: str | int, check: Check, value: Any) -> None:
-    """Check what is at a key of something else."""
+    """Check the value at a key or index of an outer value, and add the key to the path of an error."""
     try:
         check(value)
     except Invalid as error:

@@ -3,7 +3,7 @@
 A launch is a grid of steps run by the command processor, a segment owns the L2 buffers, a herd runs its body on every
 tile of a rectangle of cores. All three are isolated from above: outer values are passed to them as arguments.
 
-This is not xDSL's `experimental.air`, because that requires async tokens and prints to stdout for every DMA.
+xDSL's own experimental dialect is not used: its operations have asynchronous tokens as results, and ours have none.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from doit.exceptions import TaskFailed
 
-from stages.commands.runtime import reply_arguments, run_runtime
+from stages.commands.runtime import run_runtime, runtime_arguments
 from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
-    return run_runtime(build, "--chat", *reply_arguments(build), "--", str(build.directory_as_given))
+    return run_runtime(runtime_arguments("chat", build, build.options))

@@ -8,11 +8,12 @@ import platform
 import resource
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llama_npu2.cli.table import Column, fitted
+from llama_npu2.cli.table import Column, amount, fitted
 from llama_npu2.devices.xrt.limits import HEAP
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
@@ -27,7 +28,7 @@ from stages.targets.npu2.known_good import (
     version,
 )
 
-GUIDE = "docs/ryzen-ai.md"
+GUIDE = "docs/tutorials/ryzen-ai.md"
 HEADERS = "AIE API headers"
 BUILD_MEMORY = 16 << 30
 BUILD_DISK = 20 << 30
@@ -91,7 +92,10 @@ def _run_rows(system: Path) -> Iterator[Row]:
     driver, firmware = (npu.driver or None, npu.firmware or None) if npu else (None, None)
     yield _npu_row(npu)
     yield _row("NPU driver", driver, "run: npu2", f"Linux {LEAST['Linux'][0]} or newer, {GUIDE}")
-    yield _row("NPU firmware", firmware, "run: npu2", f"linux-firmware, then reboot, {GUIDE}")
+    if npu and npu.usable and not firmware:
+        yield Row("NPU firmware", "other", "not known", "run: npu2", "")
+    else:
+        yield _row("NPU firmware", firmware, "run: npu2", f"linux-firmware, then reboot, {GUIDE}")
     yield _row("Linux", platform.release(), "run: npu2", "")
     packages = f"apt install {' '.join(XRT_PACKAGES)}, {GUIDE}"
     yield _row("XRT", toolchain.xrt_version(system), "run: npu2", packages)
@@ -129,7 +133,7 @@ def _machine_rows() -> Iterator[Row]:
     yield Row(
         "locked memory",
         "yes" if unlimited else "other" if limit >= HEAP else "no",
-        "unlimited" if unlimited else _gib(limit),
+        "unlimited" if unlimited else amount(limit),
         f"run: npu2, {HEAP >> 20} MiB to open it, and the weights",
         "" if unlimited else f"memlock unlimited in /etc/security/limits.d, {GUIDE}",
     )
@@ -139,11 +143,9 @@ def _machine_rows() -> Iterator[Row]:
 
 def _amount(what: str, found: int, wanted: int, needed_for: str) -> Row:
     enough = found >= wanted * 0.9
-    return Row(what, "yes" if enough else "other", _gib(found), needed_for, "" if enough else f"better {_gib(wanted)}")
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.3g} GiB"
+    return Row(
+        what, "yes" if enough else "other", amount(found), needed_for, "" if enough else f"better {amount(wanted)}"
+    )
 
 
 def conclusions(rows: Sequence[Row]) -> dict[str, str]:
@@ -158,14 +160,27 @@ def conclusions(rows: Sequence[Row]) -> dict[str, str]:
         "build and run cpu": verdict("host compiler"),
         "build and run npu2-sim": verdict("host compiler"),
         "build npu2": verdict("host compiler", *toolchain.NPU_TOOLS),
-        "run npu2": verdict("NPU", "NPU driver", "XRT", "pyxrt", "locked memory"),
+        "run npu2": verdict("NPU", "NPU driver", "NPU firmware", "Linux", "XRT", "pyxrt", "locked memory"),
     }
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned columns; the last tells how to get what is not there."""
-    columns = [Column(title) for title in ("", "found", "version", "needed for", "how to get it")]
-    return fitted(columns, [(row.what, row.found, row.version, row.needed_for, row.get) for row in rows])
+    """Return aligned columns, and below them how to get what is not there."""
+    columns = [Column(title) for title in ("", "found", "version", "needed for")]
+    lines = [fitted(columns, [(row.what, row.found, row.version, row.needed_for) for row in rows])]
+    ways: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get:
+            ways.setdefault(row.get, []).append(row.what)
+    lines += ["", "How to get what is missing:"] * bool(ways)
+    for way, names in ways.items():
+        lines += [f"  {', '.join(names)}:", *_wrapped(way)]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    # What is to be typed stays whole.
+    return textwrap.wrap(text, 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def run(build: Build) -> None:

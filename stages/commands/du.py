@@ -10,7 +10,7 @@ from pathlib import Path
 from llama_npu2.cli.table import Column, amount, fitted
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
-from stages.engine.housekeeping import ArtifactDirectory, directories, files_below, unneeded
+from stages.engine.housekeeping import ArtifactDirectory, directories, files_below, is_recent, unneeded
 from stages.engine.places import CACHE, CALIBRATED, CHECKPOINT, GENERATED, INCOMING, OBJECTS
 from stages.engine.project import WORK
 from stages.graph import Build
@@ -39,7 +39,8 @@ def run(build: Build) -> None:
         "generated checkpoints": sum(_total(files_below(p.parent)) for p in artifacts.glob(f"[!.]*/*/{GENERATED}")),
         "hub cache": sum(_total(files_below(path)) for path in _hub_folders(held)),
     }
-    duplicates, gone = duplicated(held), sum(item.nbytes for item in unneeded(artifacts))
+    duplicates = duplicated(held)
+    gone = sum(item.nbytes for item in unneeded(artifacts) if not is_recent(item))
     if build.options.json:
         rows = [
             {"model": directory.model, "directory": directory.name, "complete": directory.complete, "bytes": kinds}
@@ -49,7 +50,8 @@ def run(build: Build) -> None:
     else:
         print(_table(usage))
         print("\n" + "\n".join(f"{what}: {amount(nbytes)}" for what, nbytes in shared.items() if nbytes))
-        print(f"there more than once: {amount(duplicates)}; doit gc shows what is not needed: {amount(gone)}")
+        print(f"duplicates: {amount(duplicates) if duplicates else 'nothing'}")
+        print(f"not needed: {amount(gone)}; doit gc shows what" if gone else "not needed: nothing")
 
 
 def _by_kind(directory: ArtifactDirectory) -> Counter[str]:

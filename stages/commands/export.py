@@ -50,7 +50,7 @@ def run(build: Build) -> None:
         beside[SIGNATURE] = signed(build.directory)
     except UserError as error:
         print(f"not signed, so that others have to allow it by its digest: {error}", file=sys.stderr, flush=True)
-    with build.project.turn:
+    with build.project.lock:
         export(build.directory, output, beside)
     print(f'{output}: {output.stat().st_size / 1e6:.1f} MB, python {output} "some text"', flush=True)
 

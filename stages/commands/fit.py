@@ -1,6 +1,6 @@
 """`doit fit`: what a model will need before anything is downloaded or built, by format, and what fits this machine.
 
-`check=1` builds and runs each row below `artifacts/` instead, one after the other, and shows what it really took.
+`measure=1` builds and runs each row below `artifacts/` instead, one after the other, and shows what it really took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT = 2048
 """Positions of a short run."""
 
 CHECKED = 512
-"""Positions of the run that `check=1` measures."""
+"""Positions of the run that `measure=1` measures."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Machine:
 def run(build: Build) -> None:
     """Raises UserError."""
     rows = [needs for policy in policies(build) if (needs := needs_of(build, policy))]
-    if build.options.check:
+    if build.options.measure:
         print_check(build, rows)
     else:
         print_needs(rows, Machine.here(build.artifacts), build.options.json)
         if build.options.calibrate and not build.options.json:
             more = max(needs.calibration for needs in rows)
-            print(f"calibrate= leaves up to {amount(more)} besides (doit gc full=1); its memory is not counted")
+            print(f"calibrate= leaves up to {amount(more)} besides (doit gc calibration=1); its memory is not counted")
 
 
 def policies(build: Build) -> list[Policy]:
@@ -96,7 +96,7 @@ def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
         print(json.dumps({"machine": vars(machine), "formats": described}))
         return
     contexts = sorted(described[0]["resident"])
-    titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "pinned"]
+    titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "locked"]
     table = Table([Column("weights", 12), *(Column(title, 9, right=True) for title in titles), Column("fits")])
     print(table.header())
     for row in described:
@@ -104,7 +104,12 @@ def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
         fits = "yes" if not row["lacks"] else f"no: {', '.join(row['lacks'])}"
         print(table.row(row["weights"], *map(amount, amounts), fits))
     locked = "unlimited" if machine.locked is None else amount(machine.locked)
-    print(f"\nhere: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
+    print(
+        "\ndisk: weights and programs; int4 needs the programs of int6, too, as its vocabulary is in int6\n"
+        "build: memory of a build; run: memory of a run with a context of so many tokens\n"
+        "locked: of that, memory that the NPU pins"
+    )
+    print(f"here: {amount(machine.disk)} of disk free, {amount(machine.memory)} of memory, locked memory {locked}")
 
 
 def _described(needs: Needs, machine: Machine) -> dict:

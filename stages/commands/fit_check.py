@@ -1,4 +1,4 @@
-"""What a build and a run really take, for `doit fit check=1`: of a build of its own, which is removed again."""
+"""What a build and a run really take, for `doit fit measure=1`: of a build of its own, which is removed again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(build: Build, needs: Needs, context: int) -> Took:
             "target": build.target.name,
             "weights": needs.policy.text,
             "kv": options.kv,
-            "buckets": options.buckets,
+            "npu.buckets": options.buckets,
             "context": str(options.context),
             "artifacts": root,
         }

@@ -1,7 +1,7 @@
-"""`doit gc`: what nobody needs any more. Without `keep=` it only shows what `keep=14d` would remove.
+"""`doit gc`: what nobody needs any more. Without `keep=` it only shows it.
 
 `keep=` is an age (`12h`, `14d`, `2w`), a size (`500M`, `5G`: of the newest), or a number (the newest of each kind).
-`full=1` counts the leftovers of calibration in, which a build would compute again; `check=1` removes nothing.
+`calibration=1` counts the leftovers of calibration in, which a build would compute again; `dry_run=1` removes nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from doit.exceptions import TaskFailed
 
 from llama_npu2.cli.table import Column, Table, amount
 from llama_npu2.errors import UserError
-from stages.engine.housekeeping import Unneeded, remove, unneeded
+from stages.engine.housekeeping import Unneeded, is_recent, remove, unneeded
 from stages.engine.tree import Linked
 from stages.graph import Build
 
@@ -61,13 +61,18 @@ class Keep:
 
 def run(build: Build) -> TaskFailed | None:
     """Raises UserError."""
-    options, keep = build.options, Keep.parse(build.options.keep or DEFAULT)
-    dry, now = options.check or not options.keep, time.time()
-    chosen = list(keep.removed(unneeded(build.artifacts, options.full), now))
+    options, now = build.options, time.time()
+    found = unneeded(build.artifacts, options.calibration)
+    # What may be in use at this moment is no candidate.
+    items = [item for item in found if not is_recent(item)]
+    recent = [item for item in found if is_recent(item)]
+    dry = options.dry_run or not options.keep
+    chosen = sorted(Keep.parse(options.keep or "0").removed(items, now), key=lambda item: -item.used)
     done, failed = [], []
     for item in chosen:
         try:
-            outcome = "would go" if dry else "removed" if remove(build.artifacts, item, options.full) else "in use"
+            removed = not dry and remove(build.artifacts, item, options.calibration)
+            outcome = "would go" if dry else "removed" if removed else "in use"
         except (OSError, Linked) as error:
             outcome = f"cannot be removed: {error.strerror if isinstance(error, OSError) else error}"
             failed.append(item)
@@ -76,9 +81,18 @@ def run(build: Build) -> TaskFailed | None:
         print(json.dumps([_described(build, item, outcome) for item, outcome in done]))
     else:
         _print(build, done, now)
+        if recent:
+            nbytes = amount(sum(item.nbytes for item in recent))
+            print(f"{len(recent)} more ({nbytes}) are less than an hour old and may be in use")
         if dry and chosen:
-            print(f"nothing was removed: doit gc keep={options.keep or DEFAULT} does it")
+            print(f"nothing was removed: {_offers(items, options.keep, now)}")
     return TaskFailed(f"{len(failed)} of them cannot be removed") if failed else None
+
+
+def _offers(items: Sequence[Unneeded], keep: str, now: float) -> str:
+    """Return what to type to remove how much."""
+    sizes = {text: sum(item.nbytes for item in Keep.parse(text).removed(items, now)) for text in (keep or "0", DEFAULT)}
+    return ", ".join(f"doit gc keep={text} removes {amount(size)}" for text, size in sizes.items() if size)
 
 
 def _described(build: Build, item: Unneeded, outcome: str) -> dict:

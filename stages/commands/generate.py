@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from doit.exceptions import TaskFailed
 
-from stages.commands.runtime import reply_arguments, run_runtime
+from stages.commands.runtime import run_runtime, runtime_arguments
 from stages.graph import Build
 
 
 def run(build: Build) -> TaskFailed | None:
     options = build.options
-    if options.prompt is None:
-        return TaskFailed('no prompt: doit run prompt="some text"')
-    switches = [f"--{name}" for name in ("raw", "json") if getattr(options, name)]
-    return run_runtime(build, *switches, *reply_arguments(build), "--", str(build.directory_as_given), options.prompt)
+    if options.prompt is None and not options.prompt_file:
+        return TaskFailed('no prompt: doit run prompt="some text"; doit help lists all commands')
+    if options.prompt_file and not Path(options.prompt_file).is_file():
+        return TaskFailed(f"prompt_file={options.prompt_file}: there is no such file")
+    return run_runtime(runtime_arguments("run", build, options, options.prompt))

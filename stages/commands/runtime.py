@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from doit.exceptions import TaskFailed
 
-from llama_npu2.options import Running, Sampling, to_arguments
+from llama_npu2.options import Answering, Running, Sampling, to_arguments
 from stages.engine.places import python_environment
 from stages.engine.streams import end_if_closed, for_answers
 from stages.graph import Build
+from stages.graph.options import Options
 
 
-def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
+def run_runtime(arguments: Sequence[str]) -> TaskFailed | None:
     """It prints its own error line."""
     process = subprocess.Popen(_command(arguments), env=python_environment(), stdout=for_answers())
     while (status := process.returncode) is None:
@@ -26,7 +27,7 @@ def run_runtime(build: Build, *arguments: str) -> TaskFailed | None:
     return _failure(status) if status else None
 
 
-def captured_runtime(*arguments: str) -> str | TaskFailed:
+def captured_runtime(arguments: Sequence[str]) -> str | TaskFailed:
     """What it writes to standard output. It prints its own error line."""
     done = subprocess.run(_command(arguments), env=python_environment(), stdout=subprocess.PIPE, text=True)
     return _failure(done.returncode) if done.returncode else done.stdout
@@ -40,6 +41,7 @@ def _failure(status: int) -> TaskFailed:
     return TaskFailed(f"the runtime ended with status {status}", report=False)
 
 
-def reply_arguments(build: Build) -> list[str]:
-    """Options of a run, as the runtime's command line takes them."""
-    return to_arguments(build.options, Sampling, Running)
+def runtime_arguments(command: str, build: Build, options: Options, prompt: str | None = None) -> list[str]:
+    """Return a command line of the runtime: one of its commands, with the options that doit's takes, too."""
+    given = to_arguments(options, Sampling, Running, Answering, command=command)
+    return [command, *given, "--", str(build.directory_as_given), *([] if prompt is None else [prompt])]

@@ -6,37 +6,58 @@ A command is a module here with `run(build)`; it is imported when it runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from doit import doit_cmd
-from doit.exceptions import InvalidDodoFile, TaskFailed
+from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError
-from stages.engine.doit_tasks import COMPLETE, FIRST, command_task, doit_task
+from stages.commands.words import GENERATE, WITH_NAMES, command_line, commands_of
+from stages.engine.doit_tasks import COMPLETE, FIRST, NAMES, command_task, doit_task
 from stages.graph import Build
-from stages.graph.options import parse_options
+from stages.graph.options import COMMANDS, parse_options
 from stages.proof.selftest.graph import Probes
 
 Task = dict[str, Any]
 
-_STEPLESS = {"doctor", "du", "fit", "gc", "trust"}
-"""Commands that run no steps, and are asked before a checkpoint is here. Which steps there are hangs on what a
+_STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion"}
+"""Commands that run no steps, and are asked before a checkpoint is here. Which steps there are depends on what a
 quantised one holds; for these it may be any."""
+_UNBUILT = _STEPLESS | {"provenance", "pull", "graph", "why"}
+"""Commands that use what is there."""
+
+
+def _check_known(words: Sequence[str]) -> None:
+    """Check that words of the command line name commands, steps or what steps write. Raises UserError."""
+    known = [*COMMANDS, GENERATE, *(name.partition(":")[0] for name in _steps), *_steps]
+    for word in words:
+        if word not in known and word[0] != "-" and not {*"*?./"} & {*word}:
+            close = get_close_matches(word, known, 1)
+            hint = f"did you mean {close[0]}?" if close else "doit list shows both"
+            raise UserError(f"{word} is neither a command nor a step: {hint}")
+
 
 try:
     # doit offers get_var for known names only; the names themselves are needed to refuse a misspelt one.
-    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}))
-    _any = _STEPLESS & {*sys.argv[1:]} and not _build.options.weights
+    _verb, _words = command_line(sys.argv[1:]) if doit_cmd._CMDLINE_VARS is not None else ("list", [])
+    _commands = commands_of(_verb, _words)
+    _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands))
+    _any = _STEPLESS & {*_commands} and not _build.options.weights
     _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
     _probes = Probes(_wired)
     _steps = _wired.steps | _probes.steps
     _places = [_build.artifacts, _build.report("")]
+    if _verb == "run" and not WITH_NAMES & {*_words[:1]}:
+        _check_known(_words)
 except UserError as error:
-    raise InvalidDodoFile(str(error)) from None
+    # doit would print it in words of its own.
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(3) from None
 
 
 def _room() -> int:
@@ -48,36 +69,44 @@ _wired.project.needed = _room
 
 
 def step(name: str) -> Task:
-    """One step as a doit task."""
+    """Return one step as a doit task."""
     return doit_task(_steps[name], _steps.values())
 
 
 def group(name: str) -> Iterator[Task]:
-    """The steps of a group as doit subtasks."""
+    """Yield the steps of a group as doit subtasks."""
     yield from (step(of) for of in _steps if of.startswith(f"{name}:"))
 
 
-def command(name: str, built: bool = True, **more: Any) -> Task:
-    """A command as a doit task; `built`: it uses the artifacts, once they are complete. `more`: of the task."""
-    action = partial(_run, name, _build)
+def commands() -> Iterator[Task]:
+    """Yield every command as a doit task."""
+    for name, sentence in COMMANDS.items():
+        task = _SPECIAL[name]() if name in _SPECIAL else _command(name, built=name not in _UNBUILT)
+        names = {"pos_arg": NAMES} if name in WITH_NAMES else {}
+        yield {"basename": GENERATE if name == "run" else name, "doc": sentence} | task | names
+
+
+def _command(name: str, built: bool) -> Task:
+    """Return a command; `built`: it uses the artifacts, once they are complete."""
+    action = partial(_run, GENERATE if name == "run" else name, _build)
     if built:
-        return command_task(action, [_build.finish], ["manifest"], _places) | {"meta": {FIRST: _need_tools}} | more
-    return command_task(action, [], [], _places) | more
+        return command_task(action, [_build.finish], ["manifest"], _places) | {"meta": {FIRST: _need_tools}}
+    return command_task(action, [], [], _places)
 
 
-def estimate() -> Task:
-    """The estimate as a doit task: only what it is compared with, what the simulator counts, needs programs."""
-    return command("estimate", built=_build.options.target == "npu2-sim" and not _build.options.check)
+def _estimate() -> Task:
+    """Return the estimate: only what it is compared with, what the simulator counts, needs programs."""
+    return _command("estimate", built=_build.options.target == "npu2-sim" and not _build.options.published)
 
 
-def quality() -> Task:
-    """The comparison of formats as a doit task: it needs no programs."""
+def _quality() -> Task:
+    """Return the comparison of formats: it needs no programs."""
     needs = ["tokenizer", *(["calibration"] if _build.calibration else [])]
     return command_task(partial(_run, "quality", _build), [], needs, _places)
 
 
-def selftest() -> Task:
-    """The ladder as a doit task: it uses its own programs, and a model's."""
+def _selftest() -> Task:
+    """Return the ladder: it uses its own programs, and a model's."""
     if not _probes.suit:
         return command_task(partial(_run, "selftest", _probes), [], [], _places)
     needs = ["manifest", "probe:manifest"]
@@ -85,9 +114,12 @@ def selftest() -> Task:
     return task | {"meta": {FIRST: _need_tools_of_probes}}
 
 
-def report_complete() -> Task:
-    """The task that builds everything and says so."""
+def _compile() -> Task:
+    """Return the command that builds everything and says so."""
     return command_task(_build.finish, [], ["manifest"], _places) | {"meta": {COMPLETE: str(_build.directory_as_given)}}
+
+
+_SPECIAL = {"compile": _compile, "estimate": _estimate, "quality": _quality, "selftest": _selftest}
 
 
 def _need_tools() -> None:

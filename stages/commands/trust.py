@@ -16,4 +16,4 @@ def run(build: Build) -> None:
     for line in allow.changed(options.key, options.name, options.remove):
         print(printable(line), flush=True)
     if options.key and Path(options.key).is_dir():
-        Project(Path(options.key).absolute(), build.project.digests, build.project.turn).adopt()
+        Project(Path(options.key).absolute(), build.project.digests, build.project.lock).adopt()

@@ -1,4 +1,4 @@
-"""What is not as it was when a step ran: the thing itself, what it was, what it is."""
+"""The differences since a step ran: what changed, its old value, and its new value."""
 
 from __future__ import annotations
 
@@ -9,38 +9,44 @@ from itertools import zip_longest
 from typing import Any
 
 NOTHING = object()
-"""In place of a value that is not there."""
+"""Stands for a value that is missing."""
 
 _SHOWN = 60
-"""Characters of a value in a sentence."""
+"""Most characters of a value in a sentence."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A reason to run. `kind`: receipt, code, params, tool, input, output or trust. `what`: the file's label, where it
-    is about one. `was`, `now`: values of that part of the key, or a file's digest (None: there is no such file).
-    `text`: in a few words."""
+    """A reason to run a step."""
 
     kind: str
+    """`receipt`, `code`, `params`, `tool`, `input`, `output` or `trust`."""
     text: str
+    """The reason in a few words."""
     what: str = ""
+    """The label of the file that changed, if the reason is a file."""
     was: Any = None
+    """The old value of that part of the key, or the file's digest; None if there was no such file."""
     now: Any = None
 
 
 def key_change(part: str, was: Any, now: Any) -> Change:
-    """Of a part of a step's key."""
+    """Return the change of a part of a step's key."""
     return Change(part, f"its {part} changed", "", was, now)
 
 
 def input_change(label: str, was: Any, now: str | None) -> Change:
-    """Of a file that a step reads."""
+    """Return the change of a file that a step reads."""
     noun = "header" if label.endswith(".h") else "input"
     return Change("input", f"{noun} {label} {'is missing' if now is None else 'changed'}", label, was, now)
 
 
 def output_change(label: str, was: str, now: str | None, sizes: tuple[int | None, int]) -> Change:
-    """Of a file that a step wrote. `sizes`: its bytes as the step left it, where that is known, and as it is."""
+    """Return the change of a file that a step wrote.
+
+    Args:
+        sizes: its bytes when the step had written it, None if they are not known, and its bytes now.
+    """
     then, here = sizes
     if now is None:
         text = "is missing"
@@ -54,8 +60,10 @@ def output_change(label: str, was: str, now: str | None, sizes: tuple[int | None
 
 
 def differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two JSON values differ: the path to it (`programs.decode.buckets[1]`) and both values, NOTHING where one
-    has none. What is short is shown as a whole."""
+    """Yield the differences of two JSON values: the path to each (`programs.decode.buckets[1]`) and both values.
+
+    A value that only one side has differs from `NOTHING`. A short list is one difference, as a whole.
+    """
     if was == now:
         return
     short = max(len(shown(was)), len(shown(now))) <= _SHOWN
@@ -70,16 +78,19 @@ def differences(was: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, 
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, in one line."""
+    """Return a value as JSON, in one line."""
     return "nothing" if value is NOTHING else json.dumps(value, ensure_ascii=False)
 
 
 def plain(text: str) -> str:
-    """For a terminal: labels come with directories that others made, and may hold what moves the cursor."""
-    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
+    """Return text with unprintable characters escaped.
+
+    Labels come with directories that others made, and may contain characters that move a terminal's cursor.
+    """
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
 def abridged(value: Any) -> str:
-    """The same, the end of what is long left out."""
+    """Return a value as JSON in one line, cut where it is long."""
     text = shown(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

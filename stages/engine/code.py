@@ -1,4 +1,4 @@
-"""What code a step runs: the project's modules that a module imports, found by reading them."""
+"""Digests of the code that a step runs: the project's modules that a module imports, found by reading them."""
 
 from __future__ import annotations
 
@@ -14,59 +14,66 @@ from stages.engine.digests import Digests
 from stages.engine.places import ROOT, RUNTIME
 
 _OWN = {"stages": ROOT, "llama_npu2": RUNTIME}
-"""The project's packages, and where they are."""
+"""The project's packages, and the directories that they are in."""
 
 Import = tuple[int, str, str]
-"""Level (0: absolute), module, and what of it (empty: itself)."""
+"""Level (0: absolute), module, and the name that is imported from it (empty: the module itself)."""
 
 
 class Code:
-    """Digests of modules' code. What files import is remembered as their digests are."""
+    """Digests of modules' code. The imports of files are remembered in the same way as their digests."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
-        self._known: dict[str, str] = {}
+        self._cached: dict[str, str] = {}
 
     def digest(self, module: str) -> str:
-        """xxh3-128, hex, of a module's source and of all project modules it imports."""
-        if module not in self._known:
-            self._known[module] = xxhash.xxh3_128_hexdigest(self._listed(module, self._digests.of))
-        return self._known[module]
+        """Return the xxh3-128, hex, of a module's source and of all project modules that it imports."""
+        if module not in self._cached:
+            self._cached[module] = xxhash.xxh3_128_hexdigest(self._listed(module, self._digests.of))
+        return self._cached[module]
 
     def sha256(self, module: str) -> str:
-        """SHA-256 of the same."""
-        known = f"sha256 {module}"
-        if known not in self._known:
-            self._known[known] = hashlib.sha256(self._listed(module, self._digests.sha256)).hexdigest()
-        return self._known[known]
+        """Return the SHA-256, hex, of a module's source and of all project modules that it imports."""
+        key = f"sha256 {module}"
+        if key not in self._cached:
+            self._cached[key] = hashlib.sha256(self._listed(module, self._digests.sha256)).hexdigest()
+        return self._cached[key]
 
     def _listed(self, module: str, digest: Callable[[Path], str | None]) -> bytes:
         lines = (f"{path.relative_to(ROOT).as_posix()} {digest(path)}\n" for path in sorted(self.files(module)))
         return "".join(lines).encode()
 
     def files(self, module: str) -> frozenset[Path]:
-        """Source files of a module and, transitively, of what it imports from this project, wherever in it."""
-        found: dict[str, Path | None] = {}
+        """Return the source files of a module and, transitively, of the project modules that it imports anywhere.
+
+        With each comes the TOML file of the same name, which holds its data.
+        """
+        sources: dict[str, Path | None] = {}
         todo = [module]
         while todo:
             name = todo.pop()
-            if name not in found:
-                found[name] = path = _file(name)
+            if name not in sources:
+                sources[name] = path = _file(name)
                 todo += self._imported(name, path) if path else ()
-        return frozenset(path for path in found.values() if path)
+        paths = (path for path in sources.values() if path)
+        return frozenset(file for path in paths for file in (path, path.with_suffix(".toml")) if file.is_file())
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
-        """Modules that a module imports when it runs. A package that imports by name may import all its members."""
-        said = self._digests.remembered("imports ", path, lambda p: list(imports(p.read_bytes())))
-        for level, module, member in said:
+        """Yield the modules that a module imports when it runs.
+
+        A package that imports by name may import all its members.
+        """
+        statements = self._digests.remembered("imports ", path, lambda p: list(imports(p.read_bytes())))
+        for level, module, member in statements:
             package = _absolute(level, module, name, path)
             yield inner if member and _file(inner := f"{package}.{member}") else package
-        if path.name == "__init__.py" and any(module == "importlib" for _, module, _ in said):
+        if path.name == "__init__.py" and any(module == "importlib" for _, module, _ in statements):
             yield from _members(name, path.parent)
 
 
 def imports(source: bytes) -> Iterator[Import]:
-    """Every import of a module but those that are for type checkers only."""
+    """Yield every import of a module but those for type checkers only."""
     for node in _executed(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
@@ -84,7 +91,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 @functools.cache
 def _file(name: str) -> Path | None:
-    """Where one of the project's modules is."""
+    """Return the file of a project module, None if it is not of the project."""
     first, *rest = name.split(".")
     if first not in _OWN:
         return None
@@ -93,7 +100,7 @@ def _file(name: str) -> Path | None:
 
 
 def _absolute(level: int, module: str, name: str, path: Path) -> str:
-    """The module that an import means in the module `name`."""
+    """Return the module that an import in the module `name` refers to."""
     if not level:
         return module
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]

@@ -1,7 +1,7 @@
-"""Of what a step's code consists: digests of its functions, classes and constants, so that a change can be named.
+"""Digests of the functions, classes and constants that a step's code consists of, so that a change can be named.
 
-They lie in the artifact directory beside the receipts, once for all steps that run the same code, and follow from it
-alone. Nothing depends on them but words.
+They lie in the artifact directory next to the receipts, once for all steps that run the same code, and follow from the
+code alone. Only messages depend on them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import json
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +26,21 @@ if TYPE_CHECKING:
 
 FOLDER = Path("build/code")
 OUTSIDE = ""
-"""In place of a name: what is in no definition, imports and comments between them."""
+"""Stands for the name of the lines that are in no definition: imports, and comments between definitions."""
 
 Definitions = Mapping[str, Mapping[str, str]]
-"""By file, relative to the project, and by name (`Class.method`): the first 8 hex digits of xxh3-64 of the source."""
+"""The first 8 hex digits of the xxh3-64 of a definition's source, by file (relative to the project) and by name
+(`Class.method`)."""
 
 _DEFINITIONS = mapping(string, mapping(string, string))
 _BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def definitions(source: bytes) -> dict[str, str]:
-    """Of one module. Every line but empty ones belongs to the innermost function, method, class or constant."""
+    """Return the digests of a module's definitions, by name.
+
+    Every line but empty ones belongs to the innermost function, method, class or constant.
+    """
     lines = source.splitlines()
     owners = [OUTSIDE] * len(lines)
     for name, first, last in _spans(ast.parse(source).body, ""):
@@ -48,7 +53,7 @@ def definitions(source: bytes) -> dict[str, str]:
 
 
 def _spans(body: Iterable[ast.stmt], inside: str) -> Iterator[tuple[str, int, int]]:
-    """Names with their first and last lines, inner ones behind those that they are in."""
+    """Yield the names of definitions with their first and last lines, inner ones after those that they are in."""
     named = ""
     for node in body:
         if isinstance(node, _BLOCKS):
@@ -62,23 +67,26 @@ def _spans(body: Iterable[ast.stmt], inside: str) -> Iterator[tuple[str, int, in
             named = f"{inside}{ast.unparse(target)}"
             yield named, node.lineno, node.end_lineno or node.lineno
         elif named and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            yield named, node.lineno, node.end_lineno or node.lineno  # what is said of a constant
+            yield named, node.lineno, node.end_lineno or node.lineno  # a constant's docstring
 
 
 @functools.cache
 def _of_file(path: Path, digest: str) -> dict[str, str]:
-    """`digest`: of its content."""
+    """Return the definitions of a file whose content has this digest."""
+    if path.suffix == ".toml":
+        rows = tomllib.loads(path.read_text()).items()
+        return {name: xxhash.xxh3_64_hexdigest(repr(value).encode())[:8] for name, value in rows}
     return definitions(path.read_bytes())
 
 
 def of_module(project: Project, module: str) -> Definitions:
-    """Of a module and of all project modules that it imports."""
+    """Return the definitions of a module and of all project modules that it imports."""
     paths = sorted(project.code.files(module))
     return {path.relative_to(ROOT).as_posix(): _of_file(path, project.digests.of(path) or "") for path in paths}
 
 
 def keep(project: Project, module: str) -> None:
-    """Write down what the code of `module` is, where that is not there yet. Raises UserError."""
+    """Write down the definitions of a module's code, unless they are there. Raises UserError."""
     code = project.code.digest(module)
     if _intact(project, code) is None:
         content = json.dumps(of_module(project, module), separators=(",", ":"), sort_keys=True).encode()
@@ -86,21 +94,26 @@ def keep(project: Project, module: str) -> None:
 
 
 def recorded(project: Project, code: str) -> Definitions | None:
-    """Of code by its digest, as a step wrote it down; None if it did not, or that is damaged."""
+    """Return the definitions that a step wrote down of code with this digest.
+
+    None if it did not, or they are damaged.
+    """
     path = _intact(project, code)
     try:
-        known: Any = load_json(read_regular(path)) if path else None
-        _DEFINITIONS(known)
+        content: Any = load_json(read_regular(path)) if path else None
+        _DEFINITIONS(content)
     except (OSError, ValueError):
         return None
-    return dict(known)
+    return dict(content)
 
 
 def settle(project: Project, modules: Iterable[str]) -> None:
-    """Of a complete directory, whose steps run `modules`: what is missing or damaged is written again, what is about
-    other code goes."""
+    """Bring the definitions of a complete directory, whose steps run `modules`, up to date.
+
+    Missing and damaged ones are written again, and those of other code are removed.
+    """
     current = set(modules)
-    with contextlib.suppress(OSError):  # a directory that cannot be written is no worse for it
+    with contextlib.suppress(OSError):  # a directory that cannot be written works without them
         for module in current:
             keep(project, module)
         kept = {path.name for module in current if (path := _intact(project, project.code.digest(module)))}

@@ -1,4 +1,4 @@
-"""How long steps took when they ran last, for people: nothing depends on it, and no artifact holds it."""
+"""The durations of steps when they ran last, for people: nothing depends on them, and no artifact holds them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llama_npu2.artifact.regular import read_regular
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from stages.engine.files import write_atomic
+from stages.engine.lock import ProcessLock
 from stages.engine.places import lock_file
-from stages.engine.turn import Turn
 
 
 class Durations:
-    """Of one artifact directory, in a JSON file of all, which may be deleted at any time."""
+    """The durations of one artifact directory, in a JSON file of all directories, which may be deleted at any time."""
 
     def __init__(self, artifacts: Path, directory: Path) -> None:
         self._path = artifacts / ".durations.json"
@@ -26,33 +26,33 @@ class Durations:
 
     @cached_property
     def last(self) -> Mapping[str, float]:
-        """Seconds by step, as they were known when this was asked first."""
+        """Seconds by step, as the file had them when this was first asked for."""
         return self._seconds()
 
     def _seconds(self) -> dict[str, float]:
-        known = self._all().get(self._directory)
-        pairs = known.items() if isinstance(known, dict) else ()
+        entry = self._all().get(self._directory)
+        pairs = entry.items() if isinstance(entry, dict) else ()
         return {step: seconds for step, seconds in pairs if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9}
 
     def note(self, step: str, seconds: float) -> None:
-        """Remember that of a step. Where that cannot be written, it is not known."""
+        """Write down the duration of a step, unless the file cannot be written."""
         with contextlib.suppress(OSError, UserError):
-            with Turn(self._lock):  # a new one: steps run in threads and forks
-                every = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
-                write_atomic(self._path, json.dumps(every, indent=1, sort_keys=True).encode())
+            with ProcessLock(self._lock):  # a new one, because steps run in threads and forks
+                entries = self._all() | {self._directory: self._seconds() | {step: round(seconds, 3)}}
+                write_atomic(self._path, json.dumps(entries, indent=1, sort_keys=True).encode())
 
     def _all(self) -> dict[str, object]:
         try:
-            known = load_json(read_regular(self._path))
+            entries = load_json(read_regular(self._path))
         except (OSError, ValueError):
             return {}
-        return known if isinstance(known, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
 
 def clock(seconds: float) -> str:
-    """`4.2 s`, `1:07`, `1:02:03`."""
+    """Return a duration as `4.2 s`, `1:07` or `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

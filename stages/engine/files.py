@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever sees half of one."""
+"""Reads, hashes and writes files; written ones are replaced atomically, so that nobody sees half of one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from llama_npu2.schema import Check, load_json
 from stages.engine.tree import Tree
 
 HUGE_PAGE = 2 << 20
-"""Bytes. What is written or mapped at once lies in the page cache in pages that large, where kernel and file system
-can, and then a runtime maps them as such."""
+"""Bytes of a huge page. Where kernel and file system can, the page cache holds files that are written or mapped in such
+pieces in huge pages, and a runtime maps them as such."""
 
 _PIECE = 32 * HUGE_PAGE
 _MADV_POPULATE_READ = 22  # of Linux 5.14; Python does not name it
 
 
 def content_digest(path: Path) -> str:
-    """xxh3-128 of a file's content, hex. Raises OSError, also for what is no regular file."""
+    """Return the xxh3-128 of a file's content, hex. Raises OSError, also if it is no regular file."""
     return _hexdigest(xxhash.xxh3_128(), path)
 
 
 def content_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, hex: for what is shared between machines. Raises OSError as `content_digest`."""
+    """Return the SHA-256 of a file's content, hex, for files that machines share.
+
+    Raises OSError as `content_digest`.
+    """
     return _hexdigest(hashlib.sha256(), path)
 
 
@@ -47,10 +50,10 @@ def _hexdigest(state: Any, path: Path) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The content, in order, as long as the file is when it is opened: some files of the system have no end.
+    """Yield the content that the file has when it is opened, in order: some files of the system have no end.
 
-    What the page cache has not got comes into it in huge pages, where kernel and file system can: weights that are
-    mapped from there read faster than from the small pages that reading alone leaves behind.
+    Where kernel and file system can, parts that the page cache does not have come into it in huge pages: mapped weights
+    read faster from those than from the small pages that reading alone leaves.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size, read = os.fstat(file.fileno()).st_size, 0
@@ -65,7 +68,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _cache_in_huge_pages(file: BinaryIO, start: int, count: int) -> None:
-    """No more than a wish: whatever is wrong with a file or its system is left to who reads it."""
+    """Ask for huge pages. Errors are ignored: reading the file meets them again."""
     if count >= HUGE_PAGE:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             with mmap.mmap(file.fileno(), count, prot=mmap.PROT_READ, offset=start) as mapping:
@@ -74,12 +77,12 @@ def _cache_in_huge_pages(file: BinaryIO, start: int, count: int) -> None:
 
 
 def file_digests(path: Path) -> dict[str, str | int]:
-    """Size, xxh3-128 (change detection) and sha256 (for what is shared) of a file."""
+    """Return the size of a file, its xxh3-128 (to detect changes) and its SHA-256 (for other machines)."""
     return {"size": path.stat().st_size, "xxh3": content_digest(path), "sha256": content_sha256(path)}
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """A JSON file that holds an object. `remedy`: what to do if it does not. Raises UserError."""
+    """Return the object in a JSON file. Raises UserError, which ends with `remedy`."""
     try:
         value = load_json(read_regular(path))
     except FileNotFoundError:
@@ -94,7 +97,7 @@ def read_json(path: Path, remedy: str = REMEDY) -> dict[str, Any]:
 
 
 def read_checked(path: Path, check: Check) -> dict[str, Any]:
-    """The same, if it is what a table of `llama_npu2.schema` says. Raises UserError."""
+    """Return the object in a JSON file that passes a check of `llama_npu2.schema`. Raises UserError."""
     value = read_json(path)
     try:
         check(value)
@@ -104,12 +107,16 @@ def read_checked(path: Path, check: Check) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file with sorted keys, so that equal values are equal bytes. Not atomic: for files in a work directory."""
+    """Write a JSON file with sorted keys, so that equal values are equal bytes.
+
+    It is not atomic, which is enough in a work directory.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def fsync_path(path: Path) -> None:
+    """Flush a file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -125,7 +132,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file's content: write beside it, flush, rename. The temporary is removed on any failure."""
+    """Replace a file's content: write a temporary file next to it, flush, rename. It is removed on any failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -143,18 +150,18 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def require_space(directory: Path, needed: int, what: str) -> None:
     """Raise UserError if the disk that `directory` is on, or will be, has fewer than `needed` bytes for `what`."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
     if needed > free:
-        raise UserError(f"{what} needs {needed / 1e9:.1f} GB in {there}, {free / 1e9:.1f} GB are free: make room")
+        raise UserError(f"{what} needs {needed / 1e9:.1f} GB in {existing}, {free / 1e9:.1f} GB are free: make room")
 
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path, ours: str) -> Iterator[Path]:
-    """A temporary directory that becomes `directory` when the block succeeds.
+    """Yield a temporary directory that becomes `directory` when the `with` block succeeds.
 
-    An old one is replaced if it holds the file `ours`: a directory of that name may be somebody's own where a link
-    leads to it. Leftovers of killed predecessors are removed first, so the caller holds a lock. Raises UserError.
+    An old one is replaced if it has the file `ours`: where a link leads to it, it may be somebody's own directory.
+    Leftovers of killed predecessors are removed first, so the caller must hold a lock. Raises UserError.
     """
     tree, name = Tree(directory.parent), directory.name
     if tree.names(name) and ours not in tree.names(name):

@@ -1,6 +1,6 @@
-"""What lies below `artifacts/`, and what of it no artifact directory needs that is complete.
+"""The files below `artifacts/`, and the removal of those that no complete artifact directory needs.
 
-A directory of `artifacts/` that is a link, as one on a larger disk may be, is listed, and nothing of it is removed.
+A directory of `artifacts/` that is a link, to a larger disk for example, is listed, but nothing in it is removed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path, PurePath
 
 from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json
+from stages.engine.lock import ProcessLock
 from stages.engine.places import CACHE, CALIBRATED, GENERATED, INCOMING, MANIFEST, lock_file
 from stages.engine.project import RECEIPTS, WORK, load_receipt
 from stages.engine.tree import Tree
-from stages.engine.turn import Turn
 
 RECENT = 3600
-"""Seconds for which nothing is removed that no lock guards."""
+"""Seconds for which a file that no lock guards is kept after it was used."""
 
 _OUTPUTS = ("elf", "weights", "tokenizer", "build/modules", "build/objects", CALIBRATED.as_posix())
-"""Folders of an artifact directory that hold nothing but what steps left."""
+"""Folders of an artifact directory in which there are only outputs of steps."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class ArtifactDirectory:
         return self.artifacts / self.model / self.name
 
     @property
-    def turn(self) -> Turn:
-        """What a build of it holds."""
-        return Turn(lock_file(self.artifacts, self.model, self.name))
+    def lock(self) -> ProcessLock:
+        """The lock of its builds."""
+        return ProcessLock(lock_file(self.artifacts, self.model, self.name))
 
     @cached_property
     def listed(self) -> Mapping[str, Mapping[str, object]]:
-        """The files that its manifest names; none where it is not complete."""
+        """The files that its manifest lists; none if it is not complete."""
         try:
             files = load_json(read_regular(self.path / MANIFEST))["files"]
             return {name: dict(entry) for name, entry in files.items()}
@@ -55,11 +55,12 @@ class ArtifactDirectory:
 
     @property
     def complete(self) -> bool:
+        """Whether it has a manifest."""
         return (self.path / MANIFEST).is_file()
 
     @cached_property
     def outputs(self) -> set[str]:
-        """What its receipts name."""
+        """The outputs that its receipts list."""
         receipts = (load_receipt(self.path / RECEIPTS / name) for name in self.tree.names(RECEIPTS))
         return {label for receipt in receipts if receipt for label in receipt["outputs"]}
 
@@ -73,45 +74,52 @@ class ArtifactDirectory:
         return Tree(self.path)
 
     def files(self) -> Iterator[Path]:
-        """Every file in it; links in it are not followed."""
+        """Return the paths of every file in it; links in it are not followed."""
         return files_below(self.path)
 
 
 @dataclass(frozen=True)
 class Unneeded:
-    """`paths` that may go together. `used`: when any of them was last written, in seconds of the epoch. `directory`:
-    whose lock guards them."""
+    """Files and directories that can be removed together."""
 
     kind: str
     paths: tuple[Path, ...]
     nbytes: int
     used: float
+    """When any of them was last written, in seconds of the epoch."""
     directory: ArtifactDirectory | None = None
+    """The directory whose lock guards them, if any."""
 
 
 def directories(artifacts: Path) -> Iterator[ArtifactDirectory]:
-    """Those with artifacts, complete or not."""
+    """Yield the directories with artifacts, complete or not."""
     for path in sorted(artifacts.glob("[!.]*/[!.]*")):
         if path.is_dir() and ((path / MANIFEST).is_file() or (path / "build").is_dir()):
             yield ArtifactDirectory(artifacts, path.parent.name, path.name)
 
 
 def files_below(path: Path) -> Iterator[Path]:
-    """Every file below a directory, which itself may be a link; links in it are not followed.
+    """Return every file below a directory, which itself may be a link; links in it are not followed.
 
-    What vanishes meanwhile is left out.
+    Files that vanish meanwhile are left out.
     """
     return (path / file for file in Tree(path).files())
 
 
 def unneeded(artifacts: Path, calibration: bool = False) -> list[Unneeded]:
-    """`calibration`: also weights that were rounded for a text, once they are packed. A build would make them again."""
-    found = [item for directory in directories(artifacts) for item in unneeded_in(directory, calibration)]
-    return [*found, *_checkpoints(artifacts), *_cached(artifacts), *_abandoned(artifacts)]
+    """Return everything below `artifacts` that is not needed.
+
+    Args:
+        artifacts: the directory of all artifacts.
+        calibration: whether to include weights that were rounded for a text, once they are packed. A build would make
+            them again.
+    """
+    items = [item for directory in directories(artifacts) for item in unneeded_in(directory, calibration)]
+    return [*items, *_checkpoints(artifacts), *_cached(artifacts), *_abandoned(artifacts)]
 
 
 def unneeded_in(directory: ArtifactDirectory, calibration: bool = False) -> Iterator[Unneeded]:
-    """What of one artifact directory may go."""
+    """Yield the items of one artifact directory that are not needed."""
     path, tree = directory.path, directory.tree
     if directory.linked:
         return
@@ -122,7 +130,7 @@ def unneeded_in(directory: ArtifactDirectory, calibration: bool = False) -> Iter
         for name in tree.names(folder):
             yield _item("abandoned work", [path / folder / name], directory)
     for left in (file for file in directory.files() if file.name.startswith(".")):
-        yield _item("abandoned work", [left], directory)  # half of an atomic write
+        yield _item("abandoned work", [left], directory)  # an unfinished atomic write
     needed = directory.outputs | directory.listed.keys()
     old = [file for folder in _OUTPUTS for file in tree.files(folder)]
     if gone := [path / file for file in old if file.as_posix() not in needed and file.name[:1] != "."]:
@@ -132,7 +140,7 @@ def unneeded_in(directory: ArtifactDirectory, calibration: bool = False) -> Iter
 
 
 def _checkpoints(artifacts: Path) -> Iterator[Unneeded]:
-    """Generated ones of which nothing is built."""
+    """Yield generated checkpoints from which nothing is built."""
     built, tree = {directory.model for directory in directories(artifacts)}, Tree(artifacts)
     for model in (name for name in tree.names() if name[0] != "."):
         for name in tree.names(model):
@@ -144,13 +152,13 @@ def _checkpoints(artifacts: Path) -> Iterator[Unneeded]:
 
 
 def _cached(artifacts: Path) -> Iterator[Unneeded]:
-    """Objects by when they were last linked, and what compilers left that were stopped."""
-    there = [artifacts / CACHE / name for name in Tree(artifacts).names(CACHE)]
-    entries = [path for path in there if path.suffix == ".json"]
+    """Yield cached objects, whose entry's time says when they were last linked, and files of stopped compilers."""
+    paths = [artifacts / CACHE / name for name in Tree(artifacts).names(CACHE)]
+    entries = [path for path in paths if path.suffix == ".json"]
     for entry in entries:
         yield _item("cached object", [entry, entry.with_suffix(".o")])
-    known = {path for entry in entries for path in (entry, entry.with_suffix(".o"))}
-    for left in (path for path in there if path not in known):
+    listed = {path for entry in entries for path in (entry, entry.with_suffix(".o"))}
+    for left in (path for path in paths if path not in listed):
         yield _item("abandoned work", [left])
 
 
@@ -160,43 +168,57 @@ def _abandoned(artifacts: Path) -> Iterator[Unneeded]:
             yield _item("abandoned work", [artifacts / name])
 
 
+def is_recent(item: Unneeded) -> bool:
+    """Whether nothing guards it but that it was written a moment ago: somebody may be about to use it."""
+    return item.directory is None and time.time() - item.used < RECENT
+
+
 def _item(kind: str, paths: Iterable[Path], directory: ArtifactDirectory | None = None) -> Unneeded:
-    """With what is there of `paths`, and below them."""
-    there, nbytes, used = [], 0, 0.0
+    """Return an item with those of `paths` that exist, and the sizes and times of the files below them."""
+    existing, nbytes, used = [], 0, 0.0
     for path in paths:
         with contextlib.suppress(OSError):
             stats = [path.lstat()]
             is_folder = stat.S_ISDIR(stats[0].st_mode)
-            stats += [each.lstat() for each in files_below(path)] if is_folder else []
+            stats += [file.lstat() for file in files_below(path)] if is_folder else []
             nbytes += sum(status.st_size for status in stats[is_folder:])
             used = max([used, *(status.st_mtime for status in stats)])
-            there.append(path)
-    return Unneeded(kind, tuple(there), nbytes, used, directory)
+            existing.append(path)
+    return Unneeded(kind, tuple(existing), nbytes, used, directory)
 
 
 def remove(artifacts: Path, item: Unneeded, calibration: bool = False) -> bool:
-    """Whether it is gone. What somebody works on, or wrote since it was found, stays. Raises OSError, and UserError
-    where a link now leads to it."""
+    """Remove an item, unless somebody works on it, or wrote to it since it was found.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError: if it cannot be removed.
+        UserError: if a link now leads to it.
+    """
+    if is_recent(item):
+        return False
     if item.directory is None:
-        if time.time() - item.used < RECENT:
-            return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
-    turn = item.directory.turn
-    if not turn.try_take():
+    lock = item.directory.lock
+    if not lock.try_acquire():
         return False
     try:
         if item.directory.name and item not in list(unneeded_in(item.directory, calibration)):
             return False
-        _delete(artifacts, item.paths)
+        delete(artifacts, item.paths)
         return True
     finally:
-        turn.give_up()
+        lock.release()
 
 
-def _delete(artifacts: Path, paths: Iterable[Path]) -> None:
-    """Remove them in order: a cache's entry goes before the object that it promises. Folders of models that are empty
-    afterwards go as well."""
+def delete(artifacts: Path, paths: Iterable[Path]) -> None:
+    """Remove paths in their order: a cache's entry before the object that it promises.
+
+    Folders of models that are empty afterwards are removed as well.
+    """
     tree = Tree(artifacts)
     for path in paths:
         inside = path.relative_to(artifacts)

@@ -1,7 +1,7 @@
-"""Objects shared by all models of an `artifacts` directory, named by everything that can change them.
+"""A cache of objects, which all models of an `artifacts` directory share, by a key of everything that can change them.
 
-A wrong entry is impossible: the key covers compiler, flags, source and headers, and an object that is not what was
-stored, or that somebody else stored, is made again. A missing entry is only slow.
+The key covers compiler, flags, source and headers. An object that was altered, or that somebody else stored, is made
+again, so no wrong one is used.
 """
 
 from __future__ import annotations
@@ -28,21 +28,27 @@ _PURPOSE = "object"
 
 @dataclass(frozen=True)
 class CachedObject:
-    """An object in the cache, and the project's files that it was made from."""
+    """An object in the cache."""
 
     path: Path
     read: tuple[Path, ...]
+    """The project's files that it was made from."""
 
 
 def cached_object(
     cache: Path, name: str, made_by: object, sources: Iterable[Path], make: Callable[[Path], Iterable[Path]]
 ) -> CachedObject:
-    """The object `name`, made with `make(path)` unless it is there.
+    """Return the object `name`, which is made with `make(path)` unless it is in the cache.
 
-    `cache`: the directory, of which neither it nor the one above it may be a link (`artifacts/.cache/objects`).
-    `made_by`: compiler and flags; its `repr` is part of the key. `sources`: every file that the compiler may read.
-    `make` returns those that it did read, all below the project. Raises UserError for a cache behind a link, and what
-    `make` raises; then nothing is stored.
+    Args:
+        cache: the directory; neither it nor the one above it may be a link (`artifacts/.cache/objects`).
+        name: the beginning of the object's file name.
+        made_by: compiler and flags; their `repr` is part of the key.
+        sources: every file that the compiler may read.
+        make: returns those files below the project that the compiler did read. Nothing is stored if it raises.
+
+    Raises:
+        UserError: for a cache behind a link, and whatever `make` raises.
     """
     tree = Tree(cache.parents[1])
     inside = cache.relative_to(tree.root)
@@ -51,14 +57,14 @@ def cached_object(
     read = _intact(entry, output)
     if read is not None:
         with contextlib.suppress(OSError):
-            os.utime(entry)  # how recently it was of use
+            os.utime(entry)  # when it was used last
     else:
         with tree.opened(inside, create=True):
             partial = output.with_suffix(f".{os.getpid()}-{threading.get_ident()}.o")
         try:
             read = list(make(partial))
             names = [str(path.relative_to(ROOT)) for path in read]
-            record = {"read": names, "mac": trust.own_mac(_said(entry, partial, names), _PURPOSE)}
+            record = {"read": names, "mac": trust.own_mac(_authenticated(entry, partial, names), _PURPOSE)}
             tree.take(partial, inside / output.name)
         finally:
             partial.unlink(missing_ok=True)
@@ -74,14 +80,14 @@ def _key(made_by: object, sources: Iterable[Path]) -> str:
 
 
 def _intact(entry: Path, output: Path) -> list[Path] | None:
-    """What the stored object was made from, if it is as this user stored it."""
+    """Return the files that the stored object was made from, None unless it is as this user stored it."""
     try:
         record = load_json(read_regular(entry))
-        own = trust.is_own_mac(record["mac"].encode(), _said(entry, output, record["read"]), _PURPOSE)
+        own = trust.is_own_mac(record["mac"].encode(), _authenticated(entry, output, record["read"]), _PURPOSE)
         return [ROOT / path for path in record["read"]] if own else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _said(entry: Path, output: Path, read: Sequence[str]) -> bytes:
+def _authenticated(entry: Path, output: Path, read: Sequence[str]) -> bytes:
     return json.dumps([entry.name, content_sha256(output), read]).encode()

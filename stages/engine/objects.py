@@ -1,6 +1,6 @@
-"""Objects of one C++ source: what modules ask for, compiled some at a time, and how a compiler is run.
+"""Compiles the objects that modules link, and runs compilers.
 
-Beside every generated module lies a description (JSON); its `objects` says which objects the module links, each as
+Next to every generated module lies a description (JSON); its `objects` lists the objects that the module links, each as
 `[source, *flags]`, the source as `<kernel set>/<stem>`.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,41 +22,54 @@ from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
 from stages.engine.progress import Bar, say, speaker
 
+_running: set[subprocess.Popen[str]] = set()
+_one_for_each_cpu = threading.BoundedSemaphore(os.cpu_count() or 1)
+
 _ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 
 
 def source_file(source: str) -> Path:
-    """The C++ file of `<kernel set>/<stem>`."""
-    return KERNELS / f"{source}.cc"
+    """Return the C++ file of `<kernel set>/<stem>`, or `<kernel set>/<stem>.<variant>`."""
+    return (KERNELS / source).with_suffix(".cc")
 
 
 def asked(module: Path) -> dict[str, list[str]]:
-    """What a module's description says of objects: name -> source and flags."""
+    """Return the objects in a module's description: source and flags, by name."""
     objects: dict[str, list[str]] = read_json(module.with_suffix(".json"))["objects"]
     return objects
 
 
 def linked(module: Path) -> dict[str, Path]:
-    """Objects that a module links, by name, where they are in its artifact directory."""
+    """Return the paths, in its artifact directory, of the objects that a module links, by name."""
     return {name: module.parents[2] / OBJECTS / source / name for name, (source, *_) in asked(module).items()}
 
 
 def wanted(source: str, modules: Iterable[Path]) -> dict[str, list[str]]:
-    """Objects of a source that modules ask for: name -> flags."""
+    """Return the objects of a source that modules link: flags, by name."""
     return {name: flags for module in modules for name, (of, *flags) in asked(module).items() if of == source}
 
 
 def write_objects(
     source: str, objects: dict[str, list[str]], compile_one: Callable[[str, Sequence[str]], CachedObject], work: Path
 ) -> list[Path]:
-    """Each of `objects` (name -> flags) by `compile_one(name, flags)`. Returns the project's files that were read."""
+    """Write the objects of a source below `work`, several at a time.
+
+    Args:
+        source: `<kernel set>/<stem>`.
+        objects: flags, by name.
+        compile_one: returns the object for a name and its flags.
+        work: the step's work directory.
+
+    Returns:
+        The project's files that the compiler read.
+    """
     directory = work / OBJECTS / source
     directory.mkdir(parents=True)
 
     def make(name: str, flags: Sequence[str]) -> Sequence[Path]:
         while True:
             compiled = compile_one(name, flags)
-            # Whoever tidies the cache may remove what was just found in it.
+            # Somebody who tidies the cache may just have removed the object.
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(compiled.path, directory / name)
                 bar.update()
@@ -70,27 +84,45 @@ def write_objects(
 
 
 def run_compiler(command: Sequence[str], failed: str) -> None:
-    """Run a compiler or linker. A failure is one UserError: `failed` and what it complains of."""
+    """Run a compiler or linker. Raises UserError: `failed` and its first error."""
     say(f"waiting for {Path(command[0]).name}")
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise UserError(f"{failed}: {complaint(run.stderr)}")
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with (
+        _one_for_each_cpu,
+        subprocess.Popen(command, text=True, stdin=none, stdout=none, stderr=pipe) as compiler,
+    ):
+        _running.add(compiler)
+        try:
+            _, said = compiler.communicate()
+        finally:
+            _running.discard(compiler)
+            compiler.kill()
+    if compiler.returncode:
+        raise UserError(f"{failed}: {complaint(said)}")
+
+
+def stop_compilers() -> None:
+    """End the compilers that threads of this process wait for."""
+    for compiler in list(_running):
+        compiler.terminate()
 
 
 def complaint(output: str) -> str:
-    """Of all that a tool said, the first line about an error, or the first one at all."""
+    """Return the first line about an error in a tool's output, or its first line if none is."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next(filter(_ERROR.search, lines), lines[0] if lines else "no message")
 
 
 def compile_object(command: Sequence[str], source: Path, output: Path, failed: str) -> list[Path]:
-    """`command` with source, output and a dependency file; returns the project's files that it read: headers that it
-    found, and the source."""
+    """Compile a source; return the project's files that the compiler read: the source and headers. Raises UserError."""
     return compiled([*command, "-c", str(source)], output, failed)
 
 
 def compiled(command: Sequence[str], output: Path, failed: str) -> list[Path]:
-    """Run a compiler, or one that links as well, for `output`; returns the project's files that its C++ read."""
+    """Run a compiler, which may link as well, to make `output`; return the project's files that it read.
+
+    Raises UserError.
+    """
     dependencies = output.with_suffix(".d")
     try:
         run_compiler([*command, "-o", str(output), "-MMD", "-MF", str(dependencies)], failed)
@@ -100,6 +132,6 @@ def compiled(command: Sequence[str], output: Path, failed: str) -> list[Path]:
 
 
 def read_dependencies(path: Path) -> list[Path]:
-    """Kernel sources in a make-style dependency file."""
+    """Return the kernel sources in a make-style dependency file."""
     text = path.read_text().partition(":")[2].replace("\\\n", " ")
     return kernel_files(Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", text) if name)

@@ -1,7 +1,7 @@
-"""What steps say of themselves while they run, to whoever shows it (`display`).
+"""Carries what steps say of themselves while they run to what shows it (`display`).
 
-A step may run in a process of its own (`doit -n`), so it speaks through a pipe that was opened before. Where nobody
-shows anything, what is printed is printed, bars are drawn on a terminal by themselves, and the rest is not said.
+A step may run in a process of its own (`doit -n`), so it sends messages through a pipe that was opened before. Where
+nothing is shown, text is printed as usual, bars draw themselves on a terminal, and other messages are dropped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tqdm import tqdm
 Say = Callable[[str], None]
 
 _LONGEST = 600
-"""Characters of a line in one message, of up to 6 bytes each: what is not longer than 4096 bytes is written whole."""
+"""Characters of a line in one message, of up to 6 bytes each: the kernel writes up to 4096 bytes as a whole."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A pipe of messages, a JSON object each, in a line. `owner`: the process that shows them."""
+    """A pipe of messages: JSON objects, one in a line."""
 
     read: int
     write: int
     owner: int
+    """The process that shows the messages."""
 
     @classmethod
     def open(cls) -> Channel:
@@ -38,7 +39,7 @@ class Channel:
         return cls(read, write, os.getpid())
 
     def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # who shows them is gone
+        with contextlib.suppress(OSError):  # the process that shows them is gone
             os.write(self.write, json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
 
     def messages(self) -> Iterator[dict[str, Any]]:
@@ -47,12 +48,12 @@ class Channel:
 
 
 class Shows(Protocol):
-    """Where what is said is shown."""
+    """Shows messages, on a terminal."""
 
     channel: Channel
 
-    def wait(self, text: str | None) -> None:
-        """This process waits for what `text` says, or no longer for anything."""
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Show, within the context, that this process waits for what `text` says."""
 
 
 _shown: Shows | None = None
@@ -60,25 +61,25 @@ _step: ContextVar[str | None] = ContextVar("step", default=None)
 
 
 def show_on(display: Shows | None) -> None:
-    """From here on, in this process and those that it forks."""
+    """Show messages of this process, and of those that it forks from here on, on `display`."""
     global _shown
     _shown = display
 
 
 def _is_elsewhere(display: Shows) -> bool:
-    """Whether another process shows it, and has not taken this one's streams."""
+    """Tell whether another process shows the messages, which has not replaced this one's streams."""
     return display.channel.owner != os.getpid()
 
 
 class Lines(io.TextIOBase):
-    """A stream whose lines stand above what is shown."""
+    """A stream whose lines are printed above what is shown."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._begun = ""
+        self._rest = ""
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             for start in range(0, max(len(line), 1), _LONGEST):
                 self._channel.send(line=line[start : start + _LONGEST])
@@ -87,7 +88,7 @@ class Lines(io.TextIOBase):
 
 @contextlib.contextmanager
 def running(step: str) -> Iterator[None]:
-    """While a step runs in this thread."""
+    """Note, within the context, that this thread runs a step."""
     token = _step.set(step)
     try:
         with taken(_shown.channel) if _shown and _is_elsewhere(_shown) else contextlib.nullcontext():
@@ -98,13 +99,13 @@ def running(step: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken(channel: Channel) -> Iterator[None]:
-    """While what this process says on the terminal, which is standard error, stands above what is shown."""
+    """Print, within the context, what this process writes to standard error above what is shown, on a terminal."""
     with contextlib.redirect_stderr(Lines(channel)) if sys.stderr.isatty() else contextlib.nullcontext():
         yield
 
 
 def speaker() -> Say | None:
-    """What says, from any thread, what the step that runs in this one is doing; None if nobody shows that."""
+    """Return a function that says, from any thread, what this thread's step is doing; None if nothing is shown."""
     display, step = _shown, _step.get()
     if display is None or step is None:
         return None
@@ -112,46 +113,42 @@ def speaker() -> Say | None:
 
 
 def say(text: str) -> None:
-    """What the step that runs in this thread is doing now, or waits for."""
+    """Say what this thread's step is doing now, or waits for."""
     if speak := speaker():
         speak(text)
 
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """While this process waits for another one."""
+    """Say, within the context, that this process waits for another one."""
     if _shown is None or _is_elsewhere(_shown):
         print(text, file=sys.stderr, flush=True)
         yield
-        return
-    _shown.wait(text)
-    try:
-        yield
-    finally:
-        _shown.wait(None)
+    else:
+        with _shown.waiting(text):
+            yield
 
 
-class _Hidden(io.StringIO):
-    """A terminal that nobody sees."""
-
-    def isatty(self) -> bool:
-        return True
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether text of a stream can be overwritten."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Bar(tqdm):
-    """tqdm's, drawn on a terminal by itself only where nobody shows what the step of this thread is doing."""
+    """tqdm's bar; where the steps of this thread are shown, text instead."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._speak = speaker()
-        silent: dict[str, TextIO] = {"file": _Hidden()} if self._speak else {}
-        super().__init__(*args, **{"disable": None, **given, **silent})
+        # Even what is not drawn is disabled unless it is on a terminal.
+        hidden = {"file": io.StringIO(), "disable": bool(options.get("disable"))} if self._speak else {}
+        super().__init__(*args, **{"disable": None, **options, **hidden})
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if self._speak is None:
             super().display(msg, pos)
             return
-        told = self.format_dict
-        scaled = tqdm.format_sizeof if told["unit_scale"] else str
-        of = f" of {scaled(told['total'])}" if told["total"] else ""
-        unit = told["unit"] if told["unit_scale"] else ""
-        self._speak(f"{told['prefix'].removesuffix(': ')}: {scaled(told['n'])}{of}{unit}")
+        state = self.format_dict
+        number = tqdm.format_sizeof if state["unit_scale"] else str
+        total = f" of {number(state['total'])}" if state["total"] else ""
+        unit = state["unit"] if state["unit_scale"] else ""
+        self._speak(f"{state['prefix'].removesuffix(': ')}: {number(state['n'])}{total}{unit}")

@@ -1,4 +1,4 @@
-"""What a user is told where a disk is full: where that is, how much is free, how much is still to come, what to do."""
+"""The error for a full disk: where that is, how much is free, how much is still to come, what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_npu2.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = re.compile(rf"{re.escape(os.strerror(errno.ENOSPC))}|^\d+ requested and \d+ written$")
-"""Of safetensors and numpy, which do not say by a number that a disk is full."""
+"""Matches the errors of safetensors and numpy for a full disk, which have no error number."""
 
 ELSEWHERE = "choose another place (artifacts=DIR, for reports output=DIR)"
 
@@ -24,9 +24,14 @@ ELSEWHERE = "choose another place (artifacts=DIR, for reports output=DIR)"
 def no_room(
     error: Exception, places: Iterable[Path], more: Callable[[], str] = str, elsewhere: str = ELSEWHERE
 ) -> str | None:
-    """What to tell a user, None of an error that is about something else. `places`: where whoever met it writes; the
-    fullest counts, unless the error names a file. `more`: asked for what else is known. `elsewhere`: how to choose
-    another place."""
+    """Return the message for an error of a full disk, a quota or a file size limit; None for other errors.
+
+    Args:
+        error: the exception.
+        places: the directories that were written to; the fullest counts, unless the error names a file.
+        more: returns more text for the message.
+        elsewhere: how to choose another place.
+    """
     code, file = getattr(error, "errno", None), getattr(error, "filename", None)
     if code == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -41,17 +46,22 @@ def no_room(
 
 
 def still_to_come(directory: Path, needed: Callable[[], int] | None) -> str:
-    """Of a directory that takes `needed()` bytes when it is complete, as more to tell; "" where that is not known."""
+    """Return the text about bytes that are still to come in a directory; empty where that is not known.
+
+    Args:
+        directory: the directory.
+        needed: returns its bytes when it is complete.
+    """
     with contextlib.suppress(OSError, UserError):
-        there = sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir())
-        if needed and (missing := needed() - there) > 0:
+        present = sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir())
+        if needed and (missing := needed() - present) > 0:
             return f", some {amount(missing)} of this model still to come"
     return ""
 
 
 def _existing(path: Path) -> Path:
     path = path.absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _free(path: Path) -> int:
@@ -59,4 +69,4 @@ def _free(path: Path) -> int:
 
 
 def _mounted(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if os.path.ismount(each))
+    return next(folder for folder in (path, *path.parents) if os.path.ismount(folder))

@@ -1,8 +1,8 @@
-"""A build step: what it reads, what it writes, and whether it must run again.
+"""A build step: its inputs, its outputs, and whether it must run again.
 
 A step runs when the content of its inputs, its parameters, its tool's fingerprint or its own code's content changed, or
-when an output is not what it wrote. Each finished step leaves a receipt with all of these beside its outputs, so the
-state travels with the artifact directory, survives a kill, and a timestamp never matters. Knows nothing of models.
+when an output was altered. Each finished step leaves a receipt with all of these next to its outputs, so the state
+travels with the artifact directory, survives a kill, and a timestamp never matters. It knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from doit.exceptions import TaskFailed
 
 from llama_npu2.errors import UserError
-from stages.engine import definitions, memory
+from stages.engine import definitions
 from stages.engine.changes import Change, input_change, key_change, output_change
 from stages.engine.places import MANIFEST
 from stages.engine.progress import running
@@ -31,6 +31,7 @@ from stages.engine.project import (
     WORK,
     Project,
     file_name,
+    free_memory,
     load_receipt,
 )
 from stages.engine.room import no_room, still_to_come
@@ -38,46 +39,49 @@ from stages.engine.room import no_room, still_to_come
 
 @dataclass(frozen=True)
 class Step:
-    """One node of the DAG.
-
-    `action(work)` writes the outputs, at their paths relative to the artifact directory, below the empty directory
-    `work`, and may return further input files that it discovered (headers). `params=None` means "whatever the receipt
-    says": the step cannot be rebuilt here, only used.
-    """
+    """One node of the build's graph."""
 
     project: Project
     name: str
     doc: str
     action: Callable[[Path], Iterable[Path] | None]
+    """Writes the outputs, at their paths relative to the artifact directory, below the empty directory that it is
+    given. It may return further input files that it discovered (headers)."""
     outputs: tuple[Path, ...]
     inputs: tuple[Path, ...] = ()
     params: Mapping[str, Any] | None = field(default_factory=dict)
+    """None: those that the receipt has. The step cannot be rebuilt here, only used."""
     tool: Callable[[], str | None] | None = None
+    """Returns the tool's fingerprint, None if it is missing here."""
     after: tuple[str, ...] = ()
-    """Steps to get done first although nothing of theirs is read: what fails for want of a tool comes last."""
-    elsewhere: Callable[[], Mapping[str, Any] | None] = dict
-    """What besides all this decides on the outputs on another machine: its CPU, its libraries, what a name stands for
-    today. None from it: that cannot be said, so they are not shared."""
+    """Steps that run first although none of their outputs is read: steps that may lack a tool come last."""
+    machine_key: Callable[[], Mapping[str, Any] | None] = dict
+    """Returns the properties of the machine that also decide on the outputs: its CPU, its libraries, the content that a
+    name stands for today. None: they are not known, so the outputs are not shared."""
     private: bool = False
-    """Whether the outputs hold what is the checkpoint's own, and so go where the checkpoint may go."""
+    """Whether the outputs hold content of the checkpoint, and so may go only where the checkpoint may go."""
 
     @property
     def receipt_path(self) -> Path:
         return self.project.receipt_path(self.name)
 
     def receipt(self) -> dict[str, Any] | None:
+        """Return the receipt of the last run, None if it is missing or damaged."""
         return load_receipt(self.receipt_path)
 
     @property
     def module(self) -> str:
-        """Where the action's code begins."""
+        """The module of the action."""
         return (self.action.func if isinstance(self.action, functools.partial) else self.action).__module__
 
     def _digest(self, path: Path) -> str | None:
         return self.project.digests.of(path)
 
     def _key(self, receipt: dict[str, Any] | None) -> dict[str, Any]:
-        """What must be equal, besides the inputs' content. A missing tool counts as the recorded one."""
+        """Return the values, besides the inputs' content, that must be those of the receipt.
+
+        A missing tool counts as the recorded one.
+        """
         recorded = receipt["key"] if receipt else {}
         tool = self.tool() if self.tool else ""
         return {
@@ -87,23 +91,23 @@ class Step:
         }
 
     def located(self, label: str) -> Path:
-        """The file that a receipt's label means here."""
+        """Return the file that a receipt's label names here."""
         declared = {self.project.label(p): p for p in self.inputs}
         return declared.get(label) or self.project.located(label)
 
     def changes(self) -> Iterator[Change]:
-        """All reasons to run, as they are found; none if the step is current."""
+        """Yield all reasons to run, as they are found; none if the step is current."""
         receipt = self.receipt()
         if receipt is None:
             label = self.project.label(self.receipt_path)
-            there = self.receipt_path.exists()
-            yield Change("receipt", f"receipt {label} is damaged" if there else "not built yet", label)
+            exists = self.receipt_path.exists()
+            yield Change("receipt", f"receipt {label} is damaged" if exists else "not built yet", label)
             return
-        found = False
+        changed = False
         for change in chain(self._key_changes(receipt), self._input_changes(receipt), self._output_changes(receipt)):
-            found = True
+            changed = True
             yield change
-        if not found and not self.project.vouching.is_trusted(self.receipt_path.stem, receipt):
+        if not changed and not self.project.vouching.is_trusted(self.receipt_path.stem, receipt):
             yield FOREIGN
 
     def _key_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
@@ -122,35 +126,36 @@ class Step:
             yield Change("input", f"input {label} is gone", label, recorded.get(label))
         for label, digest in recorded.items():
             path = self.located(label)
-            # What an action discovers are files: a receipt that names "/" must not have all of it read.
-            found = self._digest(path) if label in declared or not path.is_dir() else None
-            if found != digest:
-                yield input_change(label, digest, found)
+            # Actions discover files only: a receipt that names "/" must not make us read all of it.
+            now = self._digest(path) if label in declared or not path.is_dir() else None
+            if now != digest:
+                yield input_change(label, digest, now)
 
     def _output_changes(self, receipt: Mapping[str, Any]) -> Iterator[Change]:
         for label, digest in receipt["outputs"].items():
             path, size = self.project.directory / label, receipt.get("sizes", {}).get(label)
             here = path.stat().st_size if path.is_file() else None
-            # A file of another size is another file, however long it would take to read.
-            found = self._digest(path) if here is None or size in (None, here) else f"{here} bytes"
-            if found != digest:
-                yield output_change(label, digest, found, (size, here or 0))
+            # A file of another size was altered: it need not be read.
+            now = self._digest(path) if here is None or size in (None, here) else f"{here} bytes"
+            if now != digest:
+                yield output_change(label, digest, now, (size, here or 0))
 
     def why_stale(self) -> str | None:
-        """The first reason to run, or None if the step is current."""
+        """Return the first reason to run, or None if the step is current."""
         change = next(self.changes(), None)
         return change.text if change else None
 
     def is_own(self) -> bool:
-        """Whether this user made its native outputs. Raises UserError."""
+        """Return whether this user made its native outputs. Raises UserError."""
         receipt = self.receipt()
         return receipt is not None and self.project.vouching.is_own(self.receipt_path.stem, receipt)
 
     def is_current(self) -> bool:
+        """Return whether there is no reason to run."""
         return self.why_stale() is None
 
     def run(self) -> TaskFailed | None:
-        """Bring the outputs up to date. A user's mistake becomes a failed task with its one line."""
+        """Bring the outputs up to date. A UserError, and an OSError, becomes a failed task with one line."""
         try:
             with running(self.name):
                 self._build()
@@ -182,10 +187,10 @@ class Step:
             )
         key, shared, started = self._key(None), self.project.shared, time.monotonic()
         before = {p: self._digest(p) for p in self.inputs}
-        made = tree.make_empty(work)
+        produced = tree.make_empty(work)
         try:
-            fetched = shared.fetch(self, made) if shared else None
-            for path in (self.action(made) or ()) if fetched is None else fetched:
+            fetched = shared.fetch(self, produced) if shared else None
+            for path in (self.action(produced) or ()) if fetched is None else fetched:
                 before.setdefault(path, self._digest(path))
             receipt = {
                 "key": key,
@@ -193,11 +198,11 @@ class Step:
                 "inputs": {self.project.label(p): digest for p, digest in sorted(before.items())},
             }
             definitions.keep(self.project, self.module)
-            self.project.commit(self.name, made, receipt)
+            self.project.commit(self.name, produced, receipt)
         finally:
             with contextlib.suppress(OSError):
                 tree.remove(work)
-            memory.give_back()
+            free_memory()
         if fetched is not None:
             print(f"{self.name}: fetched", file=sys.stderr, flush=True)
             return

@@ -1,8 +1,10 @@
-"""What goes where while doit runs tasks. Standard output holds what a command was asked for, so that it can be put into
-a file or a pipe. All else goes to standard error: names of steps, what steps print, and what libraries and other
-programs write to file descriptor 1.
+"""Standard streams while doit runs tasks.
 
-And what happens when nobody reads any more: the process ends without a word, as others do by SIGPIPE.
+Standard output gets only the result that a command was asked for, so that it can go into a file or a pipe. All else
+goes to standard error: names of steps, output of steps, and whatever libraries and other programs write to file
+descriptor 1.
+
+When the reader of the output closes it, the process ends without a message, as others do by SIGPIPE.
 """
 
 from __future__ import annotations
@@ -23,19 +25,21 @@ _answering: ContextVar[bool] = ContextVar("answering", default=False)
 
 
 class _Lasting:
-    """A stream to which writing does not fail when its reader has gone: SIGPIPE says so, see `end_with_readers`. Where
-    writing fails otherwise, as into a file on a full disk, it raises UserError."""
+    """A stream to which writing does not fail when its reader has closed it.
+
+    SIGPIPE ends the process then, see `end_with_readers`. Other failures, as on a full disk, raise UserError.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with _told():
+        with _write_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _told():
+        with _write_errors():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +47,7 @@ class _Lasting:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _write_errors() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
@@ -64,7 +68,7 @@ class _Parted:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """While this thread does what was asked for: what it prints goes to standard output."""
+    """Let this thread print to standard output inside the `with` block, in which it runs a command."""
     token = _answering.set(True)
     try:
         yield
@@ -75,9 +79,9 @@ def answering() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parted() -> Iterator[None]:
-    """While doit runs tasks, in this process and those that it forks."""
+    """Separate results from other output inside the `with` block, in this process and its forks."""
     if sys.stdout is None or sys.stderr is None:
-        yield  # where one of them is closed nothing can go astray
+        yield  # where one of them is closed there is nothing to separate
         return
     out, err = sys.stdout, sys.stderr
     out.flush()
@@ -89,13 +93,15 @@ def parted() -> Iterator[None]:
     finally:
         os.dup2(answers.fileno(), 1)
         sys.stdout, sys.stderr = out, err
-        with contextlib.suppress(OSError):  # that it cannot be written was said
+        with contextlib.suppress(OSError):  # a failed write was reported before
             answers.close()
 
 
 def for_answers() -> int | None:
-    """The file descriptor of standard output, for a program that says itself what was asked for; None where that is
-    what programs get anyway."""
+    """Return the descriptor of standard output for a program that prints the result itself.
+
+    None if programs inherit that one anyway.
+    """
     return sys.stdout.answers.fileno() if isinstance(sys.stdout, _Parted) else None
 
 
@@ -103,33 +109,35 @@ def for_answers() -> int | None:
 
 
 def end_with_readers() -> None:
-    """From here on, this process ends with status `CLOSED` and without a word when whoever read its output has gone.
-    Python ignores SIGPIPE, so that without this what is printed then fails with a traceback."""
+    """End this process from now on with status `CLOSED` and without a message when the reader of its output closes it.
+
+    Python ignores SIGPIPE; without this, printing fails with a traceback.
+    """
     owner = os.getpid()
 
     def end(*_: object) -> None:
         if not (gone := [output for output in (1, 2, for_answers()) if output is not None and _has_no_reader(output)]):
-            return  # it was a connection: who writes to it gets an error
+            return  # it was a network connection: writing to it raises an error
         _discard(gone)
         if os.getpid() == owner:
             _stop_children()
             raise SystemExit(CLOSED)
         if os.getppid() == owner:
-            os.kill(owner, signal.SIGPIPE)  # a step in a process of its own was the first to notice
+            os.kill(owner, signal.SIGPIPE)  # this is a step in a process of its own, which noticed first
 
     signal.signal(signal.SIGPIPE, end)
     atexit.register(_end_at_exit)
 
 
 def _stop_children() -> None:
-    """doit stops the processes of `-n` itself, but not while it starts them: they would be waited for at exit."""
+    """Stop the processes of `doit -n`: doit stops them itself, but not while it starts them, and exit would wait."""
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():
             child.terminate()
 
 
 def end_if_closed(status: int) -> None:
-    """`status`: of a program that answered in the place of this process. If nobody read that, nobody reads this."""
+    """End this process if `status`, that of a program that printed in its place, says that the reader closed it."""
     if status == CLOSED:
         signal.raise_signal(signal.SIGPIPE)
 
@@ -141,7 +149,7 @@ def _has_no_reader(output: int) -> bool:
 
 
 def _discard(outputs: Iterable[int]) -> None:
-    """What is still to be written must not fail again."""
+    """Send further output nowhere, so that writing it does not fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in outputs:
         os.dup2(nowhere, output)
@@ -149,7 +157,7 @@ def _discard(outputs: Iterable[int]) -> None:
 
 
 def _end_at_exit() -> None:
-    """What doit itself printed may have waited until here. Python would complain, and choose a status."""
+    """Flush output of doit that may have waited until exit. Python would print an error and choose another status."""
     try:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):

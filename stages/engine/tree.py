@@ -1,8 +1,8 @@
-"""A directory and what lies below it, of which others may have made a part: nothing is done through a symbolic link.
+"""A directory tree of which others may have made a part: nothing in it is done through a symbolic link.
 
 Artifact directories come from other machines. A link in one could lead to a user's own documents, so each directory on
 the way is opened by itself without following links, and files are made, moved and removed relative to the directory
-that was opened. A link that is put there in the meantime leads nowhere either.
+that was opened. A link that is put there in the meantime has no effect either.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Linked(UserError):
-    """A symbolic link lies on the way to what was to be changed."""
+    """A symbolic link lies on the way to a file that was to be changed."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The directory `root`, which may itself be a link or lie behind one: a model's directory on a larger disk is.
+    """The directory `root`, which may itself be a link or be reached through one, as a model's on a larger disk.
 
     Paths are relative to `root`. Methods raise `Linked` where a directory on the way is a link, and OSError.
     """
@@ -69,12 +69,12 @@ class Tree:
             os.close(descriptor)
 
     def check(self, path: str | PurePath) -> None:
-        """Raise `Linked` if one of the directories above `path` is a link. Those that are missing are no harm."""
+        """Raise `Linked` if one of the directories above `path` is a link. They may be missing."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.opened(PurePath(path).parent):
             pass
 
     def open_regular(self, path: str | PurePath) -> int:
-        """Open a regular file for reading; returns a descriptor that the caller closes.
+        """Open a regular file for reading; return a descriptor that the caller closes.
 
         A link, a pipe or a device is refused with an OSError: nothing is waited for.
         """
@@ -88,9 +88,9 @@ class Tree:
         return descriptor
 
     def open_own(self, path: str | PurePath) -> int:
-        """Open a file to write on at its end, made if there is none; returns a descriptor that the caller closes.
+        """Open a file for appending, made if there is none; return a descriptor that the caller closes.
 
-        What lies there and is no file of its own is removed first: a link, a pipe, a second name of another file.
+        A link, a pipe, or a second name of another file is removed first.
         """
         path = PurePath(path)
         with self.opened(path.parent, create=True) as directory, contextlib.suppress(FileNotFoundError):
@@ -102,7 +102,7 @@ class Tree:
             return os.open(path.name, flags, 0o644, dir_fd=directory)
 
     def names(self, inside: str | PurePath = "") -> list[str]:
-        """List a directory, sorted; nothing where there is no such directory, or a link leads to it."""
+        """Return the sorted names in a directory; none where there is no such directory, or a link leads to it."""
         try:
             with self.opened(inside) as descriptor:
                 return sorted(os.listdir(descriptor))  # noqa: PTH208 - a descriptor is no path
@@ -112,7 +112,7 @@ class Tree:
     def files(self, inside: str | PurePath = "") -> Iterator[PurePath]:
         """Yield the paths of all files below a directory, sorted; links are files here.
 
-        Nothing is yielded where there is no such directory, or a link leads to it. What vanishes meanwhile is left out.
+        Nothing is yielded where there is no such directory, or a link leads to it, nor are files that vanish meanwhile.
         """
         inside = PurePath(inside)
         with contextlib.suppress(OSError, Linked), self.opened(inside) as top:
@@ -154,13 +154,13 @@ class Tree:
             inside = inside.parent
 
     def make_empty(self, inside: str | PurePath) -> Path:
-        """Make a directory anew, without what was there; returns where it is."""
+        """Make an empty directory, removing what was there; return its path."""
         self.remove(inside)
         with self.opened(inside, create=True):
             return self.root / inside
 
     def take(self, source: Path, path: str | PurePath) -> None:
-        """Move a file of the caller's own to `path`, at once; a link that was there is replaced, not followed."""
+        """Move a file of the caller's own to `path` atomically; a link that was there is replaced, not followed."""
         path = PurePath(path)
         with self.opened(path.parent, create=True) as directory:
             os.replace(source, path.name, dst_dir_fd=directory)
@@ -173,7 +173,7 @@ class Tree:
                 os.link(path.name, name.name, src_dir_fd=source, dst_dir_fd=directory, follow_symlinks=False)
 
     def write(self, path: str | PurePath, data: bytes) -> None:
-        """Replace a file's content: nobody ever sees half of it, and nothing is left behind by a failure."""
+        """Replace a file's content atomically; a failure leaves nothing behind."""
         path = PurePath(path)
         with self.opened(path.parent, create=True) as directory:
             temporary = f".{path.name}.{uuid4().hex[:8]}"
@@ -193,7 +193,7 @@ class Tree:
 
 
 def _parts(inside: str | PurePath) -> tuple[str, ...]:
-    """The directories on the way to a path, which does not lead out by its name."""
+    """Return the parts of a relative path. Raises ValueError if it leads out of the tree by its name."""
     parts = PurePath(inside).parts
     if PurePath(inside).is_absolute() or ".." in parts:
         raise ValueError(f"{inside} leads out of its directory")

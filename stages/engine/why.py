@@ -1,4 +1,4 @@
-"""Why steps would run: each with what changed, in words, and with the steps whose output it waits for."""
+"""Explains why steps would run: the changes of each in words, and the steps whose output it waits for."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from stages.engine.digests import digest_of_files
 from stages.engine.steps import Step
 
 CURRENT, BEHIND, STALE, MISSING = "current", "behind", "stale", "missing"
-"""States: it will not run; it may, as one before it will; it will; it never ran."""
+"""States: the step will not run; it may run, because one before it will; it will run; it never ran."""
 
 
 @dataclass
 class Finding:
-    """What is the matter with a step. `changes`: its own reasons to run. `behind`: steps before it with such reasons,
-    whose outputs it reads, itself or through others. `reads`, `after`: the steps right before it, by whether it reads
-    of them."""
+    """The state of a step and the reasons for it."""
 
     step: Step
     changes: list[Change]
+    """Its own reasons to run."""
     reads: list[str]
+    """The steps whose outputs it reads."""
     after: list[str]
+    """The steps that come before it although it reads none of their outputs."""
     behind: list[str]
+    """The steps with own reasons to run whose outputs it reads, directly or through other steps."""
 
     @property
     def state(self) -> str:
+        """`CURRENT`, `BEHIND`, `STALE` or `MISSING`."""
         if any(change.kind == "receipt" for change in self.changes):
             return MISSING
         return STALE if self.changes else BEHIND if self.behind else CURRENT
 
     @property
     def roots(self) -> list[str]:
-        """The steps with reasons of their own that those which read of this one are behind."""
+        """The steps that are the reason why a step that reads outputs of this one may run."""
         return [*self.behind, *([self.step.name] if self.changes else [])]
 
     @cached_property
     def sentences(self) -> list[str]:
-        """All that there is to say, a line each; nothing of a step that is current."""
-        said = [plain(line) for change in self.changes for line in explain(self.step, change)]
+        """The reasons in words, a line each; none for a step that is current."""
+        sentences = [plain(line) for change in self.changes for line in explain(self.step, change)]
         if self.behind and self.state != MISSING:
-            said.append(f"behind {', '.join(self.behind)}, which may change what it reads")
-        return said
+            sentences.append(f"behind {', '.join(self.behind)}, which may change what it reads")
+        return sentences
 
     def to_json(self) -> dict[str, Any]:
-        """`changes`: kind, file (or empty), what was and what is, and the sentences of each."""
+        """Return the finding as JSON. Each of `changes` has its kind, file (or empty), differences and sentences."""
         changes = [
             {
                 "kind": change.kind,
@@ -65,44 +68,47 @@ class Finding:
 
 
 def examine(steps: Mapping[str, Step]) -> dict[str, Finding]:
-    """What is the matter with each of `steps`, which are in an order in which they can run. Raises UserError."""
+    """Return the finding of each of `steps`, which are in an order in which they can run. Raises UserError."""
     makers = _Makers(steps.values())
     findings: dict[str, Finding] = {}
     for name, step in steps.items():
-        # What a receipt says was read may be anything: receipts come with directories that others made.
+        # A receipt may list any inputs: receipts come with directories that others made.
         reads = sorted(makers.read_by(step) & findings.keys())
         after = sorted((set(step.after) & findings.keys()).difference(reads))
         changes = [change for change in step.changes() if not makers.will_restore(step, change)]
-        roots = {root for each in reads for root in findings[each].roots}
+        roots = {root for maker in reads for root in findings[maker].roots}
         findings[name] = Finding(step, changes, reads, after, [root for root in findings if root in roots])
     return findings
 
 
 class _Makers:
-    """Who writes what."""
+    """The steps by the outputs that they write."""
 
     def __init__(self, steps: Iterable[Step]) -> None:
         self._by_output = {output: step for step in steps for output in step.outputs}
 
     def read_by(self, step: Step) -> set[str]:
-        """The steps that write what one reads, or read when it ran."""
-        found = (step.receipt() or {"inputs": ()})["inputs"]
-        paths = {*step.inputs, *map(step.project.directory.__truediv__, found)}
+        """Return the steps that write the inputs of a step, declared ones and those of its receipt."""
+        recorded_inputs = (step.receipt() or {"inputs": ()})["inputs"]
+        paths = {*step.inputs, *map(step.project.directory.__truediv__, recorded_inputs)}
         return {maker.name for path in paths if (maker := self.of(path))}
 
     def of(self, path: Path) -> Step | None:
-        """The step that writes a file, or the directory that it is in."""
+        """Return the step that writes a file, or the directory that it is in."""
         return next((self._by_output[p] for p in (path, *path.parents) if p in self._by_output), None)
 
     def will_restore(self, step: Step, change: Change) -> bool:
-        """Whether a step's input is what its maker left no more, but was when the step read it."""
+        """Return whether an input was altered after its maker wrote it.
+
+        Then the maker will restore the file that the step read.
+        """
         maker = self.of(step.project.directory / change.what) if change.kind == "input" else None
         receipt = maker.receipt() if maker else None
         return receipt is not None and digest_of_files(change.what, receipt["outputs"]) == change.was
 
 
 def explain(step: Step, change: Change) -> list[str]:
-    """A change in words: a line for each difference, where there are several."""
+    """Return a change in words: a line for each difference, where there are several."""
     match change.kind:
         case "params":
             parts = _parts(step, change)
@@ -115,7 +121,7 @@ def explain(step: Step, change: Change) -> list[str]:
 
 
 def _parts(step: Step, change: Change) -> list[tuple[str, Any, Any]]:
-    """What of a change differs: where, and both values."""
+    """Return the differences of a change: the path to each, and both values."""
     if change.kind == "code":
         then = recorded(step.project, str(change.was))
         return list(differences(then, of_module(step.project, step.module))) if then is not None else []
@@ -123,7 +129,7 @@ def _parts(step: Step, change: Change) -> list[tuple[str, Any, Any]]:
 
 
 def _explain_code(step: Step, change: Change) -> Iterator[str]:
-    """A line for each file of the project whose code changed."""
+    """Yield a line for each file of the project whose code changed."""
     then = recorded(step.project, str(change.was))
     if then is None:
         yield f"{change.text} (in what is not known: the record of how it was is gone)"
@@ -134,8 +140,8 @@ def _explain_code(step: Step, change: Change) -> Iterator[str]:
             yield f"code {file} is not imported any more"
         elif file not in then:
             yield f"code {file} is imported now"
-        elif said := _explain_file(then, now, file):
-            yield f"code {file}: {said}"
+        elif changes := _explain_file(then, now, file):
+            yield f"code {file}: {changes}"
 
 
 def _explain_file(then: Definitions, now: Definitions, file: str) -> str:
@@ -145,6 +151,6 @@ def _explain_file(then: Definitions, now: Definitions, file: str) -> str:
         "added": [name for name in new if name not in was and name != OUTSIDE],
         "removed": [name for name in was if name not in new and name != OUTSIDE],
     }
-    said = [f"{', '.join(names)} {kind}" for kind, names in kinds.items() if names]
+    changes = [f"{', '.join(names)} {kind}" for kind, names in kinds.items() if names]
     outside = was.get(OUTSIDE) != new.get(OUTSIDE)
-    return "; ".join(said) or ("imports or comments outside of definitions changed" if outside else "")
+    return "; ".join(changes) or ("imports or comments outside of definitions changed" if outside else "")

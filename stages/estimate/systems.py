@@ -1,8 +1,8 @@
 """Other projects' plans for the same array, priced like ours, to compare the estimate with their measurements.
 
-Plans are read from their sources: tile sizes, herds, double buffers, and the multiply mode from the build flags. The
-measurements are in `systems.toml`. The constants are fitted to `FITTED` within their published ranges; everything else
-is predicted.
+The plans are read from the sources: tile sizes, herds, double buffers, and the multiply mode from the build flags.
+Plans and measurements are in `systems.toml`, the kinds of launches here. The constants are fitted to `FITTED` within
+their published ranges; everything else is predicted.
 
 mlir-air (https://github.com/Xilinx/mlir-air, MIT licence): its Llama-3.2-1B example as of 4216fa496 (May 2026;
 docs/profile.md for the times), later builds by commit, single kernels from programming_examples/kernel_registry of
@@ -94,19 +94,17 @@ def _gemm(m: int, k: int, n: int, tile: tuple[int, int, int, int], mode: str, ou
     fill = Amount(STREAM, BF16 * max(tm, tn) * k2)
     drain = Serial(Amount(STREAM, out * tm * tn), Amount(STREAM, out * tm * tn * ROWS))
     moved = BF16 * (m * k * (n // (tn * ROWS)) + k * n * (m // (tm * COLUMNS))) + out * m * n
-    return (
-        COLUMNS * ROWS,
-        moved,
-        Repeat(grid, Serial(Repeat(k // k2, Overlap(fill, Repeat(k2 // k1, multiply))), drain)),
-    )
+    step = Serial(Repeat(k // k2, Overlap(fill, Repeat(k2 // k1, multiply))), drain)
+    return COLUMNS * ROWS, moved, Repeat(grid, step)
 
 
-def _gemv(m: int, k: int, tile_m: int, rows: int, ping_pong: bool) -> Launch:
+def _gemv(m: int, k: int, tile_m: int, rows: int = 0, ping_pong: bool = False) -> Launch:
     """Return a product with a vector, `tile_m` rows on each of 8 cores per launch step: L2 fills, then drains `rows`
-    at a time, next to all of x.
+    (all of them if it is 0) at a time, next to all of x.
 
     For 64 products a core loads four times and multiplies once; 14 operations add up a row.
     """
+    rows = rows or tile_m
     call = call_work(Cost(vectors=rows * (k // 64 * 5 + 14)))
     fetch = Amount(STREAM, BF16 * rows * k)
     drain = Repeat(tile_m // rows, Overlap(fetch, call) if ping_pong else Serial(fetch, call))
@@ -172,152 +170,47 @@ def _attention(rows: int, heads: int) -> Launch:
     return COLUMNS * ROWS, moved, Repeat(steps, step)
 
 
-def _program(*launches: Launch, copied: float = 0) -> Work:
-    """Return one submission of launches after the host has written `copied` bytes."""
-    parts = (_launch(*launch) for launch in launches)
-    return Serial(Amount(SUBMISSION, 1), Amount(HOST_COPY, copied), *parts)
-
-
-def _kernel(launch: Launch) -> Work:
-    """Return a launch that is the only one: submitted, not configured again."""
-    _, moved, body = launch
-    return Serial(Amount(SUBMISSION, 1), _alone(moved, body))
-
-
-def _host(milliseconds: float) -> Work:
-    return Amount(HOST, milliseconds / 1e3)
-
-
-# Llama-3.2-1B at 2048 rows, as built in May 2026.
-
-_ROWS, _EMB, _FFN, _KV, _HEADS, _LAYERS = 2048, 2048, 8192, 512, 32, 16
-_X = BF16 * _ROWS * _EMB
-_QKV, _WIDE, _DEEP = (64, 64, 32, 128), (64, 64, 32, 128), (64, 256, 32, 64)
-_gemm_may = partial(_gemm, mode=GENERATED)
-
-
-def _projections(product: Callable[[int], list[Launch]], kv: int = _KV, copied: float = _X) -> Work:
-    """Return norm, Q, K, V, and the rotation of Q and K."""
-    heads = _HEADS * _ROWS
-    ropes = _rope(heads, 64), _rope(heads * kv // _EMB, 64)
-    return _program(_norm(_ROWS, _EMB), *product(_EMB), *product(kv), *product(kv), *ropes, copied=copied)
-
-
-def _feed_forward(wo: list[Launch], wide: list[Launch], down: list[Launch]) -> Work:
-    n, norm = _ROWS * _EMB, _norm(_ROWS, _EMB)
-    launches = [*wo, _add(n), norm, *wide, *wide, _silu(_ROWS * _FFN), *down, _add(n)]
-    return _program(*launches, copied=2 * _X)
-
-
-_rms_gemms_rope = _projections(lambda n: [_gemm_may(_ROWS, _EMB, n, _QKV)])
-_o_ffn = _feed_forward(
-    [_gemm_may(_ROWS, _EMB, _EMB, _DEEP)], [_gemm_may(_ROWS, _EMB, _FFN, _WIDE)], [_gemm_may(_ROWS, _FFN, _EMB, _DEEP)]
-)
-_flash_attn = _program(_attention(_ROWS, _HEADS), copied=_X + 2 * BF16 * _ROWS * _KV + _X)
-
-_row = partial(_norm, 1, _EMB, 1)
-_rms_gemv_rope = _program(
-    _row(), *(_gemv(n, _EMB, 8, 4, True) for n in (_EMB, _KV, _KV)), _rope(_HEADS, 64, 1), _rope(8, 64, 1)
-)
-_o_gemv_ffn = _program(
-    _gemv(_EMB, _EMB, 8, 4, False),
-    _add(_EMB, _EMB // COLUMNS),
-    _row(),
-    _gemv(_FFN, _EMB, 8, 4, False),
-    _gemv(_FFN, _EMB, 8, 4, False),
-    _silu(_FFN, _FFN // COLUMNS),
-    _gemv(_EMB, _FFN, 2, 1, False),
-    _add(_EMB, _EMB // COLUMNS),
-)
-_lm_head_gemv = _program(*[_gemv(16384, _EMB, 8, 4, True)] * 8)
-
-_PROMPT_HOST = _host(5.8 + 3.1 + _LAYERS * (1.1 + 6.9))
-"""Embedding, last norm, and per layer the copy into the cache and Python, as its profile states them."""
-_TOKEN_HOST = _host(0.07 + _LAYERS * (0.28 + 0.05))
-"""Last norm, and per layer attention in numpy and Python."""
-
-
-def _prompt(qkv: Work, attention: Work, ffn: Work) -> Work:
-    return Serial(Repeat(_LAYERS, Serial(qkv, attention, ffn)), _lm_head_gemv, _PROMPT_HOST)
-
-
-def _token(qkv: Work, ffn: Work) -> Work:
-    return Serial(Repeat(_LAYERS, Serial(qkv, ffn)), _lm_head_gemv, _TOKEN_HOST)
-
-
-# Later builds.
-
-
-def _written(k: int, n: int) -> list[Launch]:
-    """Return the written GEMM with f32 results, and their conversion."""
-    return [_gemm(_ROWS, k, n, (64, 256, 32, 128), WRITTEN, F32), _cast(_ROWS * n)]
-
-
-_written_ffn = _feed_forward(_written(_EMB, _EMB), _written(_EMB, _FFN), _written(_FFN, _EMB))
-_written_qkv = _projections(lambda n: _written(_EMB, n))
-
-
-def _direct_gemv(weights: float) -> Launch:
+def _direct(weights: float) -> Launch:
     """Return a product on two cores of each column, with one double-buffered stream per column straight to a core."""
     return 2 * COLUMNS, weights, Amount(STREAM, weights / COLUMNS)
 
 
-_ffn_3 = _program(*(_direct_gemv(BF16 * n) for n in (_EMB * _EMB, 2 * _EMB * _FFN, _EMB * _FFN)))
+def _decode(values: float, layers: int, width: int, depth: int, streams: int = COLUMNS) -> Work:
+    """Return a token in one submission: a wave per layer and for each of 7 chunks of the vocabulary, 5 bits per weight;
+    16 cores unpack 3.7 weights per cycle each.
+
+    `values`: weights that a token reads, all but an embedding that is not tied. `width`: values of K (or V) per
+    position and layer.
+    """
+    moved = values * 5 / 8 + 2 * BF16 * layers * width * depth
+    body = Overlap(Amount(STREAM, moved / streams), Amount(CYCLES, values / 16 / 3.7))
+    return Serial(Amount(SUBMISSION, 1), Amount(STEP, layers + 7), _alone(moved, body))
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """A model that decodes in one submission."""
-
-    values: float
-    """Weights that a token reads: all but an embedding that is not tied."""
-    layers: int
-    width: int
-    """Values of K (or V) per position and layer."""
-    chunks: int = 7
-    """Waves for the vocabulary."""
-
-    def token(self, depth: int, streams: int = COLUMNS) -> Work:
-        """Return a wave per layer and per chunk of the vocabulary; 5 bits per weight; 16 cores unpack 3.7 weights per
-        cycle each."""
-        moved = self.values * 5 / 8 + 2 * BF16 * self.layers * self.width * depth
-        body = Overlap(Amount(STREAM, moved / streams), Amount(CYCLES, self.values / 16 / 3.7))
-        return Serial(Amount(SUBMISSION, 1), Amount(STEP, self.layers + self.chunks), _alone(moved, body))
-
-
-_B1, _B3, _B8 = _Decoder(1.236e9, 16, 512), _Decoder(3.21e9, 28, 1024), _Decoder(7.5e9, 32, 1024)
-
-
-_PLANS: dict[str, Callable[..., Work]] = {
-    "rms_gemms_rope": lambda: _rms_gemms_rope,
-    "flash_attn": lambda: _flash_attn,
-    "o_ffn": lambda: _o_ffn,
-    "rms_gemv_rope": lambda: _rms_gemv_rope,
-    "o_gemv_ffn": lambda: _o_gemv_ffn,
-    "lm_head_gemv": lambda: _lm_head_gemv,
-    "prompt": lambda: _prompt(_rms_gemms_rope, _flash_attn, _o_ffn),
-    "token": lambda: _token(_rms_gemv_rope, _o_gemv_ffn),
-    "written rms_gemms_rope": lambda: _written_qkv,
-    "written rms_gemms_rope, as many heads of K and V": lambda: _projections(lambda n: _written(_EMB, n), _EMB),
-    "written o_ffn": lambda: _written_ffn,
-    "written prompt": lambda: _prompt(_written_qkv, _flash_attn, _written_ffn),
-    "flash_attn, as many heads of K and V": lambda: _program(_attention(_ROWS, _HEADS), copied=4 * _X),
-    "o_gemv_ffn of 3 launches": lambda: _ffn_3,
-    "token, o_gemv_ffn of 3 launches": lambda: _token(_rms_gemv_rope, _ffn_3),
-    "streams": lambda moved: _alone(moved, Amount(STREAM, moved / COLUMNS)),
-    "fused decode 1B": _B1.token,
-    "fused decode 3B": _B3.token,
-    "fused decode 8B": _B8.token,
-    "gemm written": lambda m, k, n, tile: _kernel(_gemm(m, k, n, tile, WRITTEN, F32)),
-    "gemm generated": lambda m, k, n, tile: _kernel(_gemm(m, k, n, tile, GENERATED)),
-    "gemv": lambda m, k, tile_m: _kernel(_gemv(m, k, tile_m, tile_m, False)),
-    "add": lambda n: _kernel(_add(n)),
-    "rms_norm": lambda rows, cols: _kernel(_norm(rows, cols)),
-    "rope": lambda rows, head_dim: _kernel(_rope(rows, head_dim)),
-    "silu_and_mul": lambda n: _kernel(_silu(n)),
-    "attention": lambda rows, heads: _program(_attention(rows, heads)),
+_LAUNCHES: Mapping[str, Callable[..., Launch]] = {
+    **{"gemm generated": partial(_gemm, mode=GENERATED), "gemm written": partial(_gemm, mode=WRITTEN, out=F32)},
+    **{"gemv": _gemv, "direct gemv": _direct, "add": _add, "silu_and_mul": _silu, "cast": _cast},
+    **{"rms_norm": _norm, "rope": _rope, "attention": _attention},
 }
-"""The plans by the names that `systems.toml` uses."""
+"""The launches by the names that `systems.toml` uses."""
+
+
+def _work(row: Mapping[str, Any]) -> Work:
+    """Return the work of a row of `systems.toml`."""
+    arguments = row.get("arguments", ())
+    match _DATA["plans"].get(row["plan"], row):
+        case {"launches": launches} as plan:
+            parts = (_launch(*_LAUNCHES[name](*numbers)) for name, *numbers in launches)
+            return Serial(Amount(SUBMISSION, 1), Amount(HOST_COPY, plan.get("copied", 0)), *parts)
+        case {"layers": layers, "programs": programs, "after": after, "host": milliseconds}:
+            layer, last = (Serial(*(_work({"plan": name}) for name in names)) for names in (programs, after))
+            return Serial(Repeat(layers, layer), last, Amount(HOST, milliseconds / 1e3))
+        case {"values": values, "layers": layers, "width": width}:
+            return _decode(values, layers, width, *arguments)
+        case {"moved": moved}:
+            return _alone(moved, Amount(STREAM, moved / COLUMNS))
+    _, moved, body = _LAUNCHES[row["plan"]](*arguments)
+    return Serial(Amount(SUBMISSION, 1), _alone(moved, body))
 
 
 def _milliseconds(row: Mapping[str, Any]) -> float:
@@ -331,7 +224,7 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
             return float(1e3 / rate)
         case {"gflops": rate, "arguments": [m, k, n, _]}:
             return float(2e-6 * m * k * n / rate)
-        case {"gbps": rate, "arguments": [moved]}:
+        case {"gbps": rate, "moved": moved}:
             return float(moved / (rate * 1e6))
     raise ValueError(f"{row['what']}: states no measurement")
 
@@ -339,10 +232,7 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 FITTED, KERNELS, PREDICTED = (
-    tuple(
-        Row(row["what"], _milliseconds(row), _PLANS[row["plan"]](*row.get("arguments", ())), row.get("note", ""))
-        for row in _DATA[table]
-    )
+    tuple(Row(row["what"], _milliseconds(row), _work(row), row.get("note", "")) for row in _DATA[table])
     for table in ("fitted", "kernels", "predicted")
 )
 """The measurements that the constants are fitted to; those of single kernels; other programs, prompts and tokens."""

@@ -1,4 +1,4 @@
-"""The steps of a build, wired for one model and target, and what it takes."""
+"""The steps of a build for one model and target, and its needs of disk and memory."""
 
 from stages.graph.build import Build
 from stages.graph.wiring import Library, Wiring

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from llama_npu2 import trust
 from stages.engine import definitions
 from stages.engine.files import write_atomic
 from stages.engine.places import MANIFEST, PROVENANCE
 from stages.engine.steps import Step
+from stages.graph.choices import Choices
 from stages.graph.wiring import Library, Wiring
 from stages.sharing.provenance import statement
-
-if TYPE_CHECKING:
-    pass
-
-from stages.graph.choices import Choices
 
 
 class Build(Choices):
@@ -47,7 +42,7 @@ class Build(Choices):
         definitions.settle(self.project, {step.module for step in self.steps.values()})
         self._vouch()
         self.project.digests.save()
-        self.project.turn.give_up()
+        self.project.lock.release()
 
     def _vouch(self) -> None:
         """Mark the directory as this user's, and write how it was built, unless others built any of it."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.files import read_json
+from stages.engine.lock import ProcessLock
 from stages.engine.places import CONFIG, PLAN, lock_file
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.model import calibration
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
@@ -86,9 +86,9 @@ class Choices:
             return self._stored_policy()
         if not quantised(self.source, self.directory / CONFIG):
             return BF16
-        held = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
+        policy = held_policy(Checkpoint.open(self.source.fetch()), self.target.runs)
         # Static targets have one program for all layers.
-        return BF16 if self.target.static and held.layers else held
+        return BF16 if self.target.static and policy.layers else policy
 
     def _stored_policy(self) -> Policy:
         """Return the policy of artifacts whose checkpoint is not on this machine."""
@@ -116,8 +116,11 @@ class Choices:
 
     @property
     def name(self) -> str:
-        """The directory's name: the target, the formats of weights and KV cache where they were chosen, and the name of
-        the text where weights are calibrated on one."""
+        """The directory's name.
+
+        It has the target, the formats of weights and KV cache where they were chosen, and the name of the text that
+        weights are calibrated on, if any.
+        """
         text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
         return f"{self.target.name}{parse_policy(self.options.weights, self.options.kv).suffix}{text}"
 
@@ -136,25 +139,27 @@ class Choices:
         return Path(self.options.artifacts) / self.source.name / self.name
 
     def report(self, name: str) -> Path:
-        """Return the directory for a command's report on this build: `output=`, or one next to `artifacts=`, as the
-        user wrote that. It is not created."""
+        """Return the directory for a command's report on this build, which is not created.
+
+        It is `output=`, or one next to `artifacts=`, as the user wrote that.
+        """
         if self.options.output:
             return Path(self.options.output)
         return Path(self.options.artifacts).parent / "reports" / self.source.name / self.name / name
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.may_go) if self.options.cache else None
+        lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
+        shared = Cache(self.options.cache, self.is_shareable) if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
-        return Project(self.directory, digests, turn, shared, accepted=Path("tokenizer"))
+        return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
 
-    def may_go(self, step: Step) -> bool:
-        """Whether others may have the outputs of a step."""
-        return not step.private or self._checkpoint_may_go
+    def is_shareable(self, step: Step) -> bool:
+        """Return whether others may have the outputs of a step."""
+        return not step.private or self._may_share_checkpoint
 
     @cached_property
-    def _checkpoint_may_go(self) -> bool:
+    def _may_share_checkpoint(self) -> bool:
         return bool(self.options.include) or self.source.is_public()
 
     @cached_property

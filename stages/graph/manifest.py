@@ -35,10 +35,9 @@ def write_manifest(
     """Step action: describe the artifact `directory` in its manifest.
 
     Args:
-        programs: by name; file, entry point, whether the host runs it, and the files with the rest: its slots, and what
-            a device's build counted and estimated.
-        target: name, device, and what it asks of a machine.
-        model: the model's name.
+        programs: by name; file, entry point, whether the host runs it, and the files with the rest: its slots, and the
+            counts and estimates of a device's build.
+        target: name, device, and its requirements on a machine.
         calibrated: whether the weights were rounded for a text.
     """
     config = read_config(directory / CONFIG)
@@ -46,12 +45,12 @@ def write_manifest(
     weights = read_checked(directory / WEIGHTS, PACKED)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
     described = describe(directory, programs, target)
-    about: dict[str, Any] = {"name": model, "weights": plan["weights"], "kv": plan["kv"]}
-    if calibrated:
-        about["calibration"] = read_json(directory / CALIBRATION)
-    about |= asdict(config) | {"max_seq": plan["context"], "longest": config.max_seq}
-    about["eos"] = end_tokens(directory, config)
-    described["model"] = about
+    described["model"] = {
+        **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
+        **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
+        **asdict(config),
+        **{"max_seq": plan["context"], "longest": config.max_seq, "eos": end_tokens(directory, config)},
+    }
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = plan["phases"]
     plans = parse_plans(plan["phases"])
@@ -60,10 +59,9 @@ def write_manifest(
     if copied.calls and described["milliseconds"]:
         described["copied_milliseconds"] = phase_milliseconds(described | {"buffers": copied.buffers}, copied.plans)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
-    written = work / "manifest.json"
-    write_json(written, described)
+    write_json(work / "manifest.json", described)
     try:
-        check_manifest(read_json(written))
+        check_manifest(read_json(work / "manifest.json"))
     except ValueError as error:
         raise UserError(f"{directory}: what was built does not fit together ({error}): {REMEDY}") from None
 

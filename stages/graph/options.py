@@ -1,144 +1,216 @@
-"""The `name=value` variables of the doit command line, with their types and defaults. A misspelt one is refused.
+"""The commands of a build and their `name=value` variables. Others are refused.
 
-Those of a run are the runtime's own (`llama_npu2.options`): their names, defaults and bounds are said there.
+`options.toml` has each with default, help, unit and the commands that take it.
+
+Variables of a run are the runtime's own (`llama_npu2.options`): their names, defaults and bounds are said there.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, fields
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.options import Running, Sampling, kind, option
-from stages.engine.names import suggestion
+from llama_npu2.options import (
+    Answering,
+    Option,
+    OptionError,
+    Running,
+    Sampling,
+    Signers,
+    nearest,
+    option,
+    options_of,
+)
 from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"
-"""What of a checkpoint that is not public `push` and `cache=` give to others only if asked."""
+"""What `push` and `cache=` give to others only if asked, where the checkpoint is not public."""
 PEERS = ("llama.cpp", "transformers")
 RECIPES = ("transformers", "llama.cpp")
-"""Whose perplexity: see `stages.commands.perplexity`."""
+"""Whose perplexity: see `stages.proof.comparison.perplexity`."""
 MATMULS = ("bf16", "bfp16")
-"""How the NPU projects a prompt's rows: exact products of bf16, or block floating point. Weights
-decide if nobody does."""
+"""How the NPU multiplies a prompt's rows: exact products of bf16, or block floating point."""
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+GROUPS: dict[str, dict[str, str]] = _TABLE["commands"]
+"""The commands by what they are for, each with its sentence."""
+
+COMMANDS = {name: sentence for group in GROUPS.values() for name, sentence in group.items()}
+
+
+def _targets() -> Sequence[str]:
+    from stages.targets import targets
+
+    return list(targets())
+
+
+def _weights() -> Sequence[str]:
+    from stages.model.policy import matrix_formats
+
+    return matrix_formats()
+
+
+def _option(name: str, **more: Any) -> Any:
+    """Return the field of a variable of `options.toml`."""
+    about = {"default": None, **_TABLE["variables"][name], **more}
+    commands = about.pop("commands")
+    commands = _TABLE["takers"][commands] if isinstance(commands, str) else commands
+    return option(about.pop("default"), about.pop("help"), *commands, **about)
 
 
 @dataclass(frozen=True)
-class Options(Sampling, Running):
+class Options(Sampling, Running, Answering, Signers):
     """Values of the command-line variables. Raises UserError."""
 
-    model: str = "demo"
-    target: str = ""
-    revision: str = "main"
-    artifacts: str = "artifacts"
-    ignore: str = ""
-    buckets: str = "128,512,2048"
-    context: int = 0
-    grouping: str = ""
-    matmul: str = ""
-    weights: str = ""
-    kv: str = "bf16"
-    calibrate: str = ""
-    prompt: str | None = None
-    raw: bool = False
-    full: bool = False
-    text: str = ""
-    prompts: str = ""
-    recipe: str = "transformers"
-    window: int = option(512, "tokens that perplexity is measured on at a time", least=2)
-    stride: int = option(0, "tokens from one window to the next, 0: half a window", least=0)
-    json: bool = False
-    check: bool = False
-    measured: str = ""
-    peers: str = ""
-    risky: bool = False
-    keep: str = ""
-    output: str = ""
-    against: str = ""
-    key: str = ""
-    name: str = ""
-    remove: str = ""
-    remote: str = ""
-    cache: str = ""
-    include: str = ""
+    model: str = _option("model")
+    target: str = _option("target", choices=_targets)
+    revision: str = _option("revision")
+    artifacts: str = _option("artifacts")
+    ignore: str = _option("ignore")
+    weights: str = _option("weights", examples=_weights)
+    kv: str = _option("kv", choices=tuple(KV_FORMATS))
+    calibrate: str = _option("calibrate")
+    context: int = _option("context")
+    buckets: str = _option("buckets")
+    grouping: str = _option("grouping")
+    matmul: str = _option("matmul", choices=MATMULS)
+    cache: str = _option("cache")
+    include: str = _option("include", choices=(INCLUDE,))
+    prompt: str | None = _option("prompt")
+    text: str = _option("text")
+    prompts: str = _option("prompts")
+    full: bool = _option("full")
+    divergence: bool = _option("divergence")
+    recipe: str = _option("recipe", choices=RECIPES)
+    window: int = _option("window")
+    stride: int = _option("stride")
+    peers: str = _option("peers", examples=PEERS)
+    against: str = _option("against")
+    measured: str = _option("measured")
+    published: bool = _option("published")
+    measure: bool = _option("measure")
+    risky: bool = _option("risky")
+    keep: str = _option("keep")
+    calibration: bool = _option("calibration")
+    delete: str = _option("delete")
+    dry_run: bool = _option("dry_run")
+    output: str = _option("output")
+    key: str = _option("key")
+    remote: str = _option("remote")
+    shell: str = _option("shell")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.bucket_list()
         self.peer_list()
-        if self.include not in ("", INCLUDE):
-            raise UserError(f"include={self.include}: must be {INCLUDE}")
-        if self.context < 0:
-            raise UserError(f"context={self.context}: must be a number of tokens, or 0 for what the target takes")
-        if self.recipe not in RECIPES:
-            raise UserError(f"recipe={self.recipe}: choose one of {', '.join(RECIPES)}")
-        if self.matmul not in ("", *MATMULS):
-            raise UserError(f"matmul={self.matmul}: choose one of {', '.join(MATMULS)}")
-        if self.kv not in KV_FORMATS:
-            raise UserError(f"kv={self.kv}: choose one of {', '.join(KV_FORMATS)}")
-        if self.target:
-            from stages.targets import targets
-
-            _check_name("target", self.target, targets())
 
     def bucket_list(self) -> tuple[int, ...]:
-        """Row counts that static-shape targets are compiled for. Raises UserError."""
+        """Return the row counts that static-shape targets are compiled for. Raises UserError."""
         try:
             buckets = sorted({int(part) for part in self.buckets.split(",")})
         except ValueError:
-            raise UserError(f"buckets={self.buckets}: must be row counts with commas between, as in 128,512") from None
+            raise OptionError(
+                "npu.buckets", self.buckets, "must be row counts with commas between, as in 128,512"
+            ) from None
         if bad := [bucket for bucket in buckets if bucket < 64 or bucket % 64]:
-            raise UserError(f"buckets={self.buckets}: {bad[0]} is not a positive multiple of 64")
+            raise OptionError("npu.buckets", self.buckets, f"{bad[0]} is not a positive multiple of 64")
         return tuple(buckets)
 
     def peer_list(self) -> tuple[str, ...]:
-        """Programs to compare with. Raises UserError."""
+        """Return the programs to compare with. Raises UserError."""
         names = _parts(self.peers)
         if bad := [name for name in names if name not in PEERS]:
-            raise UserError(f"peers={self.peers}: {bad[0]} is unknown: choose among {', '.join(PEERS)}")
+            raise OptionError("peers", self.peers, f"{bad[0]} is unknown: choose among {', '.join(PEERS)}")
         return names
 
     def ignore_list(self) -> tuple[str, ...]:
-        """Patterns (`*` and `?`) of names of tensors that a checkpoint may hold besides the model's."""
+        """Return patterns (`*` and `?`) of names of tensors that a checkpoint may hold besides the model's."""
         return _parts(self.ignore)
 
 
-def parse_options(given: Mapping[str, str]) -> Options:
-    """Check names and values. Raises UserError naming the nearest right variable or the allowed values."""
-    known = {each.name: each for each in fields(Options)}
-    values: dict[str, Any] = {}
-    for name, text in given.items():
+@cache
+def variables() -> dict[str, Option]:
+    """Return the variables by name."""
+    own = Options.__annotations__
+    return {each.name: _of_build(each) for each in sorted(options_of(Options), key=lambda each: each.field not in own)}
+
+
+def _of_build(each: Option) -> Option:
+    takers = {*each.commands, *_TABLE["also"].get(each.field, ())}
+    return replace(each, commands=tuple(name for name in COMMANDS if name in takers))
+
+
+def table() -> dict[str, tuple[Option, ...]]:
+    """Return the variables that each command takes, in the order of the commands."""
+    known = variables().values()
+    return {command: tuple(each for each in known if command in each.commands) for command in COMMANDS}
+
+
+def sections(command: str) -> dict[str, list[Option]]:
+    """Return the variables of a command in three groups: its own, what says which artifacts, and expert ones."""
+    parts: dict[str, list[Option]] = {"Variables": [], "Which artifacts": [], "For experts, on the NPU": []}
+    for each in table()[command]:
+        title = "Variables" if not {"compile", "why"} <= {*each.commands} else "Which artifacts"
+        parts["For experts, on the NPU" if each.name.startswith("npu.") else title].append(each)
+    return {title: variables for title, variables in parts.items() if variables}
+
+
+def parse_options(values: Mapping[str, str], commands: Collection[str] = ()) -> Options:
+    """Check names and values of variables.
+
+    Args:
+        commands: those that the command line names: each variable has to be taken by one of them. Without any, all
+            variables are known.
+
+    Raises:
+        UserError: names the right variable, the commands that take it, or the allowed values.
+    """
+    known = variables()
+    parsed: dict[str, Any] = {}
+    for name, text in values.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean {close[0]}=?" if close else f"known ones: {', '.join(known)}"
-            raise UserError(f"{name}= is not a variable: {hint}")
-        values[name] = _value(known[name], text)
-    return Options(**values)
+            renamed = _TABLE["renamed"].get(name)
+            raise UserError(f"{name}= is now {renamed}" if renamed else _unknown(name, known.values(), commands))
+        if commands and not {*commands} & {*known[name].commands}:
+            raise UserError(_misplaced(known[name], commands))
+        parsed[known[name].field] = _value(known[name], text)
+    return Options(**parsed)
+
+
+def _unknown(name: str, known: Iterable[Option], commands: Collection[str]) -> str:
+    fitting = [each.name for each in known if not commands or {*commands} & {*each.commands}]
+    return f"{name}= is not a variable: {nearest(name, fitting, '=')}"
+
+
+def _misplaced(variable: Option, commands: Collection[str]) -> str:
+    for command in commands:
+        if renamed := _TABLE["renamed_of"].get(variable.name, {}).get(command):
+            return f"{variable.name}= of doit {command} is now {renamed}"
+    named = next(iter(commands))
+    return f"{variable.name}= is for doit {', '.join(variable.commands)}: doit help {named} lists those of {named}"
 
 
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
 
-def _check_name(variable: str, name: str, known: Iterable[str]) -> None:
-    names = list(known)
-    if name not in names:
-        raise UserError(f"{variable}={name} is unknown: {suggestion(name, names, alike=0.3)}")
-
-
-def _value(each: Field[Any], text: str) -> Any:
-    parse, what = _PARSERS[kind(each)]
+def _value(variable: Option, text: str) -> Any:
+    parse, what = _PARSERS[variable.type]
     try:
         return parse(text)
     except (KeyError, ValueError):
-        raise UserError(f"{each.name}={text}: must be {what}") from None
+        raise OptionError(variable.name, text, f"must be {what}") from None
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    """One text, or those of a JSON list: what begins with `["` is one."""
+    """Return one text, or those of a JSON list: what begins with `["` is one."""
     if not text.startswith('["'):
         return (text,)
     several = json.loads(text)

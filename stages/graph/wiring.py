@@ -1,6 +1,6 @@
-"""Which step reads what. `dodo.py` shows the steps as tasks.
+"""The steps of a build with their inputs. `dodo.py` shows them as tasks.
 
-The wiring is the same for every target; what differs stands in its record and its modules (`stages.targets`).
+The wiring is the same for every target; differences are in the target's record and its modules (`stages.targets`).
 """
 
 from __future__ import annotations
@@ -106,8 +106,10 @@ class Wiring:
         yield self._manifest(libraries)
 
     def libraries(self) -> list[Library]:
-        """Return the library of all host programs, which target cpu builds for all targets, and one for each device
-        program."""
+        """Return the libraries of the programs.
+
+        Target cpu builds one of all host programs, for all targets; each device program has one.
+        """
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
@@ -142,7 +144,7 @@ class Wiring:
             (CONFIG, CHECKPOINT),
             source.files(),
             params=None if isinstance(source, ArtifactsOnly) else {"source": source.identity(), "ignore": ignore},
-            elsewhere=lambda: {} if source.pinned else None,
+            machine_key=lambda: {} if source.pinned else None,
         )
 
     def _tokenizer(self) -> Step:
@@ -165,7 +167,7 @@ class Wiring:
         text_and_tokenizer = [self.directory / "tokenizer", text]
         source, layers, threads = self.build.source, self.build.layers, self.options.threads
         before = [self.directory / calibration.source_file(layer) for layer in range(layers + 1)]
-        step = partial(self._step, private=True, elsewhere=lambda: {"features": cpu_features(), **_arithmetic()})
+        step = partial(self._step, private=True, machine_key=lambda: {"features": cpu_features(), **_arithmetic()})
         yield step(
             "calibration:text",
             "Embed the text that weights are rounded for.",
@@ -205,7 +207,7 @@ class Wiring:
             [WEIGHTS],
             [self.directory / CONFIG, self.directory / CHECKPOINT, self.directory / PACKING, *calibrated],
             private=True,
-            elsewhere=_arithmetic,
+            machine_key=_arithmetic,
         )
 
     def _steps_of_target(self, target: Target, libraries: Sequence[Library]) -> Iterator[Step]:
@@ -255,7 +257,7 @@ class Wiring:
             [path, *(descriptions if room.VARIANTS else ())],
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
-            elsewhere=target.built_on,
+            machine_key=target.built_on,
             after=self.BEFORE_TOOLS if target.foreign_tools else (),
         )
 
@@ -269,7 +271,7 @@ class Wiring:
             [library.file, *library.linked_facts],
             module.outputs[:2],
             tool=room.fingerprint,
-            elsewhere=library.target.built_on,
+            machine_key=library.target.built_on,
             after=tuple(f"object:{source}" for source in library.sources),
         )
 
@@ -298,8 +300,10 @@ class Wiring:
         )
 
     def _description(self) -> tuple[Any, list[Path], dict[str, Any]]:
-        """Return the action that describes the directory, the files that it reads besides modules and programs, and
-        more arguments."""
+        """Return the action that describes the directory, files that it reads, and more arguments.
+
+        The files are those besides modules and programs.
+        """
         parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
         more = {"model": self.build.source.name, "calibrated": bool(self.build.calibration)}
         return partial(write_manifest, self.directory), parts, more

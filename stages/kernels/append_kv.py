@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from stages.kernels import KV_FORMATS, Arg, signature
+from stages.kernels import KV_FORMATS, Arg, format_kernel, signature
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats
 
@@ -91,6 +91,7 @@ KERNELS = (
             "rows pos kv_heads head_dim",
             partial(reference_panels, stored=stored),
             writes=tuple(Arg(f"{which}_panels", stored, written=True) for which in "kv"),
+            source=format_kernel("attention", stored),
             stored=stored,
         )
         for stored in KV_FORMATS.values()

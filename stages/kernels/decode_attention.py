@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.kernels import KV_FORMATS, Arg, flash_attention, signature
+from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, signature
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
@@ -18,14 +18,14 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads:
 _PARAMS = "pos heads kv_heads head_dim"
 
 KERNELS = (
-    signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="decode_attention", attends=True),
+    signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="attention_kv", attends=True),
     *(
         signature(
             "decode_attention_panels",
             ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
             _PARAMS,
             reference,
-            source="decode_attention",
+            source=format_kernel("attention", stored),
             stored=stored,
             attends=True,
         )

@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, signature
+from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ KERNELS = (
             ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
             "seq pos heads kv_heads head_dim",
             reference,
-            source="flash_attention",
+            source=format_kernel("attention", stored),
             stored=stored,
             attends=True,
         )

@@ -174,12 +174,7 @@ take 4 * 2 * 72 bytes."""
 
 
 def tile(
-    rows: int,
-    cols: int,
-    out_cols: int,
-    head_dim: int | None = None,
-    bfp16: bool = False,
-    swiglu: bool = False,
+    rows: int, cols: int, out_cols: int, head_dim: int | None = None, bfp16: bool = False, swiglu: bool = False
 ) -> Tiling:
     """Divide a product so that it moves the fewest bytes from and to DDR, which favours large output tiles.
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llama_npu2.errors import UserError
-from stages.engine.names import suggestion
+from llama_npu2.errors import UserError, suggestion
 from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ EMBEDDING = "w_embed"
 
 _VOCAB_FORMATS = {"int4": "int6"}
 """The format of the vocabulary matrices where it is not that of the other weights. They react most to rounding: with 4
-bits for them too, the divergence of the demo model doubles (BENCHMARKS.md)."""
+bits for them too, the divergence of the demo model doubles (docs/benchmarks/quality.md)."""
 
 
 _LONGEST_EXACT = 1024
@@ -54,7 +53,7 @@ class Policy:
     kv: str = "bf16"
     """The KV cache, as `kv=` says it."""
     matmul: str = "bf16"
-    """The format in which the NPU multiplies a prompt's rows, as `matmul=` says it: bf16, or bfp16, which the host
+    """The format in which the NPU multiplies a prompt's rows, as `npu.matmul=` says it: bf16, or bfp16, which the host
     makes of weights in every format."""
     in_layers: Mapping[LayerSlot, str] = field(default_factory=dict, hash=False)
     """Format by slot and layer: exceptions in single layers."""
@@ -93,7 +92,7 @@ class Policy:
     @property
     def usual_matmul(self) -> str:
         """`matmul` if the user does not choose: block floating point where weights have lost far more than that costs,
-        else bf16, which is exact (BENCHMARKS.md)."""
+        else bf16, which is exact (docs/benchmarks/quality.md)."""
         return "bfp16" if self.matrices == "int4" else "bf16"
 
     @property
@@ -130,7 +129,7 @@ BF16 = Policy()
 
 
 def parse_policy(text: str, kv: str = "bf16", matmul: str = "bf16") -> Policy:
-    """Return the policy of `weights=` (bf16 if empty), `kv=` and `matmul=`. Raises UserError."""
+    """Return the policy of `weights=` (bf16 if empty), `kv=` and `npu.matmul=`. Raises UserError."""
     matrices, *rest = text.split(",") if text else ("bf16",)
     _check_known("weights", matrices, matrix_formats())
     exceptions: dict[str, str] = {}

@@ -1,20 +1,17 @@
-"""The page of `doit diagnose`: how far layers are off, and inside each its launches."""
+"""The page of `doit diagnose`: how far layers are from transformers', and inside each layer its launches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from llama_npu2.cli.table import Column
 from stages.proof.diagnosis.launches import Finding, Worst
-from stages.proof.diagnosis.layers import WORST, Layer, Off
-from stages.reports.pages import Page, chart, colour, details, facts, note, table, tag
-
-if TYPE_CHECKING:
-    from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.layers import WORST, Distance, Layer
+from stages.proof.diagnosis.report import Report
+from stages.reports.pages import Axis, Curve, Page, details, facts, lines, note, table, tag
 
 LAUNCHES = (
     Column("phase"),
@@ -23,124 +20,124 @@ LAUNCHES = (
     Column("what it does"),
     Column("calls", right=True),
     Column("values", right=True),
-    Column("another number", right=True),
-    Column("explained", right=True),
+    Column("differ", right=True),
+    Column("may differ", right=True),
     Column("largest error / limit", right=True),
     Column("bias", right=True),
     Column("verdict"),
 )
 NUMBERS = (
     Column("layer", right=True),
-    Column("of"),
-    Column("ours", right=True),
-    Column("bf16", right=True),
-    Column("ours, of the checkpoint", right=True),
+    Column("positions"),
+    Column("runtime", right=True),
+    Column("transformers in bf16", right=True),
+    Column("runtime, against the checkpoint", right=True),
 )
-MEANT = (
-    "A launch is compared with its kernel's reference on the inputs that it had. Before results are rounded, the two "
-    "may be as far apart as sums in another order can be: so many results may be another number (explained), none may "
-    "be further off than its limit, and on average they must not be off to one side (bias, in units in the last place)."
+MEANING = (
+    "Each launch is compared with its kernel's reference on the inputs that it had. Sums in another order make small "
+    "differences before a result is rounded. They explain a number of results that differ ('may differ'), but no "
+    "result may be further off than its limit, and on average results must not be off to one side ('bias', in units in "
+    "the last place)."
 )
+Measure = Callable[[Distance], float]
 
 
 def page(report: Report) -> Page:
-    """All of a report."""
-    made = Page(f"Diagnosis of {report.model}", report.verdict.removeprefix("diagnose: "))
+    """Return the page of a report."""
+    shown = Page(f"Diagnosis of {report.model}", report.verdict.removeprefix("diagnose: "))
     figures = {"runs": report.runs, "text": report.text, "launches": len(report.findings), "wrong": len(report.wrong)}
-    made.add("What was run", facts(figures), *_unmet(report))
+    shown.add("What was run", facts(figures), *_not_run(report))
     if report.wrong:
-        made.add("What is wrong", *_wrong(report.wrong[0], report.inside))
+        shown.add("What is wrong", *_wrong(report.wrong[0], report.inside))
     if report.layers:
-        made.add("Layers", *_charts(report.layers))
+        shown.add("Layers", *_charts(report.layers))
     else:
-        made.add("Layers", note(report.unsaid))
-    made.add("Launches", note(MEANT), *_by_layer(report))
-    return made
+        shown.add("Layers", note(report.without_layers))
+    shown.add("Launches", note(MEANING), *_by_layer(report))
+    return shown
 
 
-def _unmet(report: Report) -> list[Markup]:
-    return [note(f"No prompt came to {', '.join(report.unmet)}: full=1 runs all.")] if report.unmet else []
+def _not_run(report: Report) -> list[Markup]:
+    return [note(f"No prompt reached {', '.join(report.not_run)}: full=1 runs all.")] if report.not_run else []
 
 
 def _wrong(finding: Finding, inside: Sequence[Finding]) -> Iterator[Markup]:
-    yield note(f"{finding.site.place}: {finding.site.does}: {finding.wrong}.")
+    yield note(f"{finding.op.place}: {finding.op.does}: {finding.wrong}.")
     if finding.worst:
         yield _around(finding.worst)
     if inside:
-        yield note("It does several launches in one. The same call, built so that it does each by itself:")
-        yield table(LAUNCHES, map(_line, inside), "Launches by themselves")
+        yield note("This launch computes several in one. The same call, built with each by itself:")
+        yield table(LAUNCHES, map(_row, inside), "Launches by themselves")
 
 
 def _around(worst: Worst) -> Markup:
-    """Values beside the worst."""
+    """Return the values next to the worst one."""
     places = [Column(f"[{worst.first + i}]", right=True) for i in range(len(worst.ours))]
-    lines = [(name, *(f"{v:.6g}" for v in of)) for name, of in (("ours", worst.ours), ("reference", worst.reference))]
-    where = f"{worst.slot}[{', '.join(map(str, worst.index))}], {worst.rows} rows from position {worst.position} on"
-    return table([Column(where), *places], lines, f"Values around the worst element of {worst.slot}")
+    rows = [(name, *(f"{v:.6g}" for v in of)) for name, of in (("runtime", worst.ours), ("reference", worst.reference))]
+    where = f"{worst.slot}[{', '.join(map(str, worst.index))}], {worst.rows} rows from position {worst.position}"
+    return table([Column(where), *places], rows, f"Values around the worst element of {worst.slot}")
 
 
 def _charts(layers: Sequence[Layer]) -> Iterator[Markup]:
-    for title, of in (("1 - cosine", lambda off: 1 - off.cosine), ("Largest error", lambda off: off.largest)):
-        numbers = table(NUMBERS, (_numbers(layer, of) for layer in layers), f"{title} by layer")
-        axes = {
-            "height": 340,
-            "xaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 32)},
-            "yaxis": {"title": {"text": title}, "type": "log", "nticks": 6},
-        }
+    measures: tuple[tuple[str, Measure], ...] = (
+        ("1 - cosine", lambda distance: 1 - distance.cosine),
+        ("Largest error", lambda distance: distance.largest),
+    )
+    for title, measure in measures:
+        numbers = table(NUMBERS, (_numbers(layer, measure) for layer in layers), f"{title} by layer")
         label = (
-            f"{title} of each layer's output from transformers in float32 with the same weights; cosines are of all "
-            f"but the worst {WORST} % of the positions"
+            f"{title} of each layer's output, against transformers in float32 with the same weights; cosines leave out "
+            f"the worst {WORST} % of the positions"
         )
-        yield chart(list(_traces(layers, of)), axes, label, numbers)
+        curves = list(_curves(layers, measure))
+        y = Axis.of(title, [value for curve in curves for _, value in curve.points], log=True)
+        x = Axis("layer", min(layer.layer for layer in layers), max(layer.layer for layer in layers) or 1)
+        yield lines(curves, x, y, label, numbers)
 
 
-def _numbers(layer: Layer, of: Any) -> tuple[object, ...]:
-    pair = (layer.ours, layer.bf16)
-    apart = f"{of(layer.checkpoint):.3g}" if layer.checkpoint else "-"
-    return (layer.layer + 1, layer.part, *(f"{of(off):.3g}" for off in pair), apart)
+def _numbers(layer: Layer, measure: Measure) -> tuple[object, ...]:
+    checkpoint = f"{measure(layer.checkpoint):.3g}" if layer.checkpoint else "-"
+    return (layer.layer, layer.part, *(f"{measure(side):.3g}" for side in (layer.ours, layer.bf16)), checkpoint)
 
 
-def _traces(layers: Sequence[Layer], of: Any) -> Iterator[dict[str, Any]]:
-    """Lines of prompt and tokens; of one colour what is measured alike."""
-    sides = [("ours", 1, lambda layer: layer.ours), ("transformers in bf16", 2, lambda layer: layer.bf16)]
-    if layers[0].checkpoint:
-        sides.append(("ours, of the checkpoint's weights", 4, lambda layer: layer.checkpoint))
+def _curves(layers: Sequence[Layer], measure: Measure) -> Iterator[Curve]:
+    """Yield lines of the prompt and, dashed, of the tokens; each side has a colour."""
+    sides: list[tuple[str, int, Callable[[Layer], Distance | None]]] = [
+        ("runtime", 1, lambda layer: layer.ours),
+        ("transformers in bf16", 2, lambda layer: layer.bf16),
+        ("runtime, against the checkpoint", 7, lambda layer: layer.checkpoint),
+    ]
     for name, series, side in sides:
-        for part, dash in (("prompt", "solid"), ("tokens", "dot")):
-            shown: list[tuple[int, Off]] = [(layer.layer + 1, side(layer)) for layer in layers if layer.part == part]
-            yield {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"{name}, {part}",
-                "x": [layer for layer, _ in shown],
-                "y": [max(float(of(off)), 1e-12) for _, off in shown],
-                "line": {"color": colour(f"series-{series}"), "dash": dash},
-                "marker": {"color": colour(f"series-{series}"), "symbol": "circle" if dash == "solid" else "diamond"},
-            }
+        for part in ("prompt", "tokens"):
+            shown = [(layer.layer, side(layer)) for layer in layers if layer.part == part]
+            points = [(number, max(float(measure(off)), 1e-12)) for number, off in shown if off]
+            if points:
+                yield Curve(f"{name}, {part}", f"series-{series}", points, dashed=part == "tokens", marked=True)
 
 
 def _by_layer(report: Report) -> Iterator[Markup]:
     def layer(finding: Finding) -> int:
-        return -1 if finding.site.layer is None else finding.site.layer
+        return -1 if finding.op.layer is None else finding.op.layer
 
-    first = report.wrong[0].site.layer if report.wrong else None
-    for at, group in groupby(sorted(report.findings, key=layer), layer):
-        found = list(group)
-        wrong = sum(bool(finding.wrong) for finding in found)
-        name = f"Layer {at + 1}" if at >= 0 else "Outside of the layers"
-        said = f"{name}: {len(found)} launches, {f'{wrong} wrong' if wrong else 'none wrong'}"
-        opened = bool(wrong) and (None if at < 0 else at) == first
-        why = [note(f"{each.site.does}, {each.site.phase}: {each.wrong}") for each in found if each.wrong]
-        yield details(said, *why, table(LAUNCHES, map(_line, found), f"Launches, {name.lower()}"), opened=opened)
+    first = report.wrong[0].op.layer if report.wrong else None
+    for number, group in groupby(sorted(report.findings, key=layer), layer):
+        findings = list(group)
+        wrong = sum(bool(finding.wrong) for finding in findings)
+        name = f"Layer {number}" if number >= 0 else "Outside of the layers"
+        summary = f"{name}: {len(findings)} launches, {f'{wrong} wrong' if wrong else 'none wrong'}"
+        opened = bool(wrong) and (None if number < 0 else number) == first
+        why = [note(f"{finding.op.does}, {finding.op.phase}: {finding.wrong}") for finding in findings if finding.wrong]
+        rows = table(LAUNCHES, map(_row, findings), f"Launches, {name.lower()}")
+        yield details(summary, *why, rows, opened=opened)
 
 
-def _line(finding: Finding) -> tuple[object, ...]:
-    site = finding.site
+def _row(finding: Finding) -> tuple[object, ...]:
+    op = finding.op
     return (
-        str(site.phase),
-        site.program,
-        site.index + 1,
-        site.does,
+        str(op.phase),
+        op.program,
+        op.index + 1,
+        op.does,
         finding.calls,
         finding.elements,
         finding.differ,

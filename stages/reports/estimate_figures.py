@@ -1,5 +1,6 @@
-"""What `doit estimate` finds, as JSON: `estimate.json`, of which its page is made. Times are in milliseconds, memory
-and traffic in bytes.
+"""The figures of `doit estimate` for JSON (`estimate.json`), from which its page is made.
+
+Times are in milliseconds, memory and traffic in bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ TOKEN = "token"
 
 
 def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dict[str, Any]:
-    """Of all groupings the times, of one what happens in each phase (a token behind `depth` positions, prompts that
-    fill a bucket, and what fills one behind others) and what each program's launches take."""
+    """Return the times of all groupings, and the details of one: its phases, and the launches of its programs.
+
+    Phases are a token after `depth` positions, prompts that fill a bucket, and last chunks of longer prompts.
+    """
     estimate = estimates[grouping]
     moved, weights = estimate.traffic()
     return {
@@ -36,8 +39,8 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
         "depth": estimate.depth,
         "token_bytes": {"moved": moved, "weights": weights},
         "groupings": {
-            name: {phase: sum(moment.time.milliseconds for moment in moments) for phase, moments in _phases(each)}
-            for name, each in estimates.items()
+            name: {phase: sum(moment.time.milliseconds for moment in moments) for phase, moments in _phases(one)}
+            for name, one in estimates.items()
         },
         "phases": {phase: _phase(moments) for phase, moments in _phases(estimate)},
         "programs": {name: _program(rows) for name, rows in estimate.rows.items()},
@@ -47,13 +50,13 @@ def figures(model: str, estimates: Mapping[str, Estimate], grouping: str) -> dic
 
 def _phases(estimate: Estimate) -> Iterator[tuple[str, list[Moment]]]:
     yield TOKEN, list(estimate.moments())
-    yield from ((what, list(estimate.moments(bucket, window=window))) for what, bucket, window in estimate.prompts())
+    yield from ((name, list(estimate.moments(bucket, window=window))) for name, bucket, window in estimate.prompts())
 
 
 def _phase(moments: list[Moment]) -> dict[str, Any]:
-    """`moments`: one after another."""
-    said = [{"side": m.side, "program": m.program, "what": m.what, **_time(m.time)} for m in moments]
-    return {**_time(sum((moment.time for moment in moments), Time())), "moments": said}
+    """Describe a phase by its moments, which follow one another."""
+    described = [{"side": m.side, "program": m.program, "what": m.what, **_time(m.time)} for m in moments]
+    return {**_time(sum((moment.time for moment in moments), Time())), "moments": described}
 
 
 def _time(time: Time) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def _program(rows: list[Priced]) -> dict[str, Any]:
 
 
 def _launch(row: Priced) -> dict[str, Any]:
-    """A launch that takes several of the array says of the first what that takes of it."""
+    """Describe a launch. One that occupies the array several times describes its first segment."""
     from stages.air.analysis import segment_of
     from stages.air.occupancy import Segment
     from stages.air.placement import tiles
@@ -79,7 +82,7 @@ def _launch(row: Priced) -> dict[str, Any]:
         "launches": row.launches,
         **_time(row.time),
         "macs": row.macs,
-        "slots": {slot: each for slot, each in moved.items() if any(each)},
+        "slots": {slot: ways for slot, ways in moved.items() if any(ways)},
         "herds": [herd.shape() for herd in segment.herds],
         "limits_taken": _fullest(segment),
         "buffers": [asdict(buffer) for buffer in segment.buffers()],
@@ -88,26 +91,26 @@ def _launch(row: Priced) -> dict[str, Any]:
 
 
 def _fullest(segment: Segment) -> list[dict[str, Any]]:
-    """Of each limit the place where the most is taken of it."""
+    """Return, for each limit, the place that uses the most of it."""
     fullest: dict[str, Use] = {}
     for use in segment.uses():
-        known = fullest.setdefault(use.limit, use)
-        if use.used * known.available > known.used * use.available:
+        most = fullest.setdefault(use.limit, use)
+        if use.used * most.available > most.used * use.available:
             fullest[use.limit] = use
     return [asdict(use) for use in fullest.values()]
 
 
 def _rates(machine: Machine) -> Iterator[dict[str, Any]]:
-    for each in constants(machine):
-        source = "measured by the selftest" if each.name in machine.measured else each.source
-        yield {**asdict(each), "source": source}
+    for rate in constants(machine):
+        source = "measured by the selftest" if rate.name in machine.measured else rate.source
+        yield {**asdict(rate), "source": source}
 
 
 def counted(directory: Path, estimate: Estimate) -> dict[str, Any]:
-    """What `npu2-sim` counted of a prompt that fills the smallest bucket and of the token behind it, per call of each
-    program and by launch, beside what the estimate reads from the same operations.
+    """Run a prompt that fills the smallest bucket and a token on `npu2-sim`, and return what it counted.
 
-    `estimate`: of the artifacts' model, grouping and policy. Raises UserError where they do not load.
+    Counts are for one call of each program, by launch, next to what the estimate reads from the same operations.
+    `estimate` is that of the artifacts' model, grouping and policy. Raises UserError if the artifacts do not load.
     """
     llm = load(directory)
     rows = min(llm.buckets[0], llm.context_length - 1)
@@ -123,7 +126,7 @@ def counted(directory: Path, estimate: Estimate) -> dict[str, Any]:
 
 
 def _compared(module: Module, counters: Counters) -> Iterator[dict[str, Any]]:
-    """By launch of the array; [read, written] of each slot."""
+    """Yield counts of each launch, with [read, written] of each slot (argument)."""
     runs = counters.submissions
     counts = zip(counters.calls, counters.macs, counters.slots, strict=True)
     for traffic, (calls, macs, slots) in zip(air.count(module.air), counts, strict=True):
@@ -133,8 +136,8 @@ def _compared(module: Module, counters: Counters) -> Iterator[dict[str, Any]]:
             "macs": macs // runs,
             "calls": {"estimated": traffic.calls, "counted": calls // runs},
             "slots": {
-                slot: {"estimated": each, "counted": [n // runs for n in slots.get(slot, (0, 0))]}
-                for slot, each in moved.items()
-                if any(each) or slot in slots
+                slot: {"estimated": ways, "counted": [n // runs for n in slots.get(slot, (0, 0))]}
+                for slot, ways in moved.items()
+                if any(ways) or slot in slots
             },
         }

@@ -1,4 +1,4 @@
-"""The page of `doit estimate`, made of what `estimate_figures` found."""
+"""The page of `doit estimate`, from the figures of `estimate_figures`."""
 
 from __future__ import annotations
 
@@ -24,137 +24,121 @@ from stages.estimate.work import (
     SUBMISSION,
 )
 from stages.reports.estimate_figures import TOKEN
-from stages.reports.pages import Page, chart, colour, details, facts, note, svg, table, tag
+from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE
+from stages.reports.pages import (
+    Page,
+    Series,
+    Span,
+    bars,
+    colour,
+    details,
+    facts,
+    legend,
+    note,
+    svg,
+    table,
+    tag,
+    time_line,
+)
 
-Found = Mapping[str, Any]
+Figures = Mapping[str, Any]
 
 SERIES = (DDR, MULTIPLY, STREAM, ELEMENTWISE, HOST, STEP, SUBMISSION, CONFIGURATION)
 COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {CALL: "muted", CYCLES: "text"}
-"""Of what limits a launch."""
+"""The colour of each limit, by its name."""
 
 
-def page(found: Found) -> Page:
-    """Of `estimate_figures.figures`, and `counted` where there is one."""
-    token = found["phases"][TOKEN]
-    made = Page(
-        f"Estimate: {found['model']} on the NPU",
-        f"By arithmetic, not measured: weights {found['weights']}, grouping {found['grouping']}. A token behind "
-        f"{found['depth']} others takes {token['milliseconds']:.1f} ms, {_most(token)} limits most of it.",
+def page(figures: Figures) -> Page:
+    """Return the page of `estimate_figures.figures`, with `counted` where the simulator ran."""
+    token = figures["phases"][TOKEN]
+    shown = Page(
+        f"Estimate: {figures['model']} on the NPU",
+        f"{1e3 / token['milliseconds']:.1f} tokens/s, by arithmetic, not measured: weights {figures['weights']}, "
+        f"grouping {figures['grouping']}. A token after {figures['depth']} others takes {token['milliseconds']:.1f} "
+        f"ms, most of it limited by {_most(token)}.",
     )
-    made.add("In short", *_summary(found))
-    made.add("Time line of a token", *_time_line(found, TOKEN))
-    prompts = [phase for phase in found["phases"] if phase != TOKEN]
-    opened = {phase: phase == prompts[0] for phase in prompts}
-    made.add(
-        "Time lines of prompts",
-        *(details(_phase_title(found, phase), *_time_line(found, phase), opened=opened[phase]) for phase in prompts),
-    )
-    made.add("DDR by slot", *_traffic(found))
-    made.add("What launches take of the array", *_array(found))
-    if "counted" in found:
-        made.add("Counted by the simulator", *_counted(found["counted"]))
-    made.add("Rates", *_rates(found["rates"]))
-    return made
+    shown.add("In short", *_summary(figures))
+    shown.add("Time line of a token", *_time_line(figures, TOKEN))
+    prompts = [phase for phase in figures["phases"] if phase != TOKEN]
+    first, *others = [
+        details(_phase_title(figures, name), *_time_line(figures, name), opened=not at)
+        for at, name in enumerate(prompts)
+    ]
+    shown.add("Time lines of prompts", first, details(f"{len(others)} other sizes", *others))
+    shown.add("DDR by slot", *_traffic(figures))
+    shown.add("What launches take of the array", *_array(figures))
+    if "counted" in figures:
+        shown.add("Counted by the simulator", *_counted(figures["counted"]))
+    shown.add("Rates", *_rates(figures["rates"]))
+    return shown
 
 
-def _most(timed: Found) -> str:
+def _most(timed: Figures) -> str:
     return max(timed["limits"], key=lambda limit: timed["limits"][limit], default="nothing")
 
 
-def _phase_title(found: Found, phase: str) -> str:
-    return f"{phase}: {found['phases'][phase]['milliseconds']:.1f} ms"
+def _phase_title(figures: Figures, phase: str) -> str:
+    return f"{phase}: {figures['phases'][phase]['milliseconds']:.1f} ms"
 
 
 # times
 
 
-def _summary(found: Found) -> Iterator[Markup]:
-    token, moved = found["phases"][TOKEN]["milliseconds"], found["token_bytes"]
-    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in found["phases"].items() if phase != TOKEN}
+def _summary(figures: Figures) -> Iterator[Markup]:
+    token, moved = figures["phases"][TOKEN]["milliseconds"], figures["token_bytes"]
+    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in figures["phases"].items() if phase != TOKEN}
     yield facts(
         {
-            f"token behind {found['depth']}": f"{token:.2f} ms",
+            f"a token after {figures['depth']}": f"{token:.2f} ms",
             "tokens/s": f"{1e3 / token:.1f}",
             **prompts,
             "DDR of a token": amount(moved["moved"]),
-            "over its weights": f"{moved['moved'] / moved['weights']:.4f} x",
+            "DDR / bytes of weights": f"{moved['moved'] / moved['weights']:.4f}",
         }
     )
-    phases = list(found["phases"])
-    shares = {limit: [found["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(found)}
-    totals = [found["phases"][phase]["milliseconds"] for phase in phases]
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": limit,
-            "y": phases,
-            "x": [100 * spent / whole for spent, whole in zip(spents, totals, strict=True)],
-            "customdata": spents,
-            "hovertemplate": Markup("{}: %{{customdata:.3f}} ms, %{{x:.1f}} %<extra></extra>").format(limit),
-            "marker": {"color": colour(COLOURS[limit])},
-        }
-        for limit, spents in shares.items()
-    ]
-    layout = {"barmode": "stack", "height": 130 + 36 * len(phases), "xaxis": {"title": {"text": "% of the time"}}}
+    phases = list(figures["phases"])
+    shares = {
+        limit: [figures["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(figures)
+    }
+    totals = [figures["phases"][phase]["milliseconds"] for phase in phases]
     columns = [Column("phase"), Column("ms", right=True), *(Column(limit, right=True) for limit in shares)]
     rows = [
         [phase, f"{totals[at]:.3f}", *(f"{spents[at]:.3f}" for spents in shares.values())]
         for at, phase in enumerate(phases)
     ]
     numbers = table(columns, rows, "Milliseconds by limit")
-    yield chart(traces, layout | {"yaxis": {"autorange": "reversed"}}, "What limits a token and prompts", numbers)
-    columns = [Column("grouping"), *(Column(f"{phase}, ms", right=True) for phase in phases)]
-    rows = [[name, *(f"{spent[phase]:.2f}" for phase in phases)] for name, spent in found["groupings"].items()]
+    series = [Series(limit, COLOURS[limit], spents) for limit, spents in shares.items()]
+    yield bars(phases, series, "ms", "What limits a token and prompts, as shares of their time", numbers, shares=True)
+    if len(figures["groupings"]) == 1:
+        return
+    columns = [Column("phase"), *(Column(f"grouping {name}, ms", right=True) for name in figures["groupings"])]
+    rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
 
 
-def _limits(found: Found) -> list[str]:
-    met = {limit for phase in found["phases"].values() for limit in phase["limits"]}
+def _limits(figures: Figures) -> list[str]:
+    met = {limit for phase in figures["phases"].values() for limit in phase["limits"]}
     return [limit for limit in COLOURS if limit in met]
 
 
-def _time_line(found: Found, phase: str) -> Iterator[Markup]:
-    """Bars from where each begins, a colour for each limit; and below, sums of those that are alike."""
-    traces: dict[str, dict[str, list[Any]]] = {}
-    alike: dict[tuple[str, str], list[Found]] = defaultdict(list)
+def _time_line(figures: Figures, phase: str) -> Iterator[Markup]:
+    """Yield what each side does, a colour for each limit, and a table that sums up what is alike."""
+    spans: list[Span] = []
+    alike: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     begin = 0.0
-    for moment in found["phases"][phase]["moments"]:
+    for moment in figures["phases"][phase]["moments"]:
         limit, spent = _most(moment), moment["milliseconds"]
-        bars = traces.setdefault(limit, {"x": [], "base": [], "y": [], "customdata": []})
-        said = f"{moment['program']}: {moment['what']}"
-        for key, value in zip(bars, (spent, begin, moment["side"], said), strict=True):
-            bars[key].append(value)
+        title = f"{moment['program']}: {moment['what']}: {spent:.4f} ms from {begin:.4f} ms, limited by {limit}"
+        spans.append(Span(moment["side"], COLOURS[limit], begin, spent, title))
         alike[moment["program"], moment["what"]].append(moment)
         begin += spent
-    shown = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": limit,
-            **traces[limit],
-            "hovertemplate": Markup("%{{customdata}}<br>%{{x:.4f}} ms from %{{base:.4f}} ms, {}<extra></extra>").format(
-                limit
-            ),
-            "marker": {"color": colour(COLOURS[limit]), "line": {"width": 0}},
-        }
-        for limit in COLOURS
-        if limit in traces
-    ]
-    layout = {
-        "barmode": "overlay",
-        "bargap": 0.15,
-        "height": 260,
-        "xaxis": {"title": {"text": "ms"}, "range": [0, begin]},
-    }
-    label = (
-        f"Time line of a {phase}: launches and host work, coloured by what limits them. Drag over a part to see it "
-        "larger, double click to see all"
-    )
-    yield chart(shown, layout | {"yaxis": {"categoryarray": ["host", "array"]}}, label, _sums(alike, begin))
+    met = {span.tint for span in spans}
+    yield legend((limit, tint) for limit, tint in COLOURS.items() if tint in met)
+    yield time_line((HOST_SIDE, ARRAY_SIDE), spans, begin, f"Time line of a {phase}, coloured by what limits each part")
+    yield details("Numbers", _sums(alike, begin))
 
 
-def _sums(alike: Mapping[tuple[str, str], Sequence[Found]], whole: float) -> Markup:
+def _sums(alike: Mapping[tuple[str, str], Sequence[Figures]], whole: float) -> Markup:
     columns = [Column("program"), Column("launch"), Column("times", right=True), Column("ms each", right=True)]
     columns += [Column("ms", right=True), Column("share", right=True), Column("limit")]
     rows = []
@@ -169,43 +153,35 @@ def _sums(alike: Mapping[tuple[str, str], Sequence[Found]], whole: float) -> Mar
 # traffic
 
 
-def _traffic(found: Found) -> Iterator[Markup]:
-    """Of each phase by slot, of each program by launch."""
-    for phase in found["phases"]:
-        yield details(f"{phase}, by slot", _slots_of(found, phase), opened=phase == TOKEN)
-    for name, program in found["programs"].items():
-        yield details(f"{name}, one call, by launch", _slots(program["launches"]))
+def _traffic(figures: Figures) -> Iterator[Markup]:
+    """Yield traffic of each phase by slot (an argument of a program), and of each program by launch."""
+    yield _slots_of(figures, TOKEN)
+    prompts = [details(phase, _slots_of(figures, phase)) for phase in figures["phases"] if phase != TOKEN]
+    yield details(f"{len(prompts)} sizes of prompts, by slot", *prompts)
+    programs = [details(name, _slots(program["launches"])) for name, program in figures["programs"].items()]
+    yield details(f"{len(programs)} programs, one call each, by launch", *programs)
 
 
-def _slots_of(found: Found, phase: str) -> Markup:
-    calls = Counter(moment["program"] for moment in found["phases"][phase]["moments"])
+def _slots_of(figures: Figures, phase: str) -> Markup:
+    calls = Counter(moment["program"] for moment in figures["phases"][phase]["moments"])
     moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for name, program in found["programs"].items():
+    for name, program in figures["programs"].items():
         times = calls[name] // len(program["launches"])
         for launch in program["launches"] if times else ():
             for slot, ways in launch["slots"].items():
                 for at, size in enumerate(ways):
                     moved[slot][at] += times * size
     slots = sorted(moved, key=lambda slot: -sum(moved[slot]))
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": way,
-            "y": slots,
-            "x": [moved[slot][at] / (1 << 20) for slot in slots],
-            "marker": {"color": colour(f"series-{at + 1}")},
-        }
-        for at, way in enumerate(("read", "written"))
-    ]
-    layout = {"barmode": "stack", "height": 130 + 20 * len(slots), "xaxis": {"title": {"text": "MiB"}}}
     columns = [Column("slot"), Column("read", right=True), Column("written", right=True)]
     numbers = table(columns, [(slot, *map(amount, moved[slot])) for slot in slots], f"DDR of a {phase} by slot")
-    label = f"What a {phase} moves to and from DDR, by slot of its programs"
-    return chart(traces, layout | {"yaxis": {"autorange": "reversed"}}, label, numbers)
+    series = [
+        Series(way, f"series-{at + 1}", [moved[slot][at] / (1 << 20) for slot in slots])
+        for at, way in enumerate(("read", "written"))
+    ]
+    return bars(slots, series, "MiB", f"What a {phase} moves to and from DDR, by slot of its programs", numbers)
 
 
-def _slots(launches: Iterable[Found]) -> Markup:
+def _slots(launches: Iterable[Figures]) -> Markup:
     columns = [Column("launch"), Column("slot"), Column("read", right=True), Column("written", right=True)]
     rows = (
         (launch["kernel"], slot, *map(amount, ways)) for launch in launches for slot, ways in launch["slots"].items()
@@ -216,36 +192,39 @@ def _slots(launches: Iterable[Found]) -> Markup:
 # the array
 
 WIDTH, HEIGHT, GAP, LEFT = 94, 54, 6, 64
-"""Of a tile, between tiles, before the first, in pixels."""
+"""Pixels of a tile, between tiles, and before the first."""
 ROWS = limits.ROWS + CORES
 MEMORIES = {MEMORY: limits.L2_BYTES} | {CORES + row: limits.L1_BYTES for row in range(limits.ROWS)}
 CHANNELS = {SHIM: limits.SHIM_CHANNELS, MEMORY: limits.MEMTILE_CHANNELS}
 
 
-def _array(found: Found) -> Iterator[Markup]:
+def _array(figures: Figures) -> Iterator[Markup]:
     yield note(
-        f"Of {limits.COLUMNS} columns, from below: a shim (DDR), a memory tile ({limits.L2_BYTES >> 10} KiB of L2), "
-        f"{limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, {limits.STACK_BYTES >> 10} of them stack). A "
-        "bar is how full a tile's memory is; below it are DMA channels in and out, of those that there are, and "
-        "descriptors. Sizes and counts are the program's; on which tiles they lie is for the compiler to choose, and "
-        "drawn from the left."
+        f"The array has {limits.COLUMNS} columns. Each has, from below, a shim (DDR), a memory tile "
+        f"({limits.L2_BYTES >> 10} KiB of L2) and {limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, "
+        f"{limits.STACK_BYTES >> 10} KiB of it stack). A tile shows how full its memory is (bar and size), the DMA "
+        "channels in and out that are used, of those it has, and buffer descriptors. The compiler chooses the tiles; "
+        "here they are drawn from the left."
     )
     spent: Counter[str] = Counter()
-    for moment in found["phases"][TOKEN]["moments"]:
+    for moment in figures["phases"][TOKEN]["moments"]:
         spent[moment["program"]] += moment["milliseconds"]
-    opened = max(found["programs"], key=lambda name: spent[name])
-    for name, program in found["programs"].items():
-        alike: dict[str, list[Found]] = defaultdict(list)
+    opened = max(figures["programs"], key=lambda name: spent[name])
+    programs: dict[str, Markup] = {}
+    for name, program in figures["programs"].items():
+        alike: dict[str, list[Figures]] = defaultdict(list)
         for launch in program["launches"]:
             alike[f"{launch['kernel']}: {launch['tiling']}"].append(launch)
         title = f"{name}: {len(program['launches'])} launches, {program['milliseconds']:.3f} ms"
         longest = max(alike.values(), key=lambda same: sum(launch["milliseconds"] for launch in same))
         shown = (_launches(same, opened=same is longest) for same in alike.values())
-        yield details(title, *shown, opened=name == opened)
+        programs[name] = details(title, *shown, opened=name == opened)
+    yield programs.pop(opened)
+    yield details(f"{len(programs)} other programs", *programs.values())
 
 
-def _launches(launches: Sequence[Found], opened: bool) -> Markup:
-    """Of one kernel, cut in one way: they take the same of the array, for other slots."""
+def _launches(launches: Sequence[Figures], opened: bool) -> Markup:
+    """Return launches of one kernel and tiling, which take the same of the array for other slots."""
     one = launches[0]
     spent = sum(launch["milliseconds"] for launch in launches)
     title = f"{one['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(one)}" + (
@@ -266,8 +245,8 @@ def _launches(launches: Sequence[Found], opened: bool) -> Markup:
     )
 
 
-def _buffers(launches: Sequence[Found]) -> Markup:
-    """Of launches that are alike, slot by slot."""
+def _buffers(launches: Sequence[Figures]) -> Markup:
+    """Return a table of the buffers of launches that are alike."""
     columns = [Column("memory"), Column("holds"), Column("bytes", right=True), Column("copies", right=True)]
     rows = []
     for same in zip(*(launch["buffers"] for launch in launches), strict=True):
@@ -303,10 +282,10 @@ def _tile(column: int, row: int, tile: Tile | None) -> Markup:
         f"in {tile.channels_in}/{channels} out {tile.channels_out}/{channels}",
         f"{tile.descriptors} descr.",
     ]
-    said = (tag("text", line, x=x + 5, y=y + 19 + 14 * at, font_size=12) for at, line in enumerate(lines))
+    texts = (tag("text", line, x=x + 5, y=y + 19 + 14 * at, font_size=12) for at, line in enumerate(lines))
     share = tile.bytes / MEMORIES[row] if row in MEMORIES else 0.0
     bar = tag("rect", x=x + 4, y=y + 3, width=f"{(WIDTH - 8) * share:.1f}", height=4, fill=colour("series-1"))
-    return tag("g", tag("rect", **box, fill=colour("raised"), stroke=colour("muted")), bar, *said)
+    return tag("g", tag("rect", **box, fill=colour("raised"), stroke=colour("muted")), bar, *texts)
 
 
 # what was counted, rates
@@ -315,7 +294,7 @@ def _tile(column: int, row: int, tile: Tile | None) -> Markup:
 BY = ("estimated", "counted")
 
 
-def _counted(counted: Found) -> Iterator[Markup]:
+def _counted(counted: Figures) -> Iterator[Markup]:
     rows = [
         (name, launch["launch"], slot, *(f"{each[by][way]:,}" for by in BY for way in (0, 1)))
         for name, launches in counted["programs"].items()
@@ -324,15 +303,15 @@ def _counted(counted: Found) -> Iterator[Markup]:
     ]
     differ = sum(row[3:5] != row[5:7] for row in rows)
     yield note(
-        f"A prompt of {counted['prompt']} tokens and the token behind it ran on npu2-sim, which counts what its "
-        f"programs move. Of {len(rows)} slots of launches, {len(rows) - differ} moved just what the estimate says; ",
+        f"A prompt of {counted['prompt']} tokens and the token after it ran on npu2-sim, which counts what its "
+        f"programs move. Of {len(rows)} slots of launches, {len(rows) - differ} moved exactly what the estimate says; ",
         tag("strong", f"{differ} did not.", class_="bad" if differ else "good"),
     )
     columns = [Column("program"), Column("launch"), Column("calls", right=True), Column("counted", right=True)]
     columns += [Column("DDR", right=True), Column("counted", right=True), Column("MAC counted", right=True)]
     launches = []
-    for name, found in counted["programs"].items():
-        for launch in found:
+    for name, figures in counted["programs"].items():
+        for launch in figures:
             calls = (launch["calls"][by] for by in BY)
             moved = (sum(sum(each[by]) for each in launch["slots"].values()) for by in BY)
             launches.append((name, launch["launch"], *(f"{number:,}" for number in (*calls, *moved, launch["macs"]))))
@@ -342,10 +321,10 @@ def _counted(counted: Found) -> Iterator[Markup]:
     yield details("By slot", table(columns, rows, "Bytes of DDR by slot, estimated and counted, one call"))
 
 
-def _rates(rates: Iterable[Found]) -> Iterator[Markup]:
+def _rates(rates: Iterable[Figures]) -> Iterator[Markup]:
     columns = [Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")]
     rows = (
-        (each["name"], f"{each['value']:g}", f"{each['low']:g}-{each['high']:g}", each["unit"], each["source"])
-        for each in rates
+        (rate["name"], f"{rate['value']:g}", f"{rate['low']:g}-{rate['high']:g}", rate["unit"], rate["source"])
+        for rate in rates
     )
-    yield details("The table that times come from", table(columns, rows, "Rates of the machine"))
+    yield details("The rates that the times are computed from", table(columns, rows, "Rates of the machine"))

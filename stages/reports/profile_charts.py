@@ -1,29 +1,47 @@
-"""What a profile's page draws: shares, layers, time lines, rooflines, the series of tokens."""
+"""The charts of a profile's page: shares, layers, time lines, rooflines and the series of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup
 
 from llama_npu2.cli.profile import summed
 from llama_npu2.cli.table import Column
-from stages.reports.pages import chart, colour, details, svg, table, tag
+from stages.reports.pages import (
+    Axis,
+    Curve,
+    Dot,
+    Series,
+    Span,
+    bars,
+    columns,
+    details,
+    legend,
+    lines,
+    table,
+    tag,
+    time_line,
+)
 
 Profile = Mapping[str, Any]
 Phase = Mapping[str, Any]
 
+OUTSIDE = "outside"
+"""The place of what is in no layer."""
+_LANES = ("host", "NPU", "programs")
+"""Lanes above those of the threads."""
 _COLOURS = 7
-"""Kernels with colours of their own; all others share the last."""
+"""Kernels with colours of their own; all others share the last colour."""
 OTHERS, WAITING, HOST, PYTHON, DEVICE = "others", "waiting for threads", "host", "Python", "NPU"
-_FIXED = {OTHERS: "series-8", WAITING: "muted", HOST: "warning", PYTHON: "bad", DEVICE: "accent"}
+_FIXED = {OTHERS: "series-8", WAITING: "muted", HOST: "host", PYTHON: "bad", DEVICE: "accent"}
 
 
 def segment(part: Mapping[str, Any], launched: frozenset[str]) -> str:
-    """What a part's own time is shown as. `launched`: programs whose launches are known."""
+    """Return the name that a part's own time is shown under. `launched`: programs whose launches are known."""
     match part["kind"]:
         case "launch":
             return str(part["name"])
@@ -39,173 +57,97 @@ def segment(part: Mapping[str, Any], launched: frozenset[str]) -> str:
 
 
 def launched(phase: Phase) -> frozenset[str]:
-    """Programs whose launches are known."""
+    """Return the programs whose launches are known."""
     return frozenset(part.get("program", "") for part in phase["parts"] if part["kind"] == "launch")
 
 
 def segments(phase: Phase) -> dict[str, float]:
-    """Seconds of each, the longest first."""
-    found: dict[str, float] = {}
+    """Return the seconds of each segment, the longest first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
     for part in phase["parts"]:
-        name = segment(part, launched(phase))
-        found[name] = found.get(name, 0.0) + part["seconds"]
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        seconds[segment(part, launched(phase))] += part["seconds"]
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 class Palette:
     """The colour of each segment, the same in all charts of a page."""
 
     def __init__(self, phases: Iterable[Phase]) -> None:
-        shares: dict[str, float] = {}
+        shares: defaultdict[str, float] = defaultdict(float)
         for phase in phases:
             for name, seconds in segments(phase).items():
-                shares[name] = shares.get(name, 0.0) + seconds / phase["mean"]
+                shares[name] += seconds / phase["mean"]
         chosen = [name for name in sorted(shares, key=lambda name: -shares[name]) if name not in _FIXED]
         self._own = {name: f"series-{number}" for number, name in enumerate(chosen[:_COLOURS], 1)}
 
     def named(self, name: str) -> str:
-        """The segment as it is shown."""
+        """Return the name under which a segment is shown."""
         return name if name in self._own or name in _FIXED else OTHERS
 
     def of(self, name: str) -> str:
-        """Of a name that `named` gave."""
-        return colour(self._own.get(name) or _FIXED[name])
+        """Return the colour of a name that `named` gave."""
+        return self._own.get(name) or _FIXED[name]
 
     def gathered(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Segments as they are shown, in the order of what they take."""
-        found: dict[str, float] = {}
-        for name, each in seconds.items():
-            found[self.named(name)] = found.get(self.named(name), 0.0) + each
-        return found
+        """Return seconds by the names under which segments are shown."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for name, spent in seconds.items():
+            sums[self.named(name)] += spent
+        return dict(sums)
 
 
-def shares(phases: Sequence[Phase], palette: Palette, unit: str = "%") -> Markup:
-    """A bar of each phase, in percent of the whole or else in ms."""
+def shares(phases: Sequence[Phase], palette: Palette, whole: bool = True) -> Markup:
+    """Return a bar for each phase; `whole`: all of one width, so that its parts show shares."""
     parts = [palette.gathered(segments(phase)) for phase in phases]
-    names = list(dict.fromkeys(name for each in parts for name in each))
+    names = list(dict.fromkeys(name for part in parts for name in part))
     titles = [phase["name"] for phase in phases]
-    scales = [100 / phase["mean"] if unit == "%" else 1e3 for phase in phases]
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": titles,
-            "x": [each.get(name, 0.0) * scale for each, scale in zip(parts, scales, strict=True)],
-            "marker": {"color": palette.of(name)},
-            "hovertemplate": "%{y}: %{x:.4g} " + unit + "<extra>" + name + "</extra>",
-        }
-        for name in names
-    ]
-    axes = {"xaxis": {"title": {"text": unit}}, "yaxis": {"autorange": "reversed"}}
-    rows = [[name, *(f"{1e3 * each.get(name, 0.0):.3f}" for each in parts)] for name in names]
-    columns = [Column("part"), *(Column(f"{title}, ms", right=True) for title in titles)]
+    series = [Series(name, palette.of(name), [1e3 * part.get(name, 0.0) for part in parts]) for name in names]
+    rows = [[name, *(f"{1e3 * part.get(name, 0.0):.4g}" for part in parts)] for name in names]
+    titled = [Column("part"), *(Column(f"{title}, ms", right=True) for title in titles)]
     label = f"Where the time goes: {', '.join(titles)}"
-    return _stacked(traces, axes, 240, legend(names, palette), label, table(columns, rows, label))
+    return bars(titles, series, "ms", label, table(titled, rows, label), shares=whole)
 
 
 def layers(phase: Phase, palette: Palette) -> Markup:
-    """A bar of each layer, in parts; what is outside of the layers is one more."""
-    found: dict[str, dict[str, float]] = {}
+    """Return a bar of each layer, in parts, and one of what is outside of the layers."""
+    spent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in phase["parts"]:
         if part["kind"] in ("program", "launch", "wait"):
-            place = str(part.get("layer", "outside"))
-            bar = found.setdefault(place, {})
             name = palette.named(segment(part, launched(phase)))
-            bar[name] = bar.get(name, 0.0) + 1e3 * part["seconds"]
-    places = sorted(found, key=lambda place: (place == "outside", place.zfill(4)))
-    names = list(dict.fromkeys(name for place in places for name in found[place]))
-    traces = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": places,
-            "y": [found[place].get(name, 0.0) for place in places],
-            "marker": {"color": palette.of(name)},
-            "hovertemplate": "layer %{x}: %{y:.3f} ms<extra>" + name + "</extra>",
-        }
-        for name in names
-    ]
-    axes = {"xaxis": {"title": {"text": "layer"}, "type": "category"}, "yaxis": {"title": {"text": "ms"}}}
-    columns = [Column("layer"), *(Column(f"{name}, ms", right=True) for name in names)]
-    rows = [[place, *(f"{found[place].get(name, 0.0):.4f}" for name in names)] for place in places]
-    label = f"Time of a {phase['name']} by layer"
-    return _stacked(traces, axes, 340, legend(names, palette), label, table(columns, rows, label))
+            spent[str(part.get("layer", OUTSIDE))][name] += 1e3 * part["seconds"]
+    places = sorted(spent, key=lambda place: (place == OUTSIDE, place.zfill(4)))
+    names = list(dict.fromkeys(name for place in places for name in spent[place]))
+    series = [Series(name, palette.of(name), [spent[place][name] for place in places]) for name in names]
+    titled = [Column("layer"), *(Column(f"{name}, ms", right=True) for name in names)]
+    rows = [[place, *(f"{spent[place][name]:.4f}" for name in names)] for place in places]
+    label = f"Time of a {phase['name']} by layer, counted from 0"
+    y = Axis.of("ms", [sum(parts.values()) for parts in spent.values()])
+    return columns(places, series, "layer", y, label, table(titled, rows, label), stacked=True)
 
 
-def _stacked(
-    traces: Sequence[Mapping[str, Any]],
-    axes: Mapping[str, Any],
-    height: int,
-    names: Markup,
-    label: str,
-    numbers: Markup,
-) -> Markup:
-    """Bars on one another. Plotly's own legend of many entries covers them when a window changes its width."""
-    layout = {"barmode": "stack", "height": height, "showlegend": False, **axes}
-    return tag("div", names, chart(traces, layout, label, numbers))
-
-
-def legend(names: Iterable[str], palette: Palette, titles: Mapping[str, str] = MappingProxyType({})) -> Markup:
-    """What colours mean; `titles`: of segments that are called something else."""
-    entries = (
-        tag(
-            "span", _swatch(palette.of(name)), "\N{NO-BREAK SPACE}", titles.get(name, name), style="white-space: nowrap"
-        )
-        for name in names
-    )
-    return tag("p", Markup(" &ensp;").join(entries))
-
-
-_WIDTH, _LEFT, _TOP, _LANE = 1200, 90, 24, 34
-"""Of a time line, in pixels: all of it, room for names, room for the axis, a lane."""
-
-
-def timeline(found: Profile, phase: Phase, palette: Palette) -> Markup:
-    """The last prompt, or the token whose time is the median, on all threads."""
-    line = found["timeline"]
+def timeline(profile: Profile, phase: Phase, palette: Palette) -> Markup:
+    """Return the time line of the last prompt, or of the token whose time is the median, on all threads."""
+    line = profile["timeline"]
     start, end = list(pairwise(line["edges"]))[0 if phase["name"] == "prompt" else line["shown"] + 1]
-    inside = [
-        (_lane(line["names"][number][0], thread), *line["names"][number][:3], begin - start, length)
-        for number, thread, begin, length, _ in line["spans"]
-        if start <= begin < end and line["names"][number][0] not in ("phase", "native")
-    ]
-    lanes = [name for name in _LANES if any(bar[0] == name for bar in inside)]
-    lanes += sorted({bar[0] for bar in inside} - {*lanes}, key=lambda name: (len(name), name))
-    known, shown, shapes, rows = launched(phase), dict[str, None](), list[Markup](), []
-    for lane, kind, name, layer, begin, length in inside:
-        kept = palette.named(segment({"kind": kind, "name": name}, known))
+    known, spans, rows = launched(phase), list[Span](), []
+    tints: dict[str, str] = {}
+    for number, thread, begin, length, _ in line["spans"]:
+        kind, name, layer, _ = line["names"][number]
+        if not start <= begin < end or kind in ("phase", "native"):
+            continue
+        shown = palette.named(segment({"kind": kind, "name": name}, known))
         text = name if layer is None else f"{name}, layer {layer}"
-        row = [lane, text, f"{begin / 1e6:.4f}", f"{length / 1e6:.4f}"]
-        shown[kept] = None
-        rows.append(row)
-        x, width = (_WIDTH - _LEFT) * begin / (end - start), (_WIDTH - _LEFT) * length / (end - start)
-        place = {"x": f"{_LEFT + x:.2f}", "width": f"{max(width, 0.2):.2f}", "height": _LANE - 8}
-        title = tag("title", f"{text}: {row[3]} ms from {row[2]} on")
-        shapes.append(tag("rect", title, y=_TOP + _LANE * lanes.index(lane), fill=palette.of(kept), **place))
-    label = f"Time line of a {phase['name']} of {(end - start) / 1e6:.3f} ms"
-    drawing = svg(_WIDTH, _TOP + _LANE * len(lanes), label, *_frame(lanes, (end - start) / 1e6), *shapes, zoom=True)
-    columns = [Column("on"), Column("what"), Column("from, ms", right=True), Column("ms", right=True)]
-    names = legend(shown, palette, {WAITING: "programs, their launches below"})
-    return tag("div", tag("h3", label), names, drawing, details("Numbers", table(columns, rows, label)))
-
-
-_LANES = ("host", "NPU", "programs")
-
-
-def _swatch(tint: str) -> Markup:
-    square = tag("rect", width=12, height=12, fill=tint)
-    return tag("svg", square, width=12, height=12, aria_hidden="true", style="display: inline")
-
-
-def _frame(lanes: Sequence[str], milliseconds: float) -> Iterator[Markup]:
-    """Names of lanes, and an axis with five marks."""
-    for number, name in enumerate(lanes):
-        yield tag("text", name, x=0, y=_TOP + _LANE * number + 18, font_size=13)
-    for mark in range(6):
-        x = _LEFT + (_WIDTH - _LEFT) * mark / 5
-        anchor = "start" if not mark else "end" if mark == 5 else "middle"
-        yield tag("text", f"{milliseconds * mark / 5:.4g} ms", x=f"{x:g}", y=14, font_size=12, text_anchor=anchor)
+        begin, length = (begin - start) / 1e6, length / 1e6
+        tints["programs, their launches below" if shown == WAITING else shown] = palette.of(shown)
+        title = f"{text}: {length:.4f} ms from {begin:.4f} ms"
+        spans.append(Span(_lane(kind, thread), palette.of(shown), begin, length, title))
+        rows.append([spans[-1].lane, text, f"{begin:.4f}", f"{length:.4f}"])
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane not in _LANES, len(lane), lane))
+    which = "the last prompt" if phase["name"] == "prompt" else "the token whose time is the median"
+    label = f"Time line of {which}: {(end - start) / 1e6:.3f} ms"
+    titles = [Column("on"), Column("what"), Column("from, ms", right=True), Column("ms", right=True)]
+    drawing = time_line(lanes, spans, (end - start) / 1e6, label)
+    return tag("div", tag("h3", label), legend(tints.items()), drawing, details("Numbers", table(titles, rows, label)))
 
 
 def _lane(kind: str, thread: int) -> str:
@@ -214,74 +156,60 @@ def _lane(kind: str, thread: int) -> str:
     return {"program": "programs", "host": "host"}.get(kind, "NPU")
 
 
-def roofline(found: Profile, palette: Palette) -> Markup:
-    """Operations per second of each kernel over operations per byte, below what the machine's peaks allow (Williams et
-    al. 2009). The larger a point, the more of the time it takes."""
-    peaks, traces, rows = found["peaks"], [], []
-    for phase, symbol in zip(found["phases"], ("circle", "diamond"), strict=True):
-        kernels = [row for row in summed(phase["parts"]) if row["kind"] == "launch" and row["operations"]]
-        points = [(row["operations"] / row["bytes"], row["operations"] / row["seconds"] / 1e9) for row in kernels]
-        rows += [
-            [
-                phase["name"],
-                row["program"],
-                row["name"],
-                f"{x:.2f}",
-                f"{y:.2f}",
-                f"{row['seconds'] / phase['mean']:.1%}",
-            ]
-            for row, (x, y) in zip(kernels, points, strict=True)
-        ]
-        marker = {
-            "symbol": symbol,
-            "size": [8 + 40 * (row["seconds"] / phase["mean"]) ** 0.5 for row in kernels],
-            "color": [palette.of(palette.named(row["name"])) for row in kernels],
-            "line": {"width": 1, "color": colour("text")},
-        }
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": phase["name"],
-                "x": [x for x, _ in points],
-                "y": [y for _, y in points],
-                "text": [f"{row['name']} of {row['program']}" for row in kernels],
-                "marker": marker,
-                "hovertemplate": "%{text}<br>%{x:.2f} operations a byte, %{y:.1f} GFLOP/s",
-            }
-        )
+def roofline(profile: Profile, palette: Palette) -> Markup:
+    """Return operations per second of each kernel over operations per byte, below the machine's peaks.
+
+    After Williams, Waterman and Patterson (2009). The larger a point, the more of the time it takes.
+    """
+    peaks, dots, rows = profile["peaks"], list[Dot](), []
+    for phase in profile["phases"]:
+        for row in summed(phase["parts"]):
+            if row["kind"] != "launch" or not row["operations"]:
+                continue
+            x, y = row["operations"] / row["bytes"], row["operations"] / row["seconds"] / 1e9
+            share = row["seconds"] / phase["mean"]
+            title = f"{row['name']} of {row['program']}, {phase['name']}: {x:.2f} operations a byte, {y:.1f} GFLOP/s"
+            tint = palette.of(palette.named(row["name"]))
+            dots.append(Dot(tint, x, y, 8 + 40 * share**0.5, title, diamond=phase["name"] != "prompt"))
+            rows.append([phase["name"], row["program"], row["name"], f"{x:.2f}", f"{y:.2f}", f"{share:.1%}"])
     knee = peaks["bf16"] / peaks["read"]
-    roof = sorted({min([0.1, *(x for trace in traces for x in trace["x"])]), knee, max([1e3, 2 * knee])})
-    limit = [min(peaks["bf16"], x * peaks["read"]) / 1e9 for x in roof]
-    line = {"color": colour("muted"), "dash": "dash"}
-    traces.append({"type": "scatter", "mode": "lines", "name": "peaks", "x": roof, "y": limit, "line": line})
-    axes = {
-        "xaxis": {"type": "log", "title": {"text": "operations per byte"}},
-        "yaxis": {"type": "log", "title": {"text": "GFLOP/s"}},
-    }
+    roof = sorted({min([0.1, *(dot.x for dot in dots)]), knee, max([1e3, 2 * knee])})
+    limit = [(x, min(peaks["bf16"], x * peaks["read"]) / 1e9) for x in roof]
     names = ("operations a byte", "GFLOP/s", "of the time")
-    columns = [Column("of"), Column("program"), Column("kernel"), *(Column(name, right=True) for name in names)]
-    label = f"Roofline: {peaks['bf16'] / 1e9:.0f} GFLOP/s in bf16, {peaks['read'] / 1e9:.1f} GB/s, as measured"
-    return chart(traces, {"height": 420, **axes}, label, table(columns, rows, label))
+    titles = [Column("of"), Column("program"), Column("kernel"), *(Column(name, right=True) for name in names)]
+    label = (
+        f"Roofline: {peaks['bf16'] / 1e9:.0f} GFLOP/s in bf16, {peaks['read'] / 1e9:.1f} GB/s, as measured. Circles: "
+        "prompt, squares on their corner: token. What is above the line read from a cache, or ran faster than the peak "
+        "did when it was measured"
+    )
+    x_axis, y_axis = (
+        Axis.of(title, values, log=True)
+        for title, values in (
+            ("operations per byte", [*roof, *(dot.x for dot in dots)]),
+            ("GFLOP/s", [*(y for _, y in limit), *(dot.y for dot in dots)]),
+        )
+    )
+    curve = Curve("peaks of this machine", "muted", limit)
+    used = {dot.tint for dot in dots}
+    kernels = [(name, palette.of(name)) for name in {palette.named(row[2]): None for row in rows}]
+    chart = lines([curve], x_axis, y_axis, label, table(titles, rows, "Roofline"), dots)
+    return tag("div", legend(entry for entry in kernels if entry[1] in used), chart)
 
 
-def series(found: Profile, other: Profile | None) -> Markup:
-    """Time of each token over the positions before it."""
-    traces = []
-    for name, profile, tint in (("this", found, "series-1"), ("against", other, "series-2")):
-        if profile:
-            positions, seconds, inside = zip(*profile["series"], strict=True)
-            outside = [1e3 * (whole - part) for whole, part in zip(seconds, inside, strict=True)]
-            line = {"color": colour(tint)}
-            point: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": positions}
-            traces.append({**point, "name": f"token, {name}", "y": [1e3 * each for each in seconds], "line": line})
-            dotted = {**line, "dash": "dot"}
-            traces.append({**point, "name": f"of it outside of programs, {name}", "y": outside, "line": dotted})
-    axes = {
-        "xaxis": {"title": {"text": "tokens before it"}},
-        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
-    }
-    columns = [Column("tokens before it", right=True), Column("ms", right=True), Column("in programs, ms", right=True)]
-    rows = [[position, f"{1e3 * whole:.3f}", f"{1e3 * inside:.3f}"] for position, whole, inside in found["series"]]
-    label = f"Time of each of {len(rows)} tokens"
-    return chart(traces, {"height": 380, **axes}, label, table(columns, rows, label))
+def series(profile: Profile, other: Profile | None) -> Markup:
+    """Return the time of each token over the positions before it."""
+    curves = []
+    for name, run, tint in (("", profile, "series-1"), (", against", other, "series-7")):
+        if run:
+            tokens = [(position, 1e3 * spent, 1e3 * (spent - inside)) for position, spent, inside in run["series"]]
+            curves.append(Curve(f"token{name}", tint, [(position, spent) for position, spent, _ in tokens]))
+            outside = [(position, spent) for position, _, spent in tokens]
+            curves.append(Curve(f"outside of programs{name}", tint, outside, dashed=True))
+    titles = [Column("tokens before it", right=True), Column("ms", right=True), Column("in programs, ms", right=True)]
+    rows = [[position, f"{1e3 * spent:.3f}", f"{1e3 * inside:.3f}"] for position, spent, inside in profile["series"]]
+    label = f"Time of each of {len(rows)} tokens; spikes are the scheduler's, when other processes run"
+    points = [point for curve in curves for point in curve.points]
+    positions = [position for position, _ in points]
+    x = Axis("tokens before it", min(positions), max(positions))
+    y = Axis.of("ms", [spent for _, spent in points], log=True)
+    return lines(curves, x, y, label, table(titles, rows, label))

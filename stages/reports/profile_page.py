@@ -1,4 +1,4 @@
-"""A profile as a page, alone or beside another."""
+"""The page of a profile, alone or compared with another."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from llama_npu2.cli.profile import COLUMNS, cells, summed
 from llama_npu2.cli.table import Column, amount
 from stages.reports.pages import Page, details, facts, note, table, tag
 from stages.reports.profile_charts import (
+    OUTSIDE,
     PYTHON,
     WAITING,
     Palette,
@@ -25,63 +26,68 @@ from stages.reports.profile_charts import (
 )
 
 
-def profile_page(found: Profile, other: Profile | None = None) -> Page:
-    """Return the page of one profile, or of two next to each other (`llama_npu2.cli.profile.profile`).
+def profile_page(profile: Profile, other: Profile | None = None) -> Page:
+    """Return the page of one profile, or of two next to each other (see `llama_npu2.cli.profile.profile`).
 
-    `found` may have an `estimate` of its programs: `milliseconds` and `launches` by name.
+    `profile` may have an `estimate` of its programs: `milliseconds` and `launches` by name.
     """
-    about, phases = found["machine"], found["phases"]
+    about, phases = profile["machine"], profile["phases"]
     page = Page(f"Profile of {about['model']}", f"{about['device']}, on {about['cpu']}. {_answer(phases)}")
     palette = Palette(phases)
-    page.add("At a glance", facts(dict(_facts(found))), shares(phases, palette))
+    page.add("At a glance", facts(dict(_facts(profile))), shares(phases, palette))
     page.add("Layers", *(layers(phase, palette) for phase in phases))
-    page.add("Time lines", *(timeline(found, phase, palette) for phase in phases))
-    if found["peaks"]:
-        page.add("Roofline", roofline(found, palette))
-    page.add("Token by token", series(found, other))
+    page.add("Time lines", *(timeline(profile, phase, palette) for phase in phases))
+    if profile["peaks"]:
+        page.add("Roofline", roofline(profile, palette))
+    page.add("Token by token", series(profile, other))
     for phase in phases:
-        page.add(f"Parts of a {phase['name']}", *_parts(phase, found["peaks"]))
+        page.add(f"Parts of a {phase['name']}", *_parts(phase, profile["peaks"]))
     if any(part["kind"] in ("wait", "sync") for phase in phases for part in phase["parts"]):
         page.add("Submissions, syncs and waiting", *map(_crossing, phases))
     if any("counted" in phase for phase in phases):
         page.add("What the simulator counted", *(block for phase in phases for block in _counted(phase)))
-    if found.get("estimate"):
-        blocks = (block for phase in phases for block in _estimated(phase, found["estimate"]))
-        page.add("Beside the estimate", *blocks)
+    if profile.get("estimate"):
+        blocks = (block for phase in phases for block in _estimated(phase, profile["estimate"]))
+        page.add("Estimated and measured", *blocks)
     if other:
-        page.add("Against the other", *_compared(found, other))
+        page.add("Against the other", *_compared(profile, other))
     return page
 
 
 def _answer(phases: list[Phase]) -> str:
     def largest(phase: Phase) -> str:
-        return ", ".join(f"{name} {each / phase['mean']:.0%}" for name, each in list(segments(phase).items())[:3])
+        return ", ".join(f"{name} {spent / phase['mean']:.0%}" for name, spent in list(segments(phase).items())[:3])
 
-    return " ".join(f"A {phase['name']} takes {1e3 * phase['mean']:.3f} ms: {largest(phase)}." for phase in phases)
+    return " ".join(
+        f"A {phase['name']} takes {1e3 * phase['mean']:.3f} ms in the mean of the middle half of "
+        f"{len(phase['seconds'])}: {largest(phase)}."
+        for phase in phases
+    )
 
 
-def _facts(found: Profile) -> Iterator[tuple[str, str]]:
-    prompt, token = found["phases"]
+def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
+    prompt, token = profile["phases"]
     yield f"prompt of {prompt['rows']}", f"{1e3 * prompt['mean']:.2f} ms"
     yield "prompt, tokens/s", f"{prompt['rows'] / prompt['mean']:.1f}"
     yield "token", f"{1e3 * token['mean']:.3f} ms"
     yield "tokens/s", f"{1 / token['mean']:.1f}"
     slow = sorted(token["seconds"])[-max(1, len(token["seconds"]) // 100)]
-    yield "slowest hundredth of tokens", f"{1e3 * slow:.3f} ms"
+    yield "slowest hundredth of tokens (scheduling)", f"{1e3 * slow:.3f} ms"
     parts = segments(token)
     yield "of a token, Python", f"{parts.get(PYTHON, 0.0) / token['mean']:.1%}"
     if WAITING in parts:
         yield "of a token, waiting for threads", f"{parts[WAITING] / token['mean']:.1%}"
     for name, unit in (("read", "GB/s"), ("bf16", "GFLOP/s")):
-        if name in found["peaks"]:
-            yield f"peak, {name}", f"{found['peaks'][name] / 1e9:.1f} {unit}"
+        if name in profile["peaks"]:
+            yield f"peak, {name}", f"{profile['peaks'][name] / 1e9:.1f} {unit}"
 
 
 def _parts(phase: Phase, peaks: Mapping[str, float]) -> Iterator[Markup]:
     rows = summed(phase["parts"])
     yield note(
         f"Means of the middle half of {len(phase['seconds'])}, each of {phase['rows']} rows. The parts add up to the "
-        "whole; a program's figures include its launches'. Above 100 % of the roofline, what is read is in a cache."
+        "whole; a program's figures include its launches'. A launch above 100 % of the roofline read from a cache, or "
+        "ran faster than the machine did when its peak was measured."
     )
     lines = (cells(row, phase["mean"], peaks) for row in rows)
     # Blanks at a cell's beginning are not shown.
@@ -93,24 +99,24 @@ def _parts(phase: Phase, peaks: Mapping[str, float]) -> Iterator[Markup]:
 
 
 def _by_layer(phase: Phase, program: str) -> Markup:
-    """Milliseconds of each launch of a program, in each layer; what is the program's own behind them."""
-    found: dict[tuple[int, str], dict[Any, float]] = {}
+    """Return milliseconds of each launch of a program in each layer, and of the program itself."""
+    spent: dict[tuple[int, str], dict[Any, float]] = {}
     for part in phase["parts"]:
         if program in (part.get("program"), part["name"] if part["kind"] == "program" else None):
             key = (part.get("launch", len(phase["parts"])), part["name"])
-            found.setdefault(key, {})[part.get("layer")] = 1e3 * part["seconds"]
-    keys = sorted(found)
-    places = list(dict.fromkeys(place for key in keys for place in found[key]))
+            spent.setdefault(key, {})[part.get("layer")] = 1e3 * part["seconds"]
+    keys = sorted(spent)
+    places = list(dict.fromkeys(place for key in keys for place in spent[key]))
     titles = [Column(name if name != program else "itself", right=True) for _, name in keys]
     lines = (
-        ["outside" if place is None else place, *(f"{found[key].get(place, 0.0):.4f}" for key in keys)]
+        [OUTSIDE if place is None else place, *(f"{spent[key].get(place, 0.0):.4f}" for key in keys)]
         for place in places
     )
     return table([Column("layer"), *titles], lines, f"{program}, ms by layer and launch")
 
 
 def _crossing(phase: Phase) -> Markup:
-    """What goes between host and NPU, in a prompt or a token."""
+    """Return what goes between host and NPU in a prompt or a token."""
     columns = ("calls", "runs", "moved", "ms", "share")
     rows = [
         [
@@ -152,7 +158,7 @@ def _counted(phase: Phase) -> Iterator[Markup]:
 
 
 def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
-    """Programs as the estimate has them, beside what each took submitted alone where that was measured."""
+    """Yield the estimate of each program, next to its time when submitted alone, where that was measured."""
     alone = phase.get("alone", {})
     titles = ("calls", "estimate, ms", *(("measured, ms", "measured / estimate") if alone else ()))
     calls = {name: count for name, count in phase["calls"].items() if name in estimate}
@@ -161,31 +167,31 @@ def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
         wanted = count * estimate[name]["milliseconds"]
         measured = [f"{1e3 * alone[name]:.3f}", f"{1e3 * alone[name] / wanted:.2f}"] if alone else []
         rows.append([name, count, f"{wanted:.3f}", *measured])
-    label = f"Programs of a {phase['name']} beside the estimate"
+    label = f"Programs of a {phase['name']}, estimated and measured"
     yield tag("h3", label)
     yield table([Column("program"), *(Column(title, right=True) for title in titles)], rows, label)
     columns = [Column("kernel"), Column("launches", right=True), Column("ms", right=True), Column("limit")]
     for name in calls:
         launches = (
-            [each["kernel"], each["launches"], f"{each['milliseconds']:.4f}", each["limit"]]
-            for each in estimate[name]["launches"]
+            [launch["kernel"], launch["launches"], f"{launch['milliseconds']:.4f}", launch["limit"]]
+            for launch in estimate[name]["launches"]
         )
         yield details(f"{name}, a call by the estimate", table(columns, launches, f"{name}, of a {phase['name']}"))
 
 
-def _compared(found: Profile, other: Profile) -> Iterator[Markup]:
+def _compared(profile: Profile, other: Profile) -> Iterator[Markup]:
     about = other["machine"]
     yield note(f"The other is {about['model']}: {about['device']}, on {about['cpu']}.")
     titles = [Column("part"), *(Column(name, right=True) for name in ("this, ms", "other, ms", "this / other"))]
-    for ours, theirs in zip(found["phases"], other["phases"], strict=True):
-        what = [f"{each['rows']} rows from position {each['position']} on" for each in (ours, theirs)]
-        label = f"A {ours['name']}: {' beside '.join(what)}"
+    for ours, theirs in zip(profile["phases"], other["phases"], strict=True):
+        what = [f"{phase['rows']} rows from position {phase['position']}" for phase in (ours, theirs)]
+        label = f"A {ours['name']}: {', against '.join(what)}"
         mine, its = ({_key(row): row["seconds"] for row in summed(phase["parts"])} for phase in (ours, theirs))
         rows = [_pair("all", ours["mean"], theirs["mean"])]
         rows += [_pair(" of ".join(filter(None, key[::-1])), mine.get(key), its.get(key)) for key in mine | its]
         bars = [{**ours, "name": "this"}, {**theirs, "name": "other"}]
         yield tag("h3", label)
-        yield shares(bars, Palette(bars), "ms")
+        yield shares(bars, Palette(bars), whole=False)
         yield table(titles, rows, label)
 
 
@@ -194,5 +200,5 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _pair(name: str, ours: float | None, theirs: float | None) -> list[str]:
-    shown = ["" if each is None else f"{1e3 * each:.3f}" for each in (ours, theirs)]
+    shown = ["" if seconds is None else f"{1e3 * seconds:.4g}" for seconds in (ours, theirs)]
     return [name, *shown, f"{ours / theirs:.2f}" if ours and theirs else ""]

@@ -1,4 +1,4 @@
-"""What `doit verify` found, in files: `verify.html` for people, `verify.json`, and `verify.xml` as JUnit, for CI."""
+"""The files of `doit verify`: `verify.html` for people, `verify.json`, and `verify.xml` as JUnit, for CI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -16,99 +16,99 @@ from markupsafe import Markup
 from llama_npu2.cli.table import Column
 from stages.engine.files import write_atomic
 from stages.proof.comparison.continuations import TOKENS, TOP, Choice, Comparison, Difference
-from stages.reports.pages import Page, chart, colour, details, facts, note, table, tag
-
-if TYPE_CHECKING:
-    from stages.proof.comparison.verification import Verification
+from stages.proof.comparison.verification import Verification
+from stages.reports.pages import Axis, Page, Series, colour, columns, details, facts, note, table, tag
 
 CONTEXT = 60
-"""Characters in front of a difference."""
+"""Characters shown before a difference."""
 
 
-def write(directory: Path, artifact: str, found: Verification) -> Path:
-    """All three files; `artifact`: what was verified, as `model/target`. Returns the page."""
-    write_atomic(directory / "verify.json", (json.dumps(described(artifact, found), indent=1) + "\n").encode())
-    write_atomic(directory / "verify.xml", junit(artifact, found))
-    page(artifact, found).write(directory / "verify.html")
+def write(directory: Path, artifact: str, result: Verification) -> Path:
+    """Write all three files, and return the path of the page. `artifact` is `model/target`."""
+    write_atomic(directory / "verify.json", (json.dumps(described(artifact, result), indent=1) + "\n").encode())
+    write_atomic(directory / "verify.xml", junit(artifact, result))
+    page(artifact, result).write(directory / "verify.html")
     return directory / "verify.html"
 
 
-def described(artifact: str, found: Verification) -> dict[str, Any]:
-    """All of it, as JSON."""
+def described(artifact: str, result: Verification) -> dict[str, Any]:
+    """Return all of it, for JSON."""
     return {
         "artifact": artifact,
-        **found.summary(),
-        "comparisons": [asdict(comparison) | {"passed": comparison.passed} for comparison in found.comparisons],
-        "tensors": [asdict(tensor) | {"passed": tensor.passed} for tensor in found.tensors],
-        "seconds": found.seconds,
+        **result.summary(),
+        "comparisons": [asdict(comparison) | {"passed": comparison.passed} for comparison in result.comparisons],
+        "tensors": [asdict(tensor) | {"passed": tensor.passed} for tensor in result.tensors],
+        "seconds": result.seconds,
     }
 
 
-def junit(artifact: str, found: Verification) -> bytes:
-    """A suite with a case per check, in the vocabulary of `junit-10.xsd` of Jenkins' xUnit plugin. A prompt's time is
-    the runtime's; that of transformers, which takes all texts at once, is with the logits."""
-    suite = ElementTree.Element("testsuite", _counts(found))
+def junit(artifact: str, result: Verification) -> bytes:
+    """Return a suite with a case per check, in the vocabulary of `junit-10.xsd` of Jenkins' xUnit plugin.
+
+    A prompt's time is the runtime's. That of transformers, which takes all texts at once, is with the logits.
+    """
+    suite = ElementTree.Element("testsuite", _counts(result))
     suite.attrib |= {"name": _allowed(artifact), "timestamp": datetime.now(UTC).isoformat(timespec="seconds")}
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in _properties(found).items():
+    for name, value in _properties(result).items():
         ElementTree.SubElement(properties, "property", name=name, value=_allowed(value))
-    for name, check in found.checks.items():
-        time = f"{found.seconds[name]:.3f}"
+    for name, check in result.checks.items():
+        time = f"{result.seconds[name]:.3f}"
         case = ElementTree.SubElement(suite, "testcase", classname="verify", name=_allowed(name), time=time)
-        said = _allowed(str(check))
+        message = _allowed(str(check))
         if check.passed:
-            ElementTree.SubElement(case, "system-out").text = said
+            ElementTree.SubElement(case, "system-out").text = message
         else:
-            ElementTree.SubElement(case, "failure", type="mismatch", message=said).text = said
-    whole = ElementTree.Element("testsuites", _counts(found), name="doit verify")
-    whole.append(suite)
-    ElementTree.indent(whole)
-    return ElementTree.tostring(whole, "utf-8", xml_declaration=True) + b"\n"
+            ElementTree.SubElement(case, "failure", type="mismatch", message=message).text = message
+    suites = ElementTree.Element("testsuites", _counts(result), name="doit verify")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, "utf-8", xml_declaration=True) + b"\n"
 
 
-def _counts(found: Verification) -> dict[str, str]:
-    failures = sum(not check.passed for check in found.checks.values())
-    # What takes the weights is a part of what takes the logits.
-    time = sum(seconds for name, seconds in found.seconds.items() if name != "weights")
-    return {"tests": str(len(found.checks)), "failures": str(failures), "errors": "0", "time": f"{time:.3f}"}
+def _counts(result: Verification) -> dict[str, str]:
+    failures = sum(not check.passed for check in result.checks.values())
+    # The time of the weights is a part of that of the logits.
+    time = sum(seconds for name, seconds in result.seconds.items() if name != "weights")
+    return {"tests": str(len(result.checks)), "failures": str(failures), "errors": "0", "time": f"{time:.3f}"}
 
 
-def _properties(found: Verification) -> dict[str, str]:
-    """What was verified, on what, and what has no bound."""
-    summary = found.summary()
+def _properties(result: Verification) -> dict[str, str]:
+    """Return what was verified, on what, and the figures that have no bound."""
+    summary = result.summary()
     return {
         "manifest": f"sha256:{summary['manifest']}",
         "text": f"{summary['text']['name']} sha256:{summary['text']['sha256']}",
         "bits": f"{summary['bits']:.2f}",
-        "KL divergence": f"{found.lost.divergence:.6f}",
-        "perplexity": f"{found.lost.perplexity:.3f}",
-        "perplexity of the checkpoint": f"{found.lost.source_perplexity:.3f}",
+        "KL divergence": f"{result.lost.divergence:.6f}",
+        "perplexity": f"{result.lost.perplexity:.3f}",
+        "perplexity of the checkpoint": f"{result.lost.source_perplexity:.3f}",
         **summary["machine"],
     }
 
 
 def _allowed(text: str) -> str:
-    """What XML 1.0 has no way to say is replaced."""
+    """Replace what XML 1.0 cannot hold."""
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
-def page(artifact: str, found: Verification) -> Page:
-    """Whether it is right, how good it is, and where it differs."""
-    failed = [name for name, check in found.checks.items() if not check.passed]
-    verdict = f"Wrong: {', '.join(failed)}." if failed else "It does what transformers does with the same weights."
-    made = Page(f"doit verify: {artifact}", verdict)
-    made.add("Checks", table(_CHECKS, list(_checks(found)), "Checks"))
-    made.add("Against the checkpoint", *_quality(found))
-    made.add("Prompts", note(_PROMPTS), *(block for each in found.comparisons for block in _prompt(each)))
-    made.add("Weights", *_weights(found))
-    return made
+def page(artifact: str, result: Verification) -> Page:
+    """Return a page of whether it is right, how good it is, and where it differs."""
+    failed = [name for name, check in result.checks.items() if not check.passed]
+    verdict = f"Wrong: {', '.join(failed)}." if failed else "It computes what transformers does with the same weights."
+    shown = Page(f"doit verify: {artifact}", verdict)
+    shown.add("Checks", *_checks(result))
+    shown.add("Against the checkpoint", *_quality(result))
+    prompts = (block for comparison in result.comparisons for block in _prompt(comparison))
+    shown.add("Prompts", note(_PROMPTS), *prompts)
+    shown.add("Weights", *_weights(result))
+    return shown
 
 
 _PROMPTS = (
-    f"Each prompt is continued greedily by {TOKENS} tokens. Transformers, in bf16, chooses behind the same tokens. "
-    f"Where it chooses another one, the token is marked, and the choice of each must be among the other's best {TOP}."
+    f"Each prompt is continued greedily by {TOKENS} tokens. Transformers, in bf16, chooses after the same tokens. "
+    f"Where it chooses another one, the token is marked, and each side's choice must be among the other's best {TOP}."
 )
-_CHECKS = [Column("check"), Column("outcome"), Column("what was found"), Column("seconds", right=True)]
 _DIFFERENCES = [
     Column("token", right=True),
     Column("side"),
@@ -121,27 +121,31 @@ _DIFFERENCES = [
 _TENSORS = [
     Column("tensor"),
     Column("format"),
-    Column("off by", right=True),
-    Column("rounding alone", right=True),
+    Column("relative error", right=True),
+    Column("of rounding alone", right=True),
     Column("outcome"),
 ]
 
 
-def _checks(found: Verification) -> Iterator[tuple[object, ...]]:
-    for name, check in found.checks.items():
-        yield name, _verdict(check.passed), str(check), f"{found.seconds[name]:.2f}"
+def _checks(result: Verification) -> Iterator[Markup]:
+    for name, check in result.checks.items():
+        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", _seconds(result.seconds[name]))
+
+
+def _seconds(seconds: float) -> Markup:
+    return tag("span", f"{seconds:.1f} s", class_="muted")
 
 
 def _verdict(passed: bool) -> Markup:
     return tag("strong", "pass" if passed else "FAIL", style=f"color: {colour('good' if passed else 'bad')}")
 
 
-def _quality(found: Verification) -> Iterator[Markup]:
-    lost = found.lost
+def _quality(result: Verification) -> Iterator[Markup]:
+    lost = result.lost
     low, high = lost.interval
     yield note(
-        f"What the formats of weights and KV cache cost over {lost.tokens} tokens of {found.text.name}, beside the "
-        f"checkpoint in float32; weights of matrices take {found.weights.bits:.2f} bits."
+        f"The loss of the formats of weights and KV cache, over {lost.tokens} tokens of {result.text.name}, against "
+        f"the checkpoint in float32. A weight of a matrix takes {result.weights.bits:.2f} bits on average."
     )
     yield facts(
         {
@@ -156,7 +160,7 @@ def _quality(found: Verification) -> Iterator[Markup]:
 
 
 def _prompt(comparison: Comparison) -> Iterator[Markup]:
-    """The text with what differs, the first difference side by side, and the figures of each."""
+    """Yield the text with its differences marked, the first one side by side, and figures of each."""
     prompt, differences = comparison.prompt, comparison.differences
     yield tag("h3", f"{prompt.name}: {comparison.equal} of {TOKENS} equal ", _verdict(comparison.passed))
     differing = {difference.position for difference in differences}
@@ -166,8 +170,11 @@ def _prompt(comparison: Comparison) -> Iterator[Markup]:
         yield from first_difference(comparison)
         rows = [
             row
-            for each in differences
-            for row in (_choice(each, "runtime", each.ours), _choice(each, "transformers", each.theirs))
+            for difference in differences
+            for row in (
+                _choice(difference, "runtime", difference.ours),
+                _choice(difference, "transformers", difference.theirs),
+            )
         ]
         yield details(f"{len(differences)} differences", table(_DIFFERENCES, rows, f"differences of {prompt.name}"))
 
@@ -178,7 +185,7 @@ def _choice(difference: Difference, side: str, choice: Choice) -> tuple[object, 
 
 
 def first_difference(comparison: Comparison) -> Iterator[Markup]:
-    """What each side goes on with, behind the same words."""
+    """Yield how each side continues the same words."""
     first = comparison.differences[0]
     before = (comparison.prompt.text + "".join(comparison.pieces[: first.position]))[-CONTEXT:]
     for side, choice in (("runtime", first.ours), ("transformers", first.theirs)):
@@ -186,34 +193,29 @@ def first_difference(comparison: Comparison) -> Iterator[Markup]:
 
 
 def _text(*parts: object) -> Markup:
-    """With blanks and line ends as they are."""
+    """Return a paragraph that keeps blanks and line ends."""
     return tag("p", *parts, style="white-space: pre-wrap")
 
 
-def _weights(found: Verification) -> Iterator[Markup]:
-    """Of every tensor; a picture where any is rounded."""
+def _weights(result: Verification) -> Iterator[Markup]:
+    """Yield a table of all tensors, and a chart where any is rounded."""
     rows = [
-        (each.tensor, each.format, f"{each.error:.6f}", f"{each.rounded:.6f}", _verdict(each.passed))
-        for each in found.tensors
+        (tensor.tensor, tensor.format, f"{tensor.error:.6f}", f"{tensor.rounded:.6f}", _verdict(tensor.passed))
+        for tensor in result.tensors
     ]
     numbers = table(_TENSORS, rows, "rounding of each tensor")
     yield note(
-        "Root mean square of what each tensor is off from the checkpoint's, over that of its values; beside it, what "
-        "rounding some of its rows to its format costs by itself."
+        "The relative error of a tensor is the root mean square of its differences from the checkpoint's, divided by "
+        "that of its values. Next to it is the error that rounding some of its rows to its format makes by itself."
     )
-    if any(each.error for each in found.tensors):
-        names = [each.tensor for each in found.tensors]
-        traces = [
-            _bars("the artifacts'", names, [each.error for each in found.tensors], "series-1"),
-            _bars("rounding alone", names, [each.rounded for each in found.tensors], "series-2"),
+    if any(tensor.error for tensor in result.tensors):
+        series = [
+            Series("the artifacts'", "series-1", [tensor.error for tensor in result.tensors]),
+            Series("rounding alone", "series-2", [tensor.rounded for tensor in result.tensors]),
         ]
-        yield chart(traces, _LAYOUT, "Error of each tensor, in the order in which layers read them", numbers)
+        y = Axis.of("relative error", [error for one in series for error in one.values])
+        names = [tensor.tensor for tensor in result.tensors]
+        label = "Error of each tensor, in the order in which layers read them"
+        yield columns(names, series, "", y, label, numbers, stacked=False)
     else:
         yield numbers
-
-
-_LAYOUT = {"barmode": "group", "xaxis": {"showticklabels": False}, "yaxis": {"title": {"text": "relative error"}}}
-
-
-def _bars(name: str, x: list[str], y: list[float], shade: str) -> dict[str, Any]:
-    return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": colour(shade)}}

@@ -1,7 +1,7 @@
-"""`cache=REMOTE`: outputs of steps that were run before, by whomever the user trusts; and ours for others.
+"""`cache=REMOTE`: outputs of steps that somebody whom the user trusts ran before; and ours for others.
 
-An entry is found in two stages, as a compiler cache finds objects: by all that is known before the step runs, and among
-those runs by what they came upon (headers, objects that were linked), which must be here as it was there.
+A run is found in two stages, as a compiler cache finds objects: by all that is known before the step runs, and among
+those runs by the inputs that they discovered (headers, objects that were linked), which must be the same here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from stages.sharing.remotes import check_url, open_remote
 from stages.sharing.store import Damaged, Store, warn
 
 _RUNS = 16
-"""Of one signer under one address: what they came upon differs."""
+"""Most runs of one signer under one address. They differ in the inputs that they discovered."""
 
 
 @dataclass
 class Cache:
-    """Of a build, at a URL. `may_go(step)`: whether others may have what the step makes. Whatever fails costs a line,
-    and the build goes on here. Raises UserError for a URL that names nothing."""
+    """The cache of a build. A failure prints a line, and the build goes on here.
+
+    Raises UserError for a URL that cannot be used.
+    """
 
     url: str
-    may_go: Callable[[Step], bool]
+    is_shareable: Callable[[Step], bool]
+    """Returns whether others may have the outputs of a step."""
     _off: bool = field(default=False, init=False)
     _asked: bool = field(default=False, init=False)
 
@@ -40,15 +43,15 @@ class Cache:
         check_url(self.url)
 
     def fetch(self, step: Step, work: Path) -> list[Path] | None:
-        """As `engine.steps.Shared` says."""
-        found: list[Path] | None = self._tried(lambda: self._fetched(step, work))
-        return found
+        """Fetch the outputs of a step, see `engine.project.Shared`."""
+        discovered: list[Path] | None = self._try(lambda: self._fetch(step, work))
+        return discovered
 
     def offer(self, step: Step) -> None:
-        """As `engine.steps.Shared` says."""
-        self._tried(lambda: self._offered(step))
+        """Add the outputs of a step, see `engine.project.Shared`."""
+        self._try(lambda: self._offer(step))
 
-    def _tried(self, action: Callable[[], Any]) -> Any:
+    def _try(self, action: Callable[[], Any]) -> Any:
         if self._off:
             return None
         try:
@@ -68,7 +71,7 @@ class Cache:
     def _remote(self) -> Any:
         return open_remote(self.url)
 
-    def _fetched(self, step: Step, work: Path) -> list[Path] | None:
+    def _fetch(self, step: Step, work: Path) -> list[Path] | None:
         where = address(step)
         if where is None:
             return None
@@ -85,9 +88,9 @@ class Cache:
         return [step.located(label) for label in record.found]
 
     def _ask_for_trust(self, store: Store, name: str) -> None:
-        """Say, once, whose outputs are there and not taken."""
+        """Print, once, that a signer who is not trusted has outputs for this build."""
         if not self._asked:
-            # Nothing hangs on it, and not every remote can list what it has.
+            # A failure does no harm, and not every remote can list its files.
             with contextlib.suppress(UserError):
                 try:
                     store.check_strangers(name)
@@ -95,8 +98,8 @@ class Cache:
                     self._asked = True
                     warn(f"not used: {error}")
 
-    def _offered(self, step: Step) -> None:
-        if not self._remote.writable or not self.may_go(step):
+    def _offer(self, step: Step) -> None:
+        if not self._remote.writable or not self.is_shareable(step):
             return
         record, store = record_of(step), self._store(step.project)
         if record and record.address:
@@ -105,29 +108,31 @@ class Cache:
 
 
 def step_entry(where: str) -> str:
-    """Under which entries about steps of an address lie."""
+    """Return the name of the folder with the entries about runs of an address."""
     return f"steps/{where[:2]}/{where[2:]}"
 
 
 def step_entries(store: Store, records: list[Record]) -> dict[str, dict[str, Any]]:
-    """What to write so that runs of steps are found by others, beside what this user wrote before; nothing where it is
-    there. Raises RemoteError."""
+    """Return the entries that make runs of steps known to others, merged with those that this user wrote before.
+
+    Runs that are known already need no entry. Raises RemoteError.
+    """
 
     def entry(record: Record) -> tuple[str, dict[str, Any]] | None:
         where = record.address
         if where is None:
             return None
-        known = runs_of(store.own(step_entry(where)) or {}, where)
-        if record in known:
+        written = runs_of(store.own(step_entry(where)) or {}, where)
+        if record in written:
             return None
-        runs = [record, *(other for other in known if other.found != record.found)]
+        runs = [record, *(other for other in written if other.found != record.found)]
         return step_entry(where), {"address": where, "runs": [run.to_json() for run in runs[:_RUNS]]}
 
     return dict(filter(None, store.remote.parallel(entry, records)))
 
 
 def runs_of(content: Mapping[str, Any], where: str) -> list[Record]:
-    """Runs of a step that an entry tells of: those of the address that it lies under."""
+    """Return the runs in an entry that have the address under which the entry lies."""
     runs = content.get("runs")
     if content.get("address") != where or not isinstance(runs, list):
         return []

@@ -1,7 +1,8 @@
-"""From what, by what and how an artifact directory was built: an in-toto statement with a SLSA predicate.
+"""The provenance of an artifact directory: an in-toto statement with a SLSA predicate.
 
-https://in-toto.io/Statement/v1, https://slsa.dev/spec/v1.0/provenance. It lies beside the manifest, its subject, and a
-signature of the directory is one of it. No times and no names of machines: the same build says the same.
+https://in-toto.io/Statement/v1, https://slsa.dev/spec/v1.0/provenance. It lies next to the manifest, which is its
+subject, and signing the directory signs the statement. It has no times and no names of machines, so that equal builds
+have equal statements.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from stages.engine.vouching import is_native
 BUILD_TYPE = "urn:llama-npu2:build:1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 PACKAGES = ("llama-npu2", "ml_dtypes", "numpy", "tokenizers", "xdsl")
-"""What computes or writes outputs, besides the steps' tools."""
+"""The packages that compute or write outputs, besides the steps' tools."""
 VERIFIED = "verified.json"
 
 
 def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a complete directory. `recipe`: the variables that decided what was built. Raises UserError."""
+    """Return the statement about a complete directory, which `steps` built. Raises UserError.
+
+    Args:
+        recipe: the variables that decided what was built.
+    """
     directory = project.directory
     receipts = {step.name: receipt for step in steps if (receipt := step.receipt())}
     checkpoint: dict[str, Any] = {"files": {}, "source": None}
-    if (directory / CHECKPOINT).is_file():  # the programs of a selftest have none
+    if (directory / CHECKPOINT).is_file():  # a selftest has none
         checkpoint = read_json(directory / CHECKPOINT)
     read = {path for receipt in receipts.values() for path in map(ROOT.__truediv__, receipt["inputs"])}
     sources = sorted(path for path in read if path.is_relative_to(KERNELS))
@@ -62,12 +67,12 @@ def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]
 
 
 def _resource(name: str, sha256: str | None) -> dict[str, Any]:
-    """in-toto's ResourceDescriptor."""
+    """Return an in-toto ResourceDescriptor."""
     return {"name": name, "digest": {"sha256": sha256}}
 
 
 def _tools(receipts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The steps that each ran for."""
+    """Return the steps that ran each tool, by the tool's fingerprint."""
     steps: dict[str, list[str]] = {}
     for name, receipt in sorted(receipts.items()):
         if tool := receipt["key"].get("tool"):
@@ -76,19 +81,21 @@ def _tools(receipts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def signed(directory: Path) -> bytes:
-    """The content of `manifest.sig`: the provenance, and what `doit verify` measured of it, signed with the user's
-    key. Raises UserError."""
-    said = read_json(directory / PROVENANCE)
+    """Return the content of `manifest.sig`, signed with the user's key. Raises UserError.
+
+    It is the provenance and the results of `doit verify`.
+    """
+    content = read_json(directory / PROVENANCE)
     if proof := verified(directory):
         name, digest = VERIFIED, content_sha256(directory / VERIFIED)
-        said["predicate"]["runDetails"]["byproducts"].append({**_resource(name, digest), "annotations": proof})
-    return trust.signature((directory / MANIFEST).read_bytes(), said)
+        content["predicate"]["runDetails"]["byproducts"].append({**_resource(name, digest), "annotations": proof})
+    return trust.signature((directory / MANIFEST).read_bytes(), content)
 
 
 def verified(directory: Path) -> dict[str, Any] | None:
-    """What was measured of the present manifest, if anything was."""
+    """Return the results of `doit verify` for the present manifest, None if there are none."""
     try:
-        found = read_json(directory / VERIFIED)
+        proof = read_json(directory / VERIFIED)
     except UserError:
         return None
-    return found if found.get("manifest") == content_sha256(directory / MANIFEST) else None
+    return proof if proof.get("manifest") == content_sha256(directory / MANIFEST) else None

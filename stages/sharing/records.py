@@ -1,4 +1,4 @@
-"""What a step made, and everything that it was made of, in terms that hold on every machine."""
+"""Records of steps' runs: outputs, and everything from which they were made, in terms that all machines share."""
 
 from __future__ import annotations
 
@@ -17,51 +17,54 @@ from stages.engine.project import RECEIPTS, WORK, Project, is_inside
 from stages.engine.steps import Step
 
 FORMAT = 1
-"""Of records and of what is derived from them."""
+"""The version of records, which is part of every address."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MODULE = re.compile(r"\w+(\.\w+)*")
 _RESERVED = (RECEIPTS.as_posix(), WORK.as_posix(), LOCAL)
 _LARGEST = 1 << 50
-"""Bytes of a file. More is a mistake."""
+"""Most bytes of a file. More is a mistake."""
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A file's content."""
+    """The identity of a file's content."""
 
     sha256: str
     size: int
 
     @property
     def name(self) -> str:
-        """On a remote."""
+        """Its name on a remote."""
         return f"objects/sha256/{self.sha256[:2]}/{self.sha256[2:]}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A step's run. `key`: what decided on it besides files: the code of its stage, parameters, tool, and what else of
-    a machine does. `declared`, `found`: inputs by label with their SHA-256, those that the step names and those that it
-    came upon (empty where a file was not to be had). `outputs`: by path in the artifact directory."""
+    """The record of a step's run."""
 
     step: str
     key: Mapping[str, Any]
+    """The code of the step's module, its parameters, its tool, and properties of the machine."""
     declared: Mapping[str, str]
+    """The SHA-256 of the inputs that the step declares, by label; empty for a file that was missing."""
     found: Mapping[str, str]
+    """The SHA-256 of the inputs that its action discovered, by label."""
     outputs: Mapping[str, Blob]
+    """The outputs by path in the artifact directory."""
 
     @property
     def address(self) -> str | None:
-        """Under which a remote has it, as `address` of a step."""
+        """The address of the step that was run, see `address`."""
         return _address(self.step, self.key, self.declared)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, value: Any) -> Record:
-        """Raises UserError for what no record of ours can be."""
+        """Return the record in a JSON value. Raises UserError if it is none."""
         match value:
             case {"step": str(step), "key": dict(key), "declared": dict(declared), "found": dict(found)}:
                 match key:
@@ -69,31 +72,34 @@ class Record:
                         sound = step.isprintable() and _MODULE.fullmatch(module)
                         if sound and all(map(_is_input, declared.items())) and all(map(_is_input, found.items())):
                             return cls(step, key, declared, found, blobs_of_json(value.get("outputs")))
-        raise UserError("a record is not what it must be: push it again")
+        raise UserError("a record is malformed: push it again")
 
 
 def _is_input(item: tuple[Any, Any]) -> bool:
-    """Whether this is a label, which may name a file of the project, and a digest or that there is none."""
+    """Return whether this is a label, which may name a file of the project, and a digest, which may be empty."""
     label, sha256 = item
     return is_inside(label) and isinstance(sha256, str) and (not sha256 or bool(_SHA256.fullmatch(sha256)))
 
 
 def blobs_of_json(value: Any) -> dict[str, Blob]:
-    """Files by their paths in an artifact directory. Raises UserError if a path could leave it, lie where state is
-    kept, or mean the same file as another one where case or Unicode forms make no difference."""
+    """Return the blobs in a JSON value by their paths in an artifact directory.
+
+    Raises UserError if a path could leave the directory, lie where the build keeps its state, or name the same file as
+    another one on a file system that ignores case or Unicode forms.
+    """
     blobs = {}
     for label, blob in value.items() if isinstance(value, dict) else ():
         match blob:
             case {"sha256": str(sha256), "size": int(size)} if _SHA256.fullmatch(sha256) and 0 <= size <= _LARGEST:
                 blobs[label] = Blob(sha256, size)
     if not isinstance(value, dict) or len(blobs) != len(value):
-        raise UserError("a list of files is not what it must be: push it again")
+        raise UserError("a list of files is malformed: push it again")
     check_labels(blobs)
     return blobs
 
 
 def check_labels(labels: Iterable[str]) -> None:
-    """UserError if one is no plain relative path, or two are alike."""
+    """Raise UserError if a label is no plain relative path, or two name one file on some machines."""
     seen: dict[str, str] = {}
     for label in labels:
         parts = label.split("/")
@@ -108,8 +114,10 @@ def check_labels(labels: Iterable[str]) -> None:
 
 
 def address(step: Step) -> str | None:
-    """SHA-256, hex, of all that can change what a step makes, but for inputs that only its action comes upon. None
-    where that is not known: a tool is not here, or the checkpoint."""
+    """Return the SHA-256, hex, of everything that can change a step's outputs but for inputs that its action discovers.
+
+    None if that is not known: a tool is missing here, or the checkpoint.
+    """
     if step.params is None:
         return None
     key, project = _key(step, None), step.project
@@ -124,7 +132,7 @@ def _address(step: str, key: Mapping[str, Any], declared: Mapping[str, str]) -> 
 
 
 def record_of(step: Step) -> Record | None:
-    """Of the run that a step's receipt tells of; None if that is not current."""
+    """Return the record of the run in a step's receipt; None if the step is not current."""
     receipt, project = step.receipt(), step.project
     if receipt is None or not step.is_current():
         return None
@@ -143,7 +151,7 @@ def record_of(step: Step) -> Record | None:
 
 
 def blob_of(project: Project, path: Path) -> Blob:
-    """Of a file of the artifact directory. It is read unless it is known as it is."""
+    """Return the identity of a file of the artifact directory. It is read unless its digest is remembered."""
     sha256 = project.sha256(path.relative_to(project.directory).as_posix())
     if sha256 is None:
         raise UserError(f"{path} is gone: run the command again")
@@ -151,7 +159,7 @@ def blob_of(project: Project, path: Path) -> Blob:
 
 
 def is_here(project: Project, label: str, wanted: Blob) -> bool:
-    """Whether a file of the artifact directory has this content."""
+    """Return whether a file of the artifact directory has this content."""
     path = project.directory / label
     if path.is_symlink() or not path.is_file() or path.stat().st_size != wanted.size:
         return False
@@ -159,35 +167,45 @@ def is_here(project: Project, label: str, wanted: Blob) -> bool:
 
 
 def fits_here(step: Step, record: Record) -> bool:
-    """Whether all that a run came upon is here as it was there, besides what the address says."""
+    """Return whether the inputs that a run discovered are the same here."""
     digests = step.project.digests
     return all(sha and digests.sha256(step.located(label)) == sha for label, sha in record.found.items())
 
 
 def _key(step: Step, receipt: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`receipt`: of a run that is current, and so tells what is not known here: parameters and tool."""
+    """Return a step's key. The receipt of a current run has the parameters and the tool, if they are not known here."""
     recorded = receipt["key"] if receipt else {}
     params = recorded.get("params") if step.params is None else json.loads(json.dumps(step.params))
     tool = step.tool() if step.tool else ""
-    elsewhere = step.elsewhere()
+    machine_key = step.machine_key()
     return {
         "module": step.module,
         "code": step.project.code.sha256(step.module),
         "params": params,
         "tool": recorded.get("tool") if tool is None else tool,
-        "elsewhere": None if elsewhere is None else dict(elsewhere),
+        "elsewhere": None if machine_key is None else dict(machine_key),
     }
 
 
 def _label(project: Project, path: Path) -> str:
-    """How machines call an input. Where a checkpoint or a text lies is a machine's own matter."""
+    """Return the label of an input on every machine.
+
+    For a checkpoint or a text it is only the file name, as its directory is a matter of each machine.
+    """
     label = project.label(path)
     return path.name if Path(label).is_absolute() else label
 
 
 def local_receipt(project: Project, record: Record, step: Step | None) -> dict[str, Any]:
-    """What a receipt here has to say of a run elsewhere, but for its outputs. Whatever is not here as it was there is
-    noted so that the step is stale. `step`: the same step here, if there is one."""
+    """Return the receipt, without outputs, for a run on another machine.
+
+    An input or code that differs here gets an empty digest, so that the step is stale.
+
+    Args:
+        project: the artifact directory.
+        record: the run.
+        step: the same step here, if there is one.
+    """
     digests = project.digests
     here = {_label(project, path): path for path in step.inputs} if step else {}
     paths = {label: here.get(label) or project.located(label) for label in (*record.declared, *record.found)}
@@ -210,5 +228,5 @@ def local_receipt(project: Project, record: Record, step: Step | None) -> dict[s
 
 
 def canonical(value: Any) -> bytes:
-    """JSON in one form: equal values are equal bytes."""
+    """Return a value as JSON in a canonical form: equal values are equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")

@@ -1,5 +1,7 @@
-"""Remotes: bytes by name, on what fsspec reaches (`file://`, `s3://`, `http(s)://` to read, `memory://`) and on the
-Hugging Face hub (`hf://`)."""
+"""Remotes: bytes by name, on file systems of fsspec and on the Hugging Face hub.
+
+They are `file://`, `s3://`, `memory://`, `http(s)://` (read-only) and `hf://`.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,30 @@ from stages.engine.files import fsync_path
 from stages.engine.tree import Tree
 
 BLOCK = 8 << 20
-"""Bytes that are moved at a time. Whole huge pages: what is written in such pieces is mapped as them."""
+"""Bytes that are moved at a time. They are whole huge pages, so that a file that is written in blocks is mapped in huge
+pages."""
 
 _CONNECTIONS = 8
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.5
-"""Seconds; doubled from one attempt to the next."""
+"""Seconds before the second attempt; the pause doubles with each further one."""
 _ABANDONED = 24 * 3600
 """Seconds until an upload that was not finished is removed."""
 
 _STALL = 30.0
-"""Seconds without a byte after which a transfer has failed, and that any transfer may take."""
+"""Seconds without a byte after which a transfer has failed, and seconds that any transfer may take."""
 _SLOWEST = 16 << 10
-"""Bytes per second that a web server must send. Less is taken for one that never ends."""
+"""Bytes per second that a web server must send at least: a slower answer may never end."""
 _DEEPEST = 4
-"""Folders below the root: `objects/sha256/aa/...`, `artifacts/<model>/<directory>/<signer>.json`."""
+"""Most folders below the root: `objects/sha256/aa/...`, `artifacts/<model>/<directory>/<signer>.json`."""
 _MOST_NAMES = 100_000
 _MOST_PAGES = 1000
 _LARGEST_PAGE = 4 << 20
-"""Bytes of a web server's list of files."""
+"""Most bytes of a web server's list of files."""
 _OURS = re.compile(r"[0-9a-f]{32}")
 
 _PATHS = 500
-"""Files that the hub is asked about at once."""
+"""Number of files in one request to the hub."""
 _REPOSITORY = re.compile(
     r"(?:(?P<kind>datasets|models)/)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>.+))?"
 )
@@ -57,11 +60,11 @@ _Result = TypeVar("_Result")
 
 
 class RemoteError(UserError):
-    """A remote that cannot be used now, or not in this way."""
+    """A remote cannot be used now, or not in this way."""
 
 
 class Remote:
-    """A file system on which a file is written at once or not at all, as object stores do it."""
+    """A file system that writes a file atomically, as object stores do. Methods raise RemoteError."""
 
     writable = True
 
@@ -69,7 +72,7 @@ class Remote:
         self.url, self._files, self._root = url, files, root.rstrip("/")
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """A small file, None if it is not there. RemoteError if it cannot be read or has more bytes than `limit`."""
+        """Return a small file's content, None if there is none. Raises RemoteError for more than `limit` bytes."""
         with self._explained(), contextlib.suppress(FileNotFoundError):
             data = self._beginning(name, limit + 1)
             if len(data) > limit:
@@ -78,13 +81,15 @@ class Remote:
         return None
 
     def _beginning(self, name: str, length: int) -> bytes:
-        """Of a file, `length` bytes or all."""
+        """Return the first `length` bytes of a file, or all."""
         data: bytes = self._files.cat_file(self._path(name), start=0, end=length)
         return data
 
     def blocks(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """A file's bytes from `start` to `end`, which go on where a connection was lost. RemoteError, also if there is
-        no such file."""
+        """Yield a file's bytes from `start` to `end`, resuming after a lost connection.
+
+        Raises RemoteError, also if there is no such file.
+        """
         attempt = 0
         while start < end:
             try:
@@ -107,7 +112,7 @@ class Remote:
             try:
                 file.seek(start)
             except ValueError:
-                # A server that knows no ranges: read over what is here.
+                # The server has no ranges: skip the bytes that are here.
                 for position in range(0, start, BLOCK):
                     file.read(min(BLOCK, start - position))
             while start < end and (block := file.read(min(BLOCK - start % BLOCK, end - start))):
@@ -115,17 +120,17 @@ class Remote:
                 yield block
 
     def missing(self, sizes: Mapping[str, int]) -> set[str]:
-        """Those of these files that are not there in their size. RemoteError."""
+        """Return those of the files in `sizes` that the remote does not have in their size."""
 
-        def absent(name: str) -> bool:
+        def is_absent(name: str) -> bool:
             with self._explained(), contextlib.suppress(FileNotFoundError):
                 return bool(self._files.info(self._path(name))["size"] != sizes[name])
             return True
 
-        return {name for name, gone in zip(sizes, self.parallel(absent, sizes), strict=True) if gone}
+        return {name for name, absent in zip(sizes, self.parallel(is_absent, sizes), strict=True) if absent}
 
     def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
-        """Write files, all that are not small in parallel. `moved` gets the bytes of each. RemoteError."""
+        """Write files in parallel. `moved` is called with the bytes of each."""
 
         def write(name: str) -> None:
             try:
@@ -144,14 +149,14 @@ class Remote:
             self._files.pipe_file(path, content)
 
     def remove(self, name: str) -> None:
-        """RemoteError."""
+        """Remove a file, if it is there."""
         with self._explained(), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
     def names(self, prefix: str) -> list[str]:
-        """List the files below a prefix, `_DEEPEST` folders deep, where a remote can list them.
+        """Return the sorted names of the files below a prefix, `_DEEPEST` folders deep.
 
-        Raises RemoteError, also where there are more than `_MOST_NAMES`.
+        Raises RemoteError if the remote cannot list them, or there are more than `_MOST_NAMES`.
         """
         with self._explained(), contextlib.suppress(FileNotFoundError):
             paths = list(itertools.islice(self._listed(prefix), _MOST_NAMES + 1))
@@ -165,11 +170,11 @@ class Remote:
         yield from map(str, self._files.find(self._path(prefix), maxdepth=_DEEPEST))
 
     def local(self, name: str) -> Path | None:
-        """Where a file of the remote lies on this machine's file systems; None for what is reached otherwise."""
+        """Return the path of a file of the remote on this machine's file systems; None if it is not on one."""
         return None
 
     def parallel(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-        """`work` for each item, as many at once as a remote likes."""
+        """Return the results of `work` for each item, several at a time."""
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             return list(pool.map(work, items))
 
@@ -178,7 +183,7 @@ class Remote:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Whatever a library raises as one line; that a file is not there stays what it is."""
+        """Turn any exception of a library into a RemoteError, except for FileNotFoundError."""
         try:
             yield
         except (UserError, FileNotFoundError):
@@ -246,8 +251,11 @@ class Folder(Remote):
 
     @cached_property
     def _unfinished(self) -> str:
-        """The folder of files that are not whole yet. Those of processes that did not live to see it are removed: files
-        with names that `_write` gives, and nothing else that somebody put there."""
+        """The folder of unfinished files.
+
+        Those of killed processes are removed when this is first asked for: files with names that `_write` gives, and
+        nothing else that somebody put there.
+        """
         folder = "unfinished"
         with self._tree.opened(folder, create=True):
             pass
@@ -260,7 +268,7 @@ class Folder(Remote):
 
 
 class _Links(HTMLParser):
-    """Collects where the links of a page lead to, in `targets`."""
+    """Collects the targets of a page's links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +279,7 @@ class _Links(HTMLParser):
 
 
 class Site(Remote):
-    """What a web server shows."""
+    """The files that a web server lists on its pages."""
 
     writable = False
 
@@ -279,17 +287,19 @@ class Site(Remote):
         raise RemoteError(f"remote {self.url} can only be read: push to what the web server shows")
 
     def _beginning(self, name: str, length: int) -> bytes:
-        """In blocks: what a server sends may have no end, whatever it was asked for."""
+        """Read in blocks: a server's answer may have no end, whatever it was asked for."""
         return b"".join(self._run(name, 0, length))
 
     def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """As in a Remote, but that a block may take no longer than `_SLOWEST` lets it: a server may send a byte now and
-        then for ever, which no timeout between two bytes sees."""
+        """Yield blocks as a Remote does, but limit the time of each by `_SLOWEST`.
+
+        A server may send a byte now and then for ever, which a timeout between two bytes does not notice.
+        """
         from fsspec.asyn import sync
 
         with self._files.open(self._path(name), "rb", block_size=BLOCK, cache_type="none") as file:
             fetch = getattr(file, "async_fetch_range", None)
-            if fetch is None:  # the server knows no ranges, and what has arrived is read as it comes
+            if fetch is None:  # the server has no ranges, so its answer is read as it comes
                 yield from self._stream(file, name, start, end)
                 return
             end = min(end, file.size)
@@ -313,7 +323,7 @@ class Site(Remote):
                 raise RemoteError(f"remote {self.url}: {name} arrives at less than {_SLOWEST} bytes/s")
 
     def _listed(self, prefix: str) -> Iterator[str]:
-        """Follow the links of pages to what lies below them, `_DEEPEST` folders deep."""
+        """Yield the files below a prefix, following the links of pages to pages below them, `_DEEPEST` folders deep."""
         top = f"{self._path(prefix)}/"
         pages, seen = [(top, 0)], {top}
         for page, depth in pages:
@@ -329,13 +339,15 @@ class Site(Remote):
                 if target.startswith(page) and target not in seen and depth < _DEEPEST:
                     seen.add(target)
                     pages.append((target, depth + 1))
-            if len(pages) > _MOST_PAGES and sum(each.endswith("/") for each, _ in pages) > _MOST_PAGES:
+            if len(pages) > _MOST_PAGES and sum(link.endswith("/") for link, _ in pages) > _MOST_PAGES:
                 raise RemoteError(f"remote {self.url}: lists more than {_MOST_PAGES} pages below {prefix or '/'}")
 
 
 class Hub(Remote):
-    """A repository of the Hugging Face hub, where files are written as commits. It is made, private, where there is
-    none."""
+    """A repository of the Hugging Face hub, where files are written as commits.
+
+    A missing one is made, as a private one.
+    """
 
     def __init__(self, url: str, files: Any, root: str) -> None:
         super().__init__(url, files, root)
@@ -360,7 +372,7 @@ class Hub(Remote):
 
     @cached_property
     def _api_of_repository(self) -> Any:
-        """Of one that is there."""
+        """The hub's API, after making sure that the repository exists."""
         repository = {key: self._place[key] for key in ("repo_id", "repo_type")}
         self._api.create_repo(**repository, private=True, exist_ok=True)
         return self._api
@@ -368,15 +380,15 @@ class Hub(Remote):
     def missing(self, sizes: Mapping[str, int]) -> set[str]:
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        found: dict[str, int] = {}
-        """Sizes by path, of files that hold what their names say as far as the hub says what they hold."""
+        present: dict[str, int] = {}
+        """The sizes of the files that the hub has, by path, without those whose digest is not that of their name."""
         with self._explained(), contextlib.suppress(RepositoryNotFoundError):
             names = list(sizes)
             for first in range(0, len(names), _PATHS):
                 paths = [self._in_repository(name) for name in names[first : first + _PATHS]]
                 infos = self._api.get_paths_info(paths=paths, **self._place)
-                found |= {info.path: info.size for info in infos if _holds_its_name(info)}
-        return {name for name, size in sizes.items() if found.get(self._in_repository(name)) != size}
+                present |= {info.path: info.size for info in infos if _has_its_digest(info)}
+        return {name for name, size in sizes.items() if present.get(self._in_repository(name)) != size}
 
     def put(self, files: Mapping[str, Path | bytes], moved: Callable[[int], object] = lambda count: None) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -405,8 +417,8 @@ class Hub(Remote):
         return f"{self._prefix}/{name}".lstrip("/")
 
 
-def _holds_its_name(info: Any) -> bool:
-    """Whether the hub's own SHA-256 of a file, where it has one, is that of the object's name."""
+def _has_its_digest(info: Any) -> bool:
+    """Return whether the hub's own SHA-256 of a file, if it has one, is that of the object's name."""
     sha256 = getattr(getattr(info, "lfs", None), "sha256", None)
     return sha256 is None or "objects/sha256/" not in info.path or info.path.replace("/", "").endswith(sha256)
 
@@ -419,7 +431,7 @@ _KINDS: dict[str, type[Remote]] = {"file": Folder, "local": Folder, "http": Site
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """What a file system is opened with, below what the user configured."""
+    """Return the default options of a file system, which the user's configuration overrides."""
     if protocol == "s3":
         return {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}, "use_listings_cache": False}
     if protocol in ("http", "https"):
@@ -434,7 +446,7 @@ _PACKAGES = "pip install -e '.[share]'"
 
 
 def check_url(url: str) -> str:
-    """The protocol of a remote's URL, once it is known and what it takes is installed. Raises UserError."""
+    """Return the protocol of a remote's URL. Raises UserError if it is unknown, or its package is not installed."""
     try:
         from fsspec.core import get_filesystem_class
         from fsspec.utils import get_protocol
@@ -449,8 +461,10 @@ def check_url(url: str) -> str:
 
 
 def open_remote(url: str) -> Remote:
-    """The remote that a URL or a path names. What fsspec is configured with (`FSSPEC_S3_ENDPOINT_URL`, `AWS_PROFILE`,
-    `HF_TOKEN` ...) holds. Raises UserError."""
+    """Open the remote that a URL or a path names.
+
+    The configuration of fsspec applies (`FSSPEC_S3_ENDPOINT_URL`, `AWS_PROFILE`, `HF_TOKEN` ...). Raises UserError.
+    """
     protocol = check_url(url)
     from fsspec.config import conf
     from fsspec.core import url_to_fs

@@ -1,4 +1,4 @@
-"""A remote that nobody has to believe: files are what their names say, entries what their signers say."""
+"""The content of a remote that need not be trusted: files are checked by their digests, entries by signatures."""
 
 from __future__ import annotations
 
@@ -28,32 +28,35 @@ from stages.sharing.remotes import BLOCK, Remote, RemoteError
 
 _FINGERPRINT = "SHA256:"
 _STRANGERS = 16
-"""Under a name that are looked at: anybody may have put there as many as they like."""
+"""Most entries of unknown signers under a name that are read: anybody may have put many there."""
 
 
 class Damaged(UserError):
-    """What a remote has under a name is not what that says."""
+    """The content of an object on a remote does not have the digest in its name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What somebody whom the user trusts says. `signer`: what the user calls them."""
+    """An entry that was signed by somebody whom the user trusts."""
 
     content: dict[str, Any]
     signer: str
+    """The user's name for them."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """`digests`: what is known of local files. The first folder of an entry's name is the purpose that it is signed
-    for."""
+    """Objects and signed entries on a remote. The first folder of an entry's name is the purpose of its signature."""
 
     remote: Remote
     digests: Digests
+    """The digests of local files."""
 
     def entries(self, name: str) -> list[Entry]:
-        """What trusted signers say under a name; others are not asked for. An entry that is damaged counts as absent,
-        with a line that says so. Raises RemoteError."""
+        """Return the entries of trusted signers under a name; others are not read.
+
+        A damaged entry is skipped with a warning. Raises RemoteError.
+        """
 
         def read(signer: str) -> bytes | RemoteError | None:
             try:
@@ -65,18 +68,22 @@ class Store:
         failures = [content for content in contents if isinstance(content, RemoteError)]
         if failures and len(failures) == len(contents):
             raise failures[0]
-        for failure in failures:  # one signer's file hides no other's
+        for failure in failures:  # another signer's entry is still good
             warn(f"not used: {failure}")
         return [entry for content in contents if isinstance(content, bytes) for entry in self._opened(name, content)]
 
     def own(self, name: str) -> dict[str, Any] | None:
-        """What this user says there. Raises RemoteError."""
+        """Return the content of this user's entry under a name, None if there is none. Raises RemoteError."""
         data = self.remote.read(_own(name), MAX_BYTES)
         return next((entry.content for entry in self._opened(name, data)), None) if data else None
 
     def check_strangers(self, name: str) -> None:
-        """Raises Untrusted, which says how to trust them, where others than those whom the user trusts say something
-        under a name; UserError if that is damaged, or the remote cannot list it."""
+        """Look for entries of signers whom the user does not trust.
+
+        Raises:
+            Untrusted: if there is one; the message says how to trust its signer.
+            UserError: if one is damaged, or the remote cannot list them.
+        """
         for other in self.remote.names(name)[:_STRANGERS]:
             if data := self.remote.read(other, MAX_BYTES):
                 verify(data, purpose(name), f"{name} of {self.remote.url}")
@@ -93,11 +100,11 @@ class Store:
                 yield Entry(content, signed.name)
 
     def write(self, entries: Mapping[str, dict[str, Any]]) -> None:
-        """Say something under each of these names, signed by this user. Raises UserError."""
-        self.remote.put({_own(name): sign(canonical(said), purpose(name)) for name, said in entries.items()})
+        """Write an entry under each of these names, signed by this user. Raises UserError."""
+        self.remote.put({_own(name): sign(canonical(content), purpose(name)) for name, content in entries.items()})
 
     def send(self, files: Mapping[Blob, Path]) -> int:
-        """Write the contents that are not there; returns their bytes. Raises UserError."""
+        """Write the files that the remote does not have; return their bytes. Raises UserError."""
         absent = self.remote.missing({blob.name: blob.size for blob in files})
         absent |= {blob.name for blob in files if blob.name not in absent and self._is_damaged(blob)}
         new = {blob: path for blob, path in files.items() if blob.name in absent}
@@ -111,13 +118,21 @@ class Store:
         return total
 
     def _is_damaged(self, blob: Blob) -> bool:
-        """Whether the remote has an object that is not what its name says, where that can be seen on this machine."""
+        """Return whether an object of the remote has a wrong digest, if this machine can see the file."""
         path = self.remote.local(blob.name)
         return path is not None and self.digests.sha256(path) not in (None, blob.sha256)
 
     def receive(self, blobs: Iterable[Blob], tree: Tree, inside: PurePath) -> dict[Blob, Path]:
-        """Files with these contents in the directory `inside` of a tree, each compared with its digest. What was
-        received of one before, there, is not received again. One caller at a time. Raises UserError."""
+        """Receive files into the directory `inside` of a tree, and compare each with its digest.
+
+        A part of a file that was received there before is not received again. There may be one caller at a time.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            UserError: if there is no room, or the remote fails.
+        """
         wanted = list(dict.fromkeys(blobs))
         with tree.opened(inside, create=True):
             pass
@@ -133,7 +148,7 @@ class Store:
         return dict(zip(wanted, paths, strict=True))
 
     def _receive(self, blob: Blob, file: BinaryIO, moved: Callable[[int], object]) -> None:
-        """Complete a file, of which a part may be there. One that turns out to be damaged is emptied."""
+        """Complete a file, of which a part may be there. If its digest is wrong in the end, it is emptied."""
         digest, start = _started(file)
         if start >= blob.size and digest.hexdigest() != blob.sha256:
             file.truncate(0)
@@ -152,7 +167,7 @@ class Store:
 
 
 def _started(file: BinaryIO) -> tuple[Any, int]:
-    """Digest and length of what there is of a file."""
+    """Return the digest state and the length of the part of a file that is there."""
     digest, length = hashlib.sha256(), 0
     while block := file.read(BLOCK):
         digest.update(block)
@@ -161,12 +176,12 @@ def _started(file: BinaryIO) -> tuple[Any, int]:
 
 
 def purpose(name: str) -> str:
-    """What an entry is signed for: it is no other kind of entry."""
+    """Return the purpose of an entry's signature, so that it cannot pass for an entry of another kind."""
     return name.partition("/")[0]
 
 
 def _trusted() -> list[str]:
-    """Names of the files of those whom the user trusts."""
+    """Return the file names of trusted signers, without suffix."""
     fingerprints = {key.fingerprint for key in trusted_keys()}
     return sorted({_hex(text) for text in (*fingerprints, *from_environment()) if text.startswith(_FINGERPRINT)})
 
@@ -176,7 +191,7 @@ def _own(name: str) -> str:
 
 
 def _hex(fingerprint: str) -> str:
-    """A fingerprint as a file's name, on file systems, too, where case makes no difference."""
+    """Return a fingerprint as a file name, which is unique on file systems that ignore case, too."""
     return base64.b64decode(fingerprint.removeprefix(_FINGERPRINT) + "=").hex()
 
 
@@ -185,5 +200,5 @@ def _progress(what: str, total: int) -> Bar:
 
 
 def warn(line: str) -> None:
-    """On stderr, beside a progress bar if there is one."""
+    """Print a line to stderr, above a progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)

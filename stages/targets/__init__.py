@@ -110,7 +110,7 @@ class Target:
     def grouping(self, name: str) -> Grouping:
         """Return the grouping of this name. Raises UserError."""
         if name not in self.groupings:
-            raise UserError(f"grouping={name}: target {self.name} has {', '.join(self.groupings)}")
+            raise UserError(f"npu.grouping={name}: target {self.name} has {', '.join(self.groupings)}")
         return self.groupings[name]
 
     def runs(self, weights: str) -> bool:

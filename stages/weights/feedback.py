@@ -26,7 +26,7 @@ always zero."""
 
 COMPENSATED = 0.5
 """Share of the output error that is compensated. With all of it, weights fit the calibration text and lose on others
-(BENCHMARKS.md)."""
+(docs/benchmarks/notebook.md)."""
 
 RIDGE = 0.1
 """Share of the mean of the diagonal that is added to it when an output error is compensated."""

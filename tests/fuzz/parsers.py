@@ -168,8 +168,8 @@ def _chat(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
     @contextlib.contextmanager
     def opened(scratch: Path) -> Iterator[Run]:
         from llama_npu2.artifact.storage import Directory
+        from llama_npu2.text import sandbox
         from llama_npu2.text.chat_template import ChatTemplate
-        from llama_npu2.text.tokenizer import sandbox
 
         sandbox.LONGEST = 0.2
 
@@ -192,16 +192,16 @@ def _receipt(scratch: Path) -> Iterator[Run]:
     """A step with one input and one output, both of which hold `x`. Nothing outside of its directory changes."""
     from stages.engine.digests import Digests
     from stages.engine.files import content_digest
+    from stages.engine.lock import ProcessLock
     from stages.engine.project import Project
     from stages.engine.steps import Step
-    from stages.engine.turn import Turn
     from stages.engine.why import examine
 
     directory, outside = scratch / "model/cpu", scratch / "outside"
     directory.mkdir(parents=True)
     outside.write_text("x")
     digests = Digests(scratch / ".digests.json")
-    project = Project(directory, digests, Turn(scratch / "lock"))
+    project = Project(directory, digests, ProcessLock(scratch / "lock"))
 
     def act(work: Path) -> None:
         (work / "out").write_text("x")
@@ -236,14 +236,14 @@ def _definitions(scratch: Path) -> Iterator[Run]:
     from stages.engine.digests import Digests
     from stages.engine.durations import Durations
     from stages.engine.files import content_digest
+    from stages.engine.lock import ProcessLock
     from stages.engine.project import Project
     from stages.engine.steps import Step
-    from stages.engine.turn import Turn
     from stages.engine.why import explain
 
     directory, left = scratch / "model/cpu", scratch / ".durations.json"
     (directory / FOLDER).mkdir(parents=True)
-    project = Project(directory, Digests(scratch / ".digests.json"), Turn(scratch / "lock"))
+    project = Project(directory, Digests(scratch / ".digests.json"), ProcessLock(scratch / "lock"))
     step = Step(project, "step", "", _nothing, ())
 
     def run(name: str, content: bytes) -> None:

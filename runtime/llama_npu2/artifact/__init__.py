@@ -1,1 +1,1 @@
-"""Artifact directories: how one is described, checked, and read."""
+"""Artifact directories: how they are described, checked, and read."""

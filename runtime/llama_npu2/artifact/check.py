@@ -1,4 +1,4 @@
-"""Whether the files of an artifact directory are, byte by byte, what was built."""
+"""Compares the files of an artifact directory, byte by byte, with what was built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ _CHUNK = 1 << 24
 
 
 def check_files(manifest: Manifest, progress: Callable[[int], object] = lambda done: None) -> None:
-    """Compare every file with its SHA-256 in the manifest. `progress` gets the bytes read so far, now and then.
+    """Compare every file with its SHA-256 in the manifest.
 
-    Raises UserError naming the first that differs.
+    Args:
+        progress: is called after each chunk with the number of bytes read so far.
+
+    Raises:
+        UserError: names the first file that differs.
     """
     done = 0
     for name, entry in manifest.files.items():

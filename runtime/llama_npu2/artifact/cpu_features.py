@@ -1,4 +1,4 @@
-"""Which instruction sets this machine's CPU has, by the kernel's names for them."""
+"""The instruction sets of this machine's CPU, by the names that Linux gives them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 
 _COMPILED_FOR = re.compile(r"(s?sse|avx|fma|f16c|bmi|abm|lzcnt|popcnt|movbe|adx|gfni|amx|asimd|sve|sme|i8mm|bf16)\w*")
-"""Names of what a compiler uses on its own; other features of a CPU are no reason to refuse one."""
+"""Names of the features that a compiler uses unasked; a CPU without one of the others need not be refused."""
 
 
 def cpu_features() -> list[str]:
-    """Sorted; empty where the kernel does not say."""
+    """Return the sorted names of the features; none where the kernel does not list them."""
     try:
         text = CPUINFO.read_text()
     except OSError:

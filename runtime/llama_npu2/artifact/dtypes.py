@@ -1,5 +1,7 @@
-"""What the elements of a buffer are and occupy. A manifest's buffers and slots name their dtype; block formats of
-weights are stored as bytes (`i8`), their shape says how many."""
+"""The dtypes that a manifest's buffers and arguments (slots) name, and the sizes of their elements.
+
+Weights in block formats are stored as bytes (`i8`), and their shape says how many.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ if TYPE_CHECKING:
     import numpy as np
 
     DTYPES: Mapping[str, np.dtype]
-    """numpy's names of them."""
+    """The dtype in numpy."""
 
 SIZES: Mapping[str, int] = {"bf16": 2, "f32": 4, "i32": 4, "i8": 1}
 """Bytes of an element."""
 
 SAFETENSORS: Mapping[str, str] = {"bf16": "BF16", "f32": "F32", "i32": "I32", "i8": "I8"}
-"""What safetensors call them."""
+"""The name of each dtype in a safetensors file."""
 
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a buffer."""
+    """Return the bytes of a buffer."""
     return SIZES[dtype] * math.prod(shape)
 
 
@@ -33,5 +35,5 @@ def __getattr__(name: str) -> Any:
     from ml_dtypes import bfloat16
 
     types = {"bf16": bfloat16, "f32": np.float32, "i32": np.int32, "i8": np.int8}
-    globals()[name] = found = {name: np.dtype(kind) for name, kind in types.items()}
-    return found
+    globals()[name] = dtypes = {name: np.dtype(kind) for name, kind in types.items()}
+    return dtypes

@@ -1,4 +1,4 @@
-"""Opens an artifact directory, once all that its manifest says is checked. Knows nothing of how it came to be."""
+"""Opens an artifact directory after checking all that its manifest says. It does not know how one is built."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from llama_npu2.artifact.cpu_features import cpu_features
 from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.artifact.plan import Phase, PlannedCall, Plans
+from llama_npu2.artifact.regular import LARGEST_JSON
 from llama_npu2.artifact.second_copy import second_copy
 from llama_npu2.artifact.storage import File, Listed, Storage, open_storage
 from llama_npu2.artifact.validation import check_blob, check_manifest
@@ -24,35 +25,29 @@ from llama_npu2.trust.envelopes import MAX_BYTES
 FORMAT = 6
 """Raised whenever an older runtime could misread a newer manifest."""
 
-_LARGEST = 64 << 20
-"""Bytes of a manifest. That of a model with a hundred layers has one."""
 _SECTIONS = ("model", "target", "buffers", "programs", "files")
 _MILLISECONDS = ("milliseconds", "copied_milliseconds")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as a call reads it. `values`: how many a row of its input is multiplied with, none for a vector."""
+    """A weight as a call reads it."""
 
     nbytes: int
     values: int
+    """Number of weights that a row of the input is multiplied with; 0 for a vector."""
 
 
 @dataclass(frozen=True)
 class NpuProgram:
-    """What submitting a program to the NPU needs to know of it."""
+    """The properties of a program that matter for submitting it to the NPU."""
 
     kernel: str = "main"
-    """XRT's name of the kernel in the ELF; `main` is what the compiler calls every one."""
+    """XRT's name of the kernel in the ELF; the compiler calls every kernel `main`."""
     instruction_bytes: int = 0
     """Length of the instruction stream, of which every run holds a copy."""
     milliseconds: float = 0.0
-    """Time of one call by the estimate."""
-
-    @staticmethod
-    def of(spec: Mapping[str, Any]) -> NpuProgram:
-        """From an entry of `programs`."""
-        return NpuProgram(spec["kernel"], spec["instruction_bytes"], spec["milliseconds"])
+    """Estimated time of one call."""
 
 
 @dataclass(frozen=True)
@@ -60,41 +55,47 @@ class Manifest:
     """`manifest.json` of an opened artifact directory."""
 
     storage: Storage
-    """Of the files that it lists."""
+    """The files that it lists."""
     content: bytes
-    """What all that follows was read from."""
-    beside: tuple[bytes, bytes]
-    """Of `manifest.local` and `manifest.sig`, empty where there is none."""
+    """The text of `manifest.json`."""
+    mark: bytes
+    """The content of `manifest.local`, empty if there is none."""
+    signature: bytes
+    """The content of `manifest.sig`, empty if there is none."""
     model: Mapping[str, Any]
     target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
     programs: Mapping[str, Mapping[str, Any]]
     plans: Plans
     milliseconds: Mapping[Phase, float]
-    """Of a call of each phase of `plans`, by the estimate; empty where rows are known at run time only."""
+    """Estimated time of a call of each phase of `plans`; empty where rows are known at run time only."""
     files: Mapping[str, Mapping[str, Any]]
     copied_milliseconds: Mapping[Phase, float] = field(default_factory=dict)
-    """The same as `milliseconds` with a second copy of weights, where that is of use."""
+    """The `milliseconds` with a second copy of weights; empty where a copy is of no use."""
 
     @classmethod
     def open(cls, directory: str | Path) -> Manifest:
-        """Read the manifest; check the machine, all that the manifest says, and its files but for their content.
-        Raises UserError."""
+        """Read and check the manifest, the machine, and the files but for their content. Raises UserError."""
         storage = open_storage(Path(directory))
         content = _read(storage)
         sections = _sections(storage.path / "manifest.json", content)
         listed = Listed(storage, {name: entry["sha256"] for name, entry in sections["files"].items()})
-        manifest = cls(listed, content, (_start(storage, LOCAL), _start(storage, SIGNATURE)), **sections)
+        manifest = cls(listed, content, _read_start(storage, LOCAL), _read_start(storage, SIGNATURE), **sections)
         manifest._check_machine()
         manifest._check_files()
         manifest._check_blobs()
         return manifest
 
     def with_second_copy(self) -> tuple[Manifest, list[PlannedCall]]:
-        """The same with a copy of weights as prompts take them, and the calls that make it. Raises UserError."""
+        """Return the manifest with a second copy of weights for prompts, and the calls that unpack the copy.
+
+        Raises UserError.
+        """
         copy = second_copy(self.programs, self.buffers, self.plans)
         if not copy.calls:
-            raise UserError(f"second_copy=1: prompts of {self.directory} take weights as they are stored: leave it out")
+            raise UserError(
+                f"npu.second_copy=1: prompts of {self.directory} take weights as they are stored: leave it out"
+            )
         milliseconds = self.copied_milliseconds or self.milliseconds
         return replace(self, buffers=copy.buffers, plans=copy.plans, milliseconds=milliseconds), copy.calls
 
@@ -103,22 +104,22 @@ class Manifest:
         return self.storage.path
 
     def file(self, name: str) -> File:
-        """One of `files`."""
+        """Return the file of that name in `files`; it is empty if there is none."""
         return self.storage.find(name) or File(self.directory / name, self.directory / name, 0, 0, "")
 
     def native_file(self, name: str) -> File:
-        """One of `files` that holds native code. Raises UserError if nobody whom the user trusts vouches for it."""
+        """Return a file of `files` that holds native code. Raises UserError as `check_trusted` does."""
         self.check_trusted()
         return self.file(name)
 
     def check_trusted(self) -> None:
-        """Raises UserError if nobody whom the user trusts vouches for it."""
+        """Raise UserError if nobody whom the user trusts vouches for the artifact."""
         _ = self._trusted
 
     @cached_property
     def _trusted(self) -> None:
         native = sorted({spec["file"] for spec in self.programs.values()})
-        check_trusted(self.directory, self.content, *self.beside, native)
+        check_trusted(self.directory, self.content, self.mark, self.signature, native)
 
     @property
     def host_library(self) -> File:
@@ -130,14 +131,18 @@ class Manifest:
         """The programs that the NPU runs, by file."""
         if self.target["device"] != "xrt":
             return {}
-        return {self.file(spec["file"]): NpuProgram.of(spec) for spec in self.programs.values() if not spec["host"]}
+        return {
+            self.file(spec["file"]): NpuProgram(spec["kernel"], spec["instruction_bytes"], spec["milliseconds"])
+            for spec in self.programs.values()
+            if not spec["host"]
+        }
 
     def nbytes(self, buffer: str) -> int:
-        """Bytes of a buffer."""
+        """Return the bytes of a buffer."""
         return nbytes(self.buffers[buffer]["dtype"], self.buffers[buffer]["shape"])
 
     def weights_read(self, call: PlannedCall) -> dict[str, Weight]:
-        """The weights that a call of a plan reads in full, by name; an embedding only picks rows."""
+        """Return the weights that a call of a plan reads in full, by name; an embedding only picks rows."""
         names = call.names
         if "tokens" in names:
             return {}
@@ -148,7 +153,7 @@ class Manifest:
         }
 
     def rows(self, program: str, seq: int) -> int:
-        """Rows that a program multiplies its weights with in a call of `seq` rows."""
+        """Return the number of rows that a program multiplies its weights with in a call of `seq` rows."""
         slots = self.programs[program]["slots"]
         rows = [
             slot["shape"][0] for slot in slots if slot["role"] not in ("weight", "table") and len(slot["shape"]) == 2
@@ -156,12 +161,12 @@ class Manifest:
         return seq if any(count in ("seq", seq) for count in rows) else 1
 
     def _check_machine(self) -> None:
-        here = {"system": sys.platform, "machine": platform.machine()}
-        built = {key: self.target.get(key) for key in here}
+        here = sys.platform, platform.machine()
+        built = self.target["system"], self.target["machine"]
         if built != here:
             raise UserError(
-                f"{self.directory} was built for {built['system']} {built['machine']}, this machine is "
-                f"{here['system']} {here['machine']}: build it here with doit compile"
+                f"{self.directory} was built for {' '.join(built)}, this machine is {' '.join(here)}: "
+                "build it here with doit compile"
             )
         needed = self.target.get("features", ())
         if missing := sorted(set(needed) - set(cpu_features()) if needed else ()):
@@ -181,7 +186,7 @@ class Manifest:
                 raise UserError(f"{self.directory / name} is a link out of the directory: copy what it points to")
 
     def _check_blobs(self) -> None:
-        """Weights lie in their files where the manifest says."""
+        """Check that weights lie in their files where the manifest says."""
         by_file: dict[str, dict[str, Any]] = {}
         for name, spec in self.buffers.items():
             if "file" in spec:
@@ -199,8 +204,8 @@ def _read(storage: Storage) -> bytes:
     if file is None:
         what = "has no manifest.json, so it is not complete" if root.is_dir() else "is not a directory"
         raise UserError(f"{root} {what}: give an artifact directory made by doit compile")
-    if file.size > _LARGEST:
-        raise UserError(f"{path} has {file.size} bytes, a manifest has at most {_LARGEST}: {REMEDY}")
+    if file.size > LARGEST_JSON:
+        raise UserError(f"{path} has {file.size} bytes, a manifest has at most {LARGEST_JSON}: {REMEDY}")
     try:
         return file.read_bytes()
     except OSError as error:
@@ -208,7 +213,7 @@ def _read(storage: Storage) -> bytes:
 
 
 def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
-    """Of a manifest, checked."""
+    """Return the checked sections of a manifest's text, as fields of `Manifest`."""
     try:
         content = load_json(manifest)
     except ValueError as error:
@@ -231,7 +236,10 @@ def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
     return {**{section: content[section] for section in _SECTIONS}, "plans": plans, **estimates}
 
 
-def _start(storage: Storage, name: str) -> bytes:
-    """A small file's content; none if there is no such file. What is too large is cut, and so not what it must be."""
+def _read_start(storage: Storage, name: str) -> bytes:
+    """Return the content of a small file, empty if there is none.
+
+    A file that is too large is cut, and then fails its check.
+    """
     file = storage.find(name)
     return next(file.chunks(MAX_BYTES + 1), b"") if file else b""

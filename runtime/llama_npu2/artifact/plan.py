@@ -1,4 +1,4 @@
-"""What a plan means: its phases, its calls, and which bytes of a buffer a call may touch.
+"""The meaning of a plan: its phases, its calls, and which bytes of a buffer a call may touch.
 
 In JSON a phase and a reference to a buffer are texts; they are parsed and printed here alone.
 """
@@ -154,5 +154,5 @@ def slot_bytes(slot: Spec, seq: int, pos: int) -> int:
 
     In its shape `seq` stands for the rows, `max_seq` for all positions up to the last row's.
     """
-    known = {"seq": seq, "max_seq": pos + seq}
-    return nbytes(slot["dtype"], (known.get(size, size) for size in slot["shape"]))
+    extents = {"seq": seq, "max_seq": pos + seq}
+    return nbytes(slot["dtype"], (extents.get(size, size) for size in slot["shape"]))

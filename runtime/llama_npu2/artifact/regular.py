@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have put there: nothing is waited for, nothing without end is read."""
+"""Reads files that somebody else may have put there, without waiting for a pipe or reading a device without end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 LARGEST_JSON = 64 << 20
-"""Bytes of a JSON file that is read whole. The manifest of a model with a hundred layers has one MiB."""
+"""Most bytes of a JSON file that is read whole. The manifest of a model with a hundred layers has one MiB."""
 
 
 def open_regular(path: Path) -> int:
@@ -53,5 +53,5 @@ def read_regular(path: Path, most: int = LARGEST_JSON) -> bytes:
 
 
 def can_be_a_path(name: str) -> bool:
-    """Whether file systems take a path: at most 255 bytes between slashes, and 1,000 letters in all."""
+    """Return whether file systems take a path: at most 255 bytes between slashes, and 1,000 letters in all."""
     return len(name) <= 1000 and all(len(part.encode()) <= 255 for part in name.split("/"))

@@ -1,7 +1,7 @@
-"""What the host makes of weights alone, again and again for every prompt: made once and kept, where asked for.
+"""A second copy of the weights, in the format in which an NPU multiplies a prompt with them.
 
-An NPU may multiply a prompt with weights in another format than a token, which the host makes of them layer by layer,
-in memory that layers share. A copy of all layers takes more memory, and prompts do not wait for it.
+That format may differ from the stored one. Then the host unpacks the weights of each layer, for every prompt, into
+memory that the layers share. A copy of all layers takes more memory, but is unpacked once, and prompts do not wait.
 """
 
 from __future__ import annotations
@@ -14,37 +14,39 @@ from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, Plans, Spec
 
 @dataclass(frozen=True)
 class SecondCopy:
-    """Sections of a manifest as they are with a copy for each layer. `calls` make it; no plan has them any more."""
+    """The sections of a manifest that change when every layer has a copy of its own."""
 
     buffers: Mapping[str, Spec]
     plans: dict[Phase, list[PlannedCall]]
+    """The plans without `calls`."""
     calls: list[PlannedCall]
+    """The calls that unpack the copy; none where prompts take weights as they are stored."""
 
 
 def second_copy(programs: Spec, buffers: Mapping[str, Spec], plans: Plans) -> SecondCopy:
-    """Of these sections of a manifest. Without `calls` where weights are used as they are stored."""
+    """Return these sections of a manifest with a buffer per layer in place of each one that layers share."""
     shared: set[str] = set()
-    copied: dict[str, Spec] = {}
-    once: dict[tuple[str, tuple[BufferRef, ...]], PlannedCall] = {}
-    kept: dict[Phase, list[PlannedCall]] = {}
+    copies: dict[str, Spec] = {}
+    unpacking: dict[tuple[str, tuple[BufferRef, ...]], PlannedCall] = {}
+    remaining: dict[Phase, list[PlannedCall]] = {}
     for phase, calls in plans.items():
-        kept[phase], current = [], dict[BufferRef, BufferRef]()
+        remaining[phase], current = [], dict[BufferRef, BufferRef]()
         for call in calls:
-            made = dict(_made(programs, call))
-            current |= {BufferRef(name): BufferRef(own) for name, own in made.items()}
-            shared |= made.keys()
+            unpacked = dict(_unpacked(programs, call))
+            current |= {BufferRef(name): BufferRef(own) for name, own in unpacked.items()}
+            shared |= unpacked.keys()
             bound = call._replace(buffers=tuple(current.get(reference, reference) for reference in call.buffers))
-            copied |= {own: {k: v for k, v in buffers[name].items() if k != "at"} for name, own in made.items()}
-            if made:
-                once[bound.program, bound.buffers] = bound
+            copies |= {own: {k: v for k, v in buffers[name].items() if k != "at"} for name, own in unpacked.items()}
+            if unpacked:
+                unpacking[bound.program, bound.buffers] = bound
             else:
-                kept[phase].append(bound)
+                remaining[phase].append(bound)
     others = {name: spec for name, spec in buffers.items() if name not in shared}
-    return SecondCopy(others | copied, kept, list(once.values()))
+    return SecondCopy(others | copies, remaining, list(unpacking.values()))
 
 
-def _made(programs: Spec, call: PlannedCall) -> Iterator[tuple[str, str]]:
-    """What a call makes, if it does of one layer's weights alone: the buffer, and its name when it has that of all."""
+def _unpacked(programs: Spec, call: PlannedCall) -> Iterator[tuple[str, str]]:
+    """Yield the buffers that a call computes from the weights of one layer alone, each with its name in that layer."""
     program = programs[call.program]
     roles = [slot["role"] for slot in program["slots"]]
     if program["host"] and call.layer is not None and {*roles} <= {"weight", "output"}:

@@ -1,6 +1,6 @@
-"""Where the files of an artifact lie: in its directory, or in the one file that `doit export` makes.
+"""The files of an artifact, which lie in a directory or in the one file that `doit export` makes.
 
-Each is a stretch of a file on disk: read, mapped and loaded where it is.
+Each is a range of bytes of a file on disk, and is read, mapped and loaded from there.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ if TYPE_CHECKING:
     from zipfile import ZipInfo
 
 _HEADER = 30
-"""Bytes in front of a member of a zip file, without its name."""
+"""Bytes of the header in front of a member of a zip file, without its name and extra field."""
 
 
 class Altered(UserError):
-    """A file is not what its manifest says."""
+    """The content of a file does not have the SHA-256 that the manifest says."""
 
 
 @dataclass(frozen=True)
 class File:
-    """`size` bytes from `start` on in the file `container`. `path`: its name in messages. `sha256`: hex, of what it
-    must hold; None where nobody says."""
+    """A range of bytes of a file on disk."""
 
     path: Path
+    """Its name in messages."""
     container: Path
+    """The file on disk."""
     start: int
+    """Offset of the first byte in `container`."""
     size: int
     sha256: str | None = None
+    """Hex, of the content that it must have; None where that is unknown."""
 
     @classmethod
     def at(cls, path: Path) -> File:
-        """A file that lies by itself; one that is not there is empty, until it is opened."""
+        """Return all of the file at `path`. A missing one counts as empty; opening it fails."""
         return cls(path, path, 0, path.stat().st_size if path.is_file() else 0)
 
     def chunks(self, most: int) -> Iterator[bytes]:
-        """Its content, at most so many bytes at a time. Raises OSError."""
+        """Yield the content, at most `most` bytes at a time. Raises OSError."""
         with os.fdopen(open_regular(self.container), "rb") as file:
             file.seek(self.start)
             left = self.size
@@ -54,7 +57,7 @@ class File:
                 yield chunk
 
     def read_bytes(self) -> bytes:
-        """All of it. Raises OSError, and UserError if it is not what it must be."""
+        """Return the whole content. Raises OSError, and Altered if its SHA-256 is not `sha256`."""
         content = b"".join(self.chunks(max(self.size, 1)))
         if self.sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise Altered(f"{self.path} is not what was built: copy the directory again or run doit compile")
@@ -62,18 +65,19 @@ class File:
 
 
 class Storage(Protocol):
-    """Files by name, `/` between its parts. `path`: where they are, for messages."""
+    """Files by name, with `/` between the parts of a name."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """Where the files are, for messages."""
 
     def find(self, name: str) -> File | None:
-        """None if there is no such file."""
+        """Return the file of that name, None if there is none."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Those below `path`."""
+    """The files below the directory `path`."""
 
     path: Path
 
@@ -83,14 +87,16 @@ class Directory:
 
 @dataclass(frozen=True)
 class Archive:
-    """Those of a file that `doit export` made: a zip file of the artifact, in which nothing is compressed, and behind
-    it one of the runtime, which is what Python sees. They are two because Python 3.12 and older import from none that
-    has 4 GiB."""
+    """The files in a file that `doit export` made.
+
+    It is a zip file of the artifact, in which nothing is compressed, followed by one of the runtime, which is the one
+    that Python sees. They are two because Python 3.12 and older cannot import from a zip file of 4 GiB or more.
+    """
 
     path: Path
 
     def find(self, name: str) -> File | None:
-        """Raises UserError if the file is damaged."""
+        """Return the file of that name, None if there is none. Raises UserError if the archive is damaged."""
         return self._members.get(name)
 
     @cached_property
@@ -105,15 +111,17 @@ class Archive:
                 raise ValueError("it has no artifact in front of its runtime")
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as artifact:
                 with ZipFile(cast(BinaryIO, artifact)) as members:
-                    return {each.filename: self._file(artifact, each) for each in members.infolist()}
+                    return {member.filename: self._file(artifact, member) for member in members.infolist()}
         except (BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError, OSError) as error:
             raise UserError(
                 f"{self.path} is no artifact directory and no whole file of doit export ({error}): copy it again"
             ) from None
 
     def _file(self, artifact: mmap.mmap, member: ZipInfo) -> File:
-        """Its content follows the header, a name and an extra field, whose lengths the header ends with (APPNOTE.TXT
-        6.3.10, 4.3.7)."""
+        """Return the range of a member's content, which follows the header, a name and an extra field.
+
+        The lengths of both are the last fields of the header (APPNOTE.TXT 6.3.10, 4.3.7).
+        """
         from struct import unpack_from
 
         start = member.header_offset + _HEADER + sum(unpack_from("<HH", artifact, member.header_offset + _HEADER - 4))
@@ -123,16 +131,17 @@ class Archive:
 
 
 def open_storage(path: Path) -> Storage:
-    """A directory, or what lies in a file."""
+    """Return the storage at `path`: an archive if that is a file, else a directory."""
     return Archive(path) if path.is_file() else Directory(path)
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Of the files in `inner` those that a manifest lists, `sha256` by name. What somebody added is not there."""
+    """Those files of `inner` that a manifest lists. Files that somebody added are not among them."""
 
     inner: Storage
     sha256: Mapping[str, str]
+    """The SHA-256 of each listed file, hex, by name."""
 
     @property
     def path(self) -> Path:

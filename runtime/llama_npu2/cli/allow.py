@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from llama_npu2 import trust
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.errors import UserError, printable
+from llama_npu2.errors import UserError
 from llama_npu2.trust.envelopes import own_key
 from llama_npu2.trust.keys import OWN_NAME, TRUST, PublicKey
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="", metavar="KEY|DIR", help="trust this signer, or one directory")
-    parser.add_argument("--name", default="", help="what to call the signer")
-    parser.add_argument("--remove", default="", metavar="KEY", help="trust a signer no more: key, fingerprint or name")
-
-
-def run(options: argparse.Namespace) -> int:
-    """The command. Raises UserError."""
-    for line in changed(options.what, options.name, options.remove):
-        print(printable(line))
-    return 0
 
 
 def changed(what: str, name: str, remove: str) -> Iterator[str]:
@@ -44,9 +30,11 @@ def changed(what: str, name: str, remove: str) -> Iterator[str]:
 def shown() -> Iterator[str]:
     """The user's own key to give to others, and the trusted ones."""
     yield f"your key, for others to trust: {own_key()}"
-    for key, name in trust.trusted_keys().items():
-        if name != OWN_NAME:
-            yield f"trusted: {key.fingerprint} {name}"
+    others = {key: name for key, name in trust.trusted_keys().items() if name != OWN_NAME}
+    for key, name in others.items():
+        yield f"trusted: {key.fingerprint} {name}"
+    if not others:
+        yield "nobody else is trusted: only what you built yourself, or allowed as it is, runs"
 
 
 def allow_key(text: str, name: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Measures an artifact directory against what the machine can do: `llama-npu2 DIR --bench`.
+"""Measures an artifact directory against what the machine can do: `llama-npu2 bench DIR`.
 
 Reading weights bounds decode, multiplying bounds prefill; both limits are measured in the same run, around every test,
 because machines change speed from minute to minute. Rates are quoted as mean and standard deviation.
@@ -35,43 +35,50 @@ PROMPTS = (128, 512, 2048)
 DEPTHS = (0, 512, 2048)
 GENERATED = 32
 LONGEST = max(*PROMPTS, max(DEPTHS) + GENERATED)
-"""Positions that the tests need at most."""
+"""Most positions that a test needs."""
 COLD_PROMPT_TOKENS = 16
 PEAK_ITERATIONS = 10_000_000
 READ_PASSES = 9
+LEGEND = (
+    "limit: the share reached of what the machine allows, measured next to each test: of the bf16 peak (pp) or of the\n"
+    "read bandwidth (tg). Above 100 %, data came from a cache. For peak memory: its size relative to the weights'."
+)
 SETTLE = 0.1
-"""Seconds behind an engine: threads of it that still spin would take the cores from what is measured next."""
+"""Seconds of rest after an engine ran: its threads that still spin would take cores from the next measurement."""
 
 
 @dataclass
 class Result:
-    """One test. `values`: one per repeat, in `unit`; `limits`: the machine's limit measured beside each; `peers` and
-    `peer_limits`: the same of others in the same repeats, by name."""
+    """The result of one test."""
 
     test: str
     unit: str
     values: list[float] = field(default_factory=list)
+    """One per repeat."""
     limits: list[float] = field(default_factory=list)
+    """The machine's limit, measured with each value; empty where none applies."""
     peers: dict[str, list[float]] = field(default_factory=dict)
+    """The values of other engines in the same repeats, by name."""
     peer_limits: dict[str, list[float]] = field(default_factory=dict)
+    """The limits of other engines, by name."""
 
     @property
     def share(self) -> float | None:
-        """Median of the part of the limit that was reached, repeat by repeat; None where no limit applies."""
+        """Median over the repeats of value / limit; None where no limit applies."""
         return _median_ratio(self.values, self.limits)
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """How many times each peer's rate was reached: the median, repeat by repeat."""
+        """Median over the repeats of value / the peer's value, by peer."""
         return {name: _median_ratio(self.values, values) for name, values in self.peers.items()}
 
     @property
     def peer_shares(self) -> dict[str, float | None]:
-        """The share of each peer, which has a limit of its own where it reads other weights."""
+        """The share of each peer; its limit differs where it reads other weights."""
         return {name: _median_ratio(values, self.peer_limits.get(name, ())) for name, values in self.peers.items()}
 
     def cells(self, peers: Sequence[str]) -> list[str]:
-        """A row of `table(peers)`; a peer that has no part in the test has an empty cell."""
+        """Return the cells of a row of `table(peers)`, empty for a peer that takes no part in the test."""
         spread = statistics.stdev(self.values) if len(self.values) > 1 else 0.0
         mean = f"{_figure(statistics.mean(self.values))} ± {_figure(spread):<8}"
         median = _figure(statistics.median(self.values))
@@ -92,8 +99,10 @@ def _percent(share: float | None) -> str:
 
 
 def table(peers: Sequence[str]) -> Table:
-    """`peers`: the names of the columns it ends with: a rate, how many times that was reached, its share of the
-    limit."""
+    """Return the table of results.
+
+    It ends with a column for each of `peers`: its rate, how many times that we reach, and its share of the limit.
+    """
     ours = [
         Column("test", 18),
         Column("median", 10, right=True),
@@ -111,17 +120,17 @@ def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | N
 
 
 class Engine(Protocol):
-    """Something that runs the same checkpoint. Both calls return seconds. `token_bytes`: of weights that a decoded
-    token reads."""
+    """An engine that runs the same checkpoint."""
 
     name: str
     token_bytes: int
+    """Bytes of weights that a decoded token reads."""
 
     def prefill(self, ids: Sequence[int]) -> float:
-        """Process a prompt from an empty context."""
+        """Process a prompt from an empty context; return the seconds that it took."""
 
     def decode(self, depth: int, ids: Sequence[int]) -> float:
-        """Process tokens one by one behind the first `depth` of the context."""
+        """Process tokens one by one after the first `depth` of the context; return the seconds that it took."""
 
 
 OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence[Engine]]]
@@ -145,7 +154,10 @@ class Ours:
         return _timed(lambda: self._decode(ids))
 
     def _decode(self, ids: Sequence[int]) -> None:
-        """Keeps no logits, as generating does: memory that is new to the process costs more than the copy into it."""
+        """Decode tokens and keep no logits, as generating does.
+
+        Memory that is new to the process costs more than the copy into it.
+        """
         for token in ids:
             self._llm.decode(token)
 
@@ -157,10 +169,17 @@ def run_bench(
     open_peers: OpenPeers | None = None,
     more: Callable[[Llama, Sequence[Any]], Iterable[Result]] = lambda llm, peers: (),
 ) -> None:
-    """Print the table, or one JSON object. `open_peers(llm)`: a context with other engines to measure in turn, of which
-    `more` makes rows that the table ends with.
+    """Print the table, or one JSON object.
 
-    Raises UserError.
+    Args:
+        directory: the artifacts.
+        running: threads, repeats and the second copy.
+        as_json: whether to print JSON.
+        open_peers: opens other engines, which are measured in turn with ours.
+        more: makes the rows with which the table ends, from the model and the other engines.
+
+    Raises:
+        UserError: if the artifacts cannot be used.
     """
     with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
@@ -175,15 +194,18 @@ def run_bench(
                 results.append(result)
                 if not as_json:
                     print(lines.row(*result.cells(names)), flush=True)
-        if as_json:
-            print(json.dumps({"machine": machine(llm), "results": [_described(result) for result in results]}))
+        if not as_json:
+            print(f"\n{LEGEND}", flush=True)
+        else:
+            print(json.dumps({"machine": machine(llm), "results": [_encoded(result) for result in results]}))
 
 
-def _described(result: Result) -> dict[str, Any]:
+def _encoded(result: Result) -> dict[str, Any]:
     return asdict(result) | {"share": result.share, "ratios": result.ratios, "peer_shares": result.peer_shares}
 
 
 def machine(llm: Llama) -> dict[str, Any]:
+    """Return the names of CPU, device, model and Python version."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     cpu = names[0] if names else platform.processor()
     return {
@@ -201,18 +223,18 @@ def _lines(path: str) -> list[str]:
 
 
 def heading(llm: Llama) -> str:
-    """What is measured, on what."""
+    """Return the line that names the model, the device and the CPU."""
     about = machine(llm)
     return f"{about['model']}, {_weight_bytes(llm) / 2**30:.2f} GiB of weights; {about['device']}; {about['cpu']}"
 
 
 def _weight_bytes(llm: Llama) -> int:
-    """Of the files."""
+    """Return the bytes of the files with weights."""
     return sum(entry["size"] for name, entry in llm.manifest.files.items() if name.startswith("weights/"))
 
 
 class Bench:
-    """The tests on a loaded model, and on its peers in turn. Limits are those of the CPU, for the target `cpu`."""
+    """The tests on a loaded model, and on its peers in turn. There are limits for the target `cpu` only."""
 
     def __init__(self, llm: Llama, repeats: int, peers: Sequence[Engine] = ()) -> None:
         self.llm, self.repeats, self.peers = llm, repeats, peers
@@ -224,7 +246,7 @@ class Bench:
         self.weights = [llm.buffer(name) for name in _token_bytes(llm)]
 
     def results(self) -> Iterator[Result]:
-        """Limits first, then prefill and decode, each repeat with its limit measured right beside it."""
+        """Yield the limits, then prefill and decode, whose limits are measured again in each repeat."""
         yield self.read_per_token()
         if self.limited:
             yield from self._limits()
@@ -242,7 +264,7 @@ class Bench:
         yield self._repeat("f32 peak", "GFLOP/s", lambda: self.device.measure_peak("f32", PEAK_ITERATIONS) / 1e9)
 
     def read_per_token(self) -> Result:
-        """Bytes of weights; a token also reads what the caches hold of the positions before it."""
+        """Return the bytes of weights; a token also reads K and V of the positions before it."""
         ours, *others = ([engine.token_bytes / 1e9] for engine in self.engines)
         return Result("read per token", "GB", ours, peers=dict(zip((p.name for p in self.peers), others, strict=True)))
 
@@ -250,15 +272,18 @@ class Bench:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
 
     def read_bandwidth(self) -> float:
-        """Bytes per second of reading the weights themselves, all of them, so that no cache holds them from one pass to
-        the next unless it does so for tokens too."""
+        """Return the bytes per second of reading all of the weights.
+
+        So no cache holds them from one pass to the next, unless it does so for tokens too.
+        """
         return statistics.median(self.device.measure_read(self.weights) for _ in range(READ_PASSES))
 
     def tokens(self, count: int) -> list[int]:
+        """Return random token ids."""
         return self.generator.integers(0, self.config["vocab"], count).tolist()
 
     def prefill(self, rows: int) -> Result:
-        """Tokens per second of a prompt; the limit is the bf16 peak over the arithmetic of one token."""
+        """Measure tokens per second of a prompt; the limit is the bf16 peak / operations of one token."""
         return self._compare(
             f"pp{rows}",
             lambda: self.device.measure_peak("bf16", PEAK_ITERATIONS),
@@ -268,7 +293,7 @@ class Bench:
         )
 
     def decode(self, depth: int) -> Result:
-        """Tokens per second behind `depth` tokens; the limit is the read bandwidth over the bytes of one token."""
+        """Measure tokens per second after `depth` tokens; the limit is the read bandwidth / bytes of one token."""
         if depth:
             prompt = self.tokens(depth)
             for engine in self.engines:
@@ -289,10 +314,15 @@ class Bench:
         run: Callable[[Engine, list[int]], float],
         count: int,
     ) -> Result:
-        """Rates of all engines, one after the other in every repeat; the first repeat only warms up. `speed`: of the
-        machine, per second; `need`: how much of that a token takes.
+        """Measure the rates of all engines, one after the other in every repeat; the first repeat only warms up.
 
-        The speed is measured before and after each, and the mean of both counts, because machines change theirs.
+        The machine's speed is measured before and after each, and the mean of both counts, because it changes.
+
+        Args:
+            speed: measures the machine's speed, per second.
+            need: returns how much of that a token takes.
+            run: processes tokens and returns the seconds that it took.
+            count: number of tokens.
         """
         rates: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
         limits: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
@@ -309,18 +339,18 @@ class Bench:
         return Result(test, "tokens/s", rates.pop(Ours.name), limits.pop(Ours.name), rates, limits)
 
     def host_overhead(self) -> Result:
-        """Percent of a generated token's time that is spent outside of kernels: sampling, text, binding, Python."""
+        """Measure the percentage of a generated token's time outside of kernels: sampling, text, binding, Python."""
         result = Result("host per token", "%")
         for _ in range(self.repeats):
             pieces = self.llm.generate("Once upon a time", raw=True, max_tokens=GENERATED)
             next(pieces, None)
             native = self.device.native_seconds
-            whole = _timed(partial(list, pieces))
-            result.values.append(100 * (1 - (self.device.native_seconds - native) / whole))
+            seconds = _timed(partial(list, pieces))
+            result.values.append(100 * (1 - (self.device.native_seconds - native) / seconds))
         return result
 
     def _position_bytes(self, engine: str) -> float:
-        """What an engine's caches hold of one position, K and V of every layer: ours as it is, peers' in 16 bits."""
+        """Return the bytes of K and V of one position in all layers: ours as they are stored, peers' in 16 bits."""
         if engine != Ours.name:
             return 4 * self.config["layers"] * self.config["kv_heads"] * self.config["head_dim"]
         manifest = self.llm.manifest
@@ -328,7 +358,10 @@ class Bench:
         return sum(map(manifest.nbytes, caches)) / self.llm.context_length
 
     def _prefill_flop(self, rows: int) -> float:
-        """Two per weight and row that it is multiplied with, four per head element and attended pair."""
+        """Return the operations of a prompt.
+
+        There are two per weight and row that it is multiplied with, and four per head element and attended pair.
+        """
         manifest = self.llm.manifest
         products = sum(
             weight.values * manifest.rows(call.program, rows)
@@ -340,7 +373,10 @@ class Bench:
 
 
 def _token_bytes(llm: Llama) -> dict[str, int]:
-    """Bytes of every weight that a decoded token reads in full; the embedding only if the LM head shares it."""
+    """Return the bytes of every weight that a decoded token reads in full.
+
+    The embedding is among them only if the LM head shares it.
+    """
     calls = llm.manifest.plans[decode_phase(llm.windows, 0)]
     return {name: weight.nbytes for call in calls for name, weight in llm.manifest.weights_read(call).items()}
 
@@ -356,12 +392,14 @@ if status := main():
     raise SystemExit(status)
 {PRINT_PEAK}
 """
-"""The command line of the runtime, behind whose reply comes the most memory that it held, in KiB."""
+"""The command line of the runtime, which prints its peak memory in KiB after the reply."""
 
 
 def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]:
-    """New processes, page cache warm: until the first piece of text, and the most memory that one of these held, which
-    is left out where none could say it."""
+    """Yield the times of new processes, with a warm page cache: to load, and to the first piece of text.
+
+    Last comes the peak memory of one of these processes, which is left out if none of them printed it.
+    """
     count = max(1, COLD_PROMPT_TOKENS - 1)
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
@@ -376,9 +414,9 @@ def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]
             assert process.stdout is not None
             os.read(process.stdout.fileno(), 1)
             first.values.append(time.perf_counter() - started)
-            said = process.stdout.read()
+            output = process.stdout.read()
         if not process.returncode:
-            peaks.append(int(said.split()[-1]))
+            peaks.append(int(output.split()[-1]))
 
         def reload() -> None:
             load(directory, running.threads, running.second_copy).close()

@@ -1,5 +1,8 @@
-"""How much memory a process held at most, by its own account. What the kernel says of children that ended (`ru_maxrss`)
-is of whichever was the largest, and no less than what their parent held when it started them."""
+"""The peak memory of a process, as it reads it itself.
+
+The kernel's figure for ended children (`ru_maxrss`) is that of the largest child, and no less than the memory of the
+parent when it started them.
+"""
 
 PRINT_PEAK = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-"""Python that prints it, in KiB, for the end of a program."""
+"""Python code for the end of a program, which prints its peak memory in KiB."""

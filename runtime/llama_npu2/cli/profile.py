@@ -1,11 +1,10 @@
-"""Where the time of a prompt and of a token goes: `llama-npu2 DIR --profile`.
+"""Shows where the time of a prompt and of a token goes: `llama-npu2 profile DIR`.
 
-A prompt is processed several times, the last time with a long reply behind it. A *prompt* goes from the call to the
-first token that is sampled, a *token* from there to the next one. Each is split into spans
-(`llama_npu2.devices.spans`), down to launches of kernels where the device knows them, and what lies between spans,
-which is Python's: so the parts of a prompt or of a token add up to it. Figures are means, because those add up, over
-the half that neither the fastest nor
-the slowest quarter is in; the series of all tokens shows the spread.
+A prompt is processed several times, the last time with a long reply. A *prompt* lasts from the call to the first
+sampled token, a *token* from there to the next one. Each is split into spans (`llama_npu2.devices.spans`), down to
+launches of kernels where the device records them, and the time between spans, which is Python's. So the parts of a
+prompt or of a token add up to it. Figures are means, because those add up, without the fastest and the slowest quarter;
+the series of all tokens shows the spread.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from llama_npu2.engine.llama import Llama, load
 from llama_npu2.options import Running, Sampling
 
 FORMAT = 1
-"""Of the JSON."""
+"""Version of the JSON's format."""
 PROMPT = 512
+"""Tokens of the prompt, where none is given."""
 TEXT = "The quick brown fox jumps over the lazy dog. "
-"""Said again and again, where no prompt is given."""
+"""The text that is repeated as a prompt, where none is given."""
 BETWEEN = "between spans"
 SUMS = ("waited", "busy", "bytes", "operations", "runs")
-"""What spans say that adds up."""
+"""The numbers of spans that can be added up."""
 
 
 def run_profile(
@@ -41,25 +41,26 @@ def run_profile(
 ) -> None:
     """Print tables, or one JSON object as `profile` returns it. Raises UserError."""
     with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
-        found = profile(llm, prompt, raw, sampling.max_tokens, running.repeats)
-    print(json.dumps(found) if as_json else described(found))
+        result = profile(llm, prompt, raw, sampling.max_tokens, running.repeats)
+    print(json.dumps(result) if as_json else described(result))
 
 
 def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats: int) -> dict[str, Any]:
-    """`machine`: what ran on what. `peaks`: of the CPU, measured before and after: `read` in bytes, `bf16` in
-    operations per second; none for the NPU.
+    """Profile a prompt and the tokens of its reply; return the profile as JSON values.
 
-    `phases`: `prompt` and `token`. Of each `rows` and `position` of the first, how many `calls` of each program it
-    makes, `seconds` of every one, and of the
-    middle half of them `mean` seconds and `parts`: `kind` and `name` as spans have them, `program`, `layer` and number
-    of a `launch`, and per prompt or token how many `calls`, `seconds` that no other part has, nanoseconds `waited` and
-    `busy`, `bytes`, `operations`, `runs`. On the NPU `alone`: seconds of each program's calls, submitted one by one.
-    On the simulator `counted`: what each program's launches moved and multiplied.
-
-    `series`: of the tokens, position, seconds, and those of them in phases. `timeline`: the last prompt and its reply:
-    `names` (kind, name, layer, launch) and `spans`: name by number, thread, beginning and length in nanoseconds, and
-    of those how many were waited; those of threads other than the first in the prompt and the token `shown`, which is
-    that with the median time. `edges`: where the prompt, and each token, begins and ends.
+    - `machine`: as `bench.machine` returns it. `peaks`: of the CPU, the mean of before and after: `read` in bytes,
+      `bf16` in operations per second; empty for the NPU.
+    - `phases`: `prompt` and `token`. Each has `rows` and `position` of the first one, the number of `calls` of each
+      program, `seconds` of each one, and of the middle half the `mean` seconds and `parts`. A part has `kind` and
+      `name` of its spans, `program`, `layer` and number of a `launch`, and per prompt or token the number of `calls`,
+      `seconds` that no other part has, nanoseconds `waited` and `busy`, `bytes`, `operations`, `runs`. On the NPU a
+      phase has `alone`: the seconds of each program's calls, submitted one by one. On the simulator it has `counted`:
+      the bytes and multiplications of each program's launches.
+    - `series`: for each token its position, its seconds, and those of them in phases.
+    - `timeline`: the last prompt and its reply. `names` lists (kind, name, layer, launch). `spans` lists the number of
+      the name, the thread, beginning and length in nanoseconds, and how many of those the thread waited. Threads other
+      than the first are listed in the prompt and in the token `shown`, which has the median time. `edges` lists where
+      the prompt, and each token, begins and ends.
     """
     text = _text(llm, raw) if prompt is None else prompt
     counted = _counted(llm, llm.encode(text, raw))
@@ -87,8 +88,10 @@ def profile(llm: Llama, prompt: str | None, raw: bool, max_tokens: int, repeats:
 
 
 def _text(llm: Llama, raw: bool) -> str:
-    """That makes about `PROMPT` tokens; fewer where the context has no room for them and a reply. With buckets it fills
-    one, so that one phase is measured."""
+    """Return a text of about `PROMPT` tokens, of fewer where the context has no room for them and a reply.
+
+    With buckets it fills one, so that one phase is measured.
+    """
     rows = min(PROMPT, llm.context_length // 2)
     if llm.buckets:
         rows = max((bucket for bucket in llm.buckets if bucket <= rows), default=llm.buckets[0])
@@ -98,7 +101,7 @@ def _text(llm: Llama, raw: bool) -> str:
 
 @contextlib.contextmanager
 def _endless(llm: Llama) -> Iterator[None]:
-    """Replies go on behind end tokens."""
+    """Let replies go on after end tokens."""
     eos, llm.eos = llm.eos, frozenset()
     try:
         yield
@@ -107,14 +110,17 @@ def _endless(llm: Llama) -> Iterator[None]:
 
 
 class Window(NamedTuple):
-    """A prompt or a token: from `start` to `end`, and the spans in it."""
+    """The time of a prompt or a token."""
 
     start: int
+    """Nanoseconds."""
     end: int
     spans: list[Span]
+    """The spans that begin in it."""
 
     @property
     def seconds(self) -> float:
+        """The length."""
         return (self.end - self.start) / 1e9
 
     @property
@@ -124,7 +130,7 @@ class Window(NamedTuple):
 
 
 def _generated(llm: Llama, text: str, raw: bool, tokens: int) -> list[Window]:
-    """The prompt, and each token behind the first."""
+    """Generate a reply; return the window of the prompt, and of each token after the first."""
     with llm.profile() as recorder:
         started = time.perf_counter_ns()
         for _ in llm.generate(text, raw=raw, max_tokens=tokens):
@@ -143,22 +149,32 @@ def _generated(llm: Llama, text: str, raw: bool, tokens: int) -> list[Window]:
 
 
 def _phase(name: str, windows: Sequence[Window], calls: Mapping[str, int]) -> dict[str, Any]:
-    about, quarter = windows[0].phase.about, len(windows) // 4
+    first, quarter = windows[0].phase.about, len(windows) // 4
     middle = sorted(windows, key=lambda window: window.seconds)[quarter : len(windows) - quarter]
     return {
         "name": name,
         "calls": calls,
-        "rows": about["rows"],
-        "position": about["position"],
+        "rows": first["rows"],
+        "position": first["position"],
         "seconds": [window.seconds for window in windows],
         "mean": statistics.mean(window.seconds for window in middle),
         "parts": _parts(middle),
     }
 
 
+class _Part(NamedTuple):
+    """The identity of a part; `program`, `layer` and `launch` are None where there is none."""
+
+    kind: str
+    name: str
+    program: str | None = None
+    layer: int | None = None
+    launch: int | None = None
+
+
 def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:
-    """In order of appearance."""
-    sums: dict[tuple[Any, ...], Counter[str]] = {}
+    """Return the parts of the windows, in order of appearance."""
+    sums: dict[_Part, Counter[str]] = {}
     for window in windows:
         covered = 0
         parts = nested([span for span in window.spans if span.thread == 0])
@@ -167,20 +183,18 @@ def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:
             if part.inside < 0:
                 covered += span.end - span.start
             program = parts[part.inside].span.name if span.kind == "launch" else None
-            key = (span.kind, span.name, program, span.about.get("layer"), span.about.get("launch"))
+            key = _Part(span.kind, span.name, program, span.about.get("layer"), span.about.get("launch"))
             more = {name: span.about[name] for name in SUMS if name in span.about}
             sums.setdefault(key, Counter()).update({"calls": 1, "ns": part.alone, **more})
         between = {"calls": 1, "ns": window.end - window.start - covered}
-        sums.setdefault(("python", BETWEEN, None, None, None), Counter()).update(between)
-    return [_part(key, counts, len(windows)) for key, counts in sums.items()]
+        sums.setdefault(_Part("python", BETWEEN), Counter()).update(between)
+    return [_means(part, counts, len(windows)) for part, counts in sums.items()]
 
 
-def _part(key: tuple[Any, ...], counts: Counter[str], windows: int) -> dict[str, Any]:
-    where = zip(("kind", "name", "program", "layer", "launch"), key, strict=True)
+def _means(part: _Part, counts: Counter[str], windows: int) -> dict[str, Any]:
+    identity = {name: value for name, value in part._asdict().items() if value is not None}
     means = {name: count / windows for name, count in counts.items() if name != "ns"}
-    return (
-        {name: value for name, value in where if value is not None} | {"seconds": counts["ns"] / windows / 1e9} | means
-    )
+    return identity | {"seconds": counts["ns"] / windows / 1e9} | means
 
 
 def _point(window: Window) -> list[float]:
@@ -211,7 +225,10 @@ def _peaks(llm: Llama) -> dict[str, float]:
 
 
 def _alone(llm: Llama, window: Window) -> dict[str, float]:
-    """On the NPU, where submissions have many runs: seconds of each program's calls, by themselves, the second time."""
+    """Return the seconds of each program's calls, submitted one by one, in the second of two rounds.
+
+    Returns nothing where the device is not the NPU, whose submissions have many runs.
+    """
     if llm.manifest.target["device"] != "xrt":
         return {}
     span = window.phase
@@ -224,21 +241,24 @@ def _alone(llm: Llama, window: Window) -> dict[str, float]:
             submission.run(span.about["rows"], span.about["position"])
             spent[call.name] += time.perf_counter_ns() - started
     for submission in submissions:
-        submission.rest()
+        submission.suspend()
     return {name: ns / 1e9 for name, ns in spent.items()}
 
 
 def _counted(llm: Llama, ids: Sequence[int]) -> dict[str, Any]:
-    """A prompt and a token to warm up with; on the simulator, what its programs did in each: by program, of each launch
-    its name, multiply-accumulates, and by slot the bytes that it read and wrote."""
+    """Warm up with a prompt and a token; return the simulator's counts for each, nothing on other devices.
+
+    The counts of a program list for each launch its name, its multiply-accumulates, and for each slot the bytes that it
+    read and wrote.
+    """
     counters = getattr(llm.device, "counters", None)
-    found, states = {}, [_state(counters)]
+    counts, states = {}, [_state(counters)]
     llm.reset()
     for phase, run in (("prompt", lambda: llm.prefill(ids)), ("token", lambda: llm.decode(ids[-1]))):
         run()
         states.append(_state(counters))
-        found[phase] = _difference(*states[-2:])
-    return found
+        counts[phase] = _difference(*states[-2:])
+    return counts
 
 
 def _state(counters: Any) -> dict[str, Any]:
@@ -262,17 +282,23 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 # for people
 
 
-def described(found: Mapping[str, Any]) -> str:
-    """Tables of a prompt and of a token, program by program and kernel by kernel."""
-    about = found["machine"]
+def described(result: Mapping[str, Any]) -> str:
+    """Return a profile as tables of a prompt and of a token, program by program and kernel by kernel."""
+    about = result["machine"]
     lines = [f"{about['model']}; {about['device']}; {about['cpu']}"]
-    for phase in found["phases"]:
-        many = f"{len(phase['seconds'])} x {phase['rows']} rows from position {phase['position']} on"
-        lines += ["", f"{phase['name']}: {1e3 * phase['mean']:.3f} ms ({many})", ""]
-        lines.append(fitted(COLUMNS, (cells(row, phase["mean"], found["peaks"]) for row in summed(phase["parts"]))))
+    for phase in result["phases"]:
+        sample = f"{len(phase['seconds'])} x {phase['rows']} rows from position {phase['position']} on"
+        lines += ["", f"{phase['name']}: {1e3 * phase['mean']:.3f} ms ({sample})", ""]
+        lines.append(fitted(COLUMNS, (cells(row, phase["mean"], result["peaks"]) for row in summed(phase["parts"]))))
+    if result["peaks"]:
+        lines += ["", LEGEND]
     return "\n".join(lines)
 
 
+LEGEND = (
+    "roofline: the share of this machine's measured peak, of reading or of multiplying. Above 100 %, a launch read "
+    "from a cache,\nor ran faster than the machine did when the peak was measured."
+)
 COLUMNS = (
     Column("part"),
     Column("calls", right=True),
@@ -285,41 +311,50 @@ COLUMNS = (
 )
 
 
+class _RowKey(NamedTuple):
+    program: str
+    kind: str
+    name: str
+
+
 def summed(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of all layers together: programs with their launches behind them, then the rest. A program's `seconds`
-    and other sums are with its launches', and of what it has for itself `waited`."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    """Return the parts with all layers added up: programs, each followed by its launches, then the rest.
+
+    A program's `seconds` and other sums include those of its launches; the time that it has alone is `waited`.
+    """
+    rows: dict[_RowKey, dict[str, Any]] = {}
     for part in parts:
         program = part["name"] if part["kind"] == "program" else part.get("program", "")
-        for key in {(program, "program", program), (program, part["kind"], part["name"])}:
-            if key[1] == "program" and not program:
-                continue
-            row = rows.setdefault(key, {"kind": key[1], "name": key[2], "program": program, "calls": 0, "seconds": 0})
-            row["calls"] += part["calls"] if key[1] == part["kind"] else 0
+        own = _RowKey(program, part["kind"], part["name"])
+        for key in {own, _RowKey(program, "program", program)} if program else {own}:
+            row = rows.setdefault(key, {**key._asdict(), "calls": 0, "seconds": 0})
+            row["calls"] += part["calls"] if key == own else 0
             for name in ("seconds", *SUMS):
                 row[name] = row.get(name, 0) + part.get(name, 0)
     _note_waiting(rows)
-    order = {name: number for number, name in enumerate(dict.fromkeys(program for program, _, _ in rows))}
-    return [rows[key] for key in sorted(rows, key=lambda key: (not key[0], order[key[0]], key[1] != "program"))]
+    order = {name: number for number, name in enumerate(dict.fromkeys(key.program for key in rows))}
+    return [
+        rows[key] for key in sorted(rows, key=lambda key: (not key.program, order[key.program], key.kind != "program"))
+    ]
 
 
-def _note_waiting(rows: Mapping[tuple[str, str, str], dict[str, Any]]) -> None:
-    """What a program with launches has for itself is waiting for other threads behind them."""
-    for (program, kind, _), row in rows.items():
-        launches = [each for key, each in rows.items() if key[0] == program and key[1] == "launch"]
-        if kind == "program" and launches:
-            row["waited"] += 1e9 * (row["seconds"] - sum(each["seconds"] for each in launches))
+def _note_waiting(rows: Mapping[_RowKey, dict[str, Any]]) -> None:
+    """Count the time that a program has besides its launches as waiting: for other threads after each launch."""
+    for key, row in rows.items():
+        launches = [row for other, row in rows.items() if (other.program, other.kind) == (key.program, "launch")]
+        if key.kind == "program" and launches:
+            row["waited"] += 1e9 * (row["seconds"] - sum(launch["seconds"] for launch in launches))
 
 
 def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> list[str]:
-    """Of `COLUMNS`, for a row of `summed`."""
+    """Return the cells of `COLUMNS` for a row of `summed`."""
     name, seconds = f"  {row['name']}" if row["kind"] == "launch" else row["name"], row["seconds"]
     rates = [f"{row[what] / seconds / 1e9:.1f}" if row[what] and seconds else "" for what in ("bytes", "operations")]
     share = roofline(row, peaks)
     return [
         name,
         f"{row['calls']:g}",
-        f"{1e3 * seconds:.3f}",
+        f"{1e3 * seconds:.3f}" if seconds >= 1e-5 else f"{1e3 * seconds:.5f}",
         f"{seconds / total:.1%}",
         f"{row['waited'] / 1e9 / seconds:.1%}" if row["waited"] and seconds else "",
         *rates,
@@ -328,8 +363,10 @@ def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> l
 
 
 def roofline(row: Mapping[str, Any], peaks: Mapping[str, float]) -> float:
-    """The part of the time that the bytes would take at the peak of reading, or the operations at the peak of
-    multiplying, whichever is longer (Williams et al. 2009); 0 where that is not known."""
+    """Return the share of the time that a row needs at the least, 0 where the peaks are not known.
+
+    It is `max(bytes / read peak, operations / bf16 peak) / seconds` (Williams et al. 2009).
+    """
     if not peaks or not row["seconds"]:
         return 0.0
     return max(row.get("bytes", 0) / peaks["read"], row.get("operations", 0) / peaks["bf16"]) / row["seconds"]

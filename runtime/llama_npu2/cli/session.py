@@ -1,4 +1,4 @@
-"""`llama-npu2 DIR --chat`: a conversation with a model in the terminal."""
+"""`llama-npu2 chat DIR`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ _WIDTH = max(map(len, HELP)) + 2
 
 
 class Session:
-    """`number`: of the answer among those to the same seed, counted by /regenerate."""
+    """A conversation in the terminal."""
+
+    number: int
+    """Of the answer among those to the same seed, counted by /regenerate."""
+    current: bool
+    """Whether the KV cache holds this conversation, and nothing else."""
 
     def __init__(self, llm: Llama, sampling: Sampling) -> None:
         self.llm, self.sampling = llm, sampling
         self.conversation = Conversation()
         self.number = self.generated = self.failures = 0
+        self.current = True
 
     def run(self) -> int:
         """Until /exit or the end of input. Returns the exit status: 1 if something failed and nobody was there."""
-        say(GREETING)
-        reader = terminal.open_reader()
+        say(f"{self.llm.manifest.model['name']}: {self.llm.description}\n{GREETING}")
+        reader = terminal.open_reader([name.split()[0] for name in HELP if name[0] == "/" and name[1].isalpha()])
         while True:
             try:
                 text = reader.read().strip()
@@ -99,6 +105,7 @@ class Session:
                     write(piece)
         except KeyboardInterrupt:
             stopped = True
+        self.current = True
         self.generated += self.llm.stats.generated_tokens
         if stopped and not pieces:
             say("stopped before the answer began: nothing is added to the conversation")
@@ -140,7 +147,11 @@ class Session:
 
     @property
     def _context(self) -> str:
-        used, context = self.llm.position, self.llm.context_length
+        # What was taken back stays in the KV cache until the next message.
+        held = self.llm.position if self.current else 0
+        if not self.current and self.conversation.turns:
+            held = len(self.llm.encode(self.conversation.messages()))
+        used, context = held, self.llm.context_length
         return f"context {used} of {context} tokens ({used / context:.0%})"
 
     def _help(self, _: str) -> None:
@@ -173,7 +184,7 @@ class Session:
     def _undo(self, _: str) -> None:
         self._last("take back")
         self.conversation.undo()
-        self.number = 0
+        self.number, self.current = 0, False
         say(f"taken back: {_turns(self.conversation)} left")
 
     def _last(self, purpose: str) -> Turn:
@@ -182,7 +193,7 @@ class Session:
         return self.conversation.turns[-1]
 
     def _reset(self, _: str) -> None:
-        self.conversation = Conversation(self.conversation.system)
+        self.conversation, self.current = Conversation(self.conversation.system), False
         say("a new conversation")
 
     def _save(self, name: str) -> None:
@@ -192,7 +203,7 @@ class Session:
 
     def _load(self, name: str) -> None:
         path = _path("load", name)
-        self.conversation = Conversation.load(path)
+        self.conversation, self.current = Conversation.load(path), False
         system = " and a system prompt" if self.conversation.system else ""
         say(f"{_turns(self.conversation)}{system} from {path}")
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,14 +39,21 @@ class Reader(Protocol):
         """The next message, of one or several lines. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
 
 
-def open_reader() -> Reader:
-    """The best that there is for where the input comes from. Raises UserError if it comes from nowhere."""
+def open_reader(commands: Sequence[str] = ()) -> Reader:
+    """Return the best reader that there is for where the input comes from.
+
+    Args:
+        commands: words that Tab completes at the beginning of a message.
+
+    Raises:
+        UserError: the input comes from nowhere.
+    """
     if sys.stdin is None:
         raise UserError("standard input is closed: a conversation needs one")
     if not is_terminal():
         return Lines(PROMPT if sys.stdin.isatty() else "", None)
     history = History(_state_directory())
-    return _editor(history) if find_spec("prompt_toolkit") else Lines(PROMPT, history)
+    return _editor(history, commands) if find_spec("prompt_toolkit") else Lines(PROMPT, history)
 
 
 class History:
@@ -119,19 +126,10 @@ class Lines:
         return input(prompt)
 
 
-def _editor(history: History) -> Reader:
-    """prompt_toolkit's. Enter sends; Alt-Enter, Enter behind a backslash and what is pasted begin lines."""
-    import prompt_toolkit
+def _keys() -> Any:
+    """Return the keys of the editor: Enter sends; Alt-Enter, and Enter after a backslash, begin a line."""
     from prompt_toolkit.filters import is_searching
-    from prompt_toolkit.history import History as Base
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    class Kept(Base):
-        def load_history_strings(self) -> Iterable[str]:
-            return reversed(history.messages())
-
-        def store_string(self, string: str) -> None:
-            history.append(string)
 
     keys = KeyBindings()
 
@@ -148,8 +146,31 @@ def _editor(history: History) -> Reader:
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
+    return keys
+
+
+def _editor(history: History, commands: Sequence[str]) -> Reader:
+    """Return prompt_toolkit's. Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab
+    completes commands."""
+    import prompt_toolkit
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import History as Base
+
+    class Kept(Base):
+        def load_history_strings(self) -> Iterable[str]:
+            return reversed(history.messages())
+
+        def store_string(self, string: str) -> None:
+            history.append(string)
+
     session: Any = prompt_toolkit.PromptSession(
-        PROMPT, multiline=True, prompt_continuation=MORE, key_bindings=keys, history=Kept()
+        PROMPT,
+        multiline=True,
+        prompt_continuation=MORE,
+        key_bindings=_keys(),
+        history=Kept(),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
     )
 
     class Editor:

@@ -1,4 +1,4 @@
-"""What a device offers the runtime: memory and the execution of a prepared list of calls.
+"""The interface of a device to the runtime: memory, and the execution of a prepared list of calls.
 
 A device is a module of this package with `open_device(library, threads, manifest)`; a manifest names its device by the
 module. `library` holds the host programs, `threads` run them. To add a device is to add a module.
@@ -29,51 +29,55 @@ class HostBuffer:
         self.address: int = content.ctypes.data
 
     def part(self, offset: int, nbytes: int) -> HostBuffer:
-        """A buffer in the memory of this one, which may overlap with other parts of it: every device's have this."""
+        """Return a buffer in the memory of this one, which may overlap with other parts.
+
+        Every device's buffers have this method.
+        """
         return HostBuffer(self.bytes[offset : offset + nbytes])
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A buffer in a call's slot, in one of the views of `llama_npu2.artifact.plan`."""
+    """A buffer that is bound to an argument (slot) of a call, in one of the views of `llama_npu2.artifact.plan`."""
 
     buffer: Any
     view: str
     row_bytes: int
 
     def offset(self, seq: int, pos: int) -> int:
-        """Where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
+        """Return where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
         return view_offset(self.view, self.row_bytes, seq, pos)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One program and what is bound to its slots, in slot order."""
+    """One program and the buffers that are bound to its slots, in their order."""
 
     program: Any
     bindings: Sequence[Binding]
     slots: Sequence[Mapping[str, Any]] = ()
     """Name, shape, role and dtype of each slot, as in the manifest."""
     place: str = ""
-    """Where in the model it stands, for messages: `layer 3 of 16`."""
+    """Its place in the model, for messages: `layer 3 of 16`."""
     name: str = ""
-    """The program's, as the manifest has it."""
+    """The program's name in the manifest."""
     layer: int | None = None
     """From 0; None outside of the layers."""
 
     @property
     def about(self) -> dict[str, int]:
-        """What a span of it says."""
+        """The numbers that a span of this call carries."""
         return {} if self.layer is None else {"layer": self.layer}
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a program's code says of itself. `slots`: in order, of the manifest's fields those that the code knows.
-    `positions`: most that a context may have; None if that is all the same to it."""
+    """The declaration that a program's code carries."""
 
     slots: Sequence[Mapping[str, Any]]
+    """The slots in order, each with those fields of the manifest's that the code knows."""
     positions: int | None = None
+    """The longest context that it was compiled for; None if it runs with any."""
 
 
 class Submission(Protocol):
@@ -82,45 +86,50 @@ class Submission(Protocol):
     def run(self, seq: int, pos: int) -> None:
         """Process `seq` rows, the first of which is at absolute position `pos`."""
 
-    def rest(self) -> None:
-        """Give back what can be had again, until the next run."""
+    def suspend(self) -> None:
+        """Release scarce resources until the next run, which takes them again."""
 
 
 class Device(Protocol):
+    """Memory and execution. `host` says that only host programs, which run on the CPU, use a buffer or are loaded."""
+
     @property
     def description(self) -> str:
-        """What it is, and what runs the host programs, for people."""
+        """The device, and the CPU that runs the host programs, for people."""
 
     def alloc(self, nbytes: int, host: bool = False) -> Any:
-        """A zeroed buffer of the device; `host`: only host programs use it."""
+        """Return a zeroed buffer of the device."""
 
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
-        """A read-only buffer with part of a file's content; `host`: only host programs use it."""
+        """Return a read-only buffer with `nbytes` of a file from `offset` on."""
 
     def array(self, buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """The host's view of a buffer."""
+        """Return the host's view of a buffer."""
 
     def load_program(self, file: File, entry: str, host: bool) -> Any:
-        """Load one entry point; `host` ones run on the host CPU on every device."""
+        """Load one entry point."""
 
     def declared(self, program: Any) -> Declared | None:
-        """What a loaded program says of itself; None for what says nothing."""
+        """Return the declaration of a loaded program; None if it has none."""
 
     def prepare(self, calls: Sequence[Call]) -> Submission:
-        """Fix a list of calls for repeated submission."""
+        """Prepare a list of calls for repeated submission."""
 
     def record(self, recorder: Recorder | None) -> None:
-        """Note spans of what runs from now on, or none any more. Raises UserError where programs cannot be timed."""
+        """Give `recorder` spans of all that runs from now on; None ends that.
+
+        Raises UserError where programs cannot be timed.
+        """
 
     def close(self) -> None:
         """Release everything. The device is unusable afterwards."""
 
 
 def open_device(manifest: Manifest, threads: int) -> Device:
-    """The device that the manifest names; no other is imported. Raises UserError."""
+    """Open the device that the manifest names; no other is imported. Raises UserError."""
     name = manifest.target.get("device")
-    known = name in [module.name for module in pkgutil.iter_modules(__path__)]
-    create = getattr(importlib.import_module(f"{__name__}.{name}"), "open_device", None) if known else None
+    exists = name in [module.name for module in pkgutil.iter_modules(__path__)]
+    create = getattr(importlib.import_module(f"{__name__}.{name}"), "open_device", None) if exists else None
     if create is None:
         what = f"{manifest.directory} is for the device {name!r}, which this runtime does not have"
         raise UserError(f"{what}: update llama-npu2, or run doit compile")

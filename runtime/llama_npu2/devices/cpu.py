@@ -37,47 +37,51 @@ class _Range(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
+_SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "team_create": (ctypes.c_void_p, ctypes.c_int),
+    "team_run": (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    "team_laps": (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    "team_destroy": (None, ctypes.c_void_p),
+    "team_threads": (ctypes.c_int, ctypes.c_void_p),
+    "isa_name": (ctypes.c_char_p,),
+    "measure_read_bandwidth": (ctypes.c_double, ctypes.c_void_p, ctypes.POINTER(_Range), ctypes.c_int64),
+    "measure_bf16_peak": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64),
+    "measure_f32_peak": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64),
+}
+"""Result and arguments of the library's functions (`kernel_src/cpu/team.h`). Older libraries have no `team_laps`."""
+
+
 def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
+    """Open the CPU device, whose host programs are in `library`. Raises UserError."""
     return CpuDevice(library, threads)
 
 
 @dataclass(frozen=True)
 class CpuProgram:
-    """An entry point of a shared object. `launches`: of each the kernel and what it moves and multiplies at the least
-    (`Lap`); None if the library was built before there were any."""
+    """An entry point of a shared object."""
 
     address: int
     declared: Declared
     launches: Sequence[Mapping[str, Any]] | None
+    """The kernel of each launch, and the least that it moves and multiplies (`Laps`); None in libraries of an older
+    version."""
 
 
 class CpuDevice:
-    """`threads=0` uses every CPU that this process may run on. `native_seconds`: time spent in programs so far."""
+    """The device interface on the CPU, with a team of threads; `threads=0` uses every CPU that this process may use."""
 
     def __init__(self, host_library: File, threads: int = 0) -> None:
         self._files: dict[Path, mmap.mmap] = {}
         self.native_seconds = 0.0
+        """Time spent in programs so far."""
         self.recorder: Recorder | None = None
         self._laps = np.zeros((0, 0, 3), np.int64)
         library = open_library(host_library)
         if not hasattr(library, "team_create"):
             raise UserError(f"{host_library.path} is not the library of the host's programs: {REMEDY}")
-        library.team_create.restype = ctypes.c_void_p
-        library.team_create.argtypes = [ctypes.c_int]
-        library.team_run.restype = None
-        library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        if hasattr(library, "team_laps"):
-            library.team_laps.restype = None
-            library.team_laps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        library.team_destroy.restype = None
-        library.team_destroy.argtypes = [ctypes.c_void_p]
-        library.team_threads.argtypes = [ctypes.c_void_p]
-        library.isa_name.restype = ctypes.c_char_p
-        library.measure_read_bandwidth.restype = ctypes.c_double
-        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Range), ctypes.c_int64]
-        for measure in (library.measure_bf16_peak, library.measure_f32_peak):
-            measure.restype = ctypes.c_double
-            measure.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        for name, (result, *arguments) in _SIGNATURES.items():
+            if function := getattr(library, name, None):
+                function.restype, function.argtypes = result, arguments
         self._native = library
         self._team = library.team_create(threads)
         if not self._team:
@@ -92,7 +96,7 @@ class CpuDevice:
         return f"cpu, {self._native.isa_name().decode()}, {self.threads} threads"
 
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
-        """Zero pages that cost memory only once touched, so a cache for the whole context is free until it fills."""
+        """Reserve zero pages, which cost memory once touched: a cache for the whole context is free until it fills."""
         size = max(nbytes, 1)
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -103,10 +107,10 @@ class CpuDevice:
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> HostBuffer:
         """Map the file: no copy, and pages are shared with every process that runs the model."""
         if file.container not in self._files:
-            with file.container.open("rb") as whole:
-                mapping = mmap.mmap(whole.fileno(), 0, prot=mmap.PROT_READ)
+            with file.container.open("rb") as container:
+                mapping = mmap.mmap(container.fileno(), 0, prot=mmap.PROT_READ)
             with contextlib.suppress(AttributeError, OSError):
-                # Where kernel and file system can, it is cached and mapped in huge pages: fewer faults and misses.
+                # Where kernel and file system can, this caches and maps it in huge pages: fewer faults and misses.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._files[file.container] = mapping
         return HostBuffer(np.frombuffer(self._files[file.container], np.uint8, nbytes, file.start + offset))
@@ -115,10 +119,10 @@ class CpuDevice:
         return buffer.bytes.view(dtype).reshape(shape)
 
     def load_program(self, file: File, entry: str, host: bool) -> CpuProgram:
-        function, about = entry_point(open_library(file), entry)
+        function, info = entry_point(open_library(file), entry)
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
-        return CpuProgram(address, Declared(about["slots"], about["positions"]), about.get("launches"))
+        return CpuProgram(address, Declared(info["slots"], info["positions"]), info.get("launches"))
 
     def declared(self, program: CpuProgram) -> Declared:
         return program.declared
@@ -138,21 +142,29 @@ class CpuDevice:
         self.laps(0)
 
     def laps(self, launches: int) -> np.ndarray:
-        """Where every thread notes its launches of each submission from now on, at least so many, i64
-        `[threads, launches, 3]`: begin and end of each, on the clock of `time.perf_counter_ns`, and how long it waited
-        in between at barriers. 0: they note nothing any more."""
+        """Return the array in which every thread notes its launches of each submission from now on.
+
+        It is i64 `[threads, launches, 3]`: begin and end of each launch, on the clock of `time.perf_counter_ns`, and
+        how long the thread waited at barriers in between.
+
+        Args:
+            launches: for how many there must be room. 0: threads note nothing any more.
+        """
         if not launches or launches > self._laps.shape[1]:
             self._laps = np.zeros((self.threads, launches, 3), np.int64)
             self._native.team_laps(self._team, self._laps.ctypes.data if launches else None, launches)
         return self._laps
 
     def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
-        """Bytes per second at which the team reads buffers, each in turn, with the pattern that reads fastest."""
+        """Return the bytes per second at which the team reads buffers one after the other.
+
+        It reads them with the pattern that reads fastest.
+        """
         ranges = (_Range * len(buffers))(*(_Range(buffer.address, len(buffer.bytes)) for buffer in buffers))
         return float(self._native.measure_read_bandwidth(self._team, ranges, len(buffers)))
 
     def measure_peak(self, dtype: str, iterations: int) -> float:
-        """Floating-point operations per second of the team in registers; `dtype`: bf16 or f32."""
+        """Return the team's floating-point operations per second in registers; `dtype` is bf16 or f32."""
         measure = {"bf16": self._native.measure_bf16_peak, "f32": self._native.measure_f32_peak}[dtype]
         return float(measure(self._team, iterations))
 
@@ -163,7 +175,7 @@ class CpuDevice:
 
 
 class CpuSubmission:
-    """All calls of a phase in one native array; only the addresses of views change between runs."""
+    """The calls of a phase in one native array; only the addresses of views change between runs."""
 
     def __init__(self, device: CpuDevice, calls: Sequence[Call]) -> None:
         bindings = [binding for call in calls for binding in call.bindings]
@@ -172,8 +184,8 @@ class CpuSubmission:
         self._per_pos = np.array([b.row_bytes * (b.view == FROM_POSITION) for b in bindings], np.uint64)
         self._per_last = np.array([b.row_bytes * (b.view == LAST_ROW) for b in bindings], np.uint64)
         self._addresses = self._base.copy()
-        self._keep = bindings
-        self._listed = calls
+        self._bindings = bindings  # keeps the buffers alive
+        self._planned = calls
         self._launches = sum(len(call.program.launches or ()) for call in calls)
         self._calls = (_NativeCall * len(calls))()
         self._dims = _Dims()
@@ -193,26 +205,31 @@ class CpuSubmission:
         started = time.perf_counter_ns()
         device.run_native(self._calls, len(self._calls), self._dims)
         if device.recorder and laps is not None:
-            ended, own = time.perf_counter_ns(), laps[:, : self._launches].copy()
-            device.recorder.note(Laps(self._listed, own, started, ended, seq, pos))
+            ended, copied = time.perf_counter_ns(), laps[:, : self._launches].copy()
+            device.recorder.note(Laps(self._planned, copied, started, ended, seq, pos))
 
-    def rest(self) -> None:
-        """Holds nothing that is scarce."""
+    def suspend(self) -> None:
+        """Do nothing: a submission of the CPU holds nothing scarce."""
 
 
 class Laps(NamedTuple):
-    """When each thread was in each launch of a submission of `seq` rows from `pos` on, as `CpuDevice.laps` has it."""
+    """The times at which each thread was in each launch of a submission."""
 
     calls: Sequence[Call]
     laps: np.ndarray
+    """As `CpuDevice.laps` returns it."""
     started: int
     ended: int
     seq: int
+    """Rows."""
     pos: int
+    """Position of the first row."""
 
     def spans(self) -> Iterator[Span]:
-        """The submission; on thread 0 its programs, each until the next begins, so that waiting behind a launch is a
-        program's; of every thread its launches."""
+        """Yield a span of the submission, of its programs on thread 0, and of the launches of every thread.
+
+        A program lasts until the next one begins, so that its time includes waiting after its last launch.
+        """
         yield Span("native", "team", self.started, self.ended)
         first = 0
         for call in self.calls:
@@ -235,8 +252,11 @@ class Laps(NamedTuple):
                 yield Span("launch", launch["kernel"], start, end, thread, where | {"waited": waited})
 
     def _amounts(self, launch: Mapping[str, Any]) -> dict[str, int]:
-        """What a launch moves and multiplies at the least: so much per call, row and position, and per call, row, and
-        pair of a row and a position that it attends to."""
+        """Return the least bytes that a launch moves and the operations that it does.
+
+        Bytes are given per call, row and position; operations per call, row, and pair of a row and a position that it
+        attends to.
+        """
         pairs = self.seq * self.pos + self.seq * (self.seq + 1) // 2
         counts = {"bytes": (1, self.seq, self.pos + self.seq), "operations": (1, self.seq, pairs)}
-        return {name: sum(n * each for n, each in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}
+        return {name: sum(n * rate for n, rate in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}

@@ -1,4 +1,4 @@
-"""Loading the native code of artifacts: the very bytes that were compared with the manifest, and nothing by name."""
+"""Loads the native code of artifacts: the very bytes that were compared with the manifest, never a file by its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama_npu2.errors import UserError
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _loaded: dict[str, ctypes.CDLL] = {}
-"""By SHA-256, hex."""
+"""The loaded libraries by SHA-256, hex."""
 
 
 def open_library(file: File) -> ctypes.CDLL:
@@ -35,7 +35,7 @@ def open_library(file: File) -> ctypes.CDLL:
 
 
 def entry_point(library: ctypes.CDLL, name: str) -> tuple[Any, dict[str, Any]]:
-    """A program of a library, and what it says of itself: `<name>_info`, a text in JSON. Raises UserError."""
+    """Return a program of a library, and its description, the JSON text `<name>_info`. Raises UserError."""
     try:
         info = ctypes.c_char.in_dll(library, f"{name}_info")
         # An item is always a symbol; an attribute may be one of Python's.
@@ -45,8 +45,11 @@ def entry_point(library: ctypes.CDLL, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _load(content: bytes) -> ctypes.CDLL:
-    """The dynamic loader knows files by name, and would hand out old code for a name that it has met. So the
-    descriptor stays open: no other file can take its name."""
+    """Load a library from memory.
+
+    The dynamic loader knows files by name, and returns old code for a name that it has met. The descriptor stays open
+    so that no other file can take its name.
+    """
     descriptor = anonymous_file(content)
     try:
         return ctypes.CDLL(descriptor_path(descriptor))
@@ -56,7 +59,7 @@ def _load(content: bytes) -> ctypes.CDLL:
 
 
 def anonymous_file(content: bytes) -> int:
-    """Descriptor of a file in memory that nobody can change any more. Raises OSError."""
+    """Return the descriptor of a file in memory with `content`, which nobody can change any more. Raises OSError."""
     descriptor = os.memfd_create("llama-npu2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -65,5 +68,5 @@ def anonymous_file(content: bytes) -> int:
 
 
 def descriptor_path(descriptor: int) -> str:
-    """A name of an open file, for this process."""
+    """Return a path that names an open file in this process."""
     return f"/proc/self/fd/{descriptor}"

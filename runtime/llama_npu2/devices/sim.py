@@ -1,6 +1,6 @@
 """The NPU simulated on the host: the NPU's own programs, lowered to shared objects, with every limit checked.
 
-Buffers and host programs are the CPU device's. Counts what the NPU would move and compute, per program.
+Buffers and host programs are the CPU device's. It counts the bytes and operations of the NPU, per program.
 """
 
 from __future__ import annotations
@@ -23,53 +23,60 @@ from llama_npu2.errors import UserError
 _ERROR_BYTES = 512
 
 NEVER_WRITTEN = 0xFF
-"""Every byte of memory that nobody has written: NaN as bf16 and f32, and what `kernel_src/sim/device.cc` looks for."""
+"""The value of bytes that nobody has written: NaN as bf16 and f32. `kernel_src/sim/device.cc` looks for it."""
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> SimDevice:
+    """Open the simulator, whose host programs are in `library`. Raises UserError."""
     return SimDevice(library, threads)
 
 
 @dataclass
 class Counters:
-    """Sums over all runs of one program. `slots` maps slot -> (bytes read, bytes written) in DDR, per launch."""
+    """Sums over all runs of one program."""
 
     launches: list[str]
+    """Names; the lists below have an item for each."""
     submissions: int
     calls: list[int]
     macs: list[int]
     slots: list[dict[str, tuple[int, int]]]
+    """Bytes read and bytes written in DDR, by slot."""
 
     @property
     def read(self) -> int:
+        """Bytes read in DDR."""
         return sum(r for launch in self.slots for r, _ in launch.values())
 
     @property
     def written(self) -> int:
+        """Bytes written in DDR."""
         return sum(w for launch in self.slots for _, w in launch.values())
 
 
 class SimProgram:
-    """One lowered ELF. In slot order: `slot_bytes`, what the program addresses; `written_first`, whether it writes a
-    slot before it reads it, if it does."""
+    """One lowered ELF."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self._entry, content = entry_point(library, name)
+        self._entry, info = entry_point(library, name)
         self.name = name
-        self.declared = Declared([{key: slot[key] for key in ("name", "shape", "dtype")} for slot in content["slots"]])
-        self.slots: list[str] = [slot["name"] for slot in content["slots"]]
-        self.slot_bytes: list[int] = [slot["bytes"] for slot in content["slots"]]
-        self.written_first: list[bool] = [slot["written_first"] for slot in content["slots"]]
-        self.launches: list[str] = [launch["name"] for launch in content["launches"]]
+        self.declared = Declared([{key: slot[key] for key in ("name", "shape", "dtype")} for slot in info["slots"]])
+        self.slots: list[str] = [slot["name"] for slot in info["slots"]]
+        self.slot_bytes: list[int] = [slot["bytes"] for slot in info["slots"]]
+        """The bytes that the program addresses in each slot."""
+        self.written_first: list[bool] = [slot["written_first"] for slot in info["slots"]]
+        """Whether the program writes a slot before it reads it."""
+        self.launches: list[str] = [launch["name"] for launch in info["launches"]]
         self._counters = np.zeros((len(self.launches), 2 + 2 * len(self.slots)), np.int64)
         self._submissions = 0
         self._entry.restype = ctypes.c_int
         self._entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int64]
 
     def run(self, addresses: Sequence[int], reverse: bool = False) -> None:
-        """Execute with the slots at these addresses. `reverse` runs grid steps and tiles backwards.
+        """Execute the program with its slots at these addresses. `reverse` runs grid steps and tiles backwards.
 
-        Raises UserError with one line when the program does what the hardware would refuse.
+        Raises:
+            UserError: if the program does something that the hardware would refuse.
         """
         slots = np.array(addresses, np.uint64)
         error = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -98,7 +105,7 @@ class SimDevice:
     host_library: File
     threads: int = 0
     programs: dict[str, SimProgram] = field(default_factory=dict)
-    """By file: buckets of one program have one entry point."""
+    """The loaded programs by file, because buckets of one program have one entry point."""
 
     def __post_init__(self) -> None:
         self._cpu = CpuDevice(self.host_library, self.threads)
@@ -131,7 +138,7 @@ class SimDevice:
         return SimSubmission(self._cpu, calls, self._timed)
 
     def counters(self) -> dict[str, Counters]:
-        """What ran so far, by program."""
+        """Return the sums so far, by program."""
         return {name: program.counters() for name, program in self.programs.items()}
 
     def record(self, recorder: Recorder | None) -> None:
@@ -143,7 +150,7 @@ class SimDevice:
 
 
 class SimSubmission:
-    """Calls in order: host programs by the CPU device, the others one simulated submission each."""
+    """Calls in order: host programs on the CPU device, each of the others as one simulated submission."""
 
     def __init__(self, cpu: CpuDevice, calls: Sequence[Call], timed: Timer) -> None:
         self._steps: list[Submission] = [
@@ -154,8 +161,8 @@ class SimSubmission:
         for step in self._steps:
             step.run(seq, pos)
 
-    def rest(self) -> None:
-        """Holds nothing that is scarce."""
+    def suspend(self) -> None:
+        """Do nothing: the simulator holds nothing scarce."""
 
 
 class _SimCall:
@@ -168,7 +175,7 @@ class _SimCall:
         self._timed("program", self._name, self._simulate, seq, pos, about=self._about)
 
     def _simulate(self, seq: int, pos: int) -> None:
-        places: list[np.ndarray] = []
+        contents: list[np.ndarray] = []
         program = self._program
         for binding, slot, nbytes in zip(self._bindings, program.slots, program.slot_bytes, strict=True):
             offset = binding.offset(seq, pos)
@@ -177,17 +184,17 @@ class _SimCall:
                     f"npu2-sim refuses {program.name}: slot {slot} needs {nbytes} bytes from {offset} on, "
                     f"its buffer has {binding.buffer.bytes.nbytes}"
                 )
-            places.append(binding.buffer.bytes[offset : offset + nbytes])
-        _forget(places, program.written_first)
-        program.run([place.ctypes.data for place in places])
+            contents.append(binding.buffer.bytes[offset : offset + nbytes])
+        _mark_unwritten(contents, program.written_first)
+        program.run([content.ctypes.data for content in contents])
 
-    def rest(self) -> None:
-        """Holds nothing that is scarce."""
+    def suspend(self) -> None:
+        """Do nothing: the simulator holds nothing scarce."""
 
 
-def _forget(places: Sequence[np.ndarray], written_first: Sequence[bool]) -> None:
-    """What earlier runs left where a program writes first; should a transfer read it after all, it is refused."""
-    read = [place for place, written in zip(places, written_first, strict=True) if not written]
-    for place, written in zip(places, written_first, strict=True):
-        if written and not any(np.shares_memory(place, other) for other in read):
-            place[:] = NEVER_WRITTEN
+def _mark_unwritten(slots: Sequence[np.ndarray], written_first: Sequence[bool]) -> None:
+    """Overwrite the content of slots that a program writes first, so that a transfer that reads it is refused."""
+    read = [slot for slot, written in zip(slots, written_first, strict=True) if not written]
+    for slot, written in zip(slots, written_first, strict=True):
+        if written and not any(np.shares_memory(slot, other) for other in read):
+            slot[:] = NEVER_WRITTEN

@@ -1,4 +1,4 @@
-"""Where time goes: spans of what ran, noted while `Llama.profile` is entered. Otherwise a call costs one comparison."""
+"""Spans of time for a profile: what ran when. Outside of `Llama.profile` a timed call costs one comparison."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Span(NamedTuple):
-    """Something that ran from `start` to `end`, in nanoseconds of `time.perf_counter_ns`. Spans of one thread lie one
-    behind the other or inside each other; thread 0 is that of Python, others are the team's.
-
-    `kind`: phase (one run of it), host (the runtime's own work), native (a call of the team), program, launch, sync (of
-    memory with the NPU), submit and wait (for the NPU). `about`: numbers, of them `layer` from 0, `rows`, `position`,
-    `bytes`, `operations`, `launch` from 0 in its program, and in nanoseconds `waited` at barriers inside a launch and
-    `busy`, what all threads worked on it.
-    """
+    """Something that ran for a time. Two spans of one thread lie one after the other, or one inside the other."""
 
     kind: str
+    """`phase` (one run of it), `host` (the runtime's own work), `native` (a call of the team), `program`, `launch`,
+    `sync` (of memory with the NPU), `submit` or `wait` (for the NPU)."""
     name: str
     start: int
+    """Nanoseconds of `time.perf_counter_ns`."""
     end: int
     thread: int = 0
+    """0 for the thread of Python, others are the team's."""
     about: Mapping[str, int] = NOTHING
+    """Numbers: `layer` from 0, `rows`, `position`, `bytes`, `operations`, `launch` from 0 in its program, and, in
+    nanoseconds, `waited` at barriers inside a launch and `busy`, the time that all threads worked on it."""
 
 
 class Noted(Protocol):
-    """What is made spans of when somebody looks."""
+    """A record from which spans are made when somebody asks for them."""
 
     def spans(self) -> Iterable[Span]:
-        """Any order."""
+        """Return the spans, in any order."""
 
 
 class Recorder:
     """Collects spans."""
 
     def __init__(self) -> None:
-        self._noted: list[Span | Noted] = []
+        self._notes: list[Span | Noted] = []
 
     def note(self, what: Span | Noted) -> None:
-        self._noted.append(what)
+        """Add a span, or a record of spans."""
+        self._notes.append(what)
 
     def spans(self) -> list[Span]:
-        """All so far, by beginning; what encloses others before them."""
-        found = (span for noted in self._noted for span in ((noted,) if isinstance(noted, Span) else noted.spans()))
-        return sorted(found, key=lambda span: (span.start, -span.end))
+        """Return all spans so far, ordered by their beginning; a span that encloses others comes before them."""
+        spans = (span for note in self._notes for span in ((note,) if isinstance(note, Span) else note.spans()))
+        return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
 class Timer:
-    """Calls functions, and notes spans of them if it has a recorder."""
+    """Calls functions, and notes a span of each call if it has a recorder."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
@@ -64,7 +64,7 @@ class Timer:
         *arguments: Any,
         about: Mapping[str, int] | None = None,
     ) -> Any:
-        """What `function(*arguments)` returns."""
+        """Return `function(*arguments)`."""
         recorder = self.recorder
         if recorder is None:
             return function(*arguments)
@@ -76,27 +76,28 @@ class Timer:
 
 
 class Part(NamedTuple):
-    """A span and the time in it that no span inside it has: `alone`, in nanoseconds. `inside`: its place in the list of
-    parts, -1 if nothing encloses it."""
+    """A span among others of its thread."""
 
     span: Span
     alone: int
+    """Nanoseconds in it that are not in a span inside it."""
     inside: int
+    """Index of the part that encloses it, -1 if none does."""
 
 
 def nested(spans: Iterable[Span]) -> list[Part]:
-    """The spans of one thread, ordered as `Recorder.spans` has them. Their times `alone` add up to that of those that
-    nothing encloses."""
-    found: list[tuple[Span, int]] = []
-    alone: list[int] = []
-    open_spans: list[int] = []
+    """Return the parts of one thread's spans, which are ordered as `Recorder.spans` returns them.
+
+    The sum of their times `alone` is that of the spans that nothing encloses.
+    """
+    parts: list[Part] = []
+    enclosing: list[int] = []
     for span in spans:
-        while open_spans and found[open_spans[-1]][0].end <= span.start:
-            open_spans.pop()
-        inside = open_spans[-1] if open_spans else -1
-        if open_spans:
-            alone[inside] -= span.end - span.start
-        open_spans.append(len(found))
-        found.append((span, inside))
-        alone.append(span.end - span.start)
-    return [Part(span, own, inside) for (span, inside), own in zip(found, alone, strict=True)]
+        while enclosing and parts[enclosing[-1]].span.end <= span.start:
+            enclosing.pop()
+        duration, inside = span.end - span.start, enclosing[-1] if enclosing else -1
+        if enclosing:
+            parts[inside] = parts[inside]._replace(alone=parts[inside].alone - duration)
+        enclosing.append(len(parts))
+        parts.append(Part(span, duration, inside))
+    return parts

@@ -1,4 +1,4 @@
-"""What a generation gives besides its text: tokens, log-probabilities, counts and times."""
+"""The results of a generation besides its text: tokens, log-probabilities, counts and times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Stats:
     """Counts and times of a generation. Times in seconds."""
 
     prompt_tokens: int = 0
-    """Those that were processed."""
+    """Tokens of the prompt that were processed."""
     reused_tokens: int = 0
-    """Those that the KV cache held already."""
+    """Tokens of the prompt that the KV cache held already."""
     generated_tokens: int = 0
     ttft: float = 0.0
     """Time to first token: from the call to the first sampled token."""
@@ -41,17 +41,25 @@ class Stats:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural log of a token's probability given all before it, by the model's logits as they are: neither temperature
-    nor penalties are in it. `greedy`: it is the most likely one. `top`: the most likely ones, best first."""
+    """The log-probability of a token given all tokens before it.
+
+    It follows from the model's logits as they are, without temperature or penalties.
+    """
 
     token: int
     logprob: float
+    """Natural logarithm."""
     greedy: bool
+    """Whether it is the most likely token."""
     top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens with their log-probabilities, best first."""
 
     @classmethod
     def of(cls, token: int, logits: np.ndarray, top: int = 0) -> Logprob:
-        """`logits`: float32 `[vocab]`, behind what is before the token. Raises UserError if they are no numbers."""
+        """Return the log-probability of `token`, with the `top` most likely alternatives.
+
+        `logits` are float32 `[vocab]`, after the tokens before it. Raises UserError if they are no numbers.
+        """
         greedy, logprobs = token == most_likely(logits), log_softmax(logits)
         ids = np.argpartition(-logprobs, min(top, len(logprobs)) - 1)[:top] if top else np.array([], np.int64)
         best = sorted((-float(logprobs[i]), int(i)) for i in ids)
@@ -60,14 +68,16 @@ class Logprob:
 
 @dataclass
 class Completion:
-    """A reply. `tokens`: all that were sampled, an end token and what a stop string cut off included; `logprobs`: of
-    each of them, `prompt_logprobs`: of each of the prompt's but the first, if they were asked for."""
+    """A reply."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    """All tokens that were sampled, including an end token and those that a stop string cut off."""
     stats: Stats = field(default_factory=Stats)
     logprobs: list[Logprob] | None = None
+    """One for each of `tokens`, if asked for."""
     prompt_logprobs: list[Logprob] | None = None
+    """One for each token of the prompt but the first, if asked for."""
 
     @property
     def finish_reason(self) -> str:

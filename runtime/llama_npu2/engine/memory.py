@@ -1,4 +1,4 @@
-"""From a manifest to memory and submissions: allocates every buffer once and binds the calls of each phase."""
+"""Allocates every buffer of a manifest once, loads its programs, and binds the calls of each phase."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class Memory:
             return self._shared.part(spec["at"], nbytes)
         return device.alloc(nbytes, host)
 
-    def apart(self) -> Memory:
-        """Return this memory without shared memory: every buffer has its own."""
+    def unaliased(self) -> Memory:
+        """Return memory with the same buffers, but none that share memory: each has its own."""
         return self if self._shared is None else Memory(self._manifest, self._device, self)
 
     def array(self, name: str) -> np.ndarray:
         """Return the host's view of a buffer, in its dtype and shape. ValueError for one in shared memory."""
         spec = self._specs[name]
         if "at" in spec and self._shared is not None:
-            raise ValueError(f"{name} shares its memory with others: look at it in Memory.apart()")
+            raise ValueError(f"{name} shares its memory with others: look at it in Memory.unaliased()")
         return self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
 
     def buffer(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class Memory:
         return self._buffers[name]
 
     def bind(self, reference: BufferRef) -> Binding:
-        """Return what a call gets that refers to a buffer."""
+        """Return the buffer that a call refers to, in the view that it asks for."""
         rows = self._specs[reference.name]["shape"][0]
         return Binding(self._buffers[reference.name], reference.view, self._manifest.nbytes(reference.name) // rows)
 
@@ -81,7 +81,7 @@ def load_programs(manifest: Manifest, device: Device) -> dict[str, Any]:
 
 
 def bind_plans(manifest: Manifest, programs: Mapping[str, Any], memory: Memory) -> dict[Phase, list[Call]]:
-    """Return the calls of the manifest's plans with buffers bound to their slots."""
+    """Return the calls of the manifest's plans with buffers bound to their arguments (slots)."""
     return {phase: bind_calls(manifest, programs, memory, calls) for phase, calls in manifest.plans.items()}
 
 
@@ -90,21 +90,21 @@ def bind_calls(
 ) -> list[Call]:
     """Return `calls` with buffers of `memory` bound to their slots."""
 
-    def bound(call: PlannedCall) -> Call:
+    def bind(call: PlannedCall) -> Call:
         place = "" if call.layer is None else f"layer {call.layer + 1} of {manifest.model['layers']}"
         slots = manifest.programs[call.program]["slots"]
         return Call(
             programs[call.program], list(map(memory.bind, call.buffers)), slots, place, call.program, call.layer
         )
 
-    return list(map(bound, calls))
+    return list(map(bind, calls))
 
 
 def _check_declared(manifest: Manifest, name: str, declared: Declared) -> None:
     """Check that a program was compiled for the slots and the context of the manifest. Raises UserError."""
     slots, where = manifest.programs[name]["slots"], manifest.file(manifest.programs[name]["file"]).path
     same = len(slots) == len(declared.slots) and all(
-        slot[key] == value for slot, own in zip(slots, declared.slots, strict=True) for key, value in own.items()
+        slot[key] == value for slot, code in zip(slots, declared.slots, strict=True) for key, value in code.items()
     )
     if not same:
         raise UserError(f"{where}: program {name} was not compiled for the slots in manifest.json: {REMEDY}")

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: small filters, composed by one factory."""
+"""Chooses the next token from logits: small filters, composed by one factory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ Sampler = Callable[[np.ndarray], int]
 
 
 def sampler(options: Sampling, prompt: Sequence[int] = (), number: int = 0) -> Sampler:
-    """A function from float32 logits `[vocab]` to a token id, to be called once for each token of a reply to `prompt`.
+    """Return a function from float32 logits `[vocab]` to a token id, to be called once for each token of a reply.
 
-    Logits are adjusted first (`Adjustment`). `temperature=0` takes the most likely token, else one is drawn from
-    `distribution`. Its random numbers are its own: those of the reply `number` to a seed, whatever else is drawn.
-    It raises UserError for logits of which the largest is not a finite number, and for a bias of no token.
+    It adjusts the logits first (`Adjustment`). With `temperature=0` it takes the most likely token, else it draws one
+    from `distribution`. It raises UserError if the largest logit is not a finite number, or a bias is for no token.
+
+    Args:
+        options: which tokens may be drawn, and how likely they are.
+        prompt: the tokens before the reply.
+        number: which of the replies to a seed. Each has random numbers of its own, whatever else is drawn.
     """
     seed = np.random.SeedSequence(options.seed, spawn_key=(number,))
     generator = np.random.default_rng(seed) if options.temperature else None
@@ -39,21 +43,21 @@ def sampler(options: Sampling, prompt: Sequence[int] = (), number: int = 0) -> S
 
 
 def most_likely(logits: np.ndarray) -> int:
-    """The token with the largest logit. Raises UserError if that is not a finite number."""
-    best = int(np.argmax(logits))  # NaN, if there is one
+    """Return the token with the largest logit. Raises UserError if that is not a finite number."""
+    best = int(np.argmax(logits))  # a NaN's index, if there is one
     if not np.isfinite(logits[best]):
-        raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 DIR --check")
+        raise UserError("the model's logits are not finite numbers: look for damage with llama-npu2 check DIR")
     return best
 
 
 class Adjustment:
-    """Logits in view of the tokens that are there, in the order of transformers:
+    """A function that changes logits depending on the tokens so far, in the order of transformers.
 
-    - `logit_bias` is added;
-    - `repetition_penalty` (Keskar et al. 2019): logits of tokens of prompt and reply are divided by it, those below 0
-      multiplied;
-    - from logits of tokens of the reply, `presence_penalty` and `frequency_penalty` times how often they are in it are
-      taken away (OpenAI's formula).
+    - It adds `logit_bias`.
+    - It divides positive logits of tokens in prompt or reply by `repetition_penalty`, and multiplies negative ones by
+      it (Keskar et al. 2019).
+    - From the logits of tokens in the reply it subtracts `presence_penalty + frequency_penalty * count`, where count
+      says how often the token is in the reply (OpenAI's formula).
     """
 
     def __init__(self, options: Sampling, prompt: Sequence[int]) -> None:
@@ -64,7 +68,7 @@ class Adjustment:
         self._reply: Counter[int] = Counter()
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
-        """Float32 `[vocab]`. Raises UserError."""
+        """Return adjusted float32 logits `[vocab]`. Raises UserError for a bias of no token."""
         if bad := [token for token in self._biased if token >= len(logits)]:
             raise UserError(f"logit_bias: token {bad[0]} is outside the vocabulary of {len(logits)}")
         adjusted = logits.copy()
@@ -79,7 +83,7 @@ class Adjustment:
         return adjusted
 
     def follow(self, token: int) -> None:
-        """The reply goes on with this one."""
+        """Append a token to the reply."""
         if self._options.repetition_penalty != 1:
             self._seen.add(token)
         if self._options.presence_penalty or self._options.frequency_penalty:
@@ -87,23 +91,25 @@ class Adjustment:
 
 
 def distribution(logits: np.ndarray, options: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and float64 probabilities, which add up to 1, of what may be drawn. In the order of transformers: scale
-    by `1/temperature`, keep the `top_k` most likely (0: all), then the smallest set whose probability reaches `top_p`
-    (nucleus sampling, Holtzman et al. 2020), then what is at least `min_p` times as likely as the most likely one
-    (Nguyen et al. 2024)."""
+    """Return the ids of the tokens that may be drawn, and their float64 probabilities, which add up to 1.
+
+    The filters come in the order of transformers: scale logits by `1/temperature`, keep the `top_k` most likely tokens
+    (0: all), then the smallest set whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020), then
+    those at least `min_p` times as likely as the most likely one (Nguyen et al. 2024).
+    """
     ids, probabilities = _softmax(*_largest(logits, options.top_k), options.temperature)
     return _min_p(*_nucleus(ids, probabilities, options.top_p), options.min_p)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Float64, of the last axis."""
+    """Return the float64 log-softmax over the last axis."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return shifted
 
 
 def _largest(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and logits of the `top_k` largest, all if 0."""
+    """Return ids and logits of the `top_k` largest logits, of all if 0."""
     if not 0 < top_k < len(logits):
         return np.arange(len(logits)), logits
     ids = np.argpartition(logits, -top_k)[-top_k:]
@@ -111,7 +117,7 @@ def _largest(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _softmax(ids: np.ndarray, logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    with np.errstate(over="ignore"):  # far below the best: probability 0
+    with np.errstate(over="ignore"):  # a logit far below the largest gets probability 0
         weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     return ids, weights / weights.sum()
 

@@ -1,4 +1,4 @@
-"""What a phase computes on its way: every buffer of a plan, after every call. `Llama.trace` turns it on."""
+"""Shows the buffers of a plan after every call, for `Llama.trace`."""
 
 from __future__ import annotations
 
@@ -14,50 +14,57 @@ from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, view_offset
 from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.engine.memory import Memory
 
-_NOTHING = 0xFF
-"""Every byte of scratch before a call: NaN as bf16 and f32."""
+_UNWRITTEN = 0xFF
+"""The value of every byte of scratch before a call: NaN as bf16 and f32."""
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call that has just run: `rows` tokens from `position` on, in `phase`. `layer`: from 0, None outside of the
-    layers. What its slots hold is read by their names, while the watcher that was given this runs."""
+    """A call that has just run. The content of its arguments (slots) is read by their names, while its watcher runs."""
 
     phase: Phase
     program: str
     layer: int | None
+    """From 0; None outside of the layers."""
     rows: int
+    """Number of tokens."""
     position: int
+    """Position of the first token."""
     _slots: Mapping[str, Mapping[str, Any]]
     _buffers: Mapping[str, BufferRef]
     _memory: Memory
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of what the program reads and writes, in order."""
+        """Names of the slots, in order."""
         return tuple(self._slots)
 
     def role(self, slot: str) -> str:
-        """input, output, weight, table or scratch."""
+        """Return `input`, `output`, `weight`, `table` or `scratch`."""
         return str(self._slots[slot]["role"])
 
     def __getitem__(self, slot: str) -> np.ndarray:
-        """A copy of what a slot holds, in its dtype: activations `[rows, width]` (`[width]` where a call has one row;
-        with buckets, as many rows as the bucket), weights and caches as they lie in memory, of a cache in rows those up
-        to the call's last. Scratch that a host program never stores is NaN; what an NPU's does not is what lay there.
-        KeyError for a slot that the program does not have."""
-        return self.seen(slot).copy()
+        """Return a copy of a slot's content, in its dtype.
 
-    def seen(self, slot: str) -> np.ndarray:
-        """The same without a copy: it changes with the next call."""
+        Activations are `[rows, width]`: `[width]` where a call has one row; with buckets, as many rows as the bucket.
+        Weights and caches are as they lie in memory; of a cache in rows, those up to the call's last. Scratch that a
+        host program never stores is NaN; scratch that an NPU program never stores has its old content.
+
+        Raises:
+            KeyError: if the program has no such slot.
+        """
+        return self.view(slot).copy()
+
+    def view(self, slot: str) -> np.ndarray:
+        """Return a slot's content as `[]` does, but without a copy, so that the next call changes it."""
         spec, (name, view) = self._slots[slot], self._buffers[slot]
-        held = self._memory.array(name)
+        buffer = self._memory.array(name)
         if spec["role"] in ("weight", "table"):
-            return held
-        known = {"seq": self.rows, "max_seq": self.position + self.rows}
-        shape = tuple(known.get(size, size) for size in spec["shape"])
-        first = view_offset(view, held[0].size, self.rows, self.position)
-        return held.reshape(-1)[first:][: math.prod(shape)].reshape(shape)
+            return buffer
+        sizes = {"seq": self.rows, "max_seq": self.position + self.rows}
+        shape = tuple(sizes.get(size, size) for size in spec["shape"])
+        first = view_offset(view, buffer[0].size, self.rows, self.position)
+        return buffer.reshape(-1)[first:][: math.prod(shape)].reshape(shape)
 
 
 Watch = Callable[[TracedCall], object]
@@ -73,25 +80,27 @@ class TracedPhase:
         for call in self._calls:
             self._watch(call.run(self._phase, seq, pos))
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         for call in self._calls:
-            call.submission.rest()
+            call.submission.suspend()
 
 
 @dataclass(frozen=True)
 class TracedSubmission:
-    """One call of a plan. `scratch`: names of buffers that are filled before it, to show what it does not store."""
+    """One call of a plan, as a submission of its own."""
 
     call: PlannedCall
     slots: Mapping[str, Mapping[str, Any]]
+    """The slots of its program, by name."""
     scratch: Sequence[str]
+    """Names of the buffers that are filled with `_UNWRITTEN` before it, to show what it does not store."""
     submission: Submission
     memory: Memory
 
     def run(self, phase: Phase, seq: int, pos: int) -> TracedCall:
         call, buffers = self.call, dict(zip(self.slots, self.call.buffers, strict=True))
         for name in self.scratch:
-            self.memory.array(name).view(np.uint8)[...] = _NOTHING
+            self.memory.array(name).view(np.uint8)[...] = _UNWRITTEN
         self.submission.run(seq, pos)
         return TracedCall(phase, call.program, call.layer, seq, pos, self.slots, buffers, self.memory)
 
@@ -99,13 +108,15 @@ class TracedSubmission:
 def traced_phases(
     manifest: Manifest, device: Device, memory: Memory, calls: Mapping[Phase, Sequence[Call]], watch: Watch
 ) -> dict[Phase, TracedPhase]:
-    """Every phase of a manifest, call by call. On an NPU each is a submission of its own, behind which all that
-    it wrote comes to the host."""
+    """Return every phase of a manifest, with each call as a submission of its own.
+
+    On an NPU all that a call wrote is copied to the host after it.
+    """
     on_array = manifest.target["device"] == "xrt"
     for name in manifest.buffers:
-        memory.array(name)  # from now on the host sees it
+        memory.array(name)  # from now on the host sees the buffer
 
-    def traced(phase: Phase) -> Iterator[TracedSubmission]:
+    def submissions(phase: Phase) -> Iterator[TracedSubmission]:
         for planned, call in zip(manifest.plans[phase], calls[phase], strict=True):
             program = manifest.programs[planned.program]
             slots = {slot["name"]: slot for slot in program["slots"]}
@@ -116,4 +127,4 @@ def traced_phases(
             ]
             yield TracedSubmission(planned, slots, scratch, device.prepare([call]), memory)
 
-    return {phase: TracedPhase(phase, list(traced(phase)), watch) for phase in calls}
+    return {phase: TracedPhase(phase, list(submissions(phase)), watch) for phase in calls}

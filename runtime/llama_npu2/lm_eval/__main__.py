@@ -1,8 +1,8 @@
-"""The harness's own command line, which knows the model `llama-npu2` besides its own.
+"""The harness's own command line, with the model `llama-npu2` added.
 
     python -m llama_npu2.lm_eval --model llama-npu2 --model_args path=artifacts/demo/cpu --tasks arc_easy
 
-The harness finds a model once its module is imported, and has no other way to be told of one.
+The harness finds a model once its module is imported, and there is no other way to add one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llama_npu2.errors import UserError
 
 
 def main() -> int:
-    """Returns the exit status: 0, or 1 for a user's mistake."""
+    """Run the harness; return the exit status: 0, or 1 for a user's mistake."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:

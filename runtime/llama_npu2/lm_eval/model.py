@@ -1,9 +1,8 @@
 """An artifact directory as a model of lm-evaluation-harness.
 
-Texts become tokens as they do for the harness's own `hf` model, so that figures can be compared with its. Requests are
-taken in the order of their tokens: what follows another one keeps the part of the KV cache that they begin with, so the
-context of a question is processed once for all its choices, and examples that several questions begin with once for
-these.
+Texts become tokens as they do for the harness's own `hf` model, so that figures can be compared. Requests are processed
+in the order of their tokens: each keeps the part of the KV cache that it shares with the one before it. So the context
+of a question is processed once for all its choices, and examples that several questions begin with are processed once.
 """
 
 from __future__ import annotations
@@ -26,14 +25,23 @@ from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import special_tokens
 
 Scored = tuple[float, bool]
-"""Log-likelihood in nats, and whether each token of it is the most likely one."""
+"""The log-likelihood of a continuation in nats, and whether each of its tokens is the most likely one."""
 
 
 @register_model("llama-npu2")
 class LlamaNpu2(TemplateLM):
-    """`path`: artifact directory, or a file of doit export; `threads`: 0 for all CPUs of this process; `max_length`:
-    tokens of context, 0 for as many as the artifacts have room for; `max_gen_toks`: of a reply, where a task does not
-    say. The harness gives the others to every model; here they choose nothing. Raises UserError."""
+    """The harness's model.
+
+    Args:
+        path: artifact directory, or a file of doit export.
+        threads: 0 for all CPUs of this process.
+        max_length: tokens of context; 0 for as many as the artifacts have room for.
+        max_gen_toks: tokens of a reply, where a task does not say.
+        batch_size: the harness gives this and the arguments after it to every model; here they have no effect.
+
+    Raises:
+        UserError: if the artifacts cannot be loaded.
+    """
 
     def __init__(
         self,
@@ -58,7 +66,7 @@ class LlamaNpu2(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For the names of caches of requests."""
+        """The model's name in the file names of request caches."""
         return str(self.llm.manifest.storage.path).replace("/", "__")
 
     @property
@@ -67,18 +75,24 @@ class LlamaNpu2(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is behind."""
+        """The token that stands before a text without context."""
         return self.eot_token_id if self._begin is None else self._begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Without `add_special_tokens`, they are added unless the text begins with one, as from a chat template."""
+        """Return token ids.
+
+        If `add_special_tokens` is None, they are added unless the text begins with one, as after a chat template.
+        """
         if add_special_tokens is None:
             begin = self.llm.tokenizer.inner.id_to_token(self.prefix_token_id)
             add_special_tokens = begin is None or not string.startswith(begin)
         return self.llm.tokenizer.encode(string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Without `add_generation_prompt` the last message is the beginning of a reply: it stays open."""
+        """Return the text of a conversation.
+
+        Without `add_generation_prompt` the last message is the beginning of a reply, and the text ends with it.
+        """
         if self.llm.chat_template is None:
             raise UserError("this model has no chat template: leave --apply_chat_template out")
         text = self.llm.chat_template.render(chat_history, reply=add_generation_prompt)
@@ -91,20 +105,23 @@ class LlamaNpu2(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[Scored]:
         def score(request: tuple[Any, list[int], list[int]]) -> Scored:
-            asked, context, continuation = request
+            key, context, continuation = request
             ids = (context + continuation)[-self.max_length - 1 :]
             if len(continuation) >= len(ids):
                 raise UserError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
             scored = self.llm.score(ids, len(ids) - len(continuation))
-            result = sum(each.logprob for each in scored), all(each.greedy for each in scored)
-            if asked is not None:
-                self.cache_hook.add_partial("loglikelihood", asked, result)
+            result = sum(token.logprob for token in scored), all(token.greedy for token in scored)
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
             return result
 
         return _in_order(requests, lambda request: request[1] + request[2], score, "log-likelihoods", disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows as long as the context, each of which predicts what those before did not."""
+        """Return the log-likelihoods of whole texts, in windows as long as the context.
+
+        Each window predicts the tokens that those before it did not.
+        """
 
         def score(request: Instance) -> float:
             (text,) = request.args
@@ -117,33 +134,36 @@ class LlamaNpu2(TemplateLM):
         return [score(request) for request in tqdm(requests, desc="rolling log-likelihoods", disable=disable_tqdm)]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Contexts that leave no room for a reply lose their beginning."""
+        """Return replies. A context that leaves no room for a reply loses its beginning."""
 
         def reply(request: Instance) -> str:
-            context, given = request.args
-            sampling = self._sampling(given)
+            context, arguments = request.args
+            sampling = self._sampling(arguments)
             room = self.max_length - sampling["max_tokens"]
             if room < 1:
                 raise UserError(
                     f"max_gen_toks={sampling['max_tokens']}: must be less than max_length={self.max_length}"
                 )
             text = "".join(self.llm.generate(self.tok_encode(context)[-room:], keep_context=True, **sampling))
-            self.cache_hook.add_partial("generate_until", (context, given), text)
+            self.cache_hook.add_partial("generate_until", (context, arguments), text)
             return text
 
         return _in_order(requests, lambda request: self.tok_encode(request.args[0]), reply, "replies", disable_tqdm)
 
-    def _sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of `options.Sampling` for what a task says. Raises UserError for what has no counterpart."""
-        said = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
-        chosen = {"max_tokens": said.pop("max_gen_toks"), "stop": tuple(filter(None, said.pop("until")))}
-        if said.pop("do_sample"):
+    def _sampling(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of `options.Sampling` for a task's generation arguments.
+
+        Raises UserError for one that has no counterpart.
+        """
+        remaining = dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
+        chosen = {"max_tokens": remaining.pop("max_gen_toks"), "stop": tuple(filter(None, remaining.pop("until")))}
+        if remaining.pop("do_sample"):
             # The harness seeds numpy's global generator.
             chosen["seed"] = int(np.random.randint(2**31))
-        known = {each.name for each in fields(Sampling)}
-        if unknown := sorted(said.keys() - known):
-            raise UserError(f"generation argument {unknown[0]} is unknown: known are {', '.join(sorted(known))}")
-        return said | chosen
+        names = {field.name for field in fields(Sampling)}
+        if unknown := sorted(remaining.keys() - names):
+            raise UserError(f"generation argument {unknown[0]} is unknown: known are {', '.join(sorted(names))}")
+        return remaining | chosen
 
 
 def _in_order(
@@ -153,7 +173,7 @@ def _in_order(
     what: str,
     quiet: bool,
 ) -> list[Any]:
-    """Answers to requests, worked out in the order of their tokens."""
+    """Return the answers to requests, which are computed in the order of their tokens."""
     order = sorted(range(len(requests)), key=lambda number: tokens(requests[number]))
     answers = {number: answer(requests[number]) for number in tqdm(order, desc=what, disable=quiet)}
     return [answers[number] for number in range(len(requests))]

@@ -14,22 +14,27 @@ if TYPE_CHECKING:
     from llama_npu2.text.sandbox import Renderer
 
 _LARGEST = 8 << 20
-"""Bytes of a file. The largest `tokenizer_config.json` that is known has some 1.2 MB."""
+"""Most bytes of a file. The largest known `tokenizer_config.json` has some 1.2 MB."""
 
 
 class ChatTemplate:
     """A checkpoint's template and the special tokens it may name."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
-        """The process that renders it starts, and nothing waits for it here. `renderer`: one that was started before.
-        Raises UserError."""
+        """Start the process that renders the template, without waiting for it. Raises UserError.
+
+        With `renderer`, use that process, which was started before.
+        """
         from llama_npu2.text.sandbox import Sandbox
 
         self._sandbox = Sandbox(source, special_tokens, renderer)
 
     @classmethod
     def open(cls, storage: Storage, renderer: Renderer | None = None) -> ChatTemplate | None:
-        """From an artifact's `chat_template.jinja` or `tokenizer_config.json`; None if neither has a template."""
+        """Return an artifact's template, None if it has none. Raises UserError.
+
+        It is in `chat_template.jinja` or in `tokenizer_config.json`.
+        """
         source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             named = (t for t in source if isinstance(t, dict) and t.get("name") == "default")
@@ -47,8 +52,10 @@ class ChatTemplate:
         self._sandbox.check()
 
     def render(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
-        """The conversation as one string that ends where the assistant's reply begins; without `reply`, behind the last
-        message. Raises UserError."""
+        """Return the conversation as one string. Raises UserError.
+
+        It ends where the assistant's reply begins; without `reply`, after the last message.
+        """
         return self._sandbox.render(messages, reply)
 
     def close(self) -> None:
@@ -57,8 +64,10 @@ class ChatTemplate:
 
 
 def start_renderer(path: Path) -> Renderer | None:
-    """The process for the template of the artifacts at `path`, before anything of them is opened; None where a look at
-    them shows no template. Raises UserError."""
+    """Start the process for the template of the artifacts at `path`, before they are opened.
+
+    Returns None if they seem to have no template. Raises UserError.
+    """
     source, config = path / "tokenizer/chat_template.jinja", path / "tokenizer/tokenizer_config.json"
     if not source.is_file():
         try:
@@ -73,17 +82,20 @@ def start_renderer(path: Path) -> Renderer | None:
 
 
 def special_tokens(storage: Storage) -> dict[str, str]:
-    """The texts of `bos_token` and others, by these names; empty where the checkpoint has none. Raises UserError."""
+    """Return the texts of `bos_token` and others, by these names; empty where the checkpoint has none.
+
+    Raises UserError.
+    """
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     files = ("tokenizer/special_tokens_map.json", "tokenizer/tokenizer_config.json")
-    known = {name: token for file in files for name, token in _read_json(storage, file).items()}
-    return {name: _content(known.get(name)) for name in names}
+    tokens = {name: token for file in files for name, token in _read_json(storage, file).items()}
+    return {name: _token_text(tokens.get(name)) for name in names}
 
 
 def _read_json(storage: Storage, name: str) -> dict[str, Any]:
     file = storage.find(name)
     try:
-        value = load_json(_content_of(file)) if file else {}
+        value = load_json(_read(file)) if file else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{storage.path / name} is not valid JSON ({error}): {REMEDY}") from None
     return value if isinstance(value, dict) else {}
@@ -91,19 +103,19 @@ def _read_json(storage: Storage, name: str) -> dict[str, Any]:
 
 def _read_text(file: File) -> str:
     try:
-        return _content_of(file).decode()
+        return _read(file).decode()
     except (OSError, ValueError) as error:
         raise UserError(f"{file.path} cannot be read ({error}): {REMEDY}") from None
 
 
-def _content_of(file: File) -> bytes:
-    """Raises OSError, and UserError if it is too large or not what it must be."""
+def _read(file: File) -> bytes:
+    """Return a file's content. Raises OSError, and UserError if it is too large or differs from what was built."""
     if file.size > _LARGEST:
         raise UserError(f"{file.path} has {file.size} bytes, at most {_LARGEST} are read: {REMEDY}")
     return file.read_bytes()
 
 
-def _content(token: Any) -> str:
-    """A special token is stored as a string or as an object with `content`."""
+def _token_text(token: Any) -> str:
+    """Return the text of a special token, which is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""

@@ -1,10 +1,10 @@
 """The process that renders one chat template, which is a program of a stranger. `sandbox.py` starts it and talks to it.
 
-Jinja's sandbox keeps the template from the machine. The kernel bounds what the template takes, whatever it calls: the
-address space of this process by `RLIMIT_AS`, the CPU time of each request by a timer whose signal ends the process. The
-process cannot open files any more once it knows the template.
+Jinja's sandbox keeps the template from the machine. The kernel limits the template's resources, whatever it calls: the
+address space of this process by `RLIMIT_AS`, the CPU time of each request by a timer whose signal ends the process.
+Once the process has the template, it cannot open files any more.
 
-It ends when its standard input does. `rendering.py` says what is sent.
+It ends when its standard input does. `rendering.py` describes the messages.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def main() -> None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up, but that constants are computed when the template is rendered, not when it is
-    compiled: their errors would be taken for those of its syntax."""
+    """Return jinja's environment, set up as transformers does.
+
+    One thing differs: constants are computed when the template is rendered, not when it is compiled, where their errors
+    would be taken for errors of syntax.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False
     )
@@ -94,7 +97,7 @@ _SAMPLES = (
 
 
 def _warm_up(environment: ImmutableSandboxedEnvironment) -> None:
-    """Let jinja import what it imports at first use: later, this process cannot open files any more."""
+    """Let jinja import the modules that it imports at first use: later, this process cannot open files any more."""
     for source in _SAMPLES:
         with contextlib.suppress(Exception):
             environment.from_string(source).render(messages=["hello"])
@@ -113,17 +116,17 @@ def _strftime_now(form: str) -> str:
 
 
 def _close_files() -> None:
-    """Close what the parent left open for its children, as libraries in C do by mistake."""
+    """Close the descriptors that the parent left open for its children, as libraries in C do by mistake."""
     for number in [int(entry.name) for entry in os.scandir("/proc/self/fd")]:
         if number > 2:
-            with contextlib.suppress(OSError):  # the one that lists them is closed
+            with contextlib.suppress(OSError):  # the descriptor that listed them is closed already
                 os.close(number)
 
 
 def _limit(most_memory: int) -> None:
-    """Bound what this process may take from here on. What it needs from files is loaded by now."""
+    """Limit the resources of this process from here on. What it needs from files is loaded by now."""
     time.localtime()  # it reads the time zone
-    # If the parent ignores or blocks the timer's signal, then so does this process, and the timer ends nothing.
+    # If the parent ignored or blocked the timer's signal, so would this process, and the timer would end nothing.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for name, most in {"AS": most_memory, "CORE": 0, "FSIZE": 0, "NOFILE": 0}.items():
@@ -134,8 +137,13 @@ def _limit(most_memory: int) -> None:
 
 
 def _answer(work: Callable[[], str], most: int) -> bool:
-    """Send the text that `work` makes, of at most so many bytes, or why it makes none. Returns whether it makes one.
-    Ends the process if that takes too much memory."""
+    """Send the text that `work` returns, of at most `most` bytes, or the reason why there is none.
+
+    Ends the process if that takes too much memory.
+
+    Returns:
+        Whether a text was sent.
+    """
     try:
         outcome, text = _outcome(work)
         content = encoded(text)
@@ -148,7 +156,7 @@ def _answer(work: Callable[[], str], most: int) -> bool:
 
 
 def _outcome(work: Callable[[], str]) -> tuple[bytes, str]:
-    """Raises MemoryError."""
+    """Return the outcome of `work`, and its text or error. Raises MemoryError."""
     try:
         try:
             return DONE, work()
@@ -156,21 +164,21 @@ def _outcome(work: Callable[[], str]) -> tuple[bytes, str]:
             return REFUSED, str(error)[:LONGEST_ERROR]
         except MemoryError:
             raise
-        except Exception as error:  # a template's mistakes are any
+        except Exception as error:  # a template may raise anything
             return FAILED, first_line(error)
     except MemoryError:
         raise
-    except Exception as error:  # the text of the error cannot be made either
+    except Exception as error:  # making the text of the error failed as well
         return FAILED, type(error).__name__
 
 
 def _length() -> int:
-    """Of the content of the next message."""
+    """Read the length of the next message's content."""
     return int.from_bytes(_read(HEADER), "little")
 
 
 def _read(count: int) -> bytes:
-    """So many bytes of standard input. Ends the process where that ends."""
+    """Read `count` bytes from standard input. Ends the process where the input ends."""
     parts = []
     while count:
         part = os.read(0, count)

@@ -1,6 +1,6 @@
 """Renders a chat template in a process of its own, which the kernel ends when the template takes too much.
 
-`renderer.py` is what runs there, and what this process never imports. `rendering.py` says what is sent.
+`renderer.py` runs there, and this process never imports it. `rendering.py` describes the messages.
 """
 
 from __future__ import annotations
@@ -34,36 +34,44 @@ from llama_npu2.text.rendering import (
 )
 
 LONGEST = 2.0
-"""Seconds of CPU time in which a template is compiled, and in which each text is rendered. Checkpoints' templates take
-milliseconds."""
+"""Most seconds of CPU time to compile a template, and to render each text. Checkpoints' templates take milliseconds."""
 MOST_MEMORY = 256 << 20
-"""Bytes of the process's address space. Python and jinja take some 25 MB of it."""
+"""Most bytes of the process's address space. Python and jinja take some 25 MB of it."""
 MOST_MESSAGES = 16 << 20
-"""Bytes of messages as JSON."""
+"""Most bytes of messages as JSON."""
 MOST_ADDED = 1 << 20
-"""Bytes that a text may have beyond twice those of its messages as JSON. To tokenise it takes some 250 times as much
-memory, so this is what a template can make this process take."""
+"""Bytes that a text may have beyond twice those of its messages as JSON. Tokenising takes some 250 times as much
+memory, so this limits the memory that a template can make this process take."""
 MOST_SOURCE = 1 << 20
-"""Characters of a template. Those of checkpoints have some ten thousand."""
+"""Most characters of a template. Those of checkpoints have some ten thousand."""
 PATIENCE = 8.0
 """Seconds after which the process is ended even where it takes no CPU time."""
 _START = 60.0
-"""Seconds in which the process has to start."""
+"""Most seconds that the process may take to start."""
 
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from llama_npu2.text.renderer import main; main()"
 _HANDED_ON = ("TZ", "LD_LIBRARY_PATH")
-"""Variables of the environment that the process gets. Others may hold secrets."""
+"""Environment variables that the process gets. Others may hold secrets."""
 
 Wording = Callable[[str], UserError]
-"""Makes an error of the reason for it."""
+"""A function from the reason for an error to the error."""
 
 
 class Sandbox:
-    """One template. Its process is started at once, and waited for when something is rendered. A process that was ended
-    is replaced for the next rendering. Threads render one after the other."""
+    """One template and its process.
+
+    The process is started at once, and waited for when something is rendered. One that has ended is replaced for the
+    next rendering. Threads render one after the other.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
-        """`renderer`: one that was started before it was known what for. Raises UserError."""
+        """Set the template up in a process. Raises UserError.
+
+        Args:
+            source: the template.
+            special_tokens: the variables that it gets besides the messages.
+            renderer: a process that was started before the template was known; by default a new one.
+        """
         if len(source) > MOST_SOURCE:
             raise _not_compiled(f"it has {len(source)} characters, at most {MOST_SOURCE} are read")
         setup = Setup(
@@ -88,10 +96,10 @@ class Sandbox:
             self._compile()
 
     def render(self, messages: Sequence[Any], reply: bool) -> str:
-        """The text of messages that JSON can hold. Raises UserError."""
+        """Return the text of messages, which JSON can hold. Raises UserError."""
         try:
             request = json.dumps(Request(messages=messages, reply=reply)).encode()
-        except Exception as error:  # messages are whatever a caller gives
+        except Exception as error:  # a caller may give anything as messages
             raise _not_rendered(first_line(error)) from None
         if len(request) > MOST_MESSAGES:
             raise _not_rendered(f"they have {len(request)} bytes, at most {MOST_MESSAGES} are rendered")
@@ -105,7 +113,7 @@ class Sandbox:
             self._renderer.end()
 
     def _compile(self) -> None:
-        """Leave a process that waits for messages. Raises UserError, and leaves none."""
+        """Make sure that a process with the compiled template waits for requests. Raises UserError; then none does."""
         if self._renderer.has_ended():
             self._renderer.end()
             self._start(Renderer())
@@ -120,8 +128,12 @@ class Sandbox:
             raise
 
     def _answer(self, failed: Wording, ended: Wording, patience: float, request: bytes | None = None) -> str:
-        """What the process says next, to a request if there is one. `failed`: the error where it says that it failed.
-        `ended`: the error where it ended, or is ended here, as it must be where it may still be at work."""
+        """Send a request, if there is one, and return the text of the process's next answer.
+
+        Args:
+            failed: makes the error for an answer that says that it failed.
+            ended: makes the error for a process that ended, or is ended here because it may still be at work.
+        """
         try:
             if request is not None:
                 self._renderer.send(request)
@@ -140,7 +152,7 @@ class Sandbox:
         raise (_refused if outcome == REFUSED else failed)(text[:LONGEST_ERROR])
 
     def _after_fork(self) -> None:
-        """In a copy of this process: the renderer is a child of the original. Another thread may have held the lock."""
+        """Forget the renderer in a forked process: it is the parent's child. Another thread may have held the lock."""
         self._lock = threading.Lock()
         self._renderer.forget()
 
@@ -173,16 +185,18 @@ def _refused(why: str) -> UserError:
 
 
 class Renderer:
-    """A process that can render any one template: the one that the first request to it sets up. It is started at once,
-    and nothing waits for it but `receive` and, shortly, `end`."""
+    """A process that renders one template, which the first message to it sets up.
+
+    It is started at once. Only `receive` and, shortly, `end` wait for it.
+    """
 
     def __init__(self) -> None:
-        """Raises UserError."""
+        """Start the process. Raises UserError."""
         requests, self._requests = _pipe()
         self._answers, answers = _pipe()
         python = sys.executable or "python"
         try:
-            # The import of subprocess would take 5 ms.
+            # Importing subprocess would take 5 ms.
             self._pid = os.posix_spawn(
                 python,
                 [python, "-I", "-S", "-c", _PROGRAM, *_search_path()],
@@ -192,7 +206,7 @@ class Renderer:
                     (os.POSIX_SPAWN_DUP2, answers, 1),
                     (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
                 ],
-                setpgroup=0,  # Ctrl-C is not meant for it
+                setpgroup=0,  # so that Ctrl-C does not reach it
             )
         except OSError as error:
             _close(self._requests, self._answers)
@@ -208,12 +222,16 @@ class Renderer:
         """Send as much of a message as the process takes now. `receive` sends the rest."""
         self._asked = len(request)
         self._unsent = memoryview(header(request) + request)
-        with contextlib.suppress(OSError):  # `receive` meets it again
+        with contextlib.suppress(OSError):  # `receive` gets the error again
             self._write()
 
     def receive(self, patience: float) -> tuple[bytes, str]:
-        """Outcome and text of the next answer. Raises TimeoutError; EOFError, OSError and ValueError where the process
-        ended or says what it must not."""
+        """Return outcome and text of the next answer.
+
+        Raises:
+            TimeoutError: if it does not come within `patience` seconds.
+            EOFError, OSError, ValueError: if the process ended, or its answer is not allowed.
+        """
         deadline = time.monotonic() + patience
         while self._unsent:
             _wait(self._requests, select.POLLOUT, deadline)
@@ -240,7 +258,7 @@ class Renderer:
         return bytes(content)
 
     def has_ended(self) -> bool:
-        """Whether it takes no requests any more."""
+        """Return whether the process takes no requests any more."""
         if not self._end.alive:
             return True
         try:
@@ -249,17 +267,17 @@ class Renderer:
             return True
 
     def end(self) -> None:
-        """Close the pipes, kill the process where it still runs, and let the kernel forget it."""
+        """Close the pipes, kill the process if it still runs, and reap it."""
         if self._end.alive:
             self._status = self._end() or 0
 
     def forget(self) -> None:
-        """Close the pipes alone: the process is another one's child."""
+        """Only close the pipes: the process is the child of another one."""
         if self._end.detach():
             _close(self._requests, self._answers)
 
     def why_it_ended(self) -> str:
-        """Once it did."""
+        """Return the reason why the process ended."""
         from signal import SIGPROF
 
         if self._status == -SIGPROF:
@@ -270,8 +288,11 @@ class Renderer:
 
 
 def _end(pid: int, *pipes: int) -> int:
-    """Returns the status of a process that was killed if need be: negative for a signal's number, 0 where somebody else
-    asked the kernel for it."""
+    """Close the pipes, and kill the process if it still runs.
+
+    Returns:
+        Its exit status: negative for a signal's number, 0 if somebody else has reaped it.
+    """
     _close(*pipes)
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -291,14 +312,16 @@ def _close(*descriptors: int) -> None:
 
 
 def _search_path() -> list[str]:
-    """Where the process finds this package and jinja2, behind its own standard library."""
+    """Return the directories where the process finds this package and jinja2, after its own standard library."""
     here = Path(__file__).parents[2]
     return [str(entry.absolute()) for entry in (here, *(Path(entry) for entry in sys.path if isinstance(entry, str)))]
 
 
 def _pipe() -> tuple[int, int]:
-    """One end to read from and one to write to, neither of them a number of the standard streams: they may be closed in
-    this process, and are given away in the other one."""
+    """Return a pipe's read end and write end, neither of which has the number of a standard stream.
+
+    Standard streams may be closed in this process, and are replaced in the other one.
+    """
     ends = []
     for low in os.pipe():
         ends.append(low if low > 2 else fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3))
@@ -308,9 +331,9 @@ def _pipe() -> tuple[int, int]:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Until it can be read from or written to. Raises TimeoutError."""
+    """Wait until a descriptor can be read from or written to. Raises TimeoutError."""
     poll = select.poll()
     poll.register(descriptor, event)
-    # What is there already is taken, however late it is: this process may have been stopped in the meantime.
+    # Even after the deadline, take what is there already: this process may have been stopped in the meantime.
     if not poll.poll(max(0.0, math.ceil((deadline - time.monotonic()) * 1000))):
         raise TimeoutError

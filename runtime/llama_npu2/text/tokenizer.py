@@ -1,4 +1,4 @@
-"""Text to tokens and back. Streams only whole UTF-8 characters and never part of a stop string."""
+"""Text to tokens and back. Streamed text has only whole UTF-8 characters and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, storage: Storage) -> Tokenizer:
-        """Load an artifact's; raises UserError if it is missing or damaged."""
+        """Load an artifact's tokenizer. Raises UserError if it is missing, damaged or refused."""
         name = "tokenizer/tokenizer.json"
         path, file = storage.path / name, storage.find(name)
         with _explained(f"{path} cannot be read"), limits.explained(path):
@@ -33,14 +33,17 @@ class Tokenizer:
         return cls(inner)
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Token ids; `special_tokens` adds what the tokenizer's post-processor adds (a beginning-of-text token).
-        Raises UserError."""
+        """Return the token ids of a text.
+
+        With `special_tokens` they include those that the tokenizer's post-processor adds (a beginning-of-text token).
+        Raises UserError.
+        """
         with _explained("the tokenizer cannot encode this text"):
             ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Raises UserError."""
+        """Return the text of tokens, without special ones. Raises UserError."""
         with _explained("the tokenizer cannot decode these tokens"):
             text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
@@ -48,7 +51,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """What the library raises as one line: bare Exception, and where it fails itself what is no Exception at all."""
+    """Turn the library's errors into UserErrors: it raises bare Exception, and no Exception at all where it panics."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -60,36 +63,37 @@ def _explained(what: str) -> Iterator[None]:
 class TextStream:
     """Turns tokens into text piece by piece.
 
-    Text that could be the beginning of a stop string is held back until it is clear that it is not.
+    It keeps back text that may be the beginning of a stop string until it is clear that it is not.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = [s for s in stop if s]
-        self._held = ""
+        self._pending = ""
         self.stopped = False
+        """Whether a stop string has come."""
 
     def push(self, token: int) -> str:
-        """Text that became certain with this token, possibly none. Raises UserError."""
+        """Add a token; return the text that became certain with it, possibly none. Raises UserError."""
         with _explained("the tokenizer cannot decode these tokens"):
-            self._held += self._decoder.step(self._tokenizer.inner, token) or ""
-        ends = [i for i in (self._held.find(s) for s in self._stop) if i >= 0]
+            self._pending += self._decoder.step(self._tokenizer.inner, token) or ""
+        ends = [i for i in (self._pending.find(s) for s in self._stop) if i >= 0]
         if ends:
             self.stopped = True
-            piece, self._held = self._held[: min(ends)], ""
+            piece, self._pending = self._pending[: min(ends)], ""
             return piece
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
-        cut = len(self._held) - keep
-        piece, self._held = self._held[:cut], self._held[cut:]
+        keep = max((_overlap(self._pending, s) for s in self._stop), default=0)
+        cut = len(self._pending) - keep
+        piece, self._pending = self._pending[:cut], self._pending[cut:]
         return piece
 
     def flush(self) -> str:
-        """What was held back, once no more tokens come."""
-        piece, self._held = self._held, ""
+        """Return the text that was kept back, once no more tokens come."""
+        piece, self._pending = self._pending, ""
         return piece
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

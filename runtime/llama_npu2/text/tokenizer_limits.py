@@ -1,13 +1,12 @@
-"""What a `tokenizer.json` may make of a text. The library that runs it sets no limits of its own, and its author is a
-stranger.
+"""Limits on a `tokenizer.json`, which may come from a stranger: the library that runs it sets no limits of its own.
 
 The file is judged before the library sees it. That must cost little, as Python takes half as long to parse a large one
-as the library does: nearly all of it is the vocabulary in `model`, which is judged by its bytes. The other sections,
-which stand in front of it in what the library writes, are parsed, and the library gets them again behind the model. It
-takes the last of equal keys, so it uses what was judged whatever else the file says. The tests hold that.
+as the library does: nearly all of it is the vocabulary in `model`, which is judged by its bytes. The library writes the
+other sections in front of the model. They are parsed, and the library gets them again after the model. It takes the
+last of equal keys, so it uses the sections that were judged, whatever else the file says. The tests check that.
 
-`GROWTH` and `DECODED` are the table: every kind of component that the library knows, and the most that it may multiply
-the bytes of a text by.
+`GROWTH` and `DECODED` list every kind of component that the library has, and the most by which each may multiply the
+bytes of a text.
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 
 MOST_BYTES = 64 << 20
-"""Bytes of the file. The largest that is known, Gemma's, has 33 MB."""
+"""Most bytes of the file. The largest known one, Gemma's, has 33 MB."""
 MOST_GROWTH = 200
-"""How many times as many bytes a text may become before it is cut into tokens. Unicode's own NFKC may make 11 times as
-many of some text, and space signs of three bytes three times."""
+"""Most by which the bytes of a text may be multiplied before it is cut into tokens. Unicode's own NFKC multiplies those
+of some texts by 11, and space signs of three bytes by three."""
 MOST_DECODED = 8
-"""The same of tokens that become text. Those of checkpoints make none of it longer."""
+"""Most by which bytes may be multiplied when tokens become text. Checkpoints' tokenizers make no text longer."""
 MOST_INSERTED = 1024
-"""Tokens that a text gets besides its own."""
+"""Most tokens that a text gets besides its own."""
 MOST_COMPONENTS = 64
-"""Parts of a section, such as the normalizers of a sequence."""
+"""Most components of a section, such as the normalizers of a sequence."""
 MOST_VALUES = 1_500_000
-"""Commas of the file, which are between values. Gemma's has 1.34 million. The library takes up to 350 bytes for each,
-where a vocabulary has scores."""
+"""Most commas of the file, which are between values. Gemma's has 1.34 million. The library takes up to 350 bytes for
+each value, where a vocabulary has scores."""
 LONGEST_TOKEN = 8 << 10
-"""Bytes of a token, within a factor of two."""
+"""Most bytes of a token, within a factor of two."""
 LONGEST_ADDED = 1000
-"""Characters of a token that is found before a text is cut, or that stands for what is in no vocabulary."""
+"""Most characters of a token that is found before a text is cut, or that stands for text without a token."""
 MOST_ADDED = 4 << 20
-"""Bytes of all added tokens, once they are normalized."""
+"""Most bytes of all added tokens, once they are normalized."""
 LONGEST_SETTING = 10_000
-"""Characters of an expression, or of any other setting of a component."""
+"""Most characters of an expression, or of any other setting of a component."""
 LONGEST_MAPPED = 60
-"""Bytes that a map of characters has for one of them. Unicode has 33 at most."""
+"""Most bytes to which a map of characters maps one of them. Unicode's maps have at most 33."""
 LONGEST_WORD = 1000
-"""Characters of a word that WordPiece looks for parts in: its time grows with their cube."""
+"""Most characters of a word that WordPiece cuts into tokens: its time grows with their cube."""
 
 _SECTIONS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NESTED = ("normalizers", "pretokenizers", "processors", "decoders")
 """Keys under which a sequence has its components."""
 _PARSED_AT_ONCE = 8 << 20
-"""Bytes in front of the model."""
+"""Most bytes in front of the model that are parsed without it."""
 _COUNTED_AT_ONCE = 1 << 18
 _CHARSMAP = "precompiled_charsmap"
 
@@ -66,24 +65,27 @@ Growth = float | Callable[[Component], float]
 
 
 class Judged(ValueError):
-    """Why a tokenizer is refused, in words that begin with a field's name."""
+    """The reason why a tokenizer is refused; it begins with a field's name."""
 
 
 def _length(component: Component, name: str) -> int:
-    """Bytes of a text."""
+    """Return the bytes of a component's text; 0 if it has none of that name."""
     value = component.get(name)
     return len(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else 0
 
 
 def _replaced(component: Component) -> float:
-    """An expression, and an empty pattern, may match between all characters."""
+    """Return the growth of a replacement. An expression, and an empty pattern, may match between all characters."""
     content, pattern = _length(component, "content"), component.get("pattern")
-    found = _length(pattern, "String") if isinstance(pattern, dict) else 0
-    return content / found if found else 1 + content
+    replaced = _length(pattern, "String") if isinstance(pattern, dict) else 0
+    return content / replaced if replaced else 1 + content
 
 
 def _precompiled(component: Component) -> float:
-    """What stands for a character ends with a zero. Where it is long, Unicode's character takes three bytes."""
+    """Return the growth of a map of characters, whose texts end with a zero byte.
+
+    The characters that Unicode maps to long texts have three bytes.
+    """
     try:
         content = base64.b64decode(component.get(_CHARSMAP) or "", validate=True)
     except (TypeError, ValueError):
@@ -96,7 +98,7 @@ def _precompiled(component: Component) -> float:
 
 
 def _inserted_if_empty(name: str) -> Callable[[Component], float]:
-    """A space replaces a text: an empty one is found before and behind every character."""
+    """Return the growth where a space replaces a text. An empty one is found before and after every character."""
     return lambda component: 1 if _length(component, name) else 3
 
 
@@ -116,7 +118,7 @@ GROWTH: Mapping[str, Mapping[str, Growth]] = {
         "ByteLevel": 2,
         "Precompiled": _precompiled,
         "Replace": _replaced,
-        # Each piece gets it, and there are at most half as many as bytes: added tokens are between them.
+        # Each piece gets the text, and there are at most half as many pieces as bytes: added tokens are between them.
         "Prepend": lambda component: 1 + _length(component, "prepend") / 2,
     },
     "pre_tokenizer": {
@@ -134,7 +136,7 @@ GROWTH: Mapping[str, Mapping[str, Growth]] = {
         "WhitespaceSplit": 1,
     },
 }
-"""Of the components that a text goes through. The factors of all of them are multiplied."""
+"""The growth of each component that a text goes through, by section. The factors are multiplied."""
 
 DECODED: Mapping[str, Growth] = {
     "Sequence": 1,
@@ -148,7 +150,7 @@ DECODED: Mapping[str, Growth] = {
     "Strip": 1,
     "WordPiece": 2,
 }
-"""Of the components that tokens go through."""
+"""The growth of each component that tokens go through."""
 
 _OWNERS: Mapping[str, tuple[str, ...]] = {
     "prepend": ("Prepend",),
@@ -160,7 +162,7 @@ _OWNERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("single", "pair", "special_tokens"), ("TemplateProcessing",)),
     **dict.fromkeys(_NESTED, ("Sequence",)),
 }
-"""Types that have a key. A component of another type may not: the library tries other types where one does not fit."""
+"""The types that may have a key. Other types may not, because the library tries other types where one does not fit."""
 
 PROCESSORS = ("Sequence", "BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing")
 
@@ -177,14 +179,17 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def check_size(size: int) -> None:
-    """Of the file in bytes, before it is read. Raises ValueError."""
+    """Check the bytes of the file, before it is read. Raises ValueError."""
     if size > MOST_BYTES:
         raise Judged(f"it has {size} bytes, at most {MOST_BYTES} are read")
 
 
 def judged(file: io.BytesIO) -> bytes:
-    """The same tokenizer for the library, without truncation and padding. `file` becomes that too: nothing is copied.
-    Raises ValueError for one that may take too much, and for one that is no JSON."""
+    """Judge a tokenizer, and return it for the library, without truncation and padding.
+
+    `file` is changed instead of copied. Raises ValueError for a tokenizer that may take too much, and for one that is
+    no JSON.
+    """
     sections, end = _parsed(file.getvalue())
     _judge_sections(sections)
     used = {name: sections.get(name) for name in _SECTIONS} | {"truncation": None, "padding": None}
@@ -196,7 +201,7 @@ def judged(file: io.BytesIO) -> bytes:
 
 
 def judge_model(settings: Mapping[str, Any]) -> None:
-    """Those of `MODEL_SETTINGS` that a model has. Raises ValueError."""
+    """Judge those of `MODEL_SETTINGS` that a model has. Raises ValueError."""
     for name in MODEL_SETTINGS[:-1]:
         value = settings.get(name)
         if isinstance(value, str) and len(value) > LONGEST_ADDED:
@@ -207,14 +212,17 @@ def judge_model(settings: Mapping[str, Any]) -> None:
 
 
 def _parsed(content: bytes) -> tuple[Mapping[str, Any], int]:
-    """The sections but for `model`, which is judged by its bytes, and where the last brace is. Raises ValueError."""
+    """Return the sections without `model`, which is judged by its bytes, and the offset of the last brace.
+
+    Raises ValueError.
+    """
     check_size(len(content))
     _check_values(content)
     end = content.rfind(b"}")
     start = content.find(b'"model"', 0, _PARSED_AT_ONCE)
     if start >= 0:
         try:
-            # Only in front of a key of the outermost object is this the rest of a whole text.
+            # This completes a JSON text only if the key is one of the outermost object.
             sections = load_json(content[:start] + b'"model":0}')
         except ValueError:
             sections = {}
@@ -239,14 +247,14 @@ def _check_values(content: bytes) -> None:
 
 def _judge_vocabulary(model: Any) -> None:
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    for each in vocabulary if isinstance(vocabulary, (dict, list)) else ():
-        token = each[0] if isinstance(each, list) and each else each
+    for entry in vocabulary if isinstance(vocabulary, (dict, list)) else ():
+        token = entry[0] if isinstance(entry, list) and entry else entry
         if isinstance(token, str) and len(token) > LONGEST_TOKEN:
             raise Judged(f"model.vocab has a token of {len(token)} characters, at most {LONGEST_TOKEN} are allowed")
 
 
 def _check_strings(content: bytes, start: int) -> None:
-    """Of the strings behind `start` none is longer than two of the stretches that each have a quote."""
+    """Check that there is a quote in every `LONGEST_TOKEN` bytes from `start` on: no string is twice as long."""
     for at in range(start, len(content) - LONGEST_TOKEN, LONGEST_TOKEN):
         if content.find(b'"', at, at + LONGEST_TOKEN) < 0:
             raise Judged(f"model has more than {LONGEST_TOKEN} bytes without a quote, as of a token of that length")
@@ -262,7 +270,7 @@ def _judge_sections(sections: Mapping[str, Any]) -> None:
 
 
 def _judge_growth(value: Any, section: str, table: Mapping[str, Growth], grown: float, most: float) -> float:
-    """How many times as many bytes a text has behind a section as before the first one: `grown` before this one."""
+    """Return the growth of a text after a section, where `grown` is that before the section."""
     for path, component in _components(value, section, table):
         growth = table[component["type"]]
         try:
@@ -276,17 +284,17 @@ def _judge_growth(value: Any, section: str, table: Mapping[str, Growth], grown: 
 
 
 def _components(
-    value: Any, section: str, known: Mapping[str, Any] | tuple[str, ...]
+    value: Any, section: str, types: Mapping[str, Any] | tuple[str, ...]
 ) -> Iterator[tuple[str, Component]]:
-    """Each component of a section, with its path. Raises ValueError for what the library would have to guess about."""
+    """Yield each component of a section, with its path. Raises ValueError where the library would have to guess."""
     left, count = [(section, value)] if value is not None else [], 0
     while left:
         path, component = left.pop()
         count += 1
         if count > MOST_COMPONENTS:
             raise Judged(f"{section} has more than {MOST_COMPONENTS} components")
-        if not isinstance(component, dict) or component.get("type") not in known:
-            raise Judged(f"{path} must be of a type among {', '.join(known)}")
+        if not isinstance(component, dict) or component.get("type") not in types:
+            raise Judged(f"{path} must be of a type among {', '.join(types)}")
         for key, setting in component.items():
             for text in _texts(setting):
                 if key != _CHARSMAP and len(text) > LONGEST_SETTING:
@@ -297,18 +305,18 @@ def _components(
         for key in component.keys() & {*_NESTED}:
             if not isinstance(component[key], list):
                 raise Judged(f"{path}.{key} must be a list")
-            left += [(f"{path}.{key}[{index}]", each) for index, each in reversed([*enumerate(component[key])])]
+            left += [(f"{path}.{key}[{index}]", inner) for index, inner in reversed([*enumerate(component[key])])]
         yield path, component
 
 
 def _texts(setting: Any) -> Iterator[str]:
-    """A setting that is a text, or those in it."""
+    """Yield a setting that is a text, or the texts in it."""
     inner = setting.values() if isinstance(setting, dict) else setting if isinstance(setting, list) else (setting,)
-    yield from (each for each in inner if isinstance(each, str))
+    yield from (value for value in inner if isinstance(value, str))
 
 
 def _judge_inserted(value: Any) -> None:
-    """Tokens that a text gets, and how many times it is there itself."""
+    """Judge the number of tokens that a text gets, and how often the text itself is in the result."""
     inserted = 0
     for path, component in _components(value, "post_processor", PROCESSORS):
         inserted += max((_inserted(component, path, template) for template in ("single", "pair")), default=0)
@@ -326,10 +334,8 @@ def _inserted(component: Component, path: str, template: str) -> int:
         if special is None:
             texts += 1
             continue
-        known = tokens.get(str(special.get("id"))) if isinstance(special, dict) else None
-        inserted += (
-            sum(len(each) for each in known.values() if isinstance(each, list)) if isinstance(known, dict) else 0
-        )
+        entry = tokens.get(str(special.get("id"))) if isinstance(special, dict) else None
+        inserted += sum(len(ids) for ids in entry.values() if isinstance(ids, list)) if isinstance(entry, dict) else 0
     if texts > 2:
         raise Judged(f"{path}.{template} has the text {texts} times")
     for token in tokens.values():
@@ -340,7 +346,7 @@ def _inserted(component: Component, path: str, template: str) -> int:
 
 
 def _judge_added(value: Any, grown: float) -> None:
-    """Tokens that are looked for before a text is cut. They are normalized when they are read."""
+    """Judge the tokens that are looked for before a text is cut. They are normalized when they are read."""
     if value is not None and not isinstance(value, list):
         raise Judged("added_tokens must be a list")
     total = 0.0

@@ -1,7 +1,7 @@
-"""Who vouches for what came from elsewhere: marks of own builds, signatures, and the keys that a user trusts.
+"""Decides whether files from elsewhere are trusted: marks of own builds, signatures, and the keys that a user trusts.
 
-    settings    where a user's trust is kept: a secret, a signing key, the keys that are trusted
-    keys        public keys as text, and the list of those that are trusted
+    settings    the files of a user's trust: a secret, a signing key, the trusted keys
+    keys        public keys as text, and the list of trusted ones
     envelopes   signed payloads (DSSE), each for one purpose
     artifacts   whether the native code of an artifact directory may run
 
@@ -22,25 +22,3 @@ from llama_npu2.trust.artifacts import (
 from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
 from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys
 from llama_npu2.trust.settings import is_own_mac, own_mac
-
-__all__ = [
-    "LOCAL",
-    "SIGNATURE",
-    "PublicKey",
-    "Signed",
-    "Untrusted",
-    "add_key",
-    "allowed",
-    "check_trusted",
-    "covered",
-    "is_marked",
-    "is_own_mac",
-    "mark_own",
-    "own_mac",
-    "remove_key",
-    "sign",
-    "signature",
-    "signed_statement",
-    "trusted_keys",
-    "verify",
-]

@@ -1,7 +1,8 @@
-"""Whether the native code of an artifact directory may run: by its manifest, which names every file with its SHA-256.
+"""Decides whether the native code of an artifact directory may run.
 
-Who vouches for the manifest's bytes vouches for all: a mark that this user made when building (`manifest.local`), a
-signature by a key that the user trusts (`manifest.sig`), or the manifest's SHA-256 in the environment.
+The manifest names every file with its SHA-256, so it is enough that somebody vouches for the manifest's bytes: a mark
+that this user made when building (`manifest.local`), a signature by a key that the user trusts (`manifest.sig`), or the
+manifest's SHA-256 in the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama_npu2 import errors
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from llama_npu2.trust import settings
@@ -29,32 +31,33 @@ _STATEMENT_TYPE = "application/vnd.in-toto+json"
 
 
 def mark_own(directory: Path, manifest: bytes) -> None:
-    """Vouch for a manifest that was built here, or that the user allows, in `directory`. Raises UserError."""
+    """Write this user's mark for a manifest that was built here, or that the user allows. Raises UserError."""
     settings.replace(directory / LOCAL, settings.own_mac(manifest, _PURPOSE).encode(), 0o644)
 
 
 def is_marked(directory: Path, manifest: bytes) -> bool:
-    """Whether this user's mark lies beside the manifest in `directory`. Raises UserError."""
-    return settings.is_own_mac(beside(directory, LOCAL), manifest, _PURPOSE)
+    """Return whether `directory` has this user's mark for the manifest. Raises UserError."""
+    return settings.is_own_mac(_read_start(directory / LOCAL), manifest, _PURPOSE)
 
 
 def covered(directory: Path) -> dict[str, str]:
-    """SHA-256, hex, of the files that the signature in `directory` covers, by name. Raises UserError if it has none
-    that the user trusts."""
-    manifest = beside(directory, MANIFEST)
-    said, _ = signed_statement(directory, manifest, beside(directory, SIGNATURE))
+    """Return the SHA-256, hex, of the files that the signature in `directory` covers, by name.
+
+    Raises UserError if there is no signature by a key that the user trusts.
+    """
+    manifest = _read_start(directory / MANIFEST)
+    statement, _ = signed_statement(directory, manifest, _read_start(directory / SIGNATURE))
     try:
         files = {name: entry["sha256"] for name, entry in load_json(manifest)["files"].items()}
-        made = said["predicate"]["runDetails"]["byproducts"]
-        files |= {entry["name"]: entry["digest"]["sha256"] for entry in made}
+        byproducts = statement["predicate"]["runDetails"]["byproducts"]
+        files |= {entry["name"]: entry["digest"]["sha256"] for entry in byproducts}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{directory / SIGNATURE} does not say what was built: get the directory again") from None
     return {**files, MANIFEST: hashlib.sha256(manifest).hexdigest()}
 
 
-def beside(directory: Path, name: str) -> bytes:
-    """Content of a small file in `directory`, empty if there is none; what is too long is cut."""
-    path = directory / name
+def _read_start(path: Path) -> bytes:
+    """Return the content of a small file, empty if there is none. A file that is too long is cut."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -62,14 +65,27 @@ def beside(directory: Path, name: str) -> bytes:
 
 
 def signature(manifest: bytes, statement: dict[str, Any]) -> bytes:
-    """The content of `manifest.sig`. `statement`: in-toto's, whose subject is the manifest. Raises UserError."""
+    """Return the content of `manifest.sig`: the signed in-toto `statement`, whose subject is the manifest.
+
+    Raises UserError.
+    """
     _check_subject(statement, manifest)
     return seal(json.dumps(statement, sort_keys=True).encode(), _STATEMENT_TYPE)
 
 
 def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> str:
-    """Who vouches for a manifest, in words. `mark`, `envelope`: what lies beside it in `directory`, empty where nothing
-    does. Raises UserError, or Untrusted if only the key that signed it is not trusted."""
+    """Return who vouches for a manifest, in words.
+
+    Args:
+        directory: the artifact directory, for messages.
+        manifest: the content of `manifest.json`.
+        mark: the content of `manifest.local`, empty if there is none.
+        envelope: the content of `manifest.sig`, empty if there is none.
+
+    Raises:
+        Untrusted: if the signature is right, but its key is not trusted.
+        UserError: if nobody vouches for it for another reason.
+    """
     if f"sha256:{hashlib.sha256(manifest).hexdigest()}" in from_environment():
         return TRUST
     if settings.is_own_mac(mark, manifest, _PURPOSE):
@@ -78,40 +94,44 @@ def allowed(directory: Path, manifest: bytes, mark: bytes, envelope: bytes) -> s
 
 
 def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes, native: Sequence[str]) -> None:
-    """Raises UserError if nobody vouches for the manifest. `native`: files that would be run; the others are those of
-    `allowed`."""
+    """Raise UserError if nobody vouches for the manifest.
+
+    The message names `native`, the files that would be run; the other arguments are those of `allowed`.
+    """
     try:
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
-        why, _, _ = str(error).partition(": to trust it, ")
-        ways = [f"llama-npu2 trust {directory} allows just this directory"]
-        if not directory.is_dir():  # a file that holds all
+        why = error.why if isinstance(error, Untrusted) else str(error)
+        ways = [f"{errors.program} trust {directory} allows just this directory"]
+        if not directory.is_dir():  # a file of doit export
             ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]
         if isinstance(error, Untrusted):
-            ways.insert(0, f"llama-npu2 trust '{error.key}' allows all that it signs")
+            ways.insert(0, f"{errors.program} trust '{error.key}' allows all that it signs")
         more = f" and {len(native) - 1} more" if len(native) > 1 else ""
         raise UserError(f"{why}; it would run native code ({native[0]}{more}): {', '.join(ways)}") from None
 
 
 def signed_statement(directory: Path, manifest: bytes, envelope: bytes) -> tuple[dict[str, Any], str]:
-    """The in-toto statement about a manifest, and who signed it, in words; the arguments are those of `allowed`. Raises
-    UserError, or Untrusted."""
+    """Return the in-toto statement about a manifest, and who signed it, in words.
+
+    Arguments and errors are those of `allowed`.
+    """
     if not envelope:
         raise UserError(f"{directory} was not built by you, and it is not signed")
     what = str(directory / SIGNATURE)
     signed = unseal(envelope, _STATEMENT_TYPE, what)
     try:
-        said = load_json(signed.payload)
-        _check_subject(said, manifest)
+        statement = load_json(signed.payload)
+        _check_subject(statement, manifest)
     except (ValueError, UserError):
         raise UserError(f"{what} is not about this manifest: get the directory again") from None
-    return said, f"{signed.name} ({signed.key.fingerprint})"
+    return statement, f"{signed.name} ({signed.key.fingerprint})"
 
 
 def _check_subject(statement: Any, manifest: bytes) -> None:
     digest = hashlib.sha256(manifest).hexdigest()
     match statement:
-        case {"_type": str(kind), "subject": [{"name": str(name), "digest": {"sha256": str(found)}}, *_]}:
-            if (kind, name, found) == (_STATEMENT, MANIFEST, digest):
+        case {"_type": str(kind), "subject": [{"name": str(name), "digest": {"sha256": str(sha256)}}, *_]}:
+            if (kind, name, sha256) == (_STATEMENT, MANIFEST, digest):
                 return
     raise UserError(f"{MANIFEST} is not what the statement is about: run doit compile")

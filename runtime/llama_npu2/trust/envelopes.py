@@ -1,5 +1,7 @@
-"""Signed payloads: DSSE v1 envelopes (https://github.com/secure-systems-lab/dsse) with one Ed25519 signature, whose
-`keyid` is the public key itself."""
+"""Signed payloads: DSSE v1 envelopes with one Ed25519 signature, whose `keyid` is the public key itself.
+
+See https://github.com/secure-systems-lab/dsse.
+"""
 
 from __future__ import annotations
 
@@ -15,49 +17,57 @@ from llama_npu2.trust import settings
 from llama_npu2.trust.keys import OWN, TRUST, PublicKey, from_environment, revoked_keys, trusted_keys
 
 MAX_BYTES = 16 << 20
-"""Of an envelope."""
+"""Most bytes of an envelope."""
 
 _SIGNING_KEY = "signing_key"
 
 
 @dataclass(frozen=True)
 class Signed:
-    """A payload that one whom the user trusts signed. `name`: what the user calls the key."""
+    """A payload that was signed with a key that the user trusts."""
 
     payload: bytes
     key: PublicKey
     name: str
+    """The user's name for the key."""
 
 
 class Untrusted(UserError):
-    """The signature is right, and the key is not among those that are trusted."""
+    """The signature is right, but its key is not trusted."""
 
     def __init__(self, what: str, key: PublicKey) -> None:
         self.key = key
-        gone = revoked_keys().get(key)
-        why = "whom you do not trust" if gone is None else f"the key {gone!r} that you removed"
-        super().__init__(f"{what} is signed by {key.fingerprint}, {why}: to trust it, doit trust key='{key}'")
+        removed = revoked_keys().get(key)
+        signer = "whom you do not trust" if removed is None else f"the key {removed!r} that you removed"
+        self.why = f"{what} is signed by {key.fingerprint}, {signer}"
+        super().__init__(f"{self.why}: to trust it, doit trust key='{key}'")
 
 
 def payload_type(purpose: str) -> str:
-    """What a payload of the project's own is called in envelopes."""
+    """Return the media type of the project's payloads for a purpose."""
     return f"application/vnd.llama-npu2.{purpose}"
 
 
 def sign(payload: bytes, purpose: str) -> bytes:
-    """An envelope with the payload, signed by the user's key, which is made when there is none. `purpose` is signed
-    with it: an envelope for one is none for another. Raises UserError."""
+    """Return an envelope with the payload, signed with the user's key, which is made when there is none.
+
+    The purpose is signed as well, so that the envelope is not valid for another one. Raises UserError.
+    """
     return seal(payload, payload_type(purpose))
 
 
 def verify(envelope: bytes, purpose: str, what: str = "this") -> Signed:
-    """Open an envelope. `what`: it in messages. Raises UserError if it is damaged, altered or for another purpose,
-    and Untrusted if all is right but the key."""
+    """Open an envelope, which messages call `what`.
+
+    Raises:
+        Untrusted: if the signature is right, but its key is not trusted.
+        UserError: if the envelope is damaged, altered or for another purpose.
+    """
     return unseal(envelope, payload_type(purpose), what)
 
 
 def seal(payload: bytes, kind: str) -> bytes:
-    """As `sign`, by the payload's full media type."""
+    """Sign a payload as `sign` does, with its full media type."""
     key = _signing_key()
     public = own_key()
     signature = {"keyid": str(public), "sig": _base64(key.sign(settings.framed(kind, payload)))}
@@ -66,11 +76,11 @@ def seal(payload: bytes, kind: str) -> bytes:
 
 
 def unseal(envelope: bytes, kind: str, what: str) -> Signed:
-    """As `verify`, by the payload's full media type."""
+    """Open an envelope as `verify` does, with its full media type."""
     try:
         payload, key, signature = _opened(envelope, kind)
     except ValueError as error:
-        raise UserError(f"{what} is not signed as it must be ({error}): get it again") from None
+        raise UserError(f"{what} is not signed correctly ({error}): get it again") from None
     if not _valid(key, signature, settings.framed(kind, payload)):
         raise UserError(f"{what} was altered: the signature of {key.fingerprint} is of something else: get it again")
     trusted = trusted_keys()
@@ -82,7 +92,7 @@ def unseal(envelope: bytes, kind: str, what: str) -> Signed:
 
 
 def own_key() -> PublicKey:
-    """The user's own, made when there is none. Raises UserError."""
+    """Return the user's own key, which is made when there is none. Raises UserError."""
     private = _signing_key()
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -130,12 +140,12 @@ def _ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise UserError("signatures need the package cryptography: pip install cryptography") from None
+        raise UserError("signatures need cryptography: pip install -e '.[share]' or pip install cryptography") from None
     return ed25519
 
 
 def _opened(envelope: bytes, kind: str) -> tuple[bytes, PublicKey, bytes]:
-    """Payload, key and signature. ValueError if it is no envelope for that."""
+    """Return payload, key and signature. Raises ValueError if this is no envelope of that kind."""
     if len(envelope) > MAX_BYTES:
         raise ValueError(f"{len(envelope)} bytes")
     try:
@@ -143,10 +153,10 @@ def _opened(envelope: bytes, kind: str) -> tuple[bytes, PublicKey, bytes]:
     except ValueError:
         raise ValueError("it is not JSON") from None
     match content:
-        case {"payload": str(payload), "payloadType": str(found), "signatures": [{"keyid": str(key), "sig": str(sig)}]}:
-            if found != kind:
-                raise ValueError(f"it is for {found[:80]!r}, not {kind!r}")
-            return _bytes(payload), PublicKey.parse(key), _bytes(sig)
+        case {"payload": str(payload), "payloadType": str(stated), "signatures": [{"keyid": str(key), "sig": str(s)}]}:
+            if stated != kind:
+                raise ValueError(f"it is for {stated[:80]!r}, not {kind!r}")
+            return _bytes(payload), PublicKey.parse(key), _bytes(s)
     raise ValueError("it is no DSSE envelope with one signature")
 
 

@@ -1,4 +1,4 @@
-"""What a user's trust rests on: files in a directory that only this user reads."""
+"""The files of a user's trust, in a directory that only this user reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from llama_npu2.errors import UserError
 
 DIRECTORY = "LLAMA_NPU2_CONFIG"
-"""Environment variable: where the files lie, instead of `$XDG_CONFIG_HOME/llama-npu2`."""
+"""Environment variable: the directory of the files, instead of `$XDG_CONFIG_HOME/llama-npu2`."""
 
 _SECRET = "secret"
 _SECRET_BYTES = 32
 
 
 def directory() -> Path:
-    """Where the files lie. It may not exist yet. Raises UserError."""
-    if given := os.environ.get(DIRECTORY):
-        return Path(given)
+    """Return the directory of the files, which may not exist yet. Raises UserError."""
+    if chosen := os.environ.get(DIRECTORY):
+        return Path(chosen)
     config = os.environ.get("XDG_CONFIG_HOME", "")
-    # A relative one is to be ignored: XDG Base Directory Specification.
+    # The XDG Base Directory Specification says to ignore a relative path.
     try:
         return (Path(config) if config.startswith("/") else Path.home() / ".config") / "llama-npu2"
     except RuntimeError:
@@ -31,31 +31,43 @@ def directory() -> Path:
 
 
 def own_mac(content: bytes, purpose: str) -> str:
-    """HMAC-SHA256, hex, that only this user can make. `purpose`: what it says of the content; one made for another
-    purpose is another. The secret is made when there is none. Raises UserError."""
+    """Return an HMAC-SHA256, hex, that only this user can make. The secret is made when there is none.
+
+    Args:
+        content: the authenticated bytes.
+        purpose: the claim about the content. The code for another purpose is a different one.
+
+    Raises:
+        UserError: if the secret cannot be read or made.
+    """
     secret = private(_SECRET, lambda: os.urandom(_SECRET_BYTES))
     return hmac.digest(secret, framed(purpose, content), "sha256").hex()
 
 
-def is_own_mac(found: bytes, content: bytes, purpose: str) -> bool:
-    """Whether `own_mac` made it. Raises UserError."""
-    if not found:
+def is_own_mac(mac: bytes, content: bytes, purpose: str) -> bool:
+    """Return whether `mac` is `own_mac(content, purpose)`. Raises UserError."""
+    if not mac:
         return False
     path = directory() / _SECRET
     with _explained(path):
-        known = path.exists()
-    return known and hmac.compare_digest(found, own_mac(content, purpose).encode())
+        exists = path.exists()
+    return exists and hmac.compare_digest(mac, own_mac(content, purpose).encode())
 
 
 def framed(kind: str, content: bytes) -> bytes:
-    """Content and what it is, as one unambiguous string of bytes: the pre-authentication encoding of DSSE v1,
-    https://github.com/secure-systems-lab/dsse/blob/v1.0.0/protocol.md."""
+    """Return the kind of a content and the content as one unambiguous string of bytes.
+
+    It is the pre-authentication encoding of DSSE v1, https://github.com/secure-systems-lab/dsse/blob/v1.0.0/protocol.md.
+    """
     encoded = kind.encode()
     return b"DSSEv1 %d %s %d %s" % (len(encoded), encoded, len(content), content)
 
 
 def private(name: str, make: Callable[[], bytes]) -> bytes:
-    """The content of a file that only the user may read, made once. Raises UserError."""
+    """Return the content of a file that only the user may read.
+
+    If there is none, it is made with `make()`. Raises UserError.
+    """
     path = directory() / name
     with _explained(path):
         if not path.exists():
@@ -67,7 +79,7 @@ def private(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def read(name: str) -> str:
-    """The text of a file that may be missing. Raises UserError."""
+    """Return the text of a file, empty if it is missing. Raises UserError."""
     path = directory() / name
     with _explained(path):
         try:
@@ -82,7 +94,7 @@ def write(name: str, text: str) -> None:
 
 
 def replace(path: Path, content: bytes, mode: int) -> None:
-    """Write a file at once, whatever was there: a link is replaced, not followed. Raises UserError."""
+    """Write a file atomically. A link of that name is replaced, not followed. Raises UserError."""
     with _explained(path):
         temporary = _temporary(path, content)
         temporary.chmod(mode)
@@ -101,7 +113,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _create(path: Path, content: bytes) -> None:
-    """Of several processes that make it, the first one's stays."""
+    """Make a file. If several processes do, the first one's stays."""
     temporary = _temporary(path, content)
     try:
         with contextlib.suppress(FileExistsError):
@@ -111,8 +123,8 @@ def _create(path: Path, content: bytes) -> None:
 
 
 def _temporary(path: Path, content: bytes) -> Path:
-    """A file beside `path` with that content, which only the user may read."""
-    import tempfile  # for this alone, which a run does not do
+    """Write a temporary file in the directory of `path`, which only the user may read."""
+    import tempfile  # here because it takes time, and running a model does not need it
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -12,8 +12,8 @@ from typing import Any
 
 from llama_npu2.artifact.regular import read_regular
 from stages.engine.files import atomic_directory, require_space
+from stages.engine.lock import ProcessLock
 from stages.engine.places import GENERATED, lock_file
-from stages.engine.turn import Turn
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers.directory import SINGLE
@@ -79,7 +79,7 @@ class RandomSource:
             return self.directory
         require_space(self.directory, safetensors_bytes(random_tensors(config)), f"model=random:{self.name}")
         with (
-            Turn(lock_file(self.directory.parents[1], self.name)),
+            ProcessLock(lock_file(self.directory.parents[1], self.name)),
             atomic_directory(self.directory, GENERATED) as temporary,
         ):
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))

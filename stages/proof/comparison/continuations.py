@@ -1,6 +1,6 @@
-"""How the runtime goes on with prompts, beside transformers: which tokens differ, and by how much.
+"""Compare greedy continuations of prompts with transformers: which tokens differ, and by how much.
 
-Both choose greedily behind the same tokens, those that the runtime chose, so that every position counts.
+Both choose after the same tokens, those that the runtime chose, so that every position counts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from stages.proof.comparison.prompts import Prompt
 
 TOKENS = 32
 TOP = 5
-"""Choices of the other side among which the token of one must be."""
+"""Each side's token must be among this many best choices of the other."""
 
+LEGEND = (
+    f"Ranks: the worst, over {TOKENS} positions, of one side's token among the other's choices. At most {TOP} passes."
+)
 TABLE = Table(
     [
         Column("prompt", 44),
         Column("equal", 5, right=True),
         Column("first difference"),
-        Column("worst rank of ours in theirs"),
-        Column("of theirs in ours"),
+        Column("runtime's rank", right=True),
+        Column("transformers' rank", right=True),
         Column("", 4),
     ]
 )
@@ -35,44 +38,51 @@ TABLE = Table(
 
 @dataclass(frozen=True)
 class Choice:
-    """The best token of one side. `text`: what it adds; `rank`: in the other's logits, 0 = best; `ours`, `theirs`: its
-    probability to the runtime and to transformers."""
+    """The best token of one side."""
 
     token: int
     text: str
+    """The text that it adds."""
     rank: int
+    """In the other side's logits, 0 = best."""
     ours: float
+    """Its probability by the runtime."""
     theirs: float
+    """Its probability by transformers."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`position`: of the token, from 0 behind the prompt."""
+    """A position at which the sides choose different tokens."""
 
     position: int
+    """Tokens after the prompt, from 0."""
     ours: Choice
     theirs: Choice
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outcome for one prompt. `equal`: how many of `TOKENS` positions chose the same token; `first`: the first that did
-    not, from 0; `ranks`: the worst rank (0 = best), over all positions, of our token in the reference's logits and of
-    the reference's in ours. `pieces`: text of each token that the runtime chose."""
+    """The outcome for one prompt."""
 
     prompt: Prompt
     equal: int
+    """How many of `TOKENS` positions chose the same token."""
     first: int | None
+    """The first position that did not, from 0."""
     ranks: tuple[int, int]
+    """The worst rank (0 = best) of the runtime's token in transformers' logits, and the other way round."""
     differences: tuple[Difference, ...]
     pieces: tuple[str, ...]
+    """The text of each token that the runtime chose."""
 
     @property
     def passed(self) -> bool:
-        """Where the sides differ, each has the other's token among its best `TOP`."""
+        """Whether each side has the other's token among its best `TOP`, wherever they differ."""
         return max(self.ranks) < TOP
 
     def row(self) -> str:
+        """Return a row of `TABLE`."""
         first = "-" if self.first is None else f"token {self.first + 1}"
         ranks = (rank + 1 for rank in self.ranks)
         return TABLE.row(
@@ -81,11 +91,12 @@ class Comparison:
 
     def __str__(self) -> str:
         if not self.differences:
-            return f"all {TOKENS} tokens are those of transformers"
+            return f"all {TOKENS} tokens are equal to those of transformers"
         ours, theirs = (rank + 1 for rank in self.ranks)
         return (
-            f"{self.equal} of {TOKENS} tokens are those of transformers; of the others, ours is number {ours} of its "
-            f"choices at worst, its own number {theirs} of ours; at most {TOP}"
+            f"{self.equal} of {TOKENS} tokens are equal to those of transformers. Where they differ, the runtime's "
+            f"token has rank {ours} for transformers at worst, and transformers' has rank {theirs} for the runtime; at "
+            f"most {TOP} is allowed"
         )
 
 
@@ -95,15 +106,16 @@ Piece = Callable[[Sequence[int], int], str]
 
 @dataclass(frozen=True)
 class Continued:
-    """What the runtime makes of a prompt. `ids`: the prompt's and all that it chose but the last; `logits` f32
-    `[TOKENS, vocab]`: by which it chose."""
+    """A prompt as the runtime continues it."""
 
     prompt: Prompt
     ids: Sequence[int]
+    """The prompt's tokens, and all that the runtime chose but the last."""
     logits: np.ndarray
+    """f32 `[TOKENS, vocab]`, by which it chose."""
 
     def compared(self, logits: np.ndarray, piece: Piece) -> Comparison:
-        """With the logits `[len(ids), vocab]` of transformers."""
+        """Compare with the logits `[len(ids), vocab]` of transformers."""
         differences, ranks, pieces = [], (0, 0), []
         for position, (ours, theirs) in enumerate(zip(self.logits, logits[-TOKENS:], strict=True)):
             before = self.ids[: len(self.ids) - TOKENS + 1 + position]
@@ -132,7 +144,7 @@ def continued(llm: Llama, prompt: Prompt) -> Continued:
 
 
 def piece(tokenizer: Tokenizer, before: Sequence[int], token: int) -> str:
-    """The text that a token adds to those before it; its name, where it is a special one or a part of a character."""
+    """Return the text that a token adds to those before it, or its name if it is special or a part of a character."""
     text, longer = tokenizer.decode(before), tokenizer.decode([*before, token])
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, longer, strict=False)))
     added = longer[same:]
@@ -144,11 +156,11 @@ def _rank(logits: np.ndarray, token: int) -> int:
 
 
 def check_lengths(llm: Llama, prompts: Sequence[Prompt]) -> None:
-    """Prompts leave room for what is compared. Raises UserError."""
+    """Raise UserError if a prompt leaves too little room in the context."""
     for prompt in prompts:
         count = len(llm.encode(prompt.text, raw=True))
         if count + TOKENS > llm.context_length:
             raise UserError(
-                f"prompts=: {prompt.name} has {count} tokens, and {TOKENS} more exceed the context of "
+                f"prompts=: {prompt.name} has {count} tokens, and {TOKENS} tokens after it exceed the context of "
                 f"{llm.context_length}: shorten it"
             )

@@ -1,8 +1,8 @@
-"""How far a model's probabilities are from its checkpoint's, over a text.
+"""Measure how far a model's probabilities are from its checkpoint's, over a text.
 
-Every position of the text counts. With p the probabilities of the checkpoint in float32 and q the others, the loss of a
-position is the Kullback-Leibler divergence sum(p log(p / q)) in nats. Perplexity is exp of the mean of -log(probability
-of the next token). Both are as in llama.cpp's `perplexity --kl-divergence`.
+Every position of the text counts. The loss of a position is the Kullback-Leibler divergence sum(p log(p / q)) in nats:
+p are the probabilities of the checkpoint in float32, q the model's. Perplexity is exp of the mean of -log(probability
+of the next token). Both are defined as in llama.cpp's `perplexity --kl-divergence`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llama_npu2.errors import first_line
 TEXT = Path(__file__).with_name("evaluation.txt")
 """Questions, facts and short stories, written for this project."""
 WINDOW = 256
-"""Tokens that are read from an empty context."""
+"""Tokens of a window, which is read from an empty context."""
 WINDOWS, ALL_WINDOWS = 4, 16
-"""How many, and with full=1."""
+"""Windows that are read, and with full=1."""
 _RESAMPLES = 1000
 _CONFIDENCE = (2.5, 97.5)
 """Percentiles of the resampled means."""
@@ -30,28 +30,34 @@ _CONFIDENCE = (2.5, 97.5)
 
 @dataclass(frozen=True)
 class Quality:
-    """`divergence`: mean, `interval`: of its 95 % bootstrap, `tail`: the 99.9th percentile. `same`: share of positions
-    that prefer the same token. `perplexity`, `source_perplexity`: the artifact's, the checkpoint's."""
+    """How far a model is from its checkpoint in float32."""
 
     tokens: int
+    """Positions that were compared."""
     divergence: float
+    """The mean KL divergence, in nats."""
     interval: tuple[float, float]
+    """Its 95 % interval, by bootstrap."""
     tail: float
+    """The 99.9th percentile of the divergence."""
     same: float
+    """The share of positions that prefer the same token."""
     perplexity: float
+    """The model's."""
     source_perplexity: float
+    """The checkpoint's."""
 
     def __str__(self) -> str:
         low, high = self.interval
         return (
             f"against the checkpoint in float32, {self.tokens} tokens: mean KL divergence {self.divergence:.6f} "
             f"({low:.6f} to {high:.6f}), 99.9th percentile {self.tail:.4f}, same best token {self.same:.2%}, "
-            f"perplexity {self.perplexity:.3f} for {self.source_perplexity:.3f}"
+            f"perplexity {self.perplexity:.3f}, the checkpoint's {self.source_perplexity:.3f}"
         )
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError."""
+    """Read the file of `text=`. Raises UserError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -59,23 +65,25 @@ def read_text(path: Path) -> str:
 
 
 def windows(ids: Sequence[int], count: int, longest: int) -> list[list[int]]:
-    """The first tokens of a text, cut into windows of the same length, as many as there are up to `count`. Raises
-    UserError where there are not two."""
+    """Cut the first tokens of a text into at most `count` windows of one length.
+
+    Raises UserError for a text of fewer than two tokens.
+    """
     if len(ids) < 2:
-        raise UserError(f"text=: {len(ids)} tokens are no text to compare on: give a longer one")
+        raise UserError(f"text=: {len(ids)} tokens are too few to compare: give a longer text")
     length = min(WINDOW, longest, len(ids))
     return [list(ids[at : at + length]) for at in range(0, len(ids) - length + 1, length)][:count]
 
 
 def artifact_logits(llm: Llama, ids: Sequence[int]) -> np.ndarray:
-    """f32 `[len(ids), vocab]`: of every position, token by token."""
+    """Return the logits f32 `[len(ids), vocab]` of every position, token by token."""
     llm.reset()
     return np.stack([llm.prefill(ids[:1]), *(llm.decode(token) for token in ids[1:])])
 
 
-def measure(found: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: Sequence[Sequence[int]]) -> Quality:
-    """Logits of the windows `parts`, f32 `[tokens, vocab]` each; `source`: those of the checkpoint in float32."""
-    compared = [_compare(exact, ours, ids) for exact, ours, ids in zip(source, found, parts, strict=True)]
+def measure(logits: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: Sequence[Sequence[int]]) -> Quality:
+    """Compare logits of the windows `parts`, f32 `[tokens, vocab]` each, with those of the checkpoint in float32."""
+    compared = [_compare(exact, ours, ids) for exact, ours, ids in zip(source, logits, parts, strict=True)]
     divergence, same, surprise, wanted = (np.concatenate(values) for values in zip(*compared, strict=True))
     return Quality(
         tokens=len(divergence),
@@ -91,7 +99,9 @@ def measure(found: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: Se
 def _compare(
     source: np.ndarray, ours: np.ndarray, ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Per position: divergence, whether both prefer one token; but for the last, -log of the next one on both sides."""
+    """Return, by position: divergence, and whether both prefer one token; for all but the last, -log p of the next
+    token, of the model and of the checkpoint.
+    """
     logp, logq = log_softmax(source), log_softmax(ours)
     divergence = np.einsum("pv,pv->p", np.exp(logp), logp - logq)
     at, following = np.arange(len(ids) - 1), list(ids[1:])
@@ -99,7 +109,7 @@ def _compare(
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """Of the mean, by bootstrap (Efron 1979), with a fixed seed."""
+    """Return the 95 % interval of the mean, by bootstrap (Efron 1979) with a fixed seed."""
     low, high = np.percentile(list(_resampled_means(values)), _CONFIDENCE)
     return float(low), float(high)
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a GGUF file, in bf16 or quantised by llama.cpp, for comparing with it on the very same weights."""
+"""Write a checkpoint as a GGUF file, in bf16 or quantised by llama.cpp, to compare with it on the same weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_header import Header
 
 PLAIN = "BF16"
-"""What llama.cpp calls files that `write_gguf` makes."""
+"""llama.cpp's name for the files of `write_gguf`."""
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """Matrices stay bf16, vectors become f32, as llama.cpp's converter does. No tokenizer: tokens go in as numbers."""
+    """Write a checkpoint without its tokenizer. Matrices stay bf16, vectors become f32, as by llama.cpp's converter."""
     import gguf
 
     config, temporary = checkpoint.config, path.with_suffix(".part")
@@ -53,7 +53,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def silenced() -> Any:
-    """The API of llama.cpp, which from now on logs nothing."""
+    """Return the API of llama.cpp, after switching off its log."""
     import llama_cpp
 
     llama_cpp.llama_log_set(_SILENCE, None)
@@ -62,12 +62,17 @@ def silenced() -> Any:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _SILENCE(level: int, text: bytes, user_data: int) -> None:
-    """Kept for as long as llama.cpp may call it."""
+    """Ignore a line of the log. The function stays alive for as long as llama.cpp may call it."""
 
 
 def quantise_gguf(source: Path, path: Path, kind: str) -> None:
-    """A GGUF file by `llama_model_quantize` without importance matrix. `kind`: as `llama-quantize` calls it, as in
-    Q4_K_M. Raises UserError."""
+    """Quantise a GGUF file by `llama_model_quantize`, without an importance matrix.
+
+    Args:
+        kind: The name of `llama-quantize`, as in Q4_K_M.
+
+    Raises UserError if llama.cpp fails.
+    """
     llama_cpp, temporary = silenced(), path.with_suffix(".part")
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -80,16 +85,17 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
 
 
 def token_bytes(path: Path, config: Config) -> int:
-    """Of weights that llama.cpp reads for a token that it decodes."""
-    found = Header(path).tensors
-    places = [found[tensor_name(name)] for name in token_tensors(config)]
+    """Return the bytes of weights that llama.cpp reads to decode a token."""
+    tensors = Header(path).tensors
+    places = [tensors[tensor_name(name)] for name in token_tensors(config)]
     kinds = [(TYPES[place.type], prod(place.shape)) for place in places]
     return sum(values // kind.values * kind.bytes for kind, values in kinds)
 
 
 def bits(path: Path) -> float:
-    """Of a weight of a matrix, on average."""
-    matrices = [(TYPES[held.type], prod(held.shape)) for held in Header(path).tensors.values() if len(held.shape) == 2]
+    """Return the mean number of bits of a matrix's weight."""
+    entries = [entry for entry in Header(path).tensors.values() if len(entry.shape) == 2]
+    matrices = [(TYPES[entry.type], prod(entry.shape)) for entry in entries]
     return 8 * sum(values // kind.values * kind.bytes for kind, values in matrices) / sum(n for _, n in matrices)
 
 
@@ -113,7 +119,7 @@ def _describe(writer: Any, config: Config) -> None:
 
 
 def _frequency_factors(config: Config) -> np.ndarray:
-    """What llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
+    """Return what llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
     unscaled = replace(config, rope_scaling=RopeScaling())
     factors: np.ndarray = inverse_frequencies(unscaled) / inverse_frequencies(config)
     return factors.astype(np.float32)

@@ -1,7 +1,7 @@
-"""Other programs that run the same checkpoint, for `doit bench peers=...`: each in a process of its own.
+"""Run other programs on the same checkpoint, for `doit bench peers=...`, each in a process of its own.
 
 A process reads one JSON request per line and answers each with the seconds it took:
-`{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one behind the first d tokens;
+`{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one after the first d tokens;
 `{"logits": ids, "to": path}` one by one from an empty context, with f32 logits `[ids, vocab]` written to a `.npy` file.
 """
 
@@ -33,19 +33,21 @@ from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
 from stages.proof.comparison import gguf_file
-from stages.proof.comparison.transformers_model import load_transformers
+from stages.proof.comparison.transformers_model import cache_argument, load_transformers
 
 AS_IT_IS = "as it is"
-"""The format of a peer that runs the very file of a checkpoint."""
+"""The format of a peer that runs the checkpoint's own file."""
 
 SAFELY = "safely"
-"""Tells a peer's process to do without what has ended one before."""
+"""Tells a peer's process to avoid what has ended one before."""
 
 
 class LlamaCpp:
-    """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes. `safely`: weights as the file has them, not
-    arranged anew for the processor. It is slower, but what it arranges for AMX ends the process on some machines
-    (ggml-org/llama.cpp#20824)."""
+    """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes.
+
+    `safely` keeps weights as the file has them, not rearranged for the processor. This is slower, but the layout for
+    AMX ends the process on some machines (ggml-org/llama.cpp#20824).
+    """
 
     def __init__(self, gguf: Path, threads: int, context: int, safely: bool = False) -> None:
         self._api = llama_cpp = gguf_file.silenced()
@@ -61,6 +63,7 @@ class LlamaCpp:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def rewind(self, depth: int) -> None:
+        """Keep the first `depth` tokens of the context."""
         self._api.llama_memory_seq_rm(self._memory, 0, depth, -1)
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
@@ -87,6 +90,7 @@ class Transformers:
         self._cache = self._empty()
 
     def rewind(self, depth: int) -> None:
+        """Keep the first `depth` tokens of the context."""
         if depth == 0:
             self._cache = self._empty()
         elif surplus := self._cache.get_seq_length() - depth:
@@ -96,7 +100,10 @@ class Transformers:
         """Append tokens; returns float32 logits `[vocab]` of the last one."""
         with self._torch.no_grad():
             out = self._model(
-                self._torch.tensor([list(ids)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+                self._torch.tensor([list(ids)]),
+                use_cache=True,
+                logits_to_keep=1,
+                **cache_argument(self._model, self._cache),
             )
         logits: np.ndarray = out.logits[0, -1].float().numpy()
         return logits
@@ -104,16 +111,17 @@ class Transformers:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A program on a model in one of its formats. `token_bytes`: of weights that a decoded token reads."""
+    """A program with a model in one of its formats."""
 
     program: str
     format: str
     model: Path
     token_bytes: int
+    """Bytes of weights that a decoded token reads."""
 
 
 def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
-    """On a checkpoint's conversions, made where they are not there yet, or on the file that it is."""
+    """Yield llama.cpp with a checkpoint's conversions, made where they are missing, or with its own file."""
     opened = Checkpoint.open(checkpoint)
     for kind in kinds:
         model = checkpoint if kind == AS_IT_IS else _converted(opened, kind, cache)
@@ -123,18 +131,18 @@ def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Itera
 def _converted(checkpoint: Checkpoint, kind: str, cache: Path) -> Path:
     artifacts = cache.parents[2]
     with Tree(artifacts).opened(cache.parent.relative_to(artifacts), create=True):
-        pass  # no link leads to where files are written
-    plain, made = (cache.with_name(f"{cache.name}-{each}.gguf") for each in (gguf_file.PLAIN, kind))
-    if not (plain.exists() or made.exists()):
+        pass  # check that no link leads away from where files are written
+    plain, converted = (cache.with_name(f"{cache.name}-{name}.gguf") for name in (gguf_file.PLAIN, kind))
+    if not (plain.exists() or converted.exists()):
         gguf_file.write_gguf(checkpoint, plain)
-    if not made.exists():
+    if not converted.exists():
         print(f"llama.cpp quantises the checkpoint to {kind}", file=sys.stderr, flush=True)
-        gguf_file.quantise_gguf(plain, made, kind)
-    return made
+        gguf_file.quantise_gguf(plain, converted, kind)
+    return converted
 
 
 def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
-    """On the checkpoint itself."""
+    """Yield transformers with the checkpoint itself."""
     values = sum(map(prod, families.token_tensors(Checkpoint.open(checkpoint).config).values()))
     for kind in kinds:
         yield Entrant("transformers", kind, checkpoint, values * DTYPES["bf16"].itemsize)
@@ -142,17 +150,20 @@ def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) 
 
 @dataclass(frozen=True)
 class Program:
-    """`engine`: (model, threads, context) -> what has `rewind` and `step`; where it `can_be_safe`, one more argument
-    says that it is to do without what has ended its process. `entrants`: (checkpoint, formats, where conversions go)
-    -> on what it runs. `packages`: that it needs, which the `extra` installs. `formats`: the format of our weights ->
-    its nearest, as it calls them."""
+    """Another program that runs checkpoints."""
 
     engine: Callable[..., Any]
+    """(model, threads, context) -> an object with `rewind` and `step`."""
     entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
+    """(checkpoint, formats, prefix of conversions) -> the program with each model."""
     packages: tuple[str, ...]
+    """Packages that it needs."""
     extra: str
+    """The extra that installs them."""
     formats: Mapping[str, tuple[str, ...]]
+    """The format of our weights -> its nearest ones, by its own names."""
     can_be_safe: bool = False
+    """Whether `engine` takes one more argument, to avoid what has ended its process."""
 
 
 _PROGRAMS = {
@@ -165,11 +176,11 @@ _PROGRAMS = {
             AS_IT_IS: (AS_IT_IS,),
             "bf16": ("BF16",),
             "int8": ("Q8_0",),
-            # Its products round activations to 8 bits, too.
+            # Its products round activations to 8 bits too.
             "w8a8": ("Q8_0",),
             "int6": ("Q6_K",),
             "int4": ("Q4_0", "Q4_K_M"),
-            # What quantised checkpoints come in.
+            # The formats of quantised checkpoints.
             "int4_f32": ("Q4_K_M",),
             "int8_f32": ("Q8_0",),
             "int8_f32_16": ("Q6_K",),
@@ -183,20 +194,22 @@ _PROGRAMS = {
 
 
 class Peer:
-    """The process of an entrant, an `Engine` of the runtime's bench. Raises UserError if it ends; but where a signal
-    ends it, a line says so and it begins again, once and safely, if its program can and the request needs nothing
-    before it."""
+    """The process of an entrant, as an `Engine` of the runtime's bench.
+
+    Requests raise UserError if the process has ended. If a signal ended it, its program can run safely and the request
+    starts from an empty context, then a line says so and the process is started once more, safely.
+    """
 
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
         self._program = entrant.program
         self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context)]
-        known = _PROGRAMS.get(entrant.program)
-        self._may_begin_again = known is not None and known.can_be_safe
+        program = _PROGRAMS.get(entrant.program)
+        self._may_begin_again = program is not None and program.can_be_safe
         self._process = self._start()
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
-        """Where this very module is found again, wherever the caller stands."""
+        """Start this module as a process, in the checkout's directory, so that it is found."""
         command, pipe = (
             [sys.executable, "-m", "stages.proof.comparison.peers", *self._arguments, *more],
             subprocess.PIPE,
@@ -206,13 +219,15 @@ class Peer:
         )
 
     def prefill(self, ids: Sequence[int]) -> float:
+        """Process a prompt from an empty context, and return the seconds."""
         return self._ask({"prefill": list(ids)})
 
     def decode(self, depth: int, ids: Sequence[int]) -> float:
+        """Process tokens one by one after the first `depth`, and return the seconds."""
         return self._ask({"decode": list(ids), "depth": depth})
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """f32 `[len(ids), vocab]`: of every position, token by token."""
+        """Return the logits f32 `[len(ids), vocab]` of every position, token by token."""
         with tempfile.TemporaryDirectory() as directory:
             path = f"{directory}/logits.npy"
             self._ask({"logits": list(ids), "to": path})
@@ -232,7 +247,7 @@ class Peer:
         return answer
 
     def _answer(self, request: Mapping[str, Any]) -> Any:
-        """Seconds, what went wrong, or None where the process has ended."""
+        """Return seconds, an error message, or None if the process has ended."""
         process = self._process
         assert process.stdin and process.stdout
         with contextlib.suppress(BrokenPipeError):
@@ -241,14 +256,14 @@ class Peer:
         return json.loads(process.stdout.readline() or "null")
 
     def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
 
 @contextlib.contextmanager
 def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterator[list[Peer]]:
-    """Start the processes, with as long a context as `llm` has. They have loaded, so that nothing of it runs beside
-    what is measured. Raises UserError."""
+    """Start the processes, with a context as long as `llm` has, and wait until they have loaded. Raises UserError."""
     context = min(llm.context_length, LONGEST)
     with contextlib.ExitStack() as stack:
         peers = []
@@ -261,27 +276,33 @@ def open_peers(entrants: Sequence[Entrant], threads: int, llm: Llama) -> Iterato
 
 
 def conversions(artifacts: Path, directory: Path) -> Path:
-    """Where those of an artifact directory's checkpoint are or go, but for the end of the name."""
+    """Return the prefix of the paths of conversions of an artifact directory's checkpoint."""
     return artifacts / ".cache/gguf" / content_digest(directory / CHECKPOINT)
 
 
 def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) -> list[Entrant]:
-    """The named programs on the checkpoint of `source`, each in its formats that are nearest to `weights`, one of ours
-    or `AS_IT_IS`. `cache`: see `conversions`. Raises UserError."""
+    """Return the named programs with the checkpoint of `source`, in their formats nearest to `weights`.
+
+    Args:
+        weights: A format of ours, or `AS_IT_IS`.
+        cache: See `conversions`.
+
+    Raises UserError.
+    """
     for name in names:
         program = _PROGRAMS[name]
         if missing := [package for package in program.packages if not importlib.util.find_spec(package)]:
             raise UserError(f"peers={name} needs {missing[0]}: pip install -e '.[{program.extra}]'")
         if weights not in program.formats:
-            raise UserError(f"peers={name}: it has nothing like weights in {weights}: leave it out")
+            raise UserError(f"peers={name}: it has no format like {weights}: leave it out")
     programs = [_PROGRAMS[name] for name in names]
-    return [each for p in programs for each in p.entrants(source.fetch(), p.formats[weights], cache)]
+    return [entrant for p in programs for entrant in p.entrants(source.fetch(), p.formats[weights], cache)]
 
 
 def serve(name: str, model: str, threads: str, context: str, *safely: str) -> None:
-    """Answer requests until standard input ends, with seconds or with what went wrong."""
+    """Answer requests until standard input ends, with seconds or an error message."""
     try:
-        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *(each == SAFELY for each in safely))
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *(word == SAFELY for word in safely))
         for line in sys.stdin:
             print(json.dumps(_measure(engine, json.loads(line))), flush=True)
     except Exception as error:  # whatever a foreign library raises

@@ -1,4 +1,4 @@
-"""Prompts in a file: one per line, or JSON lines (`.jsonl`) with `prompt` and, if they are to have names, `id`."""
+"""Read prompts from a file: one per line, or JSON lines (`.jsonl`) with `prompt` and, optionally, `id`."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ _LINE = record(
 
 @dataclass(frozen=True)
 class Prompt:
-    """`id`: of no other prompt of its file; the number of its line, from 1, where the file does not say."""
+    """A prompt of a file."""
 
     id: str
+    """Unique in its file; the number of its line, from 1, unless the file says it."""
     text: str
 
     @property
     def name(self) -> str:
-        """In results."""
+        """The name in results."""
         return f"prompt {self.id}"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """One at least, in the file's order; blank lines are none. Raises UserError."""
+    """Return the prompts of a file, at least one, without blank lines. Raises UserError."""
     where = f"prompts={path}"
     try:
-        # Not splitlines, which takes some characters within JSON strings for ends of lines.
+        # Not splitlines: it splits at some characters that may be inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: {first_line(error)}: give a text file with a prompt per line") from None
     read = _from_json if path.suffix == JSON_LINES else Prompt
-    found: dict[str, Prompt] = {}
+    prompts: dict[str, Prompt] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 prompt = read(str(number), line)
             except ValueError as error:
                 raise UserError(f"{where}: line {number}: {first_line(error)}: mend it") from None
-            if prompt.id in found:
-                raise UserError(f"{where}: line {number}: id {prompt.id} is another prompt's: give each its own")
-            found[prompt.id] = prompt
-    if not found:
-        raise UserError(f"{where}: there is no prompt in it: write one per line")
-    return list(found.values())
+            if prompt.id in prompts:
+                raise UserError(f"{where}: line {number}: id {prompt.id} is taken by another prompt: give each its own")
+            prompts[prompt.id] = prompt
+    if not prompts:
+        raise UserError(f"{where}: the file has no prompt: write one per line")
+    return list(prompts.values())
 
 
 def _from_json(number: str, line: str) -> Prompt:
-    """ValueError for what is not such an object."""
+    """Parse a JSON line. Raises ValueError if it is not such an object."""
     value = load_json(line.encode())
     _LINE(value)
     return Prompt(value.get("id", number), value["prompt"])

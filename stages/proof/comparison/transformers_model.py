@@ -1,12 +1,13 @@
-"""A checkpoint's model in transformers: what artifacts and other programs are measured by.
+"""Run a checkpoint's model in transformers, the reference for artifacts and other programs.
 
-One layer at a time is in memory, and all texts go through it before the next one is read, so that a model of any size
-can be run in float32. The operations are those of the whole model, and so are the bits.
+One layer at a time is in memory, and all texts go through it before the next one is read, so a model of any size can be
+run in float32. The operations are those of the whole model, and so are the bits.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,24 @@ from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
 Values = Callable[[str], np.ndarray]
-"""A tensor's values, by its name."""
+"""A function that returns a tensor's values, by its name."""
 
 
 def load_transformers(checkpoint: Path, dtype: str) -> Any:
-    """The whole model of a checkpoint, as people load it; quantised weights as their values. Raises UserError without
-    the verify extra."""
+    """Return the whole model of a checkpoint, with quantised weights as their values.
+
+    Raises UserError without the verify extra.
+    """
     opened, chosen = Checkpoint.open(checkpoint), getattr(_packages()[0], dtype)
     architecture, config = _described(opened)
-    if checkpoint.is_dir() and {held.format for held in opened.held.values()} <= set(PLAIN):
+    if checkpoint.is_dir() and {tensor.format for tensor in opened.held.values()} <= set(PLAIN):
         return architecture.from_pretrained(checkpoint, dtype=chosen).eval()
     weights = {name: _torch(opened.tensor(name), chosen) for name in opened.held}
     return architecture.from_pretrained(None, config=config, state_dict=weights, dtype=chosen).eval()
 
 
 def _packages() -> tuple[Any, Any]:
-    """torch and transformers. Raises UserError without the verify extra."""
+    """Return torch and transformers. Raises UserError without the verify extra."""
     if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
         raise UserError("torch and transformers are not installed: pip install -e '.[verify]'")
     import torch
@@ -48,7 +51,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _described(checkpoint: Checkpoint, **changes: Any) -> tuple[Any, Any]:
-    """The class of a checkpoint's family and its configuration, without what says how weights are stored."""
+    """Return the class of a checkpoint's family, and its configuration without how weights are stored."""
     _, transformers = _packages()
     architecture = getattr(transformers, families.of(checkpoint.config).architectures[0])
     fields = {name: value for name, value in checkpoint.fields.items() if name != "quantization_config"}
@@ -66,9 +69,16 @@ def logits(
     rounded: Sequence[Sequence[int]] = (),
     kv: str = "bf16",
 ) -> Iterator[np.ndarray]:
-    """f32 `[len(ids), vocab]`, of every position of each text: of `exact`, run in float32, then of `rounded`, run in
-    bf16. `values` has the weights, each of which is asked for once; K and V are rounded as in a cache of `kv=`, and
-    with bf16 not at all. Raises UserError without the verify extra."""
+    """Yield the logits f32 `[len(ids), vocab]` of every position of each text.
+
+    Args:
+        values: The weights; each is asked for once.
+        exact: Texts that are run in float32, whose logits come first.
+        rounded: Texts that are run in bf16.
+        kv: K and V are rounded as in a cache of this format; with bf16 they are not rounded.
+
+    Raises UserError without the verify extra.
+    """
     torch, _ = _packages()
     config, family = checkpoint.config, families.of(checkpoint.config)
     embedding = values(family.embedding)
@@ -91,30 +101,32 @@ def layer_outputs(
     rounded: Sequence[Sequence[int]] = (),
     kv: str = "bf16",
 ) -> Iterator[list[np.ndarray]]:
-    """What is behind each layer in turn: f32 `[len(ids), emb]`, of each text as `logits` takes and orders them. Raises
-    UserError without the verify extra."""
+    """Yield the outputs f32 `[len(ids), emb]` of each layer in turn, a list of those of all texts.
+
+    Arguments and the order of texts are those of `logits`. Raises UserError without the verify extra.
+    """
     running = _embedded(values(families.of(checkpoint.config).embedding), exact, rounded)
     for _ in _through_layers(checkpoint, values, running, kv):
         yield [state[0].float().numpy() for states in running.values() for state in states]
 
 
 def _embedded(embedding: np.ndarray, exact: Sequence[Sequence[int]], rounded: Sequence[Sequence[int]]) -> Any:
-    """Rows of the embedding, `[1, tokens, emb]` for each text, by dtype."""
+    """Return rows of the embedding, `[1, tokens, emb]` for each text, by dtype."""
     torch, _ = _packages()
     texts = {torch.float32: exact, torch.bfloat16: rounded}
-    return {dtype: [_torch(embedding[None, ids], dtype) for ids in some] for dtype, some in texts.items()}
+    return {dtype: [_torch(embedding[None, ids], dtype) for ids in chosen] for dtype, chosen in texts.items()}
 
 
 def _through_layers(
     checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str
 ) -> Iterator[Callable[[Any], Any]]:
-    """From the embeddings of texts to what the last norm takes, a layer each time that it is asked; gives that norm."""
+    """Run texts from their embeddings to the input of the last norm, a layer for each item; each item is that norm."""
     model, norm = _one_layer(checkpoint)
     names = list(families.tensors(checkpoint.config))
 
     def forward(state: Any) -> Any:
         cache = rounding_cache(kv)
-        return model(inputs_embeds=state, past_key_values=cache, use_cache=cache is not None)[0]
+        return model(inputs_embeds=state, use_cache=cache is not None, **cache_argument(model, cache))[0]
 
     layers = tqdm(range(checkpoint.config.layers), desc="transformers, layer by layer", disable=None, leave=False)
     for prefix in (f"model.layers.{layer}." for layer in layers):
@@ -124,8 +136,7 @@ def _through_layers(
 
 
 def rounding_cache(kv: str) -> Any:
-    """What a transformers model is to keep K and V in: an empty cache that rounds them as that of `kv=` does, to values
-    of the model's dtype; with bf16, none but its own."""
+    """Return an empty cache of transformers that rounds K and V as a cache of `kv=` does; None for bf16."""
     if kv == "bf16":
         return None
     torch, _ = _packages()
@@ -144,8 +155,13 @@ def rounding_cache(kv: str) -> Any:
     return Rounding()
 
 
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument by which this version of transformers takes a cache."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
 def _one_layer(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """A model of one layer and no vocabulary to speak of, which stops in front of the last norm; that norm."""
+    """Return a model of one layer and a vocabulary of one token, without its last norm, and that norm."""
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **tokens)
     model = architecture(config).eval().base_model
@@ -156,11 +172,13 @@ def _one_layer(checkpoint: Checkpoint) -> tuple[Any, Any]:
 def _run(
     module: Any, weights: Mapping[str, np.ndarray], running: dict[Any, list[Any]], forward: Callable[[Any], Any]
 ) -> None:
-    """Give a module its weights, in the dtype of what runs through it, and let that go on. Not by `Module.to`, which
-    would round the frequencies of the rotation, too."""
+    """Load a module's weights in each dtype that runs through it, and run `forward` on its states.
+
+    `Module.to` would round the frequencies of the rotation too.
+    """
     for dtype, states in running.items():
         if states:
-            held = {name: _torch(values, dtype) for name, values in weights.items()}
-            module.load_state_dict(held, assign=True)
+            converted = {name: _torch(values, dtype) for name, values in weights.items()}
+            module.load_state_dict(converted, assign=True)
             with _packages()[0].no_grad():
                 running[dtype] = [forward(state) for state in states]

@@ -1,4 +1,4 @@
-"""An artifact directory against transformers, with its checkpoint and with its own weights."""
+"""Verify an artifact directory against transformers, with its checkpoint and with its own weights."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import divergence, transformers_model
-from stages.proof.comparison.continuations import TABLE, Comparison, Continued, check_lengths, continued, piece
+from stages.proof.comparison.continuations import LEGEND, TABLE, Comparison, Continued, check_lengths, continued, piece
 from stages.proof.comparison.prompts import Prompt
 from stages.sharing.provenance import VERIFIED
 from stages.weights.formats import formats, w8a8
 
 MOST = 1.5
-"""Times the error of transformers in bf16 that the runtime's logits may be off by."""
+"""The allowed error of the runtime's logits, as a multiple of that of transformers in bf16."""
 ROUNDED_ROWS = 64
-"""Rows of a tensor at least that rounding is tried on."""
+"""Rows of a tensor, at least, that are rounded to measure what its format costs."""
 EXACT_WINDOWS = 2
-"""Windows of the text that logits are compared on."""
+"""Windows of the text whose logits are compared."""
 SIMULATED_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Verification:
-    """All that was found of an artifact directory. `text`: the file that `lost` was measured on; `tensors`: the
-    rounding of each; `seconds`: what each result took, by its name."""
+    """The result for an artifact directory."""
 
     directory: Path
     text: Path
+    """The file of which `lost` was measured."""
     weights: ArtifactWeights
     lost: divergence.Quality
     tensors: tuple[Rounding, ...]
     exactness: Exactness
     comparisons: tuple[Comparison, ...]
     seconds: Mapping[str, float]
+    """The time of each result, by its name."""
 
     @property
     def rounding(self) -> Rounding:
-        """Of the tensor that is the worst off, for its format."""
-        return max(self.tensors, key=lambda each: (not each.passed, each.error / max(each.rounded, 1e-30)))
+        """The tensor with the largest error relative to its format's rounding."""
+        return max(self.tensors, key=lambda tensor: (not tensor.passed, tensor.error / max(tensor.rounded, 1e-30)))
 
     @property
     def checks(self) -> dict[str, Rounding | Exactness | Comparison]:
-        """What passed or did not, by name."""
+        """All checks, by name."""
         prompts = {comparison.prompt.name: comparison for comparison in self.comparisons}
         return {"weights": self.rounding, "logits": self.exactness, **prompts}
 
@@ -65,8 +66,16 @@ class Verification:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks.values())
 
+    @property
+    def verdict(self) -> str:
+        """The result in one line."""
+        failed = [name for name, check in self.checks.items() if not check.passed]
+        if failed:
+            return f"verify: FAIL: the runtime and transformers disagree: {', '.join(failed)}"
+        return f"verify: pass: all {len(self.checks)} checks; the runtime computes what transformers does"
+
     def summary(self) -> dict[str, Any]:
-        """As JSON, without what depends on the day: it may be signed."""
+        """Return the result as JSON without what depends on the day, so that it can be signed."""
         return {
             "passed": self.passed,
             "manifest": file_digests(self.directory / "manifest.json")["sha256"],
@@ -90,11 +99,12 @@ def _brief(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_lines(*lines: object) -> None:
+    """Print lines at once."""
     print(*lines, sep="\n", flush=True)
 
 
 def say_nothing(*lines: object) -> None:
-    """In the place of `print_lines`."""
+    """Print nothing, in place of `print_lines`."""
 
 
 def verify(
@@ -106,7 +116,7 @@ def verify(
     threads: int = 0,
     say: Callable[..., None] = print_lines,
 ) -> Verification:
-    """Compare, say what comes out, and leave `verified.json` beside the manifest. Raises UserError."""
+    """Compare, report with `say`, and write `verified.json` next to the manifest. Raises UserError."""
     source, weights, clock = Checkpoint.open(checkpoint), ArtifactWeights(directory), Clock()
     with contextlib.closing(load(directory, threads)) as llm:
         check_lengths(llm, prompts)
@@ -118,33 +128,37 @@ def verify(
                 parts,
             )
         say(lost)
-        made = []
+        continuations = []
         for prompt in prompts:
             with clock.taken(prompt.name):
-                made.append(continued(llm, prompt))
+                continuations.append(continued(llm, prompt))
         with clock.taken("logits"):  # and all weights with them
-            tensors, exactness, comparisons = compare(llm, source, weights, parts[:EXACT_WINDOWS], made, clock)
-    found = Verification(directory, text, weights, lost, tensors, exactness, comparisons, clock.seconds)
-    say(found.rounding, found.exactness, TABLE.header(), *(comparison.row() for comparison in comparisons))
-    write_atomic(directory / VERIFIED, (json.dumps(found.summary(), indent=1) + "\n").encode())
-    return found
+            tensors, exactness, comparisons = compare(llm, source, weights, parts[:EXACT_WINDOWS], continuations, clock)
+    result = Verification(directory, text, weights, lost, tensors, exactness, comparisons, clock.seconds)
+    for name, check in (("weights", result.rounding), ("logits", exactness)):
+        say(f"{_verdict(check.passed)}  {name}: {check}")
+    say("", TABLE.header(), *(comparison.row() for comparison in comparisons), LEGEND, "", result.verdict)
+    write_atomic(directory / VERIFIED, (json.dumps(result.summary(), indent=1) + "\n").encode())
+    return result
 
 
 class Clock:
-    """`seconds`: what was taken, by name, all times of a name together."""
+    """Measures times by name."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        """The sum of all times of each name."""
 
     @contextlib.contextmanager
     def taken(self, name: str) -> Iterator[None]:
+        """Add the time that the block takes."""
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
 
 
 def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
-    """What is read of a text: little by the simulator, which takes its time. Raises UserError."""
+    """Return the windows of a text: few for the simulator, which is slow. Raises UserError."""
     ids = llm.encode(divergence.read_text(text), raw=True)
     if llm.manifest.target["device"] == "sim":
         return divergence.windows(ids, 1, SIMULATED_TOKENS)
@@ -153,70 +167,77 @@ def windows(llm: Llama, text: Path, full: bool) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Exactness:
-    """How far logits are from transformers in float32 with the same weights: root mean square of the differences over
-    that of the logits, of the runtime and of transformers in bf16. `bounded`: not where activations are rounded to
-    whole numbers too."""
+    """How far logits are from transformers in float32 with the same weights.
+
+    Errors are the root mean square of the differences, divided by that of the logits.
+    """
 
     ours: float
+    """The runtime's error."""
     bf16: float
+    """The error of transformers in bf16."""
     bounded: bool
+    """Whether a bound applies: not where activations are rounded to whole numbers too."""
 
     @property
     def passed(self) -> bool:
         return not self.bounded or self.ours <= MOST * self.bf16
 
     def __str__(self) -> str:
-        verdict = f"; at most {MOST} times that  {_verdict(self.passed)}" if self.bounded else ""
+        bound = f" ({MOST} times that is allowed)" if self.bounded else " (no bound applies to w8a8)"
         return (
-            f"with its own weights in float32: logits differ by {self.ours:.5f} of their size, "
-            f"transformers in bf16 by {self.bf16:.5f}{verdict}"
+            f"against transformers in float32 with the same weights, relative error {self.ours:.5f}; "
+            f"that of transformers in bf16 {self.bf16:.5f}{bound}"
         )
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a tensor is from the checkpoint's: root mean square of the differences over that of the values;
-    `rounded`: what rounding to its format costs, measured on some rows. `bounded`: not where weights are calibrated,
-    which makes products nearer by letting single weights be farther off."""
+    """How far a tensor is from the checkpoint's."""
 
     tensor: str
     format: str
     error: float
+    """Root mean square of the differences, divided by that of the values."""
     rounded: float
+    """The error that rounding some rows to the format makes by itself."""
     bounded: bool
+    """Whether a bound applies: not to calibrated weights, some of which are farther off so that products are nearer."""
 
     @property
     def passed(self) -> bool:
         return not self.bounded or self.error <= MOST * self.rounded
 
     def __str__(self) -> str:
-        verdict = f"at most {MOST} times that  {_verdict(self.passed)}" if self.bounded else "calibrated"
+        if not self.error:
+            return "all are those of the checkpoint"
+        bound = f" ({MOST} times that is allowed)" if self.bounded else " (no bound applies to calibrated weights)"
         return (
-            f"weights, at worst {self.tensor} in {self.format}: off by {self.error:.5f} of their size, rounding to "
-            f"that format {self.rounded:.5f}; {verdict}"
+            f"worst is {self.tensor} in {self.format}: relative error {self.error:.5f}; that of rounding to the format "
+            f"{self.rounded:.5f}{bound}"
         )
 
 
 class Compared:
-    """An artifact directory's weights, each compared with the checkpoint's when it is read: `found`."""
+    """An artifact directory's weights, each of which is compared with the checkpoint's when it is read."""
 
     def __init__(self, checkpoint: Checkpoint, weights: ArtifactWeights, clock: Clock) -> None:
         self._checkpoint, self._weights, self._clock = checkpoint, weights, clock
-        self.found: list[Rounding] = []
+        self.tensors: list[Rounding] = []
 
     def values(self, name: str) -> np.ndarray:
-        """f32, of the tensor's shape."""
+        """Return values f32, of the tensor's shape."""
         values = self._weights.values(name)
         with self._clock.taken("weights"):
-            self.found.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
+            self.tensors.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
         return values
 
 
 def _rounding(name: str, values: np.ndarray, source: np.ndarray, weights: ArtifactWeights) -> Rounding:
     form = formats()[weights.format(name)]
-    some = source[:: max(1, len(source) // ROUNDED_ROWS)] if source.ndim > 1 else source
-    stored = form.dequantise(form.quantise(some), some.shape[-1])
-    error, rounded = _error([values], [source]), _error([stored], [some])
+    sample = source[:: max(1, len(source) // ROUNDED_ROWS)] if source.ndim > 1 else source
+    stored = form.dequantise(form.quantise(sample), sample.shape[-1])
+    error, rounded = _error([values], [source]), _error([stored], [sample])
     return Rounding(name, form.name, error, rounded, bounded="calibration" not in weights.manifest.model)
 
 
@@ -232,11 +253,14 @@ def compare(
     prompts: Sequence[Continued],
     clock: Clock,
 ) -> tuple[tuple[Rounding, ...], Exactness, tuple[Comparison, ...]]:
-    """The runtime against transformers with the artifact directory's weights: logits of the texts `parts` in float32,
-    the choices of `prompts` in bf16. Of each tensor, how it is rounded."""
-    held = Compared(source, weights, clock)
+    """Compare the runtime with transformers with the artifact directory's weights.
+
+    Logits of the texts `parts` are compared in float32, the choices of `prompts` in bf16, and tensors when they are
+    read.
+    """
+    compared = Compared(source, weights, clock)
     texts = [*parts, *(prompt.ids for prompt in prompts)]
-    logits = transformers_model.logits(source, held.values, parts, texts, llm.manifest.model["kv"])
+    logits = transformers_model.logits(source, compared.values, parts, texts, llm.manifest.model["kv"])
     exact = list(islice(logits, len(parts)))
     theirs = list(islice(logits, len(parts)))
     ours = [divergence.artifact_logits(llm, ids) for ids in parts]
@@ -244,12 +268,12 @@ def compare(
     exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
     pairs = zip(prompts, logits, strict=True)
     comparisons = tuple(prompt.compared(wanted, partial(piece, llm.tokenizer)) for prompt, wanted in pairs)
-    return tuple(held.found), exactness, comparisons
+    return tuple(compared.tensors), exactness, comparisons
 
 
-def _error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
+def _error(values: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
     pairs = [
-        (a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)) for a, b in zip(found, exact, strict=True)
+        (a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)) for a, b in zip(values, exact, strict=True)
     ]
     difference = sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in pairs)
     size = sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs)

@@ -1,6 +1,6 @@
-"""Where a run goes wrong: each launch against its reference on its own inputs, each layer against another program's.
+"""Find where a run goes wrong: compare each launch with its reference, and each layer with another program's.
 
-`sites.py` says which launches the calls of a plan make, `record.py` takes from a trace what each of them read and
-wrote, `bounds.py` says how far a right launch may be from its reference, `launches.py` judges, `layers.py` compares
-layers.
+`diagnose.py` runs a text and compares. `ops.py` lists the launches of a plan's calls, `record.py` takes from a trace
+what each of them read and wrote, `bounds.py` says how far a right launch may be from its reference, `launches.py`
+compares launches, `layers.py` compares layers, `unfused.py` looks inside a fused launch, and `report.py` is the result.
 """

@@ -1,4 +1,4 @@
-"""Outputs of layers against those of another program, and what rounding alone costs that."""
+"""Compare outputs of layers with another program's, and with what rounding to bf16 alone costs that program."""
 
 from __future__ import annotations
 
@@ -8,53 +8,59 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST = 2.0
-"""Times the error of a run in bf16 that a layer's output may be off by: one bit."""
+"""A layer's error may be this many times that of a run in bf16: one bit."""
 WORST = 5
-"""Percentile of the cosines of positions."""
+"""Percentage of positions, those with the lowest cosines, that a cosine leaves out."""
 
 
 @dataclass(frozen=True)
-class Off:
-    """How far rows are from others. `cosine`: of all but the worst `WORST` percent of the rows, the least; `largest`:
-    difference of two values; `error`: root mean square of the differences over that of the values."""
+class Distance:
+    """How far rows are from others."""
 
     cosine: float
+    """The lowest cosine of all but the worst `WORST` percent of the rows."""
     largest: float
+    """The largest difference of two values."""
     error: float
+    """Root mean square of the differences, divided by that of the values."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The output of a layer, from 0, for the positions of a `part` of the text: prompt or tokens. `ours` and `bf16`:
-    how far the runtime, and the other program in bf16, are from that in float32 with the same weights; `checkpoint`:
-    how far the runtime is from the checkpoint's weights, where the artifacts' are others. `bounded`: not where
-    activations are rounded to whole numbers too, or share exponents."""
+    """The output of a layer, for the positions of one part of the text."""
 
     layer: int
+    """From 0."""
     part: str
-    ours: Off
-    bf16: Off
-    checkpoint: Off | None
+    """`prompt` or `tokens`."""
+    ours: Distance
+    """The runtime, against the other program in float32 with the same weights."""
+    bf16: Distance
+    """The other program in bf16, against itself in float32."""
+    checkpoint: Distance | None
+    """The runtime, against the checkpoint's weights, where the artifacts' are others."""
     bounded: bool
+    """Whether a bound applies: not where activations are rounded to whole numbers too, or share exponents."""
 
     @property
     def times(self) -> float:
-        """Error as a multiple of that in bf16."""
+        """The error as a multiple of that in bf16."""
         return self.ours.error / self.bf16.error if self.bf16.error else float("inf" if self.ours.error else 0)
 
     @property
     def drifts(self) -> bool:
+        """Whether the error exceeds the bound."""
         return self.bounded and not self.times <= MOST
 
 
-def off(found: np.ndarray, exact: np.ndarray) -> Off:
-    """Of rows `[positions, emb]`."""
-    a, b = found.astype(np.float64), exact.astype(np.float64)
+def distance(rows: np.ndarray, exact: np.ndarray) -> Distance:
+    """Return how far rows `[positions, emb]` are from exact ones."""
+    a, b = rows.astype(np.float64), exact.astype(np.float64)
     sizes = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     cosines = np.divide((a * b).sum(axis=-1), sizes, out=np.zeros(len(a)), where=sizes > 0)
     size = np.linalg.norm(b)
     error = np.linalg.norm(a - b) / size if size else float(np.any(a))
-    return Off(float(np.percentile(cosines, WORST)), float(np.abs(a - b).max()), float(error))
+    return Distance(float(np.percentile(cosines, WORST)), float(np.abs(a - b).max()), float(error))
 
 
 def compared(
@@ -65,13 +71,20 @@ def compared(
     prompt: int,
     bounded: bool,
 ) -> list[Layer]:
-    """One layer, the `prompt`'s positions and those behind it. `states`: our rows by position; `theirs`: in float32 and
-    in bf16."""
+    """Compare one layer, at the positions of the prompt and at those after it.
+
+    Args:
+        states: The runtime's rows, by position.
+        theirs: The other program's rows, in float32 and in bf16.
+        checkpoint: Rows with the checkpoint's weights, where the artifacts' are others.
+        prompt: Tokens of the prompt.
+        bounded: See `Layer`.
+    """
     ours, (exact, rounded) = np.stack(states), theirs
-    found = []
+    parts = []
     for part, rows in (("prompt", slice(prompt)), ("tokens", slice(prompt, len(ours)))):
         if len(ours[rows]):
-            apart = None if checkpoint is None else off(ours[rows], checkpoint[rows])
-            of_ours, of_bf16 = (off(each[rows], exact[rows]) for each in (ours, rounded))
-            found.append(Layer(layer, part, of_ours, of_bf16, apart, bounded))
-    return found
+            apart = None if checkpoint is None else distance(ours[rows], checkpoint[rows])
+            of_ours, of_bf16 = (distance(side[rows], exact[rows]) for side in (ours, rounded))
+            parts.append(Layer(layer, part, of_ours, of_bf16, apart, bounded))
+    return parts

@@ -12,21 +12,27 @@ from stages.proof.diagnosis.layers import MOST, Layer
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. `layers`: empty where transformers could not say, and `unsaid` why; `findings`: of all launches,
-    in the order in which they first ran; `unmet`: phases that no prompt came to; `inside`: where the first wrong launch
-    does several in one, those of its call one by one."""
+    """The result of `doit diagnose`."""
 
     model: str
     runs: str
+    """The weights, the device and its threads, for people."""
     text: str
+    """The length of the text that was run, for people."""
     layers: list[Layer]
-    unsaid: str
+    """Empty where transformers could not compute them."""
+    without_layers: str
+    """Why there are no layers."""
     findings: list[Finding]
-    unmet: list[str]
+    """All launches, in the order in which they first ran."""
+    not_run: list[str]
+    """Phases that no prompt reached."""
     inside: list[Finding] = field(default_factory=list)
+    """If the first wrong launch computes several in one: those of its call, one by one."""
 
     @property
     def wrong(self) -> list[Finding]:
+        """Launches that are wrong, in the order in which they first ran."""
         return [finding for finding in self.findings if finding.wrong]
 
     @property
@@ -36,29 +42,31 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether nothing is wrong."""
         return not (self.wrong or self.drift)
 
     @property
     def verdict(self) -> str:
-        """In one line."""
-        drift = f"layer {self.drift.layer + 1} is the first to drift" if self.drift else ""
+        """The result in one line."""
+        drift = f"layer {self.drift.layer} is the first to drift" if self.drift else ""
         if self.wrong:
-            site = self.wrong[0].site
+            op = self.wrong[0].op
             also = f"; {drift}" if drift else ""
-            return f"diagnose: FAULT in {site.place}: {site.does}: {self.wrong[0].wrong}{also}"
+            return f"diagnose: FAULT in {op.place}: {op.does}: {self.wrong[0].wrong}{also}"
         if drift:
             return (
                 f"diagnose: FAULT: {drift}, though all {len(self.findings)} launches are right: look at the plan, the "
                 "tables, and whether the weights are those that transformers got"
             )
-        layers = "" if self.unsaid else f", and layers are no more than {MOST:g} times as far off as in bf16"
-        return f"diagnose: no fault found: {len(self.findings)} launches are what their references make{layers}"
+        bounded = f"; the error of each layer is at most {MOST:g} times that of transformers in bf16"
+        layers = "" if self.without_layers else bounded
+        return f"diagnose: no fault found: all {len(self.findings)} launches agree with their references{layers}"
 
     def as_json(self) -> dict[str, Any]:
-        """All of it; what is no number is null."""
+        """Return all of it; numbers that are not finite are null."""
         launches = [_launch(finding) for finding in self.findings]
         first = next((launch for launch in launches if launch["wrong"]), None)
-        found = {
+        content = {
             "model": self.model,
             "runs": self.runs,
             "text": self.text,
@@ -67,22 +75,22 @@ class Report:
             "first_layer": self.drift.layer if self.drift else None,
             "first_launch": first,
             "unfused": [_launch(finding) for finding in self.inside],
-            "not_run": self.unmet,
-            "without_layers": self.unsaid or None,
+            "not_run": self.not_run,
+            "without_layers": self.without_layers or None,
             "layers": [asdict(layer) | {"drifts": layer.drifts, "times": layer.times} for layer in self.layers],
             "launches": launches,
         }
-        plain: dict[str, Any] = _plain(found)
+        plain: dict[str, Any] = _plain(content)
         return plain
 
 
 def _launch(finding: Finding) -> dict[str, Any]:
-    site = finding.site
-    where = {name: getattr(site, name) for name in ("program", "layer", "index", "does", "base", "fused")}
-    seen = ("calls", "elements", "differ", "expected", "ratio", "largest", "bias", "wrong")
+    op = finding.op
+    place = {name: getattr(op, name) for name in ("program", "layer", "index", "does", "base", "fused")}
+    place |= {"phase": str(op.phase), "kernel": op.kernel.name}
+    numbers = ("calls", "elements", "differ", "expected", "ratio", "largest", "bias", "wrong")
     worst = asdict(finding.worst) if finding.worst else None
-    where |= {"phase": str(site.phase), "kernel": site.kernel.name}
-    return where | {name: getattr(finding, name) for name in seen} | {"worst": worst}
+    return place | {name: getattr(finding, name) for name in numbers} | {"worst": worst}
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Inside a launch that does several of a part in one: the same program, built so that each is by itself."""
+"""Look inside a fused launch: its program is built again with each launch by itself, and run on the same text."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from stages.graph import Build
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.families import read_config
 from stages.proof.diagnosis.launches import Finding, Judge
-from stages.proof.diagnosis.record import Recorder, run
-from stages.proof.diagnosis.sites import Site, sites
+from stages.proof.diagnosis.ops import Op, ops
+from stages.proof.diagnosis.record import Recorder, record
 from stages.targets.cpu import modules, objects, programs
 
 
-def inside(build: Build, site: Site, prompt: Sequence[int], tokens: int) -> list[Finding]:
-    """The launches of a fused launch's call, one by one, of a run of the same text. Raises UserError."""
+def inside(build: Build, op: Op, prompt: Sequence[int], tokens: int) -> list[Finding]:
+    """Return findings of all launches of a fused launch's call, one by one. Raises UserError."""
     with tempfile.TemporaryDirectory() as work, contextlib.closing(load(build.directory)) as llm:
-        # Built here and now, so nobody is asked whether it may run.
-        program = llm.device.load_program(File.at(_library(build, site.program, Path(work))), site.program, True)
+        # This process built it, so nobody is asked whether it may run.
+        program = llm.device.load_program(File.at(_library(build, op.program, Path(work))), op.program, True)
         for phase, calls in llm.manifest.plans.items():
             for at, call in enumerate(calls):
-                if call.program == site.program:
+                if call.program == op.program:
                     llm.calls[phase][at] = replace(llm.calls[phase][at], program=program)
-        alone = sites(build, llm.manifest, unfused=site.program)
-        place = (site.phase, site.call)
+        alone = ops(build, llm.manifest, unfused=op.program)
+        place = (op.phase, op.call)
         watched = {
-            phase: [[each for each in call if (each.phase, each.call) == place] for call in calls]
+            phase: [[one for one in call if (one.phase, one.call) == place] for call in calls]
             for phase, calls in alone.items()
         }
         recorder = Recorder(watched, read_config(build.directory / CONFIG).dimensions())
-        run(llm, recorder, prompt, tokens)
+        record(llm, recorder, prompt, tokens)
     return list(Judge(recorder, ArtifactWeights(build.directory)).findings())
 
 
 def _library(build: Build, program: str, work: Path) -> Path:
-    """Of one program of the host, by the rooms that build it otherwise."""
-    policy, all_programs = build.policy, (each for library in build.libraries for each in library.programs)
-    keys = [part.key for each in all_programs if each.name == program for part in each.parts]
+    """Build the library of one program of the host, with the target's own steps."""
+    policy = build.policy
+    entries = [entry for library in build.libraries for entry in library.programs if entry.name == program]
+    keys = [part.key for entry in entries for part in entry.parts]
     modules.write_module(build.directory, program, work, keys, [], policy.text, policy.kv, policy.matmul, fused=False)
     module = work / MODULES / f"{program}{modules.SUFFIX}"
     for source in sorted({source for source, *_ in asked(module).values()}):

@@ -1,4 +1,4 @@
-"""The steps that build the probes, into an artifact directory of their own, which can be copied like a model's."""
+"""The steps that build the probes into an artifact directory of their own, which can be copied like a model's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from stages.engine.lock import ProcessLock
 from stages.engine.places import lock_file
 from stages.engine.project import Project
 from stages.engine.steps import Step
-from stages.engine.turn import Turn
 from stages.graph import Build, Library, Wiring
 from stages.proof.selftest.build import write_manifest, write_module
 from stages.proof.selftest.probes import Probe, probes
@@ -18,11 +18,11 @@ from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2 import modules as npu2
 
 NAME = "selftest"
-"""Of the directory beside those of models."""
+"""The name of the directory, next to those of models."""
 
 
 class Probes(Build):
-    """The probes for one target; `model` is the build of the model that is tried behind them."""
+    """The build of the probes for one target; `model` is the build of the model that is tried after them."""
 
     def __init__(self, model: Build) -> None:
         super().__init__(model.options)
@@ -34,7 +34,7 @@ class Probes(Build):
 
     @property
     def suit(self) -> bool:
-        """Whether the target's programs are the array's."""
+        """Whether the target's programs run on the array."""
         return bool(self.target.kernel_set == KERNEL_SET)
 
     @cached_property
@@ -47,8 +47,8 @@ class Probes(Build):
 
     @cached_property
     def project(self) -> Project:
-        turn = Turn(lock_file(self.artifacts, NAME, self.target.name))
-        return Project(self.directory, self.model.project.digests, turn)
+        lock = ProcessLock(lock_file(self.artifacts, NAME, self.target.name))
+        return Project(self.directory, self.model.project.digests, lock)
 
     @cached_property
     def steps(self) -> dict[str, Step]:

@@ -1,14 +1,14 @@
-"""Probes of one tile function: a core calls it over and over on tiles that stay in L1, so that nothing else takes time.
-The time of so many calls, less that of a program with hardly any, is the function's own.
+"""Probes of one tile function: a core calls it repeatedly on tiles that stay in L1, so that nothing else takes time.
 
-Tiles are those of Llama-3.2-1B's programs.
+The time of many calls, less that of a program with few, is the function's own. Tiles are those of Llama-3.2-1B's
+programs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,30 +29,32 @@ Call = tuple[str | int | float, ...]
 """A function, then its arguments: a buffer's name, or a number."""
 
 ROWS, EMB, FFN, HEADS, KV_HEADS, HEAD_DIM = 512, 2048, 8192, 32, 8, 64
-"""Of the launches whose tiles are taken."""
+"""Sizes of the launches whose tiles are taken."""
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last. `values`: the
-    shape of what is in it, where that is in block floating point. `position`: what each row of the last block of each
-    row of blocks begins with, as i32."""
+    """A buffer in L1."""
 
     name: str
     shape: Shape
     dtype: str = "bf16"
     filled: bool = False
+    """Whether it is filled from DDR at first."""
     drained: int = 0
+    """Elements that go to DDR at last."""
     values: Shape = ()
+    """The shape of its values, where they are in block floating point."""
     position: int | None = None
+    """The i32 that each row of the last block of each row of blocks begins with."""
 
     @property
     def format(self) -> str:
         return "bfp16" if self.values else self.dtype
 
     def placed(self, values: np.ndarray) -> np.ndarray:
-        """Values of it with the position in them."""
+        """Return the tile's values with the position written into them."""
         if self.position is not None:
             last = values.reshape(self.shape)[:, -1]
             last[...] = 0
@@ -62,27 +64,33 @@ class Tile:
 
 @dataclass(frozen=True)
 class Resident:
-    """`first` and `last` run once, `step` runs `calls` times. `reference(calls, *filled)` is what is drained.
-
-    `error(want, *filled)`: how far that may be off; None: not at all. `macs`, `values`: multiply-accumulates and
-    results of one step. `whole`: inputs are small whole numbers, of which sums of products are exact.
-    """
+    """A probe of one tile function: `first` and `last` run once, `step` runs `calls` times."""
 
     name: str
     source: str
     calls: int
     tiling: Any
-    """Of the launch whose tiles it takes; says what a call costs."""
-    variant: Callable[[], Variant]
+    """The tiling of the launch whose tiles it takes, with the costs of a call."""
     tiles: tuple[Tile, ...]
     step: Call
     reference: Callable[..., np.ndarray]
+    """(calls, *filled tiles) -> the elements that are drained."""
     first: Call = ()
     last: Call = ()
     macs: int = 0
+    """Multiply-accumulates of one step."""
     values: int = 0
+    """Results of one step."""
     whole: bool = False
+    """Whether inputs are small whole numbers, whose sums of products are exact."""
     error: Callable[..., np.ndarray] | None = None
+    """(want, *filled tiles) -> how far results may be off; None: not at all."""
+    shape: Mapping[str, int] = field(default_factory=dict)
+    """Constants that the source is compiled with; without them, those of the tiling."""
+
+    @property
+    def variant(self) -> Variant:
+        return air.Variant.of(self.source, **self.shape) if self.shape else self.tiling.variant
 
     @property
     def costs(self) -> Any:
@@ -92,7 +100,7 @@ class Resident:
         return f"{self.step[0]}, {self.calls} calls on one core"
 
     def kernel(self) -> Kernel:
-        """For a part: the filled tiles, flat, and `out`."""
+        """Return the kernel for a part; its arguments are the filled tiles, flat, and `out`."""
         (drained,) = (tile for tile in self.tiles if tile.drained)
         args = [Arg(tile.name, tile.format) for tile in self.tiles if tile.filled]
         device: dict[str, Any] = {"tiling": lambda sizes: self, "program": build}
@@ -100,12 +108,12 @@ class Resident:
         return Kernel(self.name, tuple(args), (), self.source, self.reference, host=False, **device)
 
     def slots(self) -> dict[str, Shape]:
-        """Shapes of what is in DDR, by argument."""
+        """Return the shapes of arguments in DDR."""
         filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
         return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
 
     def placed(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Values of a filled tile, a position in them where it has one."""
+        """Return values of a filled tile, with its position if it has one."""
         return next(tile for tile in self.tiles if tile.name == name).placed(values)
 
     def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,7 +129,7 @@ class Resident:
 
 
 def build(resident: Resident) -> AirModule:
-    """Arguments: the filled tiles and `out`, flat."""
+    """Build the module. Arguments are the filled tiles and `out`, flat."""
     dtypes = {tile.name: tile.dtype for tile in resident.tiles if tile.filled}
     dtypes["out"] = next(tile.dtype for tile in resident.tiles if tile.drained)
     shapes = resident.slots() | {tile.name: (math.prod(tile.shape),) for tile in resident.tiles if tile.filled}
@@ -146,20 +154,20 @@ def build(resident: Resident) -> AirModule:
 def _call(b: Any, resident: Resident, named: dict[str, MemRef], call: Call) -> None:
     if call:
         function, *arguments = call
-        b.call(resident.variant(), str(function), *(named[a] if isinstance(a, str) else a for a in arguments))
+        b.call(resident.variant, str(function), *(named[a] if isinstance(a, str) else a for a in arguments))
 
 
 # Tiles in blocks
 
 
 def _to_rows(tile: np.ndarray) -> np.ndarray:
-    """`[rows/8, cols/8, 8, 8]`, blocks by rows -> f32 `[rows, cols]`."""
+    """Reshape blocks by rows `[rows/8, cols/8, 8, 8]` to f32 `[rows, cols]`."""
     high, wide = tile.shape[:2]
     return tile.astype(np.float32).transpose(0, 2, 1, 3).reshape(high * BLOCK, wide * BLOCK)
 
 
 def _to_tile(rows: np.ndarray) -> np.ndarray:
-    """The inverse, in bf16."""
+    """Reshape `[rows, cols]` to blocks by rows, in bf16."""
     high, wide = (size // BLOCK for size in rows.shape)
     return rows.reshape(high, BLOCK, wide, BLOCK).transpose(0, 2, 1, 3).astype(bfloat16)
 
@@ -169,7 +177,7 @@ def _blocks(rows: int, cols: int) -> Shape:
 
 
 def _weight(tile: np.ndarray) -> np.ndarray:
-    """A weight's blocks -> f32 `[outputs, inputs]`."""
+    """Reshape a weight's blocks to f32 `[outputs, inputs]`."""
     outs, ins = tile.shape[:2]
     return from_blocks(tile, (outs * BLOCK, ins * BLOCK)).astype(np.float32)
 
@@ -178,14 +186,14 @@ def _weight(tile: np.ndarray) -> np.ndarray:
 
 
 def _tiling(kernel: str, **sizes: Any) -> Any:
-    """Of a launch of the model."""
+    """Return the tiling of a launch of the model."""
     cut = kernels()[kernel].tiling
     assert cut
     return cut(sizes)
 
 
 def product(name: str, calls: int, bfp16: bool = False) -> Resident:
-    """gemm's step."""
+    """Return the probe of gemm's step."""
     p = _tiling("bfp16_gemm" if bfp16 else "gemm", rows=ROWS, cols=EMB, out_cols=EMB)
     m, n, k = p.tile_m, p.tile_n, p.tile_k
     weight = Tile("w", _blocks(n, k), filled=True)
@@ -196,56 +204,28 @@ def product(name: str, calls: int, bfp16: bool = False) -> Resident:
         wide = w.astype(np.float32).transpose(0, 2, 3, 1, 4).reshape(n, k) if bfp16 else _weight(w)
         return _to_tile(_to_rows(a) @ wide.T * count)
 
-    return Resident(
-        name,
-        "gemm",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            Tile("a", _blocks(m, k), filled=True),
-            weight,
-            Tile("c", (2 * m * n,), drained=m * n),
-        ),
-        ("gemm_step", "a", "w", "c"),
-        reference,
-        first=("gemm_zero", "c"),
-        last=("gemm_out", "c"),
-        macs=m * n * k,
-        whole=True,
-    )
+    tiles = Tile("a", _blocks(m, k), filled=True), weight, Tile("c", (2 * m * n,), drained=m * n)
+    zero, step, out = ("gemm_zero", "c"), ("gemm_step", "a", "w", "c"), ("gemm_out", "c")
+    return Resident(name, "gemm", calls, p, tiles, step, reference, zero, out, macs=m * n * k, whole=True)
 
 
 def vector_product(name: str, calls: int) -> Resident:
-    """gemv's step."""
+    """Return the probe of gemv's step."""
     p = _tiling("gemv", out_cols=EMB, cols=EMB)
 
     def reference(count: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
         return (_weight(a) @ x[: p.chunk].astype(np.float32) * count).astype(bfloat16)
 
-    return Resident(
-        name,
-        "gemv",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            Tile("a", _blocks(p.tile_m, p.chunk), filled=True),
-            Tile("x", (p.cols,), filled=True),
-            Tile("acc", (p.tile_m,), "f32"),
-            Tile("rounded", (p.tile_m,), drained=p.tile_m),
-        ),
-        ("gemv_step", "a", "x", 0, "acc"),
-        reference,
-        first=("gemv_zero", "acc"),
-        last=("gemv_out", "acc", "rounded"),
-        macs=p.tile_m * p.chunk,
-        whole=True,
+    tiles = (
+        *(Tile("a", _blocks(p.tile_m, p.chunk), filled=True), Tile("x", (p.cols,), filled=True)),
+        *(Tile("acc", (p.tile_m,), "f32"), Tile("rounded", (p.tile_m,), drained=p.tile_m)),
     )
+    zero, step, out = ("gemv_zero", "acc"), ("gemv_step", "a", "x", 0, "acc"), ("gemv_out", "acc", "rounded")
+    return Resident(name, "gemv", calls, p, tiles, step, reference, zero, out, macs=p.tile_m * p.chunk, whole=True)
 
 
 def attention(name: str, calls: int) -> Resident:
-    """Attention's step: the same keys over and over weigh as they do once."""
+    """Return the probe of attention's step: repeating the same keys does not change their weights."""
     heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     p = _tiling("flash_attention", seq=ROWS, window=ROWS, **heads)
     d, q, k = HEAD_DIM, p.tile_q, p.tile_k
@@ -259,93 +239,59 @@ def attention(name: str, calls: int) -> Resident:
         spread = np.full(want.shape, np.abs(kv[:, d:]).max())
         return bounds.attention(_to_rows(queries[:, :-1]), kv[:, :d], d, spread, want)
 
-    return Resident(
-        name,
-        "flash_attention",
-        calls,
-        p,
-        lambda: p.variant,
-        (
-            # Every query is behind the last key.
-            Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
-            Tile("kv", (k, 2 * d), filled=True),
-            Tile("acc", (q, d), "f32"),
-            Tile("stats", (2, q), "f32"),
-            Tile("work", (q, k), "f32"),
-        ),
-        ("fa_step", 0, "q", "kv", "acc", "stats", "work"),
-        reference,
-        first=("fa_init", "q", "acc", "stats"),
-        last=("fa_out", "acc", "stats", "q"),
-        error=error,
-        macs=2 * q * k * d,
-        values=q * k,
+    tiles = (
+        # Every query is after the last key.
+        Tile("q", _blocks(q, p.width), filled=True, drained=q * d, position=k - 1),
+        Tile("kv", (k, 2 * d), filled=True),
+        *(Tile("acc", (q, d), "f32"), Tile("stats", (2, q), "f32"), Tile("work", (q, k), "f32")),
     )
+    first, step = ("fa_init", "q", "acc", "stats"), ("fa_step", 0, "q", "kv", "acc", "stats", "work")
+    last, macs = ("fa_out", "acc", "stats", "q"), 2 * q * k * d
+    counts = {"macs": macs, "values": q * k}
+    return Resident(name, "flash_attention", calls, p, tiles, step, reference, first, last, error=error, **counts)
 
 
 def _mapped(
-    name: str,
-    source: str,
-    calls: int,
-    tiling: Any,
-    variant: Callable[[], Variant],
-    tiles: tuple[Tile, ...],
-    step: Call,
-    **more: Any,
+    name: str, source: str, calls: int, tiling: Any, inputs: tuple[Tile, ...], out: Shape, *numbers: float, **more: Any
 ) -> Resident:
-    """A function of two tiles to a third."""
-    size = math.prod(tiles[-1].shape)
-    out = Tile("y", tiles[-1].shape, drained=size)
-    return Resident(name, source, calls, tiling, variant, (*tiles[:-1], out), step, values=size, **more)
+    """Return the probe of a function of two tiles, and numbers, to a third."""
+    size = math.prod(out)
+    step: Call = (source, *(tile.name for tile in inputs), "y", *numbers)
+    return Resident(name, source, calls, tiling, (*inputs, Tile("y", out, drained=size)), step, values=size, **more)
 
 
 def by_element(name: str, kernel: str, calls: int) -> Resident:
-    """add's or silu_and_mul's."""
+    """Return the probe of add or silu_and_mul."""
     p = _tiling(kernel, rows=ROWS, cols=FFN)
     reference = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}[kernel]
-    tiles = (Tile("a", (p.chunk,), filled=True), Tile("b", (p.chunk,), filled=True), Tile("y", (p.chunk,)))
-    return _mapped(
-        name,
-        kernel,
-        calls,
-        p,
-        lambda: air.Variant.of(kernel, COUNT=p.chunk),
-        tiles,
-        (kernel, "a", "b", "y"),
-        reference=lambda n, a, b: reference(a, b),
-        error=lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, a, b: reference(a, b),
+        "error": lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
+    }
+    inputs = Tile("a", (p.chunk,), filled=True), Tile("b", (p.chunk,), filled=True)
+    return _mapped(name, kernel, calls, p, inputs, (p.chunk,), shape={"COUNT": p.chunk}, **more)
 
 
 def norm(name: str, calls: int) -> Resident:
+    """Return the probe of rms_norm."""
     p = _tiling("rms_norm", rows=ROWS, cols=EMB, eps=EPS)
     rows = (p.tile_rows, p.cols)
-    tiles = (Tile("x", rows, filled=True), Tile("weight", (p.cols,), filled=True), Tile("y", rows))
-    return _mapped(
-        name,
-        "rms_norm",
-        calls,
-        p,
-        lambda: air.Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows),
-        tiles,
-        ("rms_norm", "x", "weight", "y", EPS),
-        reference=lambda n, x, weight: rms_norm.reference(x, weight, EPS),
-        error=lambda want, x, weight: bounds.norm(want),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, x, weight: rms_norm.reference(x, weight, EPS),
+        "error": lambda want, x, weight: bounds.norm(want),
+        "shape": {"COLS": p.cols, "ROWS": p.tile_rows},
+    }
+    inputs = Tile("x", rows, filled=True), Tile("weight", (p.cols,), filled=True)
+    return _mapped(name, "rms_norm", calls, p, inputs, rows, EPS, **more)
 
 
 def rotation(name: str, calls: int) -> Resident:
+    """Return the probe of rope."""
     p = _tiling("rope", rows=ROWS, heads=HEADS, head_dim=HEAD_DIM)
     rows = (p.tile_rows, p.width)
-    tiles = (Tile("x", rows, filled=True), Tile("table", (p.tile_rows, HEAD_DIM), "f32", filled=True), Tile("y", rows))
-    return _mapped(
-        name,
-        "rope",
-        calls,
-        p,
-        lambda: p.variant,
-        tiles,
-        ("rope", "x", "table", "y"),
-        reference=lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),
-        error=lambda want, x, table: bounds.rotation(x, HEADS, want.reshape(x.shape)),
-    )
+    more: dict[str, Any] = {
+        "reference": lambda n, x, table: rope.reference(x, table, 0, HEAD_DIM),
+        "error": lambda want, x, table: bounds.rotation(x, HEADS, want.reshape(x.shape)),
+    }
+    inputs = Tile("x", rows, filled=True), Tile("table", (p.tile_rows, HEAD_DIM), "f32", filled=True)
+    return _mapped(name, "rope", calls, p, inputs, rows, **more)

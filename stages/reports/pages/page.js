@@ -2,7 +2,6 @@
 (() => {
   const root = document.documentElement;
   const systemDark = matchMedia("(prefers-color-scheme: dark)");
-  const narrow = matchMedia("(max-width: 30rem)");
   const KEY = "llama-npu2-theme";
 
   // Some browsers refuse storage to files.
@@ -13,85 +12,30 @@
   const remembered = stored();
   if (remembered === "light" || remembered === "dark") root.dataset.theme = remembered;
 
-  // charts
-
-  let probe;
-  const colours = (value) => {
-    if (Array.isArray(value)) return value.map(colours);
-    if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, colours(inner)]));
-    }
-    if (typeof value !== "string" || !/^var\(--[a-z0-9-]+\)$/.test(value)) return value;
-    probe.style.color = value;
-    return getComputedStyle(probe).color;
-  };
-
-  const axis = {
-    automargin: true,
-    gridcolor: "var(--rule)",
-    linecolor: "var(--rule)",
-    zerolinecolor: "var(--muted)",
-  };
-  const template = () => ({
-    layout: {
-      autosize: true,
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      colorway: Array.from({ length: 8 }, (_, index) => `var(--series-${index + 1})`),
-      font: { family: "system-ui, sans-serif", size: 13, color: "var(--text)" },
-      hoverlabel: { bgcolor: "var(--raised)", bordercolor: "var(--muted)", font: { color: "var(--text)" }, align: "left" },
-      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal" },
-      margin: { l: 48, r: 16, t: 16, b: 44 },
-      // Dragging scrolls a phone's page; elsewhere it zooms in, and a double click out.
-      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-      xaxis: axis,
-      yaxis: axis,
-    },
-  });
-
-  const drawnAt = new WeakMap();
-  const draw = (figure) => {
-    const plot = figure.querySelector(".plot");
-    if (!plot || !plot.offsetWidth) return;
-    const { data, layout } = JSON.parse(figure.querySelector("script.figure").textContent);
-    // On a phone a legend takes several lines.
-    if (narrow.matches && layout.height && layout.showlegend !== false) layout.height += 20 * data.length;
-    plot.style.minHeight = layout.height ? `${layout.height}px` : "";
-    const shown = colours({ ...layout, template: template() });
-    // At another width it is drawn anew: a legend with more lines than before would stay over the bars.
-    if (plot.clientWidth !== drawnAt.get(plot)) Plotly.purge(plot);
-    drawnAt.set(plot, plot.clientWidth);
-    Plotly.react(plot, colours(data), shown, { displayModeBar: false });
-  };
-  const drawAll = (within = document) => {
-    if (typeof Plotly === "undefined") return;
-    probe = document.body.appendChild(document.createElement("span"));
-    within.querySelectorAll("figure").forEach(draw);
-    probe.remove();
-  };
-
   // the page
 
   const show = (theme) => {
     if (theme) root.dataset.theme = theme;
     else delete root.dataset.theme;
     document.getElementById("theme").textContent = chosen() === "dark" ? "Light colours" : "Dark colours";
-    drawAll();
   };
 
   // drawings
 
-  // By a factor, or (0) to fit; what is at `x`, `y` of the window stays there.
+  // By a factor, or (0) to fit; what is at `x`, `y` of the window stays there. A drawing without a view box only becomes
+  // wider: text keeps its size.
   const zoom = (drawing, step, x, y) => {
-    const { width, height } = drawing.viewBox.baseVal;
+    const { width = 0, height = 0 } = drawing.viewBox.baseVal || {};
     const frame = drawing.parentElement;
     const before = drawing.getBoundingClientRect();
-    const now = step ? Math.min(Math.max(before.width * step, 100), width * 8) : Math.min(frame.clientWidth, width);
-    drawing.setAttribute("width", now);
-    drawing.setAttribute("height", (now * height) / width);
+    const room = Math.min(frame.clientWidth, (Math.max(0.75 * innerHeight, 200) * width) / height || Infinity);
+    const fitted = width ? Math.min(room, width) : frame.clientWidth;
+    const now = step ? Math.min(Math.max(before.width * step, width ? 100 : fitted), 8 * (width || fitted)) : fitted;
+    drawing.setAttribute("width", !width && now === fitted ? "100%" : now);
+    if (width) drawing.setAttribute("height", (now * height) / width);
     const grown = now / before.width;
     frame.scrollLeft += (x - before.left) * (grown - 1);
-    frame.scrollTop += (y - before.top) * (grown - 1);
+    frame.scrollTop += (y - before.top) * (width ? grown - 1 : 0);
   };
   const zoomAtCentre = (drawing, step) => {
     const { left, top, width, height } = drawing.parentElement.getBoundingClientRect();
@@ -130,6 +74,7 @@
       zoom(drawing, now.apart / apart, now.x, now.y);
       apart = now.apart;
     }, { passive: false });
+    zoomAtCentre(drawing, 0);
     // A mouse takes hold of the drawing; fingers scroll it anyway.
     let held;
     frame.addEventListener("pointerdown", (event) => {
@@ -232,17 +177,6 @@
     document.querySelectorAll(".graph").forEach(walkable);
   });
   systemDark.addEventListener("change", () => show(root.dataset.theme));
-  let resized, width = innerWidth;
-  addEventListener("resize", () => {
-    // A phone's window grows, too, when its address bar goes.
-    if (innerWidth === width) return;
-    width = innerWidth;
-    cancelAnimationFrame(resized);
-    resized = requestAnimationFrame(() => drawAll());
-  });
-  // Charts that nobody saw were not drawn: they had no width.
-  document.addEventListener("toggle", (event) => event.target.open && drawAll(event.target), true);
-
   // Paper is white, and shows what is closed.
   let before;
   addEventListener("beforeprint", () => {

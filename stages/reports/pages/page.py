@@ -10,30 +10,30 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from stages.engine.files import write_atomic
-from stages.reports.pages.blocks import CHART, anchor
+from stages.reports.pages.blocks import anchor
 
 _HERE = Path(__file__).parent
 
 
 @dataclass
 class Page:
-    """`lead`: the answer in a sentence or two, below the title."""
+    """A page: a title, the answer in a sentence or two, and sections."""
 
     title: str
     lead: str = ""
+    """The answer, below the title."""
     sections: list[tuple[str, str, tuple[Markup, ...]]] = field(default_factory=list)
-    """Name in links, heading, blocks."""
+    """Name in links, heading and blocks of each section."""
 
     def add(self, heading: str, *blocks: Markup) -> None:
-        """A section at the end."""
+        """Add a section at the end."""
         name, taken = anchor(heading), [name for name, _, _ in self.sections]
         self.sections.append((f"{name}-{len(taken)}" if name in taken else name, heading, blocks))
 
     def html(self) -> str:
-        """The page, with all that it needs: what draws charts (4.8 MB) only where there is one."""
-        charts = any(CHART in block for _, _, blocks in self.sections for block in blocks)
+        """Return the page with its style and its script."""
         template = _templates().get_template("page.html.jinja")
-        return template.render(page=self, style=_own("page.css"), script=_own("page.js"), plotly=charts and _plotly())
+        return template.render(page=self, style=_own("page.css"), script=_own("page.js"))
 
     def write(self, path: Path) -> None:
         """Replace a file by the page, atomically."""
@@ -47,9 +47,3 @@ def _templates() -> Environment:
 
 def _own(name: str) -> Markup:
     return Markup((_HERE / name).read_text(encoding="utf-8"))
-
-
-def _plotly() -> Markup:
-    from plotly.offline import get_plotlyjs
-
-    return Markup(get_plotlyjs())

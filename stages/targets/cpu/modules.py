@@ -16,6 +16,7 @@ from stages.model.part import RUNTIME_SCALARS, Dim, Launch, Part, PartKey
 from stages.model.policy import BF16, parse_policy
 from stages.model.unpacking import keyed_part
 from stages.targets.cpu.fusion import fuse
+from stages.targets.cpu.instruction_sets import dispatch, objects_of
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
 from stages.weights.formats import formats
@@ -23,7 +24,7 @@ from stages.weights.formats import formats
 COSTS = False
 SUFFIX = ".cc"
 
-_SUPPORT = ("peaks", "team")
+_SUPPORT = ("peak_loops", "peaks", "team")
 """Sources of the library of host programs that are not kernels: the machine's speed limits and the thread team."""
 
 
@@ -55,8 +56,9 @@ def sources(programs: Sequence[Program]) -> list[str]:
 
 
 def expected(source: str) -> dict[str, Any]:
-    """Declarations that the kernels of a source must match."""
-    return {"declared": prototypes_of(Path(source).name)}
+    """Return the declarations that the kernels of a source must match."""
+    stem, _, isa = Path(source).name.partition(".")
+    return {"declared": prototypes_of(stem, isa)}
 
 
 def _support(programs: Sequence[Program]) -> list[str]:
@@ -65,7 +67,7 @@ def _support(programs: Sequence[Program]) -> list[str]:
 
 def _sources(launches: Iterable[Launch], support: Sequence[str]) -> list[str]:
     stems = {launch.kernel.source for launch in launches}
-    return [f"{HOST_SET}/{stem}" for stem in sorted({*stems, *support})]
+    return [name for stem in sorted({*stems, *support}) for name in objects_of(stem)]
 
 
 def write_module(
@@ -112,10 +114,11 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
 
 
 def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bool = True) -> str:
-    """A translation unit with the entry points of one or more parts. `fused`: as in `launches`."""
-    called = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
-    declared = prototypes(called[name] for name in sorted(called))
-    return declared + "\n" + "\n".join(_glue(part, dimensions, fused) for part in parts)
+    """Return a translation unit with the entry points of one or more parts, and with the choice of an instruction set
+    for each kernel that they call. `fused`: as in `launches`."""
+    by_name = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
+    called = [by_name[name] for name in sorted(by_name)]
+    return "\n".join([prototypes(called), dispatch(called), *(_glue(part, dimensions, fused) for part in parts)])
 
 
 def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:

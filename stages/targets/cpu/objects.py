@@ -1,4 +1,4 @@
-"""A kernel's C++ source -> its one object, which dispatches between instruction sets itself."""
+"""A kernel's C++ source -> its object for one instruction set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.engine.object_cache import CachedObject, cached_object
-from stages.engine.objects import compile_object, source_file
+from stages.engine.objects import compiled, source_file
 from stages.engine.objects import write_objects as write
+from stages.targets.cpu.instruction_sets import options
+from stages.targets.cpu.precompiled import system_headers
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.targets.cpu.toolchain import host_compiler_fingerprint as fingerprint
 
@@ -17,30 +19,35 @@ VARIANTS = False
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path, declared: str) -> list[Path]:
-    """Step action: compile one source for the host, or take its object from the cache that all models share.
+    """Compile a source for one instruction set, or take its object from the cache that all models share (step action).
 
     `declared`: as in `compile_host`. Returns the project's files that were read. Raises UserError.
     """
-    path = source_file(source)
-    return write(source, {f"{path.stem}.o": []}, lambda name, flags: host_object(path, cache, declared), work)
+    path, name = source_file(source), Path(source).name
+    isa = name.partition(".")[2]
+    return write(source, {f"{name}.o": []}, lambda name, flags: host_object(path, cache, declared, isa), work)
 
 
-def host_object(source: Path, cache: Path, declared: str) -> CachedObject:
-    """The object of one source, compiled unless it is in the cache. `declared`: as in `compile_host`."""
-    made_by = (fingerprint(), FLAGS, declared)
+def host_object(source: Path, cache: Path, declared: str, isa: str = "") -> CachedObject:
+    """Return the object of one source, compiled unless it is in the cache. Arguments: as in `compile_host`."""
+    made_by = (fingerprint(), FLAGS, declared, isa)
     sources = [source, *sorted(source.parent.glob("*.h"))]
-    return cached_object(cache, source.stem, made_by, sources, lambda output: compile_host(source, output, declared))
+    name = f"{source.stem}.{isa}" if isa else source.stem
+    return cached_object(cache, name, made_by, sources, lambda output: compile_host(source, output, declared, isa))
 
 
-def compile_host(source: Path, output: Path, declared: str) -> list[Path]:
-    """Compile `source` to the object `output`; returns the project's files that were read. Raises UserError.
+def compile_host(source: Path, output: Path, declared: str, isa: str = "") -> list[Path]:
+    """Compile `source` to the object `output`; return the project's files that were read. Raises UserError.
 
-    `declared`: C++ declarations (`prototypes_of`); a kernel whose parameters are others does not compile.
+    Args:
+        declared: C++ declarations (`prototypes_of`). A kernel whose parameters are others does not compile.
+        isa: The instruction set, one of `sets_of`; empty for a source that has one object.
     """
     header = output.with_suffix(".prototypes.h")
     header.write_text(declared)
-    command = [*need_host_compiler(), *FLAGS, INCLUDE, "-include", str(header)]
+    headers = system_headers() if isa else []
+    command = [*need_host_compiler(), *FLAGS, *headers, INCLUDE, "-include", str(header), "-c", *options(source, isa)]
     try:
-        return compile_object(command, source, output, f"{source.name} does not compile")
+        return compiled(command, output, f"{source.name} does not compile")
     finally:
         header.unlink(missing_ok=True)

@@ -11,13 +11,14 @@ from stages.weights.formats import formats
 _SCALARS = {"int64": "int64_t", "float": "float"}
 
 
-def prototypes(declared: Iterable[Kernel]) -> str:
-    """C++ that declares kernels and the types that they take.
+def prototypes(declared: Iterable[Kernel], isa: str = "") -> str:
+    """Return C++ that declares kernels and the types that they take.
 
-    Generated code begins with it. A kernel's own source is compiled behind it (`-include`), so that a definition whose
-    types are not those of the signature does not compile.
+    Generated code begins with it. A kernel's own source is compiled after it (`-include`), so that a definition whose
+    types are not those of the signature does not compile; in the object for an instruction set its symbol gets the
+    set's name.
     """
-    return "\n".join(['#include "kernel.h"', "", *map(_prototype, declared), ""])
+    return "\n".join(['#include "kernel.h"', "", *(_prototype(kernel, isa) for kernel in declared), ""])
 
 
 def tensor_type(arg: Arg) -> str:
@@ -29,12 +30,18 @@ def scalar_type(param: Param) -> str:
     return _SCALARS[param.kind]
 
 
-def _prototype(kernel: Kernel) -> str:
+def parameters(kernel: Kernel) -> str:
+    """Return the parameters of the C++ function, as a declaration has them."""
     tensors = (f"{tensor_type(arg)}{arg.name}" for arg in kernel.args)
     scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.scalars)
-    return f"KERNEL void {kernel.name}({', '.join([*tensors, *scalars, 'Worker &worker'])});"
+    return ", ".join([*tensors, *scalars, "Worker &worker"])
 
 
-def prototypes_of(stem: str) -> str:
-    """Declarations of the kernels that a source must define."""
-    return prototypes(kernel for kernel in kernels().values() if kernel.source == stem and kernel.host)
+def _prototype(kernel: Kernel, isa: str) -> str:
+    symbol = f' asm("{kernel.name}_{isa}")' if isa else ""
+    return f"KERNEL void {kernel.name}({parameters(kernel)}){symbol};"
+
+
+def prototypes_of(stem: str, isa: str = "") -> str:
+    """Return declarations of the kernels that a source must define. `isa`: as in `prototypes`."""
+    return prototypes((kernel for kernel in kernels().values() if kernel.source == stem and kernel.host), isa)

@@ -1,6 +1,6 @@
 """The tool versions of the NPU that were checked, the oldest ones that can work, and where to get them.
 
-`doit doctor` compares a machine with them; a test compares `docs/ryzen-ai.md` with them.
+`doit doctor` compares a machine with them; a test compares `docs/tutorials/ryzen-ai.md` with them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "bucket": program.bucket,
         "window": program.window,
         "weights": options["weights"],
-        # `matmul=` is for prefill only.
+        # `npu.matmul=` is for prefill only.
         "matmul": options["matmul"] if program.bucket else BF16.matmul,
     }
 

@@ -178,20 +178,9 @@ def command_line(job: Job) -> list[str]:
     assert driver and compiler
     # XRT finds the kernel by instance name; if that is not the name of the function, it hangs at run time.
     names = ["--elf-name", ELF, "--xclbin-instance-name", job.function, "--tmpdir", INTERMEDIATE]
-    stack = f"--stack-size={limits.STACK_BYTES}"
     compilers = ["--peano", str(compiler.path), "--no-xchesscc", "--no-xbridge"]
-    return [
-        str(driver.path),
-        "--device",
-        "npu2",
-        MODULE,
-        "--output-format",
-        "elf",
-        *names,
-        stack,
-        *compilers,
-        *job.options,
-    ]
+    fixed = ["--device", "npu2", MODULE, "--output-format", "elf"]
+    return [str(driver.path), *fixed, *names, f"--stack-size={limits.STACK_BYTES}", *compilers, *job.options]
 
 
 def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
@@ -243,7 +232,7 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path) -> str | Non
     if status == -signal.SIGKILL:
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
-        return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or grouping=separate"
+        return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or npu.grouping=separate"
     if status:
         return f"aircc: {error}{_failed_launch(job, error, scratch)}"
     elf = scratch / ELF

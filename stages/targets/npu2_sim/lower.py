@@ -7,10 +7,12 @@ here or by the entry, in one line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
@@ -42,22 +44,7 @@ ENTRY = "int NAME(void **slots, int64_t *counters, int32_t reverse, char *error,
 """`counters`: per launch the tile calls, MACs, then (bytes read, bytes written) of each slot. `reverse` runs grid steps
 and tiles backwards: results must not depend on it. Returns 0, or 1 with the message in `error`."""
 
-_INTEGER_OPS = {
-    arith.AddiOp: "+",
-    arith.SubiOp: "-",
-    arith.MuliOp: "*",
-    arith.DivUIOp: "/",
-    arith.RemUIOp: "%",
-}
-_IGNORED = (
-    scf.YieldOp,
-    scf.ReduceOp,
-    LaunchTerminatorOp,
-    SegmentTerminatorOp,
-    HerdTerminatorOp,
-    func.ReturnOp,
-    memref.DeallocOp,
-)
+_INTEGER_OPS = {arith.AddiOp: "+", arith.SubiOp: "-", arith.MuliOp: "*", arith.DivUIOp: "/", arith.RemUIOp: "%"}
 
 
 def lower(module: ModuleOp) -> str:
@@ -111,6 +98,17 @@ class _Lowering:
     def _emit(self, *lines: str) -> None:
         self.lines.extend("    " * self.depth + line if line else "" for line in lines)
 
+    @contextlib.contextmanager
+    def _braces(self, *heads: str) -> Iterator[None]:
+        """Write what the context writes inside braces after each of `heads`, one in the other."""
+        for head in heads:
+            self._emit(f"{head} {{".lstrip())
+            self.depth += 1
+        yield
+        for _ in heads:
+            self.depth -= 1
+            self._emit("}")
+
     def _name(self, value: SSAValue) -> str:
         return self.names.setdefault(value, f"v{len(self.names)}")
 
@@ -129,87 +127,60 @@ class _Lowering:
 
     def _launch(self, index: int, launch: LaunchOp, function: func.FuncOp) -> None:
         name = function.sym_name.data
-        self._emit(
-            f"static void launch_{index}([[maybe_unused]] sim::Buffer *slots, [[maybe_unused]] sim::Launch &launch, "
-            "[[maybe_unused]] bool reverse) {"
-        )
-        self.depth += 1
-        self.where = f"{name} launch {index}"
-        slots = list(function.body.block.args)
-        for inner, outer in zip(launch.body_args, launch.args, strict=True):
-            if not (isinstance(outer, BlockArgument) and outer in slots):
-                raise UserError(f"{self.where}: takes a value that is not an argument of the function")
-            self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(inner)} = slots[{slots.index(outer)}];")
-        with_grid = self._grid(launch, launch.shape())
-        self._block(launch.body.block)
-        self._close(with_grid)
-        used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
-        if used:
-            self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
-        self.depth -= 1
-        self._emit("}", "")
+        arguments = "sim::Buffer *slots", "sim::Launch &launch", "bool reverse"
+        with self._braces(f"static void launch_{index}({', '.join(f'[[maybe_unused]] {a}' for a in arguments)})"):
+            self.where = f"{name} launch {index}"
+            slots = list(function.body.block.args)
+            for inner, outer in zip(launch.body_args, launch.args, strict=True):
+                if not (isinstance(outer, BlockArgument) and outer in slots):
+                    raise UserError(f"{self.where}: takes a value that is not an argument of the function")
+                self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(inner)} = slots[{slots.index(outer)}];")
+            with self._grid(launch):
+                self._block(launch.body.block)
+            used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
+            if used:
+                self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
+        self._emit("")
 
-    def _grid(self, op: LaunchOp | HerdOp, shape: Sequence[int]) -> int:
-        """Open a loop per dimension, the first dimension innermost."""
+    @contextlib.contextmanager
+    def _grid(self, op: LaunchOp | HerdOp) -> Iterator[None]:
+        """Write what the context writes into a loop per dimension, the first dimension innermost."""
         backwards = _backwards(op)
-        for axis, size in reversed(list(enumerate(shape))):
-            position = self._name(op.ids[axis])
-            self._emit(f"for (int64_t i_{position} = 0; i_{position} < {size}; ++i_{position}) {{")
-            self.depth += 1
-            self._emit(f"[[maybe_unused]] const int64_t {position} = sim::step(i_{position}, {size}, {backwards});")
-        for value, size in zip(op.size_args, shape, strict=True):
-            self._emit(f"[[maybe_unused]] const int64_t {self._name(value)} = {size};")
-        return len(shape)
-
-    def _close(self, count: int) -> None:
-        for _ in range(count):
-            self.depth -= 1
-            self._emit("}")
+        with contextlib.ExitStack() as loops:
+            for axis, size in reversed(list(enumerate(op.shape()))):
+                position = self._name(op.ids[axis])
+                index = f"i_{position}"
+                loops.enter_context(self._braces(f"for (int64_t {index} = 0; {index} < {size}; ++{index})"))
+                self._emit(f"[[maybe_unused]] const int64_t {position} = sim::step({index}, {size}, {backwards});")
+            for value, size in zip(op.size_args, op.shape(), strict=True):
+                self._emit(f"[[maybe_unused]] const int64_t {self._name(value)} = {size};")
+            yield
 
     def _entry(self, name: str, function: func.FuncOp, launches: list[LaunchOp]) -> None:
-        args = function.body.block.args
-        if not all(isinstance(a.type, MemRefType) for a in args):
-            raise UserError(f"{name}: every argument of a program is a memref")
-        written = self._written_first()
+        args, written = function.body.block.args, self._written_first()
         info = {
             "name": name,
-            "slots": [
-                {
-                    "name": a.name_hint or f"arg{i}",
-                    "shape": list(a.type.get_shape()),  # type: ignore[attr-defined]
-                    "dtype": str(a.type.element_type),  # type: ignore[attr-defined]
-                    "bytes": buffer_bytes(a),
-                    "written_first": a in written,
-                }
-                for i, a in enumerate(args)
-            ],
+            "slots": [_slot(name, i, argument, argument in written) for i, argument in enumerate(args)],
             "launches": [{"name": _launch_name(launch)} for launch in launches],
         }
-        l1_bytes, l2_bytes = self._arena(L1), self._arena(L2)
         width = 2 + 2 * len(args)
         buffers = ", ".join(
             f"{{static_cast<uint8_t *>(slots[{i}]), {buffer_bytes(a)}, {i}, {_packed(a)}}}" for i, a in enumerate(args)
         )
-        self._emit(
-            "static void program(void **slots, int64_t *counters, bool reverse) {",
-            f"    sim::Memory tile({l1_bytes}), memory({l2_bytes});",
-            "    l1 = &tile, l2 = &memory;",
-            *(f"    {channel.sym_name.data}.clear();" for channel in self._channels()),
-            f"    sim::Buffer buffers[] = {{{buffers}}};",
-            "    sim::Launch launch;",
-        )
-        for index in range(len(launches)):
-            at = f"counters + {index * width}"
-            self._emit(f"    launch = {{{at}, {at} + 1, {at} + 2}};", f"    launch_{index}(buffers, launch, reverse);")
-        self._emit(
-            "}",
-            "",
-            f'extern "C" const char {name}_info[] = {json.dumps(json.dumps(info))};',
-            "",
-            f'extern "C" {ENTRY.replace("NAME", name)} {{',
-            "    return sim::guarded(program, slots, counters, reverse != 0, error, error_bytes);",
-            "}",
-        )
+        with self._braces("static void program(void **slots, int64_t *counters, bool reverse)"):
+            self._emit(
+                f"sim::Memory tile({self._arena(L1)}), memory({self._arena(L2)});",
+                "l1 = &tile, l2 = &memory;",
+                *(f"{channel.sym_name.data}.clear();" for channel in self._channels()),
+                f"sim::Buffer buffers[] = {{{buffers}}};",
+                "sim::Launch launch;",
+            )
+            for index in range(len(launches)):
+                at = f"counters + {index * width}"
+                self._emit(f"launch = {{{at}, {at} + 1, {at} + 2}};", f"launch_{index}(buffers, launch, reverse);")
+        self._emit("", f'extern "C" const char {name}_info[] = {json.dumps(json.dumps(info))};', "")
+        with self._braces(f'extern "C" {ENTRY.replace("NAME", name)}'):
+            self._emit("return sim::guarded(program, slots, counters, reverse != 0, error, error_bytes);")
 
     def _written_first(self) -> set[SSAValue]:
         """Return the arguments whose first transfer writes, so that their old contents do not matter."""
@@ -230,47 +201,47 @@ class _Lowering:
             self._op(op)
 
     def _op(self, op: Operation) -> None:
-        if isinstance(op, _IGNORED):
-            return
-        if isinstance(op, SegmentOp | HerdOp):
-            self._level(op)
-        elif isinstance(op, scf.ForOp):
-            self._loop(op)
-        elif isinstance(op, scf.ParallelOp):
-            self._parallel(op)
-        elif isinstance(op, scf.IfOp):
-            self._if(op)
-        elif isinstance(op, memref.AllocOp):
-            self._alloc(op)
-        elif isinstance(op, DmaMemcpyNdOp):
-            self._dma(op)
-        elif isinstance(op, ChannelPutOp | ChannelGetOp):
-            self._channel_end(op)
-        elif isinstance(op, func.CallOp):
-            self._call(op)
-        else:
-            self._scalar(op)
+        match op:
+            case scf.YieldOp() | scf.ReduceOp() | func.ReturnOp() | memref.DeallocOp():
+                pass
+            case LaunchTerminatorOp() | SegmentTerminatorOp() | HerdTerminatorOp():
+                pass
+            case SegmentOp() | HerdOp():
+                self._level(op)
+            case scf.ForOp():
+                self._loop(op)
+            case scf.ParallelOp():
+                self._parallel(op)
+            case scf.IfOp():
+                with self._braces(f"if ({self._name(op.cond)})"):
+                    self._block(op.true_region.block)
+            case memref.AllocOp():
+                self._alloc(op)
+            case DmaMemcpyNdOp():
+                self._dma(op)
+            case ChannelPutOp() | ChannelGetOp():
+                self._channel_end(op)
+            case func.CallOp():
+                self._call(op)
+            case _:
+                self._scalar(op)
 
     def _level(self, op: SegmentOp | HerdOp) -> None:
         outer = self.where
         self.where = f"{outer} {name_of(op, op.name)}"
         self._place(op, L2 if isinstance(op, SegmentOp) else L1)
-        self._emit("{")
-        self.depth += 1
-        for inner, value in zip(op.body_args, op.args, strict=True):
-            kind = "sim::Buffer" if isinstance(inner.type, MemRefType) else _c_type(inner.type)
-            self._emit(f"[[maybe_unused]] const {kind} {self._name(inner)} = {self._name(value)};")
-        loops = 0
-        if isinstance(op, HerdOp):
-            self.herd = op
-            loops = self._grid(op, op.shape())
-            self._emit("sim::start_core(*l1);")
-        self._block(op.body.block)
-        self._close(loops)
-        if isinstance(op, HerdOp):
-            self.herd = None
-        self.depth -= 1
-        self._emit("}")
+        with self._braces(""):
+            for inner, value in zip(op.body_args, op.args, strict=True):
+                kind = "sim::Buffer" if isinstance(inner.type, MemRefType) else _c_type(inner.type)
+                self._emit(f"[[maybe_unused]] const {kind} {self._name(inner)} = {self._name(value)};")
+            if isinstance(op, HerdOp):
+                self.herd = op
+                with self._grid(op):
+                    self._emit("sim::start_core(*l1);")
+                    self._block(op.body.block)
+                self.herd = None
+            else:
+                self._block(op.body.block)
         self.where = outer
 
     def _place(self, op: SegmentOp | HerdOp, space: int) -> None:
@@ -294,18 +265,10 @@ class _Lowering:
             raise UserError(f"{self.where}: loops carry no values on the NPU")
         low, high, step = (self._name(v) for v in (op.lb, op.ub, op.step))
         index = self._name(op.body.block.args[0])
-        self._emit(f"for (int64_t {index} = {low}; {index} < {high}; {index} += {step}) {{")
-        self.depth += 1
-        for value in self._moved_into(op):
-            self._emit(f"{self._claim(value)};")
-        self._block(op.body.block)
-        self._close(1)
-
-    def _if(self, op: scf.IfOp) -> None:
-        self._emit(f"if ({self._name(op.cond)}) {{")
-        self.depth += 1
-        self._block(op.true_region.block)
-        self._close(1)
+        with self._braces(f"for (int64_t {index} = {low}; {index} < {high}; {index} += {step})"):
+            for value in self._moved_into(op):
+                self._emit(f"{self._claim(value)};")
+            self._block(op.body.block)
 
     def _moved_into(self, loop: scf.ForOp) -> list[SSAValue]:
         """Return the buffers of a core that only this loop uses.
@@ -317,13 +280,9 @@ class _Lowering:
         return [value for value in outside if _only_inside(loop, value)]
 
     def _parallel(self, op: scf.ParallelOp) -> None:
-        tiles = analysis.grid(op)
-        for value, size in zip(op.body.block.args, tiles, strict=True):
-            index = self._name(value)
-            self._emit(f"for (int64_t {index} = 0; {index} < {size}; ++{index}) {{")
-            self.depth += 1
-        self._block(op.body.block)
-        self._close(len(tiles))
+        grid = zip(map(self._name, op.body.block.args), analysis.grid(op), strict=True)
+        with self._braces(*(f"for (int64_t {index} = 0; {index} < {size}; ++{index})" for index, size in grid)):
+            self._block(op.body.block)
 
     def _alloc(self, op: memref.AllocOp) -> None:
         value = op.results[0]
@@ -426,6 +385,20 @@ class _Lowering:
             raise UserError(f"{self.where}: the simulator does not know {op.name}")
         kind = _c_type(op.results[0].type)
         self._emit(f"[[maybe_unused]] const {kind} {self._name(op.results[0])} = {text};")
+
+
+def _slot(program: str, index: int, argument: SSAValue, written_first: bool) -> dict[str, Any]:
+    """Return the description of a program's argument (slot)."""
+    kind = argument.type
+    if not isinstance(kind, MemRefType):
+        raise UserError(f"{program}: every argument of a program is a memref")
+    return {
+        "name": argument.name_hint or f"arg{index}",
+        "shape": list(kind.get_shape()),
+        "dtype": str(kind.element_type),
+        "bytes": buffer_bytes(argument),
+        "written_first": written_first,
+    }
 
 
 def _backwards(op: LaunchOp | HerdOp) -> str:

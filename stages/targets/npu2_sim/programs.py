@@ -32,11 +32,7 @@ def write_program(module: Path, library: str, work: Path) -> list[Path]:
 
 
 def link(
-    module: ModuleOp,
-    objects: Sequence[Path],
-    target: Path,
-    work: Path,
-    chosen: Sequence[str] = options(),
+    module: ModuleOp, objects: Sequence[Path], target: Path, work: Path, chosen: Sequence[str] = options()
 ) -> Path:
     """Link the shared object `target` of a module and the objects it calls; `work` keeps the C++. Raises UserError."""
     # Loads MLIR's framework, which an up-to-date build does not need.

@@ -1,15 +1,15 @@
 """The NPU through XRT's Python bindings (`pyxrt`): pinned buffers, hardware contexts, runs, and the syncs between.
 
-A buffer that a device program reads or writes is one XRT buffer object; host programs work on its mapping. The two
-sides do not see each other's writes until told: this package follows which bytes are newer where, and syncs just those,
-just before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more,
-which the time limit allows for.
+A buffer that a device program reads or writes is one XRT buffer object; host programs work on its mapping. Neither side
+sees the other's writes before a sync: this package tracks which side has the newer bytes, and syncs only those, just
+before the other side needs them. After ten idle seconds the NPU sleeps; the next call takes some 150 ms more, which the
+time limit allows for.
 
-    limits         what driver and XRT allow, with sources
-    bindings       the bindings themselves, and their exceptions as one line
+    limits         limits of driver and XRT, with sources
+    bindings       XRT's Python bindings, and their exceptions as one line
     buffers        a buffer object, its mapping, and which side has the newer bytes
-    session        everything that is held of the device, and giving it back
-    access         what a call reads and writes
+    session        everything that this process takes from the device, and its release
+    access         the bytes that a call reads and writes
     submissions    a phase: stretches of host calls, runs and run lists
 """
 
@@ -31,23 +31,21 @@ from llama_npu2.devices.xrt.submissions import XrtSubmission
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:
-    """Raises UserError."""
-    return XrtDevice(library, threads, manifest.model, manifest.npu_programs)
+    """Open the NPU; its host programs are in `library`. Raises UserError."""
+    return XrtDevice(library, threads, manifest.npu_programs)
 
 
 class XrtDevice:
-    """The device interface on the NPU. `host_library` and `threads` are the CPU device's, for the host programs;
-    `model` is the manifest's, for doing without them; `programs` says by file what the NPU's programs cost (one that is
-    not there: nothing)."""
+    """The device interface on the NPU.
 
-    def __init__(
-        self,
-        host_library: File,
-        threads: int = 0,
-        model: Mapping[str, Any] | None = None,
-        programs: Mapping[File, NpuProgram] | None = None,
-    ) -> None:
-        self._session = Session(host_library, threads, model or {}, programs or {})
+    Args:
+        host_library: the host programs, as for the CPU device.
+        threads: as for the CPU device.
+        programs: the costs of the NPU's programs, by file; a missing one costs nothing.
+    """
+
+    def __init__(self, host_library: File, threads: int = 0, programs: Mapping[File, NpuProgram] | None = None) -> None:
+        self._session = Session(host_library, threads, programs or {})
         self._cpu = self._session.cpu
         # Runs at the end of the process too, whatever way it ends, and before the bindings are unloaded.
         self._finalizer = weakref.finalize(self, self._session.close)
@@ -61,7 +59,7 @@ class XrtDevice:
         return self._session.counts
 
     def alloc(self, nbytes: int, host: bool = False) -> Any:
-        """`host`: no device program uses it, so it need not be pinned."""
+        """Return a zeroed buffer. With `host` no device program uses it, so it need not be pinned."""
         if host:
             return self._cpu.alloc(nbytes)
         buffer = self._session.buffer(nbytes)
@@ -70,7 +68,7 @@ class XrtDevice:
         return buffer
 
     def load_weights(self, file: File, offset: int, nbytes: int, host: bool = False) -> Any:
-        """Read from the file into the pinned memory; no second copy exists."""
+        """Read from the file into pinned memory; no second copy exists."""
         if host:
             return self._cpu.load_weights(file, offset, nbytes)
         buffer = self._session.buffer(nbytes)
@@ -92,7 +90,7 @@ class XrtDevice:
         return None if isinstance(program, XrtProgram) else self._cpu.declared(program)
 
     def prepare(self, calls: Sequence[Call]) -> XrtSubmission:
-        """The syncs are derived from the calls' slots."""
+        """Prepare calls for submission. The syncs are derived from the calls' slots."""
         submission = XrtSubmission(self._session, calls)
         self._session.submissions.append(submission)
         return submission

@@ -1,4 +1,4 @@
-"""What a call does to the buffers in its slots: which bytes it reads, which it writes."""
+"""The bytes that a call reads and writes in the buffers that are bound to its slots."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from llama_npu2.errors import UserError
 
 @dataclass(frozen=True)
 class Access:
-    """What a call does to one buffer."""
+    """A call's access to one buffer."""
 
     buffer: XrtBuffer
     binding: Binding
     slot: str
     rows: str
-    """First dimension of the slot if it has a name; a `max_seq` slot is a cache, to which a call adds its rows."""
+    """The name of the slot's first dimension, if it has one; a `max_seq` slot is a cache, to which a call adds rows."""
     nbytes: int
-    """Of a slot of static shape, else 0."""
+    """Bytes of a slot of static shape, else 0."""
     reads: bool
     writes: bool
 
     @staticmethod
     def of(binding: Binding, slot: Mapping[str, Any]) -> Access:
+        """Return the access of a call that binds a buffer to `slot`, as the manifest describes it."""
         shape = slot["shape"]
         named = any(isinstance(dim, str) for dim in shape)
         first = str(shape[0]) if named else ""
@@ -38,11 +39,13 @@ class Access:
         return Access(binding.buffer, binding, slot["name"], first, size, reads, writes)
 
     def read(self, seq: int, pos: int) -> Range:
+        """Return the bytes that a call of `seq` rows from position `pos` on reads."""
         if self.rows == "max_seq":
             return 0, (pos if self.writes else pos + seq) * self.binding.row_bytes
         return self._range(seq, pos)
 
     def written(self, seq: int, pos: int) -> Range:
+        """Return the bytes that a call of `seq` rows from position `pos` on writes."""
         if self.rows == "max_seq":
             return pos * self.binding.row_bytes, (pos + seq) * self.binding.row_bytes
         return self._range(seq, pos)
@@ -61,7 +64,7 @@ class Access:
 
 
 def accesses(calls: Sequence[Call]) -> Iterator[Access]:
-    """What calls do, in order, to buffers that both sides can change."""
+    """Yield the accesses of calls, in order, to buffers that both sides can change."""
     for call in calls:
         for binding, slot in zip(call.bindings, call.slots, strict=True):
             if isinstance(binding.buffer, XrtBuffer) and not binding.buffer.constant:

@@ -1,4 +1,4 @@
-"""XRT's Python bindings: finding them, and what they raise as one line."""
+"""Imports XRT's Python bindings, and turns their exceptions into errors of one line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from llama_npu2.errors import UserError
 
 FAILURES = (RuntimeError, OSError, MemoryError, IndexError)
-"""What the bindings turn C++ exceptions into."""
+"""The exceptions into which the bindings turn those of C++."""
 
 
 TOO_OLD = "the installed XRT cannot load ELF programs from Python: see doit doctor"
 
 
 def import_pyxrt() -> Any:
+    """Return the module. Raises UserError if it is missing or too old."""
     try:
         import pyxrt
     except ImportError as error:
@@ -29,7 +30,7 @@ def import_pyxrt() -> Any:
 
 @contextlib.contextmanager
 def failures(what: str, remedy: str = "see dmesg and doit doctor") -> Iterator[None]:
-    """Turn an exception of the bindings into one line."""
+    """Turn an exception of the bindings into a UserError: `what` failed, the exception's first line, `remedy`."""
     try:
         yield
     except FAILURES as error:
@@ -37,4 +38,5 @@ def failures(what: str, remedy: str = "see dmesg and doit doctor") -> Iterator[N
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -17,19 +17,21 @@ from llama_npu2.errors import UserError
 
 @dataclass
 class Counts:
-    """What a session did so far. Bytes of weights and zeroes at load time count too."""
+    """The work of a session so far. Bytes of weights and zeroes at load time count too."""
 
     submissions: int = 0
     runs: int = 0
     to_device: int = 0
+    """Bytes that were synced to the device."""
     from_device: int = 0
+    """Bytes that were synced from the device."""
 
 
 class XrtBuffer:
-    """The buffer object `bo` and its mapping: `bytes`, at `address`. Unusable once released.
+    """A buffer object and its mapping. It is unusable once released.
 
-    A part of another, which is `whole`, begins at its byte `start`. What other parts hold in the same place is of no
-    concern to it: by the time that it is written, nobody wants that any more.
+    Parts of one buffer may overlap. A part ignores the content of others in the same place: by the time that it is
+    written, nobody reads that any more.
     """
 
     def __init__(self, pyxrt: Any, counts: Counts, bo: Any, nbytes: int, timed: Timer) -> None:
@@ -38,23 +40,25 @@ class XrtBuffer:
         self._whole: XrtBuffer | None = None
         self.parts: list[XrtBuffer] = []
         self.start = 0
+        """Where a part begins in `whole`."""
         self.bo = bo
         with failures("mapping an NPU buffer"):
             self.bytes: Any = np.frombuffer(bo.map(), np.uint8)[:nbytes]
+            """The mapping, at `address`."""
         self.address: int = self.bytes.ctypes.data
         self.host_newer, self.device_newer = Ranges(), Ranges()
         self.constant = False
         self.shown = False
-        """The host reads and writes it outside programs."""
+        """Whether the host reads and writes it outside of programs."""
 
     def fill(self, file: File, offset: int) -> None:
-        """With a file's content from `offset` on. UserError if it ends before."""
+        """Fill the mapping with a file's content from `offset` on. Raises UserError if the file ends early."""
         filled, view = 0, memoryview(self.bytes)
         try:
-            with file.container.open("rb", buffering=0) as whole:
-                whole.seek(file.start + offset)
+            with file.container.open("rb", buffering=0) as container:
+                container.seek(file.start + offset)
                 while filled < len(view):
-                    count = whole.readinto(view[filled : max(file.size - offset, 0)])
+                    count = container.readinto(view[filled : max(file.size - offset, 0)])
                     if not count:
                         short = len(view) - filled
                         raise UserError(f"{file.path} ends {short} bytes early: copy it again or run doit compile")
@@ -71,11 +75,11 @@ class XrtBuffer:
         self._counts.from_device += self._sync("FROM", self.device_newer.take(low, high))
 
     def push(self) -> None:
-        """Make all of it visible to the device, whoever wrote it."""
+        """Make the whole buffer visible to the device, whichever side wrote it."""
         self._counts.to_device += self._sync("TO", [(0, self.nbytes)])
 
     def _sync(self, way: str, parts: Sequence[Range]) -> int:
-        """Returns the number of bytes."""
+        """Sync byte ranges in one direction; return their number of bytes."""
         direction = getattr(self._pyxrt.xclBOSyncDirection, f"XCL_BO_SYNC_BO_{way}_DEVICE")
         for low, high in parts:
             with failures("an NPU buffer cannot be synchronised"):
@@ -84,24 +88,27 @@ class XrtBuffer:
         return sum(high - low for low, high in parts)
 
     def view(self, offset: int, nbytes: int) -> Any:
-        """The buffer object of a part."""
+        """Return a buffer object of a part."""
         if offset == 0 and nbytes == self.nbytes:
             return self.bo
         with failures("a view of an NPU buffer"):
-            # Of the whole: a part of a part gets its address wrong in XRT (`buffer_sub::get_address`).
+            # Made from the whole: XRT gets the address of a part's part wrong (`buffer_sub::get_address`).
             return self._pyxrt.bo(self.whole.bo, nbytes, self.start + offset)
 
     @property
     def whole(self) -> XrtBuffer:
+        """The buffer that this is a part of, or this one."""
         return self._whole or self
 
     def part(self, offset: int, nbytes: int) -> XrtBuffer:
-        made = XrtBuffer(self._pyxrt, self._counts, self.view(offset, nbytes), nbytes, self._timed)
-        made._whole, made.start = self, offset
-        self.parts.append(made)
-        return made
+        """Return a buffer in the memory of this one."""
+        part = XrtBuffer(self._pyxrt, self._counts, self.view(offset, nbytes), nbytes, self._timed)
+        part._whole, part.start = self, offset
+        self.parts.append(part)
+        return part
 
     def overlaps(self, other: XrtBuffer) -> bool:
+        """Return whether both have bytes in the same place."""
         return (
             self.whole is other.whole
             and self.start < other.start + other.nbytes
@@ -109,6 +116,7 @@ class XrtBuffer:
         )
 
     def release(self) -> None:
+        """Release the buffer object and those of its parts."""
         for part in self.parts:
             part.release()
         self.parts.clear()

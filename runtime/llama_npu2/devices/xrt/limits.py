@@ -1,4 +1,4 @@
-"""What the NPU's driver and XRT allow, and where each figure stands. Build time and run time keep to the same ones.
+"""Limits of the NPU's driver and of XRT, each with its source. Build time and run time use the same ones.
 
 Sources: amd/xdna-driver as of 2026-08-21 (`drivers/accel/amdxdna`, which Linux carries too; `src/driver`, which the
 driver packages of 2.21 have; `src/shim`), Xilinx/XRT as of 2026-08-20.
@@ -14,24 +14,21 @@ WATCHDOG = 2.0
 The drivers of Linux up to 6.18 waited 60 s."""
 
 WATCHDOG_PERIODS = 3
-"""A command may live that many watchdog periods: before Linux 6.17 the driver looks once a period, and wants to have
-seen no progress twice in a row since the look that saw some (`aie2_tdr.c`)."""
+"""Watchdog periods that a command may live: before Linux 6.17 the driver checks once a period, and ends a command after
+two checks in a row without progress since the last check that saw some (`aie2_tdr.c`)."""
 
 RECOVERY = 5.0
 """Seconds that the driver waits for an answer of the firmware while it restarts a context: `RX_TIMEOUT`."""
 
 COMMAND = WATCHDOG / 2
-"""Longest command, in seconds by the estimate, which may be wrong by two before the watchdog bites."""
+"""Longest command, in estimated seconds. The estimate may be wrong by a factor of two before the watchdog ends it."""
 
 CHAIN = 24
-"""Runs that XRT makes one command of: a run list is submitted in pieces of `submit_size` (`xrt_kernel.cpp`), each a
-job of its own to the driver and its watchdog."""
-
-IN_FLIGHT = 4
-"""Commands of a context that the driver takes before it lets the next one wait: `HWCTX_MAX_CMDS`."""
+"""Runs of which XRT makes one command: it submits a run list in pieces of `submit_size` (`xrt_kernel.cpp`), each of
+which is a job of its own for the driver and its watchdog."""
 
 CONTEXTS = 16
-"""Hardware contexts that exist at a time: `hwctx_limit` of NPU2."""
+"""Most hardware contexts at a time: `hwctx_limit` of NPU2."""
 
 HEAP = 64 << 20
 """Bytes of the device heap, from which instruction buffers come: `AIE2_DEVM_SIZE`, fixed in older drivers; newer ones
@@ -41,22 +38,22 @@ HEAP_GRANULE = 32 << 10
 """Bytes to which an allocation on the device heap is aligned: `dev_mem_buf_shift`."""
 
 RUN_IMAGES = 2
-"""Device images that a run holds on the heap beside its instructions: the two empty ones between which the compiler's
-resets alternate. One copy per kernel in XRT 2.21, one per run since."""
+"""Device images that a run holds on the heap with its instructions: the two empty ones between which the compiler's
+resets alternate. XRT 2.21 has one copy per kernel, later versions have one per run."""
 
 RUNS_SHARE = HEAP // 2
-"""Bytes of the heap that our runs may take; contexts and what else uses the NPU need some."""
+"""Bytes of the heap that our runs may take; contexts and other users of the NPU need the rest."""
 
 
 def heap_bytes(instruction_bytes: int) -> int:
-    """Bytes of the device heap that one run takes whose instruction stream is that long."""
+    """Return the bytes of the device heap that a run takes whose instruction stream is that long."""
     return (-(-instruction_bytes // HEAP_GRANULE) + RUN_IMAGES) * HEAP_GRANULE
 
 
 def check_duration(program: str, milliseconds: float) -> None:
-    """UserError if one call of a program comes near the watchdog. `milliseconds`: by the estimate."""
+    """Raise UserError if the estimated time of one call of a program comes near the watchdog."""
     if milliseconds >= 1000 * COMMAND:
         raise UserError(
             f"{program} takes {milliseconds / 1000:.2g} s a call by the estimate, and the NPU's driver ends what takes "
-            f"{WATCHDOG:g} s: compile smaller buckets="
+            f"{WATCHDOG:g} s: compile smaller npu.buckets="
         )

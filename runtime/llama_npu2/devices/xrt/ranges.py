@@ -1,13 +1,13 @@
-"""Sets of byte ranges, for who holds the newer copy of which part of a buffer."""
+"""Sets of byte ranges, which say which side has the newer copy of which part of a buffer."""
 
 from __future__ import annotations
 
 Range = tuple[int, int]
-"""Half-open: first byte, byte after the last."""
+"""First byte, and the byte after the last."""
 
 
 class Ranges:
-    """Disjoint byte ranges. Few at a time, so a list will do."""
+    """Disjoint byte ranges. There are few at a time, so a list will do."""
 
     def __init__(self) -> None:
         self._parts: list[Range] = []
@@ -16,18 +16,19 @@ class Ranges:
         return bool(self._parts)
 
     def add(self, low: int, high: int) -> None:
+        """Add `low..high`, joined with the ranges that it touches."""
         if low >= high:
             return
-        apart = []
+        separate = []
         for first, end in self._parts:
             if end < low or high < first:
-                apart.append((first, end))
+                separate.append((first, end))
             else:
                 low, high = min(first, low), max(end, high)
-        self._parts = [*apart, (low, high)]
+        self._parts = [*separate, (low, high)]
 
     def take(self, low: int, high: int) -> list[Range]:
-        """Remove `low..high`; returns the parts of it that were in the set, ascending."""
+        """Remove `low..high`; return the parts of it that were in the set, ascending."""
         taken, kept = [], []
         for first, end in self._parts:
             start, stop = max(first, low), min(end, high)

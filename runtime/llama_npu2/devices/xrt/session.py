@@ -1,4 +1,4 @@
-"""Everything that is held of the device: the lock on it, contexts, programs, buffers; and giving it back."""
+"""Everything that this process takes from the device (the lock, contexts, programs, buffers), and its release."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llama_npu2.artifact.manifest import NpuProgram
-from llama_npu2.artifact.storage import Altered, File
+from llama_npu2.artifact.storage import File
 from llama_npu2.devices.cpu import CpuDevice
-from llama_npu2.devices.host_numpy import NumpyDevice
-from llama_npu2.devices.libraries import anonymous_file, descriptor_path, open_library
+from llama_npu2.devices.libraries import anonymous_file, descriptor_path
 from llama_npu2.devices.spans import Timer
 from llama_npu2.devices.xrt.bindings import FAILURES, TOO_OLD, failures, import_pyxrt
 from llama_npu2.devices.xrt.buffers import Counts, XrtBuffer
@@ -29,18 +28,21 @@ LOCK = "llama-npu2.lock"
 
 _ALIGNMENT = 64
 _NAME_CLASH = "kernel already exists"
-"""How XRT begins to refuse an ELF in a context that has a kernel of that name (`xrt_hw_context.cpp`)."""
+"""The beginning of XRT's error when it refuses an ELF in a context that has a kernel of its name
+(`xrt_hw_context.cpp`)."""
 
 
 @dataclass(eq=False)
 class XrtProgram:
-    """A kernel instance: `name` for messages, `context` the number of its hardware context."""
+    """A kernel instance."""
 
     name: str
+    """For messages."""
     kernel: Any
     context: int
+    """Number of its hardware context."""
     milliseconds: float
-    """Of one call, by the estimate."""
+    """Estimated time of one call."""
     heap: int
     """Bytes of the device heap that a run of it takes."""
     run: Any = field(default=None, repr=False)
@@ -48,34 +50,34 @@ class XrtProgram:
 
 
 class Releasable(Protocol):
+    """A submission, as the session sees it."""
+
     calls: Counter[XrtProgram]
-    resting: bool
+    suspended: bool
 
     def release(self) -> None:
-        """Let go of what it holds of the device."""
+        """Release everything that it takes from the device."""
 
 
 class Session:
-    """Everything that is held of the device; `close` gives it back in the order that XRT wants."""
+    """Everything that this process takes from the device; `close` releases it in the order that XRT requires."""
 
-    def __init__(
-        self, host_library: File, threads: int, model: Mapping[str, Any], programs: Mapping[File, NpuProgram]
-    ) -> None:
+    def __init__(self, host_library: File, threads: int, programs: Mapping[File, NpuProgram]) -> None:
         self.pyxrt = import_pyxrt()
         self._about = programs
-        self.cpu = host_device(host_library, threads, model)
+        self.cpu = CpuDevice(host_library, threads)
         self.lock: int | None = None
         self.counts, self.timed = Counts(), Timer()
         self.contexts: list[Any] = []
         self.files: dict[File, int] = {}
-        """Context of each ELF."""
+        """Number of the context of each ELF."""
         self.programs: list[XrtProgram] = []
         self.buffers: list[XrtBuffer] = []
         self.submissions: list[Releasable] = []
         self.running: Callable[[], object] | None = None
-        """Waits for what is under way."""
+        """A function that waits for the submission that runs."""
         self.lost = ""
-        """Why the device cannot be used any more."""
+        """Why the device cannot be used any more; empty while it can."""
         self.device: Any = None
         try:
             self.lock = exclusive_use()
@@ -86,17 +88,19 @@ class Session:
             raise
 
     def buffer(self, nbytes: int) -> XrtBuffer:
+        """Allocate a buffer. Raises UserError."""
         self.buffers.append(XrtBuffer(self.pyxrt, self.counts, self._create_bo(nbytes), nbytes, self.timed))
         return self.buffers[-1]
 
     def _create_bo(self, nbytes: int) -> Any:
-        held = sum(buffer.nbytes for buffer in self.buffers) >> 20
+        used = sum(buffer.nbytes for buffer in self.buffers) >> 20
         size = max(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
-        what = f"the NPU driver has no {_mib(size)} more beside the {held} MiB in use"
+        what = f"the NPU driver has no {_mib(size)} more beside the {used} MiB in use"
         with failures(what, f"close other programs, or raise the limit of locked memory ({_memlock()})"):
             return self.pyxrt.ext.bo(self.device, size)
 
     def load(self, file: File, entry: str) -> XrtProgram:
+        """Load a program from its ELF. Raises UserError."""
         path, about = file.path, self._about.get(file, NpuProgram())
         check_duration(path.stem, about.milliseconds)
         with failures(f"{path} cannot be loaded", "it must come from doit compile target=npu2"):
@@ -109,7 +113,7 @@ class Session:
         return program
 
     def _elf(self, file: File) -> Any:
-        """XRT takes a name, and has read the file when it returns."""
+        """Return XRT's ELF object. XRT takes a path, and has read the file when it returns."""
         descriptor = anonymous_file(file.read_bytes())
         try:
             return self.pyxrt.elf(descriptor_path(descriptor))
@@ -117,9 +121,13 @@ class Session:
             os.close(descriptor)
 
     def runs_of_their_own(self) -> set[XrtProgram]:
-        """The programs with a run for each of their calls: as many as the heap has room for, those first that take
-        least. Each of the others has one run, whose arguments are set for each call. What rests is not counted."""
-        calls = sum((each.calls for each in self.submissions if not each.resting), Counter[XrtProgram]())
+        """Return the programs that get a run for each of their calls.
+
+        They are as many as the heap has room for, those that take least first; suspended submissions are not counted.
+        Each of the other programs has one run, whose arguments are set for each call.
+        """
+        active = (submission.calls for submission in self.submissions if not submission.suspended)
+        calls = sum(active, Counter[XrtProgram]())
         room = RUNS_SHARE - sum(program.heap for program in calls)
         extra = {program: program.heap * (count - 1) for program, count in calls.items()}
         chosen = set()
@@ -131,22 +139,24 @@ class Session:
         return chosen
 
     def new_run(self, program: XrtProgram) -> Any:
-        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer buckets="
+        """Return a new run of a program. Raises UserError if the heap is full."""
+        remedy = f"its heap has {_mib(HEAP)} in older drivers: compile fewer npu.buckets="
         with failures(f"{program.name}: the NPU's driver has no room for its instructions", remedy):
             return self.pyxrt.run(program.kernel)
 
     def shared_run(self, program: XrtProgram) -> Any:
+        """Return the run that all calls of a program share."""
         if program.run is None:
             program.run = self.new_run(program)
         return program.run
 
     def _context_for(self, path: Path, elf: Any) -> int:
-        """Number of a context that holds the ELF: an old one if XRT can and will add to it, else a new one."""
+        """Return the number of a context with the ELF: an existing one if XRT adds the ELF to it, else a new one."""
         if hasattr(self.pyxrt.hw_context, "add_config"):
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
                     return number
-        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer buckets=, see doit doctor on XRT"
+        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT"
         try:
             with failures(f"{path}: no hardware context beside {len(self.contexts)} others", remedy):
                 self.contexts.append(self.pyxrt.hw_context(self.device, elf))
@@ -155,13 +165,14 @@ class Session:
         return len(self.contexts) - 1
 
     def drain(self) -> None:
-        """Wait for what an interrupt left running."""
+        """Wait for the submission that an interrupt left running."""
         if self.running is not None:
             with contextlib.suppress(*FAILURES):
                 self.running()
             self.running = None
 
     def close(self) -> None:
+        """Release everything, in the order that XRT requires."""
         self.drain()
         for submission in self.submissions:
             submission.release()
@@ -182,7 +193,7 @@ class Session:
 
 
 def _added(path: Path, elf: Any, context: Any) -> bool:
-    """Whether the context took the ELF, or has a kernel of its name already. Any other refusal is an error."""
+    """Add the ELF to the context. Return False if the context has a kernel of its name; other refusals are errors."""
     with failures(f"{path} cannot be loaded beside other programs"):
         try:
             context.add_config(elf)
@@ -193,32 +204,20 @@ def _added(path: Path, elf: Any, context: Any) -> bool:
     return True
 
 
-def host_device(library: File, threads: int, model: Mapping[str, Any]) -> CpuDevice | NumpyDevice:
-    """What runs the host programs. Artifacts may come from a machine whose C library this one does not have."""
-    try:
-        open_library(library)
-    except Altered:
-        raise
-    except UserError as error:
-        print(f"{error}; until then, host programs run on numpy, slower", file=sys.stderr, flush=True)
-        return NumpyDevice(model)
-    return CpuDevice(library, threads)
-
-
 def exclusive_use() -> int:
-    """Wait until no other process uses the NPU; returns the descriptor that holds it until closed."""
+    """Wait until no other process uses the NPU; return the descriptor that keeps others away until it is closed."""
     path = Path(tempfile.gettempdir()) / LOCK
     try:
         # Somebody else's file in a shared directory may be opened but not created.
-        held = os.open(path, os.O_RDONLY) if path.exists() else os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        lock = os.open(path, os.O_RDONLY) if path.exists() else os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: remove the file, or set TMPDIR") from None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         print("waiting for another process that uses the NPU", file=sys.stderr, flush=True)
-        fcntl.flock(held, fcntl.LOCK_EX)
-    return held
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 def _memlock() -> str:

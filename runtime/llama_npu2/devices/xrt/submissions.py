@@ -1,4 +1,4 @@
-"""A phase on the NPU: stretches of host calls and of device calls, the latter as runs and run lists."""
+"""A phase on the NPU: stretches of host calls and stretches of device calls, the latter as runs and run lists."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.errors import UserError
 
 TIMEOUT_MS = round(1000 * (WATCHDOG_PERIODS * WATCHDOG + RECOVERY + COMMAND))
-"""Longer than the driver needs to end a command and to say so, even when the NPU has to wake first (150 ms): its
-verdict is seen if there is one."""
+"""Longest wait for a run. The driver ends a command and reports that in less, even when the NPU has to wake first
+(150 ms), so a verdict of the driver is not missed."""
 
 _BUSY = ("NEW", "QUEUED", "SUBMITTED")
-"""How the states of a run end that is still under way."""
+"""Endings of the states of a run that has not finished."""
 
 
 class XrtSubmission:
-    """A phase as alternating stretches of host calls and device calls. While the device runs, the host goes on with
-    what is next if it touches nothing that the device does: unpacks the weights of the program after."""
+    """A phase as alternating stretches of host calls and device calls.
+
+    While the device runs, the host goes on with the next stretch if that touches no memory of the device's: it unpacks
+    the weights of the next program.
+    """
 
     def __init__(self, session: Session, calls: Sequence[Call]) -> None:
         self._session = session
@@ -38,10 +41,10 @@ class XrtSubmission:
         ]
         on_device = [call for call in calls if isinstance(call.program, XrtProgram)]
         self.calls = Counter(call.program for call in on_device)
-        self._beside = list(_beside(self._stretches))
+        self._concurrent = list(_concurrent(self._stretches))
         wholes = {buffer.whole for stretch in self._stretches for buffer in stretch.touched}
         self._parts = [part for whole in wholes for part in whole.parts]
-        self.resting = False
+        self.suspended = False
         self._inputs = [access for access in accesses(on_device) if access.reads]
 
     def run(self, seq: int, pos: int) -> None:
@@ -49,10 +52,10 @@ class XrtSubmission:
         if session.lost:
             raise UserError(session.lost)
         session.drain()
-        self.resting = False
+        self.suspended = False
         try:
             for part in (part for part in self._parts if part.host_newer):
-                # Of a call that was interrupted: lines that the host still holds would land on what lies there now.
+                # After an interrupted call: cache lines that the host still holds would overwrite the new content.
                 part.to_device(0, part.nbytes)
             for access in self._inputs:
                 if access.buffer.shown:
@@ -67,32 +70,39 @@ class XrtSubmission:
 
     def _run_stretches(self, seq: int, pos: int) -> None:
         running: _Device | None = None
-        for stretch, beside in zip(self._stretches, self._beside, strict=True):
-            if running and not beside:
+        for stretch, concurrent in zip(self._stretches, self._concurrent, strict=True):
+            if running and not concurrent:
                 running.finish()
                 running = None
             stretch.run(seq, pos)
             if isinstance(stretch, _Device):
                 running = stretch
             elif running:
-                # What the device runs next needs it, and the device is busy anyway.
+                # The device's next stretch needs it, and the device is busy anyway.
                 stretch.hand_over(seq, pos)
         if running:
             running.finish()
 
-    def rest(self) -> None:
-        """Its runs have copies of their programs' instructions, for which the driver's heap has little room."""
-        self.resting = True
+    def suspend(self) -> None:
+        """Release the runs.
+
+        Each has a copy of its program's instructions, for which the driver's heap has little room.
+        """
+        self.suspended = True
         for stretch in self._stretches:
             stretch.release()
 
     def release(self) -> None:
-        self.rest()
+        """Release everything for good."""
+        self.suspend()
         self._stretches.clear()
 
 
-def _beside(stretches: Iterable[_Device | _Host]) -> Iterator[bool]:
-    """Of each, whether it may run beside the last one of the device: of the host's, what touches no memory of that."""
+def _concurrent(stretches: Iterable[_Device | _Host]) -> Iterator[bool]:
+    """Yield for each stretch whether it may run while the device's last one runs.
+
+    That is so for those of the host that touch none of its memory.
+    """
     device: frozenset[XrtBuffer] = frozenset()
     for stretch in stretches:
         yield isinstance(stretch, _Host) and not any(a.overlaps(b) for a in stretch.touched for b in device)
@@ -120,13 +130,13 @@ class _Host:
         self._native.run(seq, pos)
 
     def hand_over(self, seq: int, pos: int) -> None:
-        """Make what it wrote visible to the device."""
+        """Make the bytes that it wrote visible to the device."""
         for access in self._accesses:
             if access.writes:
                 access.buffer.to_device(*access.written(seq, pos))
 
     def release(self) -> None:
-        """Holds nothing of the device."""
+        """Do nothing: host calls take nothing from the device."""
 
 
 class _Device:
@@ -140,9 +150,9 @@ class _Device:
         self._groups: list[_Single | _List] = []
 
     def run(self, seq: int, pos: int) -> None:
-        """All but the last submission, which is started: `finish` waits for it."""
+        """Run all submissions, but only start the last one: `finish` waits for it."""
         if not self._groups:
-            # At first use: all phases are prepared then, and not every bucket gets used.
+            # At first use, when all phases are prepared: not every bucket gets used.
             self._groups = list(self._grouped())
         for access in self._accesses:
             self._hand_over(access, seq, pos)
@@ -162,7 +172,7 @@ class _Device:
     def _hand_over(self, access: Access, seq: int, pos: int) -> None:
         buffer = access.buffer
         low, high = access.written(seq, pos)
-        # Also what is only written: a cache line that the host still holds would land on top of the result.
+        # Written bytes as well: a cache line that the host still holds would overwrite the result.
         buffer.to_device(low, high)
         if access.writes:
             buffer.device_newer.add(low, high)
@@ -177,8 +187,11 @@ class _Device:
 
 
 def lists(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    """Cut runs of one context into run lists none of whose commands takes longer than a command may: XRT makes every
-    24 runs of a list one, so a list ends where the command at its end is full before that."""
+    """Cut runs of one context into run lists, so that no command takes longer than `COMMAND`.
+
+    XRT makes one command of every `CHAIN` runs of a list. A list ends where another run would make its last command too
+    long.
+    """
     group: list[_Run] = []
     seconds = 0.0
     for run in runs:
@@ -194,7 +207,7 @@ def lists(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 
 class _Run:
-    """One call as XRT runs it. `own`: whether its run is nobody else's, so that arguments which stay are set once."""
+    """One call as XRT runs it. `own` says that no other call shares its run, so that fixed arguments are set once."""
 
     def __init__(self, session: Session, call: Call, own: bool) -> None:
         self.program: XrtProgram = call.program
@@ -214,7 +227,7 @@ class _Run:
             self.run.set_arg(index, bo)
 
     def move(self, seq: int, pos: int) -> None:
-        """Set the arguments that follow the position, and those that other calls changed."""
+        """Set the arguments that depend on the position, and those that other calls changed."""
         views = []
         for index, access in self._moving:
             offset = access.binding.offset(seq, pos)
@@ -226,8 +239,10 @@ class _Run:
         self.run, self._views = None, []
 
     def failed(self, state: str) -> UserError:
+        """Return the error for a run that ended in `state`."""
         late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
-        return UserError(f"{self.where}: {late} on the NPU ({state}): see dmesg, and docs/ryzen-ai.md on timeouts")
+        advice = "see dmesg, and docs/tutorials/ryzen-ai.md on timeouts"
+        return UserError(f"{self.where}: {late} on the NPU ({state}): {advice}")
 
 
 class _Single:
@@ -255,7 +270,7 @@ class _Single:
             return
         if not state.name.endswith(_BUSY):
             session.running = None
-        # A run that is still under way keeps its state; that the wait ended is then the news.
+        # A run that has not finished keeps its state; then the result of the wait says what happened.
         raise run.failed(waited.name if state.name.endswith(_BUSY) else state.name)
 
     def _failures(self) -> contextlib.AbstractContextManager[None]:
@@ -288,7 +303,7 @@ class _List:
     def finish(self) -> None:
         session = self._session
         try:
-            # The bindings offer no usable time limit here; the driver's ends a run that hangs.
+            # The bindings have no usable time limit here; the driver's watchdog ends a run that hangs.
             names = " ".join(dict.fromkeys(run.name for run in self._runs))
             session.timed("wait", names, self._list.wait, about={"runs": len(self._runs)})
         except FAILURES as error:
@@ -302,7 +317,7 @@ class _List:
             run.release()
 
     def _blame(self, error: Exception) -> UserError:
-        """XRT leaves the first failed run with its state and those after it aborted."""
+        """Return the error for the run that failed: XRT keeps its state, and aborts the runs after it."""
         for run in self._runs:
             state = run.run.state().name
             if not state.endswith((*_BUSY, "COMPLETED", "ABORT")):

@@ -1,0 +1,53 @@
+// Causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV cache in panels. Included
+// inside each instruction set.
+// q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
+// weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range. With 8 bits, q by
+// rows and weights by rows and blocks are rounded to fixed point instead, and products are exact.
+// A row is the same bits whatever rows it is computed with, and as decode_attention has it.
+namespace ISA {
+namespace {
+
+// rows = positions x a group of heads.
+template <class Tile>
+void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t position = r / shape.group(), head = r % shape.group();
+        tile.store_row(r, out + (position * shape.heads + head) * shape.head_dim);
+    }
+}
+
+template <class Format>
+void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
+                            int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                            Worker &worker) {
+    const AttentionShape shape = {heads, kv_heads, head_dim};
+    const KvPanels<Format> kv(shape, k, v);
+    const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
+    // Rows enough to pay for reading K and V, and few enough for their sums to stay in L2.
+    const int64_t wanted = group < 288 ? 288 / group : 1;
+    const int64_t positions = wanted < seq ? wanted : seq;
+    const int64_t tiles = (seq + positions - 1) / positions;
+    AttentionTile<Format> tile(shape, positions * group, worker);
+    Chunks chunks(worker, tiles * shape.kv_heads, 1);
+    for (int64_t task, unused; chunks.next(task, unused);) {
+        // The last rows attend the most: they go first, so that the team finishes together.
+        const int64_t first = (tiles - 1 - task / shape.kv_heads) * positions, head = task % shape.kv_heads;
+        const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
+        const int64_t start = first * stride + head * group * shape.head_dim;
+        tile.start(q + start, count, group, stride);
+        for (int64_t begin = 0; begin < end; begin += kv_block_positions) {
+            const bool last = begin + kv_block_positions >= end;
+            const int64_t block = last ? end - begin : kv_block_positions;
+            const Place next = {head, last ? begin : begin + block};
+            const KvBlock<Format> taken = kv.take(tile, {head, begin}, block, next);
+            tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);
+            const int64_t range = begin / range_positions * range_positions;
+            if (last || begin + block == range + range_positions)
+                tile.finish_range(range > pos + first ? (range - pos - first) * group : 0, count * group);
+        }
+        store_rows(tile, shape, count * group, out + start);
+    }
+}
+
+}  // namespace
+}  // namespace ISA

@@ -1,0 +1,25 @@
+"""The classes of doit's words `help`, `list` and `run`, to which the entry points of the package refer.
+
+In a checkout of llama-npu2 they are those of its `stages.commands.verbs`; everywhere else doit's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Help", "List", "Run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    root = Path.cwd()
+    if not all((root / part).is_file() for part in ("dodo.py", "stages/commands/verbs.py")):
+        return getattr(import_module(f"doit.cmd_{name.lower()}"), name)
+    if root / "runtime" not in Path(__file__).parents:
+        # The package that is installed may be another checkout's.
+        for loaded in [module for module in sys.modules if module.partition(".")[0] == "llama_npu2"]:
+            del sys.modules[loaded]
+    sys.path[:0] = [str(root), str(root / "runtime")]
+    return getattr(import_module("stages.commands.verbs"), name)

@@ -1,0 +1,285 @@
+"""Runs the phases of a model: prefill, decode, score, and the position in the KV cache.
+
+Knows phases by their kind and size and buffers by name; the manifest and the device know what they compute and where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import setitem
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
+from llama_npu2.devices import Call, Submission, open_device
+from llama_npu2.devices.spans import Recorder, Timer
+from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
+from llama_npu2.engine.completion import Logprob
+from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, load_programs
+from llama_npu2.engine.trace import Watch, traced_phases
+from llama_npu2.errors import REMEDY, UserError
+
+
+class Engine:
+    """One loaded model with one KV cache. Not thread-safe."""
+
+    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False) -> None:
+        if not manifest.plans:
+            raise UserError(f"{manifest.directory}/manifest.json has programs and no model: {REMEDY}")
+        manifest, unpacking = manifest.with_second_copy() if second_copy else (manifest, [])
+        self.manifest, self.second_copy = manifest, second_copy
+        self.device: Any = open_device(manifest, threads)
+        self.memory = Memory(manifest, self.device)
+        self._programs = load_programs(manifest, self.device)
+        self.calls = bind_plans(manifest, self._programs, self.memory)
+        if unpacking:
+            self.device.prepare(bind_calls(manifest, self._programs, self.memory, unpacking)).run(1, 0)
+        self._phases: dict[Phase, Submission] = {
+            phase: self.device.prepare(calls) for phase, calls in self.calls.items()
+        }
+        self._tokens = self.memory.array("tokens")
+        self._logits = self.memory.array("logits")[: manifest.model["vocab"]]
+        self.buckets, self.windows = (sizes(self._phases, phase.kind) for phase in (PREFILL, DECODE))
+        self._chunks = Chunks(manifest.milliseconds, self.windows)
+        self._active = {phase.kind: phase for phase in sorted(self._phases, reverse=True)}
+        for phase in self._phases.keys() - self._active.values():
+            self._phases[phase].suspend()
+        self.context_length: int = manifest.model["max_seq"]
+        self._cached: list[int] = []
+        """The tokens whose K and V the KV cache holds."""
+        self._timed = Timer()
+
+    @property
+    def description(self) -> str:
+        """The formats of weights and KV cache, and the device."""
+        model = self.manifest.model
+        calibrated = " calibrated" if "calibration" in model else ""
+        cache = f", {model['kv']} KV cache" if model.get("kv", "bf16") != "bf16" else ""
+        copied = " and a second copy for prompts" if self.second_copy else ""
+        return f"{model['weights']}{calibrated} weights{copied}{cache}, {self.device.description}"
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the KV cache."""
+        return len(self._cached)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._cached.clear()
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        del self._cached[position:]
+
+    def buffer(self, name: str) -> Any:
+        """Return the device's buffer of that name in the manifest."""
+        return self.memory.buffer(name)
+
+    @cached_property
+    def unaliased(self) -> tuple[Memory, dict[Phase, list[Call]]]:
+        """Memory in which every buffer keeps its content until it is written again, and the calls of every phase on it.
+
+        The KV cache is the same one.
+        """
+        memory = self.memory.unaliased()
+        return memory, self.calls if memory is self.memory else bind_plans(self.manifest, self._programs, memory)
+
+    @contextlib.contextmanager
+    def trace(self, watch: Watch) -> Iterator[None]:
+        """Run prefill, decode and generate call by call inside the `with` block, with the same results.
+
+        Args:
+            watch: gets each call (`trace.TracedCall`) after it ran, and may read what the call's slots hold.
+        """
+        untraced, (memory, calls) = (self._phases, self.calls), self.unaliased
+        traced = traced_phases(self.manifest, self.device, memory, calls, watch)
+        self._phases, self.calls = dict(traced), calls
+        try:
+            yield
+        finally:
+            self._phases, self.calls = untraced
+            for phase in traced.values():
+                phase.suspend()
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[Recorder]:
+        """Record spans (`spans.Span`) inside the `with` block: of the phases, the runtime's own work and each launch.
+
+        Results are the same. Raises UserError for artifacts of an older version.
+        """
+        recorder = Recorder()
+        self.device.record(recorder)
+        self._timed.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            self._timed.recorder = None
+            self.device.record(None)
+
+    def prefill(self, token_ids: Sequence[int], chunks: Sequence[Chunk] = ()) -> np.ndarray:
+        """Append tokens to the context.
+
+        Args:
+            token_ids: at least one.
+            chunks: with buckets, the calls that process them; by default those that take the least time.
+
+        Returns:
+            Float32 logits `[vocab]` after the last token.
+
+        Raises:
+            UserError: if there are no tokens, or too many, or one is outside the vocabulary.
+        """
+        ids = self._checked(token_ids)
+        for phase, part in self._cut(ids, chunks):
+            self._run(phase, part)
+        return self._copied_logits()
+
+    def decode(self, token_id: int) -> np.ndarray:
+        """Append one token; return float32 logits `[vocab]` after it. Raises UserError."""
+        ids = self._checked([token_id])
+        self._run(decode_phase(self.windows, self.position), ids)
+        return self._copied_logits()
+
+    def _logits_after(self, ids: list[int]) -> np.ndarray:
+        """Return float32 logits `[vocab]` after `ids`, whose beginning the KV cache may hold. Raises UserError."""
+        kept = self._keep(ids)
+        return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
+
+    def _keep(self, ids: list[int]) -> int:
+        """Forget the cached tokens that `ids` does not begin with, and those that are not worth keeping.
+
+        The last token of `ids` is never kept, because its logits are wanted. With buckets, processing all of `ids` at
+        once may take less time than what follows the kept tokens; then none are kept.
+
+        Returns:
+            The number of tokens that are kept.
+        """
+        before = ids[:-1]
+        kept = len(before) if self._cached == before else _common_prefix(self._cached, before)
+        cost = self._chunks.cost
+        if self.buckets and 0 < kept < len(before) and cost(0, len(ids)) < cost(kept, len(ids)):
+            kept = 0
+        self.rewind(kept)
+        return kept
+
+    def score(self, token_ids: Sequence[int], first: int = 1, top: int = 0) -> list[Logprob]:
+        """Return log-probabilities of the tokens from number `first` on, each given all tokens before it.
+
+        On the CPU they follow from the very logits that `prefill` of the tokens before gives, and `decode`, too; with
+        buckets from those of the same chunks. The cost is a prefill of the tokens that the KV cache does not hold yet,
+        and for each token one product with the vocabulary matrix.
+
+        Args:
+            token_ids: a whole text, or a context and its continuation.
+            first: 1 or more, because nothing comes before token 0.
+            top: how many of the most likely alternatives to return with each.
+
+        Raises:
+            UserError: if `first` is out of range, or as `prefill`.
+        """
+        ids = [int(i) for i in token_ids]
+        if not 0 < first < len(ids):
+            raise UserError(f"score: first={first}: must be from 1 to {len(ids) - 1}, as there are {len(ids)} tokens")
+        self._check_vocabulary(ids)
+        shared = _common_prefix(self._cached, ids[: first - 1])
+        self.rewind(shared)
+        logits = self._logits_from(ids[shared:-1], first - 1 - shared)
+        return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
+
+    def _logits_from(self, token_ids: list[int], first: int) -> Iterator[np.ndarray]:
+        """Append tokens; yield the logits after each from number `first` on.
+
+        They are the device's own array, so each is valid until the next one is asked for. Raises UserError.
+        """
+        ids = self._checked(token_ids)
+        wanted = self.position + max(first, 0)
+        for phase, chunk in self._cut(ids):
+            position = self.position
+            self._run(phase, chunk)
+            rows = range(max(wanted - position, 0), len(chunk))
+            wanted = max(wanted, self.position)
+            if len(rows) == 1 and phase != PREFILL_CHUNK:
+                yield self._logits
+            elif rows:
+                head = self._head(phase)
+                for row in rows:
+                    head.run(row + 1, position)
+                    yield self._logits
+
+    def _head(self, phase: Phase) -> Submission:
+        """Return the calls of a prefill after its layers: final norm and LM head.
+
+        They process the last of the rows that they are given, so a run with fewer rows gives an earlier row's logits.
+        """
+        phase = PREFILL if phase == PREFILL_CHUNK else phase
+        layers = [number for number, call in enumerate(self.manifest.plans[phase]) if call.layer is not None]
+        return self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
+
+    def _cut(self, ids: list[int], chunks: Sequence[Chunk] = ()) -> Iterator[tuple[Phase, list[int]]]:
+        """Yield the phases that append tokens, each with the tokens that it appends.
+
+        With buckets a chunk may begin with tokens that are cached already, and rows after its tokens are computed and
+        never read.
+        """
+        if self.buckets:
+            text = self._cached + ids
+            for chunk in chunks or self._chunks.cheapest(self.position, len(text)):
+                self.rewind(chunk.start)
+                yield chunk.phase, text[chunk.start : chunk.end]
+            return
+        rows = len(self._tokens)
+        for start in range(0, len(ids), rows):
+            yield PREFILL if start + rows >= len(ids) else PREFILL_CHUNK, ids[start : start + rows]
+
+    def _run(self, phase: Phase, ids: list[int]) -> None:
+        if self._active[phase.kind] != phase:
+            self._phases[self._active[phase.kind]].suspend()
+            self._active[phase.kind] = phase
+        about = {"rows": len(ids), "position": self.position}
+        self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
+        self._timed("phase", str(phase), self._phases[phase].run, len(ids), self.position, about=about)
+        self._cached += ids
+
+    def _copied_logits(self) -> np.ndarray:
+        logits: np.ndarray = self._timed("host", "copy logits", self._logits.copy)
+        return logits
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        ids = [int(i) for i in token_ids]
+        if not ids:
+            raise UserError("the prompt has no tokens: give at least one")
+        self._check_vocabulary(ids)
+        if self.position + len(ids) > self.context_length:
+            raise UserError(
+                f"{self.position + len(ids)} tokens exceed the context of {self.context_length}: {self.shorter}"
+            )
+        return ids
+
+    def _check_vocabulary(self, ids: list[int]) -> None:
+        vocab = self.manifest.model["vocab"]
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise UserError(f"token id {bad[0]} is outside the vocabulary of {vocab}")
+
+    @property
+    def shorter(self) -> str:
+        """The remedy that messages name when there are too many tokens."""
+        longest = self.manifest.model.get("longest", self.context_length)
+        more = f", or compile with context= up to {longest}" if longest > self.context_length else ""
+        return f"shorten the prompt{more}"
+
+    def close(self) -> None:
+        """Release the device."""
+        self.device.close()
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

@@ -1,0 +1,120 @@
+"""doit's own words `help`, `run` and `list`, with the commands and the variables of this project.
+
+doit finds them through `llama_npu2.checkout`, an entry point of the installed package; without it, its own words do.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from doit import cmd_help, cmd_list, cmd_run
+from doit.cmdparse import CmdParseError
+from doit.exceptions import InvalidCommand, InvalidDodoFile, InvalidTask
+
+from llama_npu2.options import Option
+from stages.commands.words import GENERATE, command_line, commands_of
+from stages.graph.options import COMMANDS, GROUPS, sections
+
+_WIDTH = 110
+_NAMES = 26
+"""Columns of the names of variables."""
+
+
+def overview() -> str:
+    """Return all commands by what they are for."""
+    lines = ["doit COMMAND [NAME=VALUE ...]"]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  doit {name:12}{sentence}" for name, sentence in commands.items())]
+    lines += [
+        "",
+        "doit help COMMAND lists the variables of a command; doit list shows the steps of the build, too.",
+        "doit's own words: doit info STEP, doit clean, doit -n 4 compile for four steps at once.",
+    ]
+    return "\n".join(lines)
+
+
+def command_help(command: str) -> str:
+    """Return the variables that a command takes, each with its meaning, unit and default."""
+    lines = [f"doit {command}: {COMMANDS[command]}."]
+    for title, variables in sections(command).items():
+        lines += ["", f"{title}:", *(line for each in variables for line in _described(each))]
+    if command == "run":
+        lines += ["", "Options of doit, for every command; they stand before the command:", *_doit_options()]
+    return "\n".join(lines)
+
+
+def _described(each: Option) -> Iterable[str]:
+    name = f"  {each.name}={each.metavar}"
+    first = f"{name:{_NAMES}}" if len(name) < _NAMES else f"{name}\n{' ' * _NAMES}"
+    yield first + textwrap.fill(each.shown_help, _WIDTH - _NAMES).replace("\n", f"\n{' ' * _NAMES}")
+
+
+def _doit_options() -> Iterable[str]:
+    for each in (cmd_run.opt_num_process, cmd_run.opt_always, cmd_run.opt_continue, cmd_run.opt_outfile):
+        flag = f"  -{each['short']}" + ("" if each["type"] is bool else " VALUE")
+        yield f"{flag:{_NAMES}}{str(each['help']).partition(' [')[0]}"
+
+
+class Help(cmd_help.Help):
+    """`doit help`: our commands, or the variables of one."""
+
+    name = "help"
+    doc_purpose = "show the commands of llama-npu2, or the variables of one"
+
+    def execute(self, params: Mapping[str, Any], args: list[str]) -> int:
+        if args and not all(name in COMMANDS for name in args):
+            return int(super().execute(params, args))
+        print("\n\n".join(map(command_help, args)) or overview())
+        return 0
+
+
+class Run(cmd_run.Run):
+    """`doit run`, and every command without a word of doit's: --help, and errors in one line."""
+
+    name = "run"
+
+    def parse_execute(self, in_args: list[str]) -> int:
+        words = [arg for arg in in_args if arg not in ("--help", "-h")]
+        if words != in_args:
+            print("\n\n".join(map(command_help, commands_of(*command_line(["run", *words])))))
+            return 0
+        try:
+            return int(super().parse_execute(in_args))
+        except (CmdParseError, InvalidCommand, InvalidDodoFile, InvalidTask) as error:
+            # doit's parser shows its options as Python objects.
+            problem = str(error).partition(" (parsing options")[0].removeprefix("error: ")
+            print(f"error: {problem}{': doit help run' * isinstance(error, CmdParseError)}", file=sys.stderr)
+            return 3
+
+
+class List(cmd_list.List):
+    """`doit list`: the commands by what they are for, then the steps."""
+
+    name = "list"
+
+    def _execute(
+        self,
+        subtasks: bool = False,
+        quiet: bool = True,
+        status: bool = False,
+        private: bool = False,
+        list_deps: bool = False,
+        template: str | None = None,
+        sort: str = "name",
+        pos_args: Sequence[str] = (),
+    ) -> int:
+        # doit takes the names of the options from the names of the arguments.
+        if subtasks or quiet or status or private or list_deps or template or pos_args:
+            asked = (subtasks, quiet, status, private, list_deps, template, sort, pos_args)
+            return int(super()._execute(*asked))
+        steps = [each for each in self.task_list if not each.subtask_of and each.name not in {*COMMANDS, GENERATE}]
+        lines = [overview(), "", "Steps:", *(f"  doit {each.name:12}{each.doc}" for each in steps)]
+        print("\n".join(lines), file=self.outstream)
+        return 0
+
+
+# `doit --help` makes a help of its own.
+cmd_help.Help.print_usage = lambda self, cmds: print(overview())

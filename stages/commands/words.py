@@ -1,0 +1,47 @@
+"""Which commands a command line of doit asks for: its words, without options and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from doit.cmd_base import DodoTaskLoader, DoitCmdBase
+from doit.cmd_run import Run
+from doit.cmdparse import CmdOption, CmdParse, CmdParseError
+from doit.doit_cmd import DoitMain
+
+from stages.graph.options import COMMANDS
+
+GENERATE = "generate"
+"""The task of `doit run`, as `run` itself is doit's own word."""
+WITH_NAMES = {"why"}
+"""Commands that take names of steps."""
+
+_VERBS = {verb.get_name() for verb in DoitMain.DOIT_CMDS}
+
+
+def command_line(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return doit's verb, `run` if there is none, and the words after it, as doit finds them."""
+    words = [argument for argument in arguments if argument[:1] == "-" or "=" not in argument]
+    rest = _without_options(words, DodoTaskLoader.cmd_options)
+    if rest[:1] and rest[0] in _VERBS - {"run"}:
+        return rest[0], [word for word in rest[1:] if word[0] != "-"]
+    rest = rest[1:] if rest[:1] == ["run"] else words
+    return "run", _without_options(rest, (*DoitCmdBase.base_options, *DodoTaskLoader.cmd_options, *Run.cmd_options))
+
+
+def _without_options(words: list[str], known: Sequence[dict[str, object]]) -> list[str]:
+    """Return the words without doit's options, or all of them where some option is not among these."""
+    try:
+        rest: list[str] = CmdParse([CmdOption(each) for each in known]).parse_only(words)[1]
+    except CmdParseError:
+        return words
+    return rest
+
+
+def commands_of(verb: str, words: Sequence[str]) -> list[str]:
+    """Return the commands that a command line asks for; `compile` stands for steps and for doit's own verbs."""
+    if verb == "run" and not words:
+        return ["run"]
+    named = words[:1] if WITH_NAMES & {*words[:1]} else words
+    asked = ["run" if word == GENERATE else word for word in named if word in {*COMMANDS, GENERATE} - {"run"}]
+    return asked if verb == "run" and len(asked) == len(named) else [*asked, "compile"]

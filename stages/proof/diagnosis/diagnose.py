@@ -1,0 +1,123 @@
+"""Run a text, and compare its layers with transformers and its launches with references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from llama_npu2 import Llama, UserError
+from llama_npu2.engine.chunks import Chunk
+from stages.engine.places import CONFIG
+from stages.graph import Build
+from stages.model.artifact_weights import ArtifactWeights
+from stages.model.checkpoint import Checkpoint
+from stages.model.families import read_config
+from stages.model.importers import PLAIN
+from stages.proof.comparison import divergence, transformers_model
+from stages.proof.diagnosis.launches import Judge
+from stages.proof.diagnosis.layers import Layer, compared
+from stages.proof.diagnosis.ops import ops
+from stages.proof.diagnosis.record import Recorder, record
+from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.unfused import inside
+from stages.weights.formats import w8a8
+
+PROMPT = 48
+"""Tokens of the text that is run if no prompt is given."""
+TOKENS = 20
+"""Tokens generated after a prompt: enough for the mean error of one row a token (`launches.GROUPS`)."""
+
+
+def diagnose(build: Build, llm: Llama) -> Report:
+    """Run a text, and compare. Raises UserError."""
+    options, weights = build.options, ArtifactWeights(build.directory)
+    recorder = Recorder(ops(build, llm.manifest), read_config(build.directory / CONFIG).dimensions())
+    ids = _prompt(build, llm)
+    text = record(llm, recorder, ids, _reply_length(llm, len(ids)))
+    states = recorder.states()
+    for length, chunks in _prompts_for_every_phase(llm) if options.full else ():
+        record(llm, recorder, _repeated(text, length), _reply_length(llm, length), chunks)
+    layers, without_layers = _layers(build, weights, text, len(ids), states)
+    order = {op: number for number, op in enumerate(recorder.samples)}
+    judged = Judge(recorder, weights).findings()
+    findings = list(tqdm(judged, desc="launches", total=len(order), disable=None, leave=False))
+    report = Report(
+        model=llm.manifest.model["name"],
+        runs=llm.description,
+        text=f"a prompt of {len(ids)} tokens, and {len(text) - len(ids)} tokens generated after it",
+        layers=layers,
+        without_layers=without_layers,
+        findings=sorted(findings, key=lambda finding: order[finding.op]),
+        not_run=[str(phase) for phase in llm.manifest.plans if phase not in {op.phase for op in order}],
+    )
+    if report.wrong and report.wrong[0].op.fused:
+        return replace(report, inside=inside(build, report.wrong[0].op, ids, len(text) - len(ids)))
+    return report
+
+
+def _prompt(build: Build, llm: Llama) -> list[int]:
+    """Return the tokens of the prompt, cut so that there is room for one more. Raises UserError."""
+    options = build.options
+    if options.prompt is None:
+        ids = llm.encode(divergence.read_text(divergence.TEXT), raw=True)[:PROMPT]
+    else:
+        ids = llm.encode(options.prompt, options.raw)
+    return ids[: llm.context_length - 1]
+
+
+def _reply_length(llm: Llama, prompt: int) -> int:
+    return min(TOKENS, llm.context_length - prompt)
+
+
+def _prompts_for_every_phase(llm: Llama) -> Iterator[tuple[int, list[Chunk]]]:
+    """Yield lengths of prompts that together reach every phase, and their chunks where the runtime would choose others.
+
+    With buckets: a prompt that fills each of them, from the beginning and in each context bucket. Without: one of two
+    chunks. Then a token in each context bucket.
+    """
+    longest = llm.context_length - 1
+    if not llm.buckets:
+        yield min(len(llm.memory.array("tokens")) + 1, longest), []
+    for phase in llm.manifest.plans:
+        if rows := phase.rows:
+            start = phase.positions - rows
+            first = Chunk(phase._replace(context=0), 0, min(rows, longest))
+            later = [Chunk(phase, min(rows, start), min(rows + min(rows, start), longest))] if start else []
+            yield max(chunk.end for chunk in (first, *later)), [first, *later]
+    yield from ((min(window, longest), []) for window in llm.windows[:-1])
+
+
+def _repeated(ids: Sequence[int], length: int) -> list[int]:
+    return (list(ids) * -(-length // len(ids)))[:length]
+
+
+def _layers(
+    build: Build, weights: ArtifactWeights, text: Sequence[int], prompt: int, states: dict[int, dict[int, Any]]
+) -> tuple[list[Layer], str]:
+    """Return the comparison of each layer with transformers, or why there is none."""
+    try:
+        source = Checkpoint.open(build.source.fetch())
+        exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
+        rounded = not weights.formats <= set(PLAIN)
+        original = transformers_model.layer_outputs(source, source.tensor, [text]) if rounded else None
+        bounded = w8a8.FORMAT.name not in weights.formats and not build.bfp16
+        return list(_each_layer(states, exact, original, prompt, bounded)), ""
+    except UserError as error:
+        return [], f"layers are not compared: {error}"
+
+
+def _each_layer(
+    states: dict[int, dict[int, Any]],
+    exact: Iterator[list[Any]],
+    original: Iterator[list[Any]] | None,
+    prompt: int,
+    bounded: bool,
+) -> Iterator[Layer]:
+    for layer, pair in enumerate(exact):
+        ours = [states[layer][position] for position in sorted(states[layer])]
+        # The last token was chosen and not run.
+        checkpoint = next(original)[0][: len(ours)] if original else None
+        yield from compared(layer, ours, [rows[: len(ours)] for rows in pair], checkpoint, prompt, bounded)

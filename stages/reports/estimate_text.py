@@ -1,0 +1,138 @@
+"""The text that `doit estimate` prints: the headline first, then every launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from llama_npu2.cli.table import Column, Table, amount, fitted
+from stages.estimate.constants import Constant, Machine, constants
+from stages.estimate.price import Priced
+from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
+from stages.estimate.work import Time
+from stages.reports.estimated import DEPTH, Estimate, total
+
+MIB = 1 << 20
+
+
+def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str) -> None:
+    """Print the estimate of one grouping, and the times of the others.
+
+    Args:
+        figures: The figures of all groupings (`estimate_figures.figures`).
+        estimate: The grouping whose launches are printed.
+        locked: The line about memory.
+    """
+    moved, weights = estimate.traffic()
+    rate, token = estimate.machine.ddr_gbps, estimate.token()
+    print(
+        f"{figures['model']} on the NPU, by arithmetic, not measured: weights {figures['weights']}, "
+        f"grouping {estimate.name}\n  token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
+    )
+    for phase, *sizes in estimate.prompts():
+        print(f"  {phase}: {_sum(estimate.prompt(*sizes))}")
+    for name, phases in figures["groupings"].items():
+        if name != estimate.name:
+            times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())
+            print(f"  with grouping {name} instead: {times}")
+    print(
+        f"\nA token moves {moved / MIB:.1f} MiB through DDR, {moved / weights:.4f}x its weights, "
+        f"{moved / rate / 1e6:.1f} ms at {rate:.0f} GB/s."
+    )
+    for phase, size in estimate.host_traffic(estimate.buckets[-1]).items():
+        print(f"A {phase} moves {size / 1024:.1f} KiB between host and device.")
+    print(f"{locked}\n{_rates(estimate.machine)}\n\nOne call of each program of grouping {estimate.name}:")
+    table = Table(_COLUMNS)
+    print(table.header())
+    stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
+    detailed = {name for stretch in stretches for name in stretch.device}
+    for name, rows in estimate.rows.items():
+        print(table.row(*_program_cells(name, rows)))
+        if name in detailed:
+            print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
+
+
+def locked_line(sizes: Mapping[str, int], positions: int) -> str:
+    """Return a line about locked memory, by bytes of each kind.
+
+    The multiple of the weights leaves out KV caches, which are as large as the positions that they have room for, and
+    the driver, which takes the same for every model.
+    """
+    own = sum(sizes.values()) - sizes["KV cache"] - sizes["driver"]
+    parts = ", ".join(f"{kind} {amount(size)}" for kind, size in sizes.items())
+    return (
+        f"It locks {amount(sum(sizes.values()))} of memory: {parts}. Without the cache of {positions} positions and "
+        f"the driver's part this is {own / sizes['weights']:.2f}x its weights."
+    )
+
+
+def _rates(machine: Machine) -> str:
+    if not machine.measured:
+        return "Rates: published ones, none measured on this machine (doit estimate published=1 shows them)."
+    return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
+
+
+_COLUMNS = (
+    Column("", 26),
+    Column("ms", 9, right=True),
+    Column("limit", 13),
+    Column("of it", right=True),
+    Column("MiB", 8, right=True),
+    Column("x least", right=True),
+    Column("GMAC", 8, right=True),
+)
+
+
+def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
+    moved, minimum, macs = (
+        sum(row.traffic.bytes for row in rows),
+        sum(row.traffic.minimum for row in rows),
+        sum(row.macs for row in rows),
+    )
+    yield from _cells(name, total(rows), moved, minimum, macs)
+
+
+def _launch_cells(row: Priced) -> Iterator[str]:
+    yield from _cells(f"  {row.title}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
+
+
+def _cells(name: str, time: Time, moved: int, minimum: int, macs: int) -> Iterator[str]:
+    yield from (name, f"{time.milliseconds:.3f}", time.limit, f"{time.by[time.limit] / time.seconds:.0%}")
+    yield from (f"{moved / MIB:.1f}", f"{moved / minimum:.2f}", f"{macs / 1e9:.2f}")
+
+
+def _sum(time: Time) -> str:
+    largest = sorted(time.by.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{limit} {1e3 * seconds:.1f}" for limit, seconds in largest if seconds >= 5e-5)
+    return f"{time.milliseconds:.1f} ms ({parts})"
+
+
+def print_check(machine: Machine, as_json: bool = False) -> None:
+    """Print the table of rates, and other projects' plans estimated with it."""
+    plans = (("fitted", FITTED), ("single kernels", KERNELS), ("predicted", PREDICTED))
+    if as_json:
+        rates = [asdict(rate) for rate in constants(machine)]
+        compared = {title: [_described_row(row, machine) for row in rows] for title, rows in plans}
+        print(json.dumps({"rates": rates, "measured here": sorted(machine.measured), "plans": compared}))
+        return
+    columns = Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")
+    print(fitted(columns, (list(_constant_cells(rate, rate.name in machine.measured)) for rate in constants(machine))))
+    numbers = [Column(name, right=True) for name in ("measured ms", "model ms", "error")]
+    for title, rows in plans:
+        cells = (list(_row_cells(row, machine)) for row in rows)
+        print(f"\n{fitted([Column(title), *numbers, Column('note')], cells)}")
+
+
+def _described_row(row: Row, machine: Machine) -> dict[str, Any]:
+    return {"what": row.what, "measured": row.measured, "model": row.model(machine), "note": row.note}
+
+
+def _row_cells(row: Row, machine: Machine) -> Iterator[str]:
+    yield from (row.what, f"{row.measured:.3f}", f"{row.model(machine):.3f}", f"{row.error(machine):+.0%}", row.note)
+
+
+def _constant_cells(rate: Constant, measured: bool) -> Iterator[str]:
+    yield from (rate.name, f"{rate.value:g}", f"{rate.low:g}-{rate.high:g}", rate.unit)
+    yield "measured by the selftest" if measured else rate.source
