@@ -265,7 +265,7 @@ def _is_read(later: Sequence[Placed], buffer: str) -> bool:
     return False
 
 
-def _with_results_of_both(one: Program, other: Program) -> Program:
+def _with_results_of_both(program: Program, other: Program) -> Program:
     """Return a program with the outputs of both: slots that are read after any of its calls."""
-    pairs = zip(one.slots, other.slots, strict=True)
-    return replace(one, slots=tuple(b if b.role == "output" else a for a, b in pairs))
+    pairs = zip(program.slots, other.slots, strict=True)
+    return replace(program, slots=tuple(b if b.role == "output" else a for a, b in pairs))
