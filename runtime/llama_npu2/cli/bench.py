@@ -405,7 +405,7 @@ def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, "-c", _RUN, directory, prompt, "--raw", "--max-tokens=2"]
-    command += to_arguments(running, Running)
+    command += to_arguments(running, Running, command="run")
     first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
     peaks: list[int] = []
     for _ in range(running.repeats):
