@@ -28,6 +28,7 @@
     const { width = 0, height = 0 } = drawing.viewBox.baseVal || {};
     const frame = drawing.parentElement;
     const before = drawing.getBoundingClientRect();
+    if (!before.width) return;  // it is not shown
     const room = Math.min(frame.clientWidth, (Math.max(0.75 * innerHeight - 8, 200) * width) / height || Infinity);
     const fitted = width ? Math.min(room, width) : frame.clientWidth;
     const now = step ? Math.min(Math.max(before.width * step, width ? 100 : fitted), 8 * (width || fitted)) : fitted;
