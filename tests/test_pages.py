@@ -25,7 +25,6 @@ from stages.reports.pages import (
     facts,
     lines,
     note,
-    preformatted,
     svg,
     table,
     tag,
@@ -76,7 +75,7 @@ def page() -> Page:
     made = Page(HOSTILE, f"Lead {HOSTILE}")
     made.add("Facts", facts({"tokens/s": 12, HOSTILE: HOSTILE}), note("See ", tag("strong", HOSTILE)), numbers())
     made.add(HOSTILE, chart(), details("Closed", chart()), *charts())
-    made.add("Drawing", drawing(), preformatted(HOSTILE, "A listing"))
+    made.add("Drawing", drawing())
     made.add("Drawing", table([Column(f"column {n}") for n in range(30)], [range(30)], "A wide table"))
     return made
 
