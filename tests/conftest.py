@@ -35,6 +35,8 @@ from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
 from tests import browser
 
+pytest_plugins = ["tests.support.left_out"]
+
 ROOT = Path(__file__).parents[1]
 
 if (compiler := host_compiler()) and "-Werror" not in compiler:
@@ -47,24 +49,10 @@ _trust = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.TemporaryDire
 if _trust:
     os.environ["LLAMA_NPU2_CONFIG"] = _trust.name
 
-LEFT_OUT = {
-    "slow": "takes minutes: pytest -m slow",
-    "long": "too long for every run: see CONTRIBUTING.md for its command",
-    "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
-}
-"""Marks of tests that run only if -m asks for them, and why."""
-
 needs_llama_cpp = pytest.mark.skipif(
     not (importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf")),
     reason="llama-cpp-python and gguf are not installed: pip install -e '.[bench]'",
 )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items if not config.option.markexpr else ():
-        for mark in item.iter_markers():
-            if mark.name in LEFT_OUT:
-                item.add_marker(pytest.mark.skip(reason=LEFT_OUT[mark.name]))
 
 
 CONFIG: dict[str, Any] = {
@@ -130,9 +118,10 @@ def write_checkpoint(directory: Path, shards: int = 1, dtype: Any = bfloat16, se
 
 
 def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a doit command line as a user would."""
+    """Run a doit command line as a user would who asks for the names of steps."""
     command = [sys.executable, "-m", "doit", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True, timeout=600)
+    env = os.environ | {"LLAMA_NPU2_VERBOSITY": "1"} | (env or {})
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def outputs_of_two_runs(script: str) -> set[bytes]:

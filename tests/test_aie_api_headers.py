@@ -20,8 +20,8 @@ HEADERS = Path(os.environ.get("AIE_API_INCLUDE", "/nowhere"))
 CLANG = next(filter(None, map(shutil.which, ("clang++-22", "clang++-21", "clang++-20", "clang++-19", "clang++"))), None)
 
 pytestmark = [
-    pytest.mark.skipif(not (HEADERS / "aie_api/aie.hpp").exists(), reason="AIE_API_INCLUDE names no aie_api/aie.hpp"),
-    pytest.mark.skipif(CLANG is None, reason="needs clang++ 19 or later on PATH"),
+    pytest.mark.needs("AIE_API_INCLUDE with aie_api/aie.hpp in it", (HEADERS / "aie_api/aie.hpp").exists()),
+    pytest.mark.needs("clang++ 19 or later on PATH", CLANG is not None),
 ]
 
 FLAGS = [

@@ -21,7 +21,7 @@ from stages.air import analysis, limits
 from stages.air.dialect import AIR, DmaMemcpyNdOp, HerdOp
 from stages.targets.npu2_sim.lower import lower
 from stages.targets.npu2_sim.objects import FENCE_BYTES
-from tests.test_air_programs import PROGRAMS, norm_twice
+from tests.support.air_programs import PROGRAMS, norm_twice
 
 ROOT = Path(__file__).parents[1]
 

@@ -244,7 +244,8 @@ def test_tilings_state_themselves_in_one_line() -> None:
 
 def test_text_is_the_same_on_every_run() -> None:
     script = (
-        "import sys, hashlib; from tests.test_air_modules import MODELS, build_module, device_programs\n"
+        "import sys, hashlib; from stages.targets.npu2.modules import build_module\n"
+        "from tests.npu_shapes import MODELS, device_programs\n"
         "made = [build_module(program, MODELS['demo'].dimensions()) for program in device_programs('fused')]\n"
         "sys.stdout.write(hashlib.sha256(''.join(m.text() for m in made).encode()).hexdigest())"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,40 +17,10 @@ from llama_npu2.errors import UserError
 from stages import air
 from stages.air import limits
 from stages.air.dialect import DmaMemcpyNdOp, HerdOp, LaunchOp, SegmentOp, constant_of, memory_space
-from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope
+from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, rms_norm, rope
 from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.conftest import outputs_of_two_runs
-
-TILINGS: dict[str, Callable[[], Tiling]] = {
-    "add rows": lambda: elementwise.tile("add", 128, 960),
-    "add vector": lambda: elementwise.tile("add", 1, 576),
-    "silu": lambda: elementwise.tile("silu_and_mul", 512, 5632),
-    "rms_norm": lambda: rms_norm.tile(2048, 3072, 1e-5),
-    "rope": lambda: rope.tile(128, 24, 128),
-    "rope into KV": lambda: rope.tile(128, 3, 64, rope.KEYS),
-    "rope of queries": lambda: rope.tile(128, 3, 64, rope.QUERIES),
-    "gemv": lambda: gemv.tile(576, 576),
-    "gemv wide": lambda: gemv.tile(2048, 8192),
-    "vocabulary": lambda: gemv.tile(49152, 960, "f32", blocked=False),
-    "gemm": lambda: gemm.tile(2048, 3072, 3072),
-    "gemm into KV": lambda: gemm.tile(512, 960, 320, head_dim=64),
-    "gemm wide": lambda: gemm.tile(2048, 8192, 2048),
-    "attention": lambda: flash_attention.tile(2048, 32, 8, 64),
-    "attention over a window": lambda: flash_attention.tile(128, 32, 8, 64, 4096),
-    "attention 128": lambda: flash_attention.tile(2048, 24, 8, 128),
-    "attention, many KV heads": lambda: flash_attention.tile(512, 32, 32, 64),
-    "attention, wide groups": lambda: flash_attention.tile(512, 32, 4, 64),
-}
-
-
-def _program(name: str) -> air.AirModule:
-    tiling = TILINGS[name]()  # its text begins with its kernel
-    build = kernels()[str(tiling).split()[0]].program
-    assert build is not None
-    return build(tiling)
-
-
-PROGRAMS: dict[str, Callable[[], air.AirModule]] = {name: partial(_program, name) for name in TILINGS}
+from tests.support.air_programs import PROGRAMS, TILINGS
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
@@ -185,17 +154,9 @@ def test_gemm_reads_x_once_per_block_of_columns() -> None:
     assert traffic.bytes == gemm.ddr_bytes(tiling) and tiling.x_chunk <= gemm.CHUNK
 
 
-def norm_twice() -> air.AirModule:
-    """Two object variants in one function."""
-    parts = [rms_norm.build(rms_norm.tile(rows, 64, 1e-5)) for rows in (1, 32)]
-    wirings = [{name: f"{name}{n}" for name in ("x", "weight", "out")} for n in range(2)]
-    slots = [slot for wiring in wirings for slot in wiring.values()]
-    return air.stitch("norm_twice", slots, list(zip(parts, wirings, strict=True)))
-
-
 def test_text_is_the_same_on_every_run_and_uses_the_custom_form() -> None:
     script = (
-        "import sys, hashlib; from stages import air; from tests.test_air_programs import PROGRAMS, norm_twice\n"
+        "import sys, hashlib; from stages import air; from tests.support.air_programs import PROGRAMS, norm_twice\n"
         "text = ''.join(air.to_mlir(made.module) for made in (norm_twice(), *(p() for p in PROGRAMS.values())))\n"
         "sys.stdout.write(hashlib.sha256(text.encode()).hexdigest())"
     )

@@ -25,12 +25,12 @@ from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link
 from stages.targets.npu2.toolchain import peano
 from tests.npu_shapes import BUCKETS, JUDGED, device_programs
-from tests.test_air_programs import PROGRAMS
+from tests.support.air_programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.toolchain,
-    pytest.mark.skipif(shutil.which("aircc") is None, reason="aircc is not on PATH"),
-    pytest.mark.skipif("PEANO_INSTALL_DIR" not in os.environ, reason="PEANO_INSTALL_DIR is not set"),
+    pytest.mark.needs("aircc on PATH", shutil.which("aircc") is not None),
+    pytest.mark.needs("PEANO_INSTALL_DIR", "PEANO_INSTALL_DIR" in os.environ),
 ]
 
 NO_PEANO = "Error running Peano"

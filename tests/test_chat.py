@@ -1,5 +1,7 @@
-"""`llama-npu2 chat` in a terminal of its own (a pty): editing, commands, Ctrl-C, a full context. Answers that go on from the KV
-cache are those of a fresh start."""
+"""`llama-npu2 chat` in a terminal of its own (a pty): editing, commands, Ctrl-C, a full context.
+
+Answers that go on from the KV cache are those of a fresh start.
+"""
 
 from __future__ import annotations
 

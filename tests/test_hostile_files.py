@@ -15,7 +15,7 @@ import pytest
 from llama_npu2 import trust
 from llama_npu2.trust import envelopes, settings
 from stages.engine.digests import Digests, _canonical
-from stages.engine.files import content_sha256
+from stages.engine.files import content_digest, content_sha256
 from tests.conftest import CONFIG, write_checkpoint
 from tests.hostile import ACTIONS, OLD, Held, World, age, attempt, compile_all, reply
 
@@ -323,6 +323,15 @@ def lie_about(world: World, path: Path, sha256: str) -> None:
     memory.write_text(json.dumps(content))
 
 
+def remember(world: World, path: Path, xxh3: str, sha256: str) -> None:
+    """Say in this user's own memory of digests that a file has these."""
+    digests, status = Digests(world.artifacts / ".digests.json"), path.stat()
+    signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    digests._entries |= {str(path): [*signature, xxh3], f"sha256 {path}": [*signature, sha256]}
+    digests._dirty = True
+    digests.save()
+
+
 def test_a_memory_of_digests_is_not_believed_about_native_code(world: World) -> None:
     """Even where it is this user's own: the source is altered in place, its size stays, and the memory lies."""
     compile_all(world)
@@ -330,19 +339,24 @@ def test_a_memory_of_digests_is_not_believed_about_native_code(world: World) -> 
     before, content = content_sha256(source), source.read_bytes()
     source.unlink()
     source.write_bytes(content[:-1] + b" ")
-    digests = Digests(world.artifacts / ".digests.json")
-    status = source.stat()
-    signature = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     xxh3 = json.loads((world.directory / "build/receipts/module-host.json").read_text())["outputs"]
-    digests._entries |= {
-        str(source): [*signature, xxh3["build/modules/host.cc"]],
-        f"sha256 {source}": [*signature, before],
-    }
-    digests._dirty = True
-    digests.save()
+    remember(world, source, xxh3["build/modules/host.cc"], before)
     (world.directory / "elf/host.so").unlink()
     held = attempt(world, ACTIONS["compile"])
     assert held.wrong == "" and "was not built by you" in held.refused
+
+
+def test_a_memory_of_digests_is_not_believed_about_what_is_in_place(world: World) -> None:
+    """A step runs again, and the memory says that what it makes lies there already: something else does."""
+    compile_all(world)
+    library = world.directory / "elf/host.so"
+    content, digests = library.read_bytes(), (content_digest(library), content_sha256(library))
+    library.unlink()
+    library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    remember(world, library, *digests)
+    (world.directory / "build/receipts/elf-host.json").unlink()
+    held = attempt(world, ACTIONS["compile"])
+    assert (held.wrong, held.refused) == ("", "") and library.read_bytes() == content
 
 
 def test_a_memory_of_digests_of_somebody_else_is_not_read(

@@ -23,7 +23,7 @@ from stages.weights.format import Format
 from stages.weights.formats import bfp16, formats, int4, int6, int8
 from tests.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.npu_shapes import JUDGED, model
-from tests.test_sim_kernels import ULP, assert_close, empty, execute
+from tests.support.sim_kernels import ULP, assert_close, empty, execute
 
 FORMATS = [form for form in formats().values() if form.cut is not None]
 SHAPES = [(64, 256), (48, 576), (16, 32), (32, 720), (192, 576), (16, 14336), (64, 8192), (80, 736)]

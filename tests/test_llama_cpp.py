@@ -17,7 +17,7 @@ from stages.model.sources import DEMO
 from stages.proof.comparison import gguf_file, peers
 from stages.proof.comparison.continuations import TOKENS
 from tests.conftest import build, needs_llama_cpp
-from tests.test_importers import metadata_of
+from tests.support.quantised_files import metadata_of
 
 pytestmark = [needs_llama_cpp, pytest.mark.slow]
 

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 import types
@@ -29,7 +28,7 @@ from stages.targets.npu2.kernel_name import kernel_name
 from stages.targets.npu2.modules import build_module
 from tests.conftest import ROOT, build, doit, ran
 from tests.npu_shapes import DEMO, device_program, device_programs
-from tests.objects import PEANO_OBJECT
+from tests.support.npu_tools import forget_tools, install, script
 
 FACTS = ROOT / "tests/aircc_options.txt"
 
@@ -46,23 +45,11 @@ HELLO = _hello()
 OBJECT = "add_count2048.o"
 
 
-def forget_tools() -> None:
-    for find in (*toolchain.NPU_TOOLS.values(), toolchain.aiebu_asm, host_toolchain.host_compiler_fingerprint):
-        find.cache_clear()  # type: ignore[attr-defined]
-
-
 @pytest.fixture(autouse=True)
 def _fresh_tools() -> Iterator[None]:
     forget_tools()
     yield
     forget_tools()
-
-
-def script(path: Path, body: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{sys.executable}\nimport sys, os, json, pathlib\nargs = sys.argv[1:]\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 RECORD = """
@@ -92,33 +79,6 @@ if made := os.environ.get("AIRCC_MAKES"):
 exec(os.environ.get("AIRCC_DOES", ""))
 sys.exit(int(os.environ.get("AIRCC_STATUS", "0")))
 """
-
-
-LEAVE = f"""
-def leave(args, edit):
-    sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "runtime")!r}]
-    import re
-    from tests.npu_ir import write_made
-    mlir = pathlib.Path("air.mlir").read_text()
-    function = args[args.index("--xclbin-instance-name") + 1]
-    change = eval(edit, dict(re=re))
-    write_made(pathlib.Path(args[args.index("--tmpdir") + 1]), mlir, function, lambda text: change(text, mlir))
-"""
-"""What aircc and aiecc leave for the audit; `edit`: a change of it."""
-
-
-def install(root: Path, clang: str, aircc: str, aiecc: str) -> dict[str, str]:
-    """Write fakes of every tool that builds for the NPU; returns the environment in which they are found."""
-    script(root / "peano/bin/clang++", f"peano_object = {PEANO_OBJECT!r}\n{clang}")
-    script(root / "bin/aircc", LEAVE + aircc)
-    script(root / "other/aiecc", aiecc)
-    (root / "include/aie_api").mkdir(parents=True)
-    (root / "include/aie_api/aie.hpp").write_text("")
-    return {
-        "PATH": f"{root}/bin:{root}/other:{os.environ['PATH']}",
-        "PEANO_INSTALL_DIR": str(root / "peano"),
-        "AIE_API_INCLUDE": str(root / "include"),
-    }
 
 
 @pytest.fixture

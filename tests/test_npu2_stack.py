@@ -12,7 +12,7 @@ from llama_npu2.errors import UserError
 from stages.air import limits
 from stages.targets.npu2 import objects, stack
 from tests.objects import PEANO_OBJECT, stack_object
-from tests.test_npu2_build import forget_tools, install
+from tests.support.npu_tools import forget_tools, install
 
 LIMIT = limits.STACK_BYTES - limits.CALLER_STACK_BYTES
 

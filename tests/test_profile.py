@@ -29,7 +29,7 @@ from stages.targets.cpu.modules import launches
 from stages.targets.cpu.work import described_launch
 from tests import browser
 from tests.conftest import CONFIG, doit
-from tests.test_runtime import run_module
+from tests.support.runtime_process import run_module
 
 IDS = [2038, *range(70, 109)]
 

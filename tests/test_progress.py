@@ -103,7 +103,7 @@ def lines(seen: str) -> list[str]:
     return [line.rstrip() for line in MOVE.sub("\n", COLOUR.sub("", seen)).splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"], ["-n", "2", "-P", "thread"]], ids=["serial", "process", "thread"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
     status, seen = on_terminal(build, *runner, "compile")
     assert status == 0, seen
@@ -121,8 +121,8 @@ def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
     assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
 
 
-def test_elsewhere_a_line_per_step(build: Path) -> None:
-    command = [sys.executable, "-m", "doit", "compile"]
+def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
+    command = [sys.executable, "-m", "doit", "-n", "0", "-v", "1", "compile"]
     run = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
     steps = ("first", "second", "third")
     said = [line for step in steps for line in (step, f"{step} printed", f"{step} warned")]
@@ -157,7 +157,7 @@ def test_a_failure_stays_one_line(build: Path) -> None:
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"]], ids=["serial", "process"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_ctrl_c_ends_in_one_line(runner: list[str], build: Path) -> None:
     pressed = []
 

@@ -26,6 +26,7 @@ from llama_npu2.text import sandbox
 from llama_npu2.text.chat_template import ChatTemplate
 from llama_npu2.text.tokenizer import TextStream, Tokenizer
 from tests.conftest import ROOT, build, change_manifest, doit, write_checkpoint
+from tests.support.runtime_process import run_module
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
 
@@ -241,11 +242,6 @@ def test_chat_template_is_sandboxed_and_strict(tmp_path: Path) -> None:
         ChatTemplate("{% if %}", {}).check()
     with pytest.raises(UserError, match="not valid jinja"):
         ChatTemplate("{% if %}", {}).render([])
-
-
-def run_module(demo: Path, *arguments: str, stdin: str = "", command: str = "run") -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "runtime", command, str(demo), *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, input=stdin, timeout=120)
 
 
 def test_json_output(demo: Path) -> None:

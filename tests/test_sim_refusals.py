@@ -24,7 +24,7 @@ from stages.targets.npu2_sim.lower import lower
 from stages.targets.npu2_sim.objects import FENCE_BYTES
 from stages.weights.formats.bf16 import to_blocks
 from tests.sim_support import aligned, compile_module, compile_with, run
-from tests.test_sim_kernels import attention_case
+from tests.support.sim_kernels import attention_case
 
 N = 1024
 

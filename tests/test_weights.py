@@ -186,7 +186,7 @@ def test_what_is_rounded_is_said(tmp_path: Path, artifacts: Path) -> None:
 def test_what_a_file_holds_is_kept(tmp_path: Path, artifacts: Path) -> None:
     """A GGUF file in Q8_0 and F16: the values that its library reads, though nobody says weights=."""
     pytest.importorskip("gguf", reason="not installed: pip install -e '.[test]'")
-    from tests.test_importers import MATRICES, write_file
+    from tests.support.quantised_files import MATRICES, write_file
 
     path = tmp_path / "kept.gguf"
     expected = write_file(path, dict.fromkeys(MATRICES, "Q8_0"))

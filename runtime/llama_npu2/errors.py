@@ -25,8 +25,13 @@ def printable(text: str) -> str:
 
 
 def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
-    """Return the remedy for an unknown name: the nearest of `names`, if its similarity reaches `cutoff` (0 to 1), else
-    all of them."""
+    """Return the remedy for an unknown name: a question for the nearest name, or a list of all.
+
+    Args:
+        name: the unknown name.
+        names: all names.
+        cutoff: the similarity, from 0 to 1, that the nearest name must reach.
+    """
     from difflib import get_close_matches
 
     close = get_close_matches(name, names, 1, cutoff)

@@ -36,7 +36,7 @@ def run(build: Build) -> None:
 def _statement(manifest: Manifest) -> dict[str, Any]:
     """Return the statement of a trusted signer, or else the one next to the manifest."""
     try:
-        return trust.signed_statement(manifest.directory, manifest.content, manifest.beside[1])[0]
+        return trust.signed_statement(manifest.directory, manifest.content, manifest.signature)[0]
     except UserError:
         path = manifest.directory / PROVENANCE
         statement = read_json(path, "run doit compile")
@@ -60,7 +60,7 @@ def _rows(definition: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator
 
 def _voucher(manifest: Manifest) -> str:
     try:
-        return trust.allowed(manifest.directory, manifest.content, *manifest.beside)
+        return trust.allowed(manifest.directory, manifest.content, manifest.mark, manifest.signature)
     except UserError as error:
         return f"nobody whom you trust: {error}"
 
@@ -88,6 +88,8 @@ def _figure(value: Any) -> str:
     match value:
         case bool():
             return "yes" if value else "no"
+        case None:
+            return "none"
         case float():
             return f"{value:.4g}"
         case list():

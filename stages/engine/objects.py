@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,9 @@ from stages.engine.files import read_json
 from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
 from stages.engine.progress import Bar, say, speaker
+
+_running: set[subprocess.Popen[str]] = set()
+_one_for_each_cpu = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 _ERROR = re.compile(r"\berror\b", re.IGNORECASE)
 
@@ -82,9 +86,25 @@ def write_objects(
 def run_compiler(command: Sequence[str], failed: str) -> None:
     """Run a compiler or linker. Raises UserError: `failed` and its first error."""
     say(f"waiting for {Path(command[0]).name}")
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise UserError(f"{failed}: {complaint(run.stderr)}")
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with (
+        _one_for_each_cpu,
+        subprocess.Popen(command, text=True, stdin=none, stdout=none, stderr=pipe) as compiler,
+    ):
+        _running.add(compiler)
+        try:
+            _, said = compiler.communicate()
+        finally:
+            _running.discard(compiler)
+            compiler.kill()
+    if compiler.returncode:
+        raise UserError(f"{failed}: {complaint(said)}")
+
+
+def stop_compilers() -> None:
+    """End the compilers that threads of this process wait for."""
+    for compiler in list(_running):
+        compiler.terminate()
 
 
 def complaint(output: str) -> str:

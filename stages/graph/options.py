@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ class Options(Sampling, Running, Answering, Signers):
         return _parts(self.ignore)
 
 
+@cache
 def variables() -> dict[str, Option]:
     """Return the variables by name."""
     own = Options.__annotations__

@@ -106,8 +106,10 @@ class Wiring:
         yield self._manifest(libraries)
 
     def libraries(self) -> list[Library]:
-        """Return the library of all host programs, which target cpu builds for all targets, and one for each device
-        program."""
+        """Return the libraries of the programs.
+
+        Target cpu builds one of all host programs, for all targets; each device program has one.
+        """
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
@@ -298,8 +300,10 @@ class Wiring:
         )
 
     def _description(self) -> tuple[Any, list[Path], dict[str, Any]]:
-        """Return the action that describes the directory, the files that it reads besides modules and programs, and
-        more arguments."""
+        """Return the action that describes the directory, files that it reads, and more arguments.
+
+        The files are those besides modules and programs.
+        """
         parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
         more = {"model": self.build.source.name, "calibrated": bool(self.build.calibration)}
         return partial(write_manifest, self.directory), parts, more

@@ -28,8 +28,8 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     moved, weights = estimate.traffic()
     rate, token = estimate.machine.ddr_gbps, estimate.token()
     print(
-        f"{figures['model']} on the NPU, by arithmetic, not measured: weights {figures['weights']}, grouping "
-        f"{estimate.name}\n   token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
+        f"{figures['model']} on the NPU, by arithmetic, not measured: weights {figures['weights']}, "
+        f"grouping {estimate.name}\n  token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
     )
     for phase, *sizes in estimate.prompts():
         print(f"  {phase}: {_sum(estimate.prompt(*sizes))}")

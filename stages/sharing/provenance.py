@@ -81,8 +81,10 @@ def _tools(receipts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def signed(directory: Path) -> bytes:
-    """Return the content of `manifest.sig`: the provenance and the results of `doit verify`, signed with the user's
-    key. Raises UserError."""
+    """Return the content of `manifest.sig`, signed with the user's key. Raises UserError.
+
+    It is the provenance and the results of `doit verify`.
+    """
     content = read_json(directory / PROVENANCE)
     if proof := verified(directory):
         name, digest = VERIFIED, content_sha256(directory / VERIFIED)

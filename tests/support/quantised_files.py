@@ -1,0 +1,91 @@
+"""Small files of quantised checkpoints, and the metadata of their tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from tokenizers import Tokenizer
+
+from stages.model.families import parse_config, tensors
+from stages.model.importers.gguf import rotary_order, tensor_name
+from stages.model.importers.gguf_blocks import TYPES
+from tests.conftest import CONFIG
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[test]'")
+
+
+SHAPES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+
+
+CONFIG_OF_TESTS = CONFIG | SHAPES
+
+
+MATRICES = [name for name, shape in tensors(parse_config(CONFIG_OF_TESTS, "test")).items() if len(shape) == 2]
+
+
+def write_file(path: Path, types: dict[str, str], **changes: Any) -> dict[str, np.ndarray]:
+    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. `changes`: to its
+    configuration. Returns values by name."""
+    config = parse_config(CONFIG_OF_TESTS | changes, "test")
+    writer = gguf.GGUFWriter(path, "llama")
+    fields: dict[str, Any] = {
+        "context_length": 128,
+        "embedding_length": 256,
+        "block_count": config.layers,
+        "feed_forward_length": 512,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 64,
+        "rope.dimension_count": 64,
+        "vocab_size": config.vocab,
+    }
+    for name, value in fields.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_eos_token_id(2)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<", "1", "<1", *(f"<{i}>" for i in range(3, config.vocab))])
+    writer.add_token_types([1] * config.vocab)
+    writer.add_token_merges(["< 1"])
+    rng, values = np.random.default_rng(0), {}
+    for name, shape in tensors(config).items():
+        kind = gguf.GGMLQuantizationType[types.get(name, "F32")]
+        raw = random_blocks(rng, kind, shape)
+        writer.add_tensor(tensor_name(name), raw, raw_dtype=kind)
+        wide = gguf.dequantize(raw, kind).reshape(shape)
+        order = rotary_order(name, shape[0], config.head_dim)
+        values[name] = wide if order is None else wide[np.argsort(order)]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def random_blocks(rng: np.random.Generator, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Any numbers, with factors of both signs that are neither tiny nor huge."""
+    type_ = TYPES[kind]
+    if type_.stored is None:
+        dtype = {"F32": np.float32, "F16": np.float16, "BF16": bfloat16}[type_.name]
+        values = rng.standard_normal(shape, np.float32).astype(dtype)
+        return values.view(np.uint8).reshape(*shape[:-1], -1) if type_.name == "BF16" else values
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // type_.values, type_.bytes), np.uint8)
+    first, end = type_.factors
+    factors = rng.standard_normal((*raw.shape[:-1], (end - first) // 2), np.float32).astype(np.float16)
+    raw[..., first:end] = factors.view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
+
+
+def metadata_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a byte-level tokenizer."""
+    inner, added = json.loads(tokenizer.to_str())["model"], tokenizer.get_added_tokens_decoder()
+    ids = range(tokenizer.get_vocab_size())
+    kinds = [(3 if added[i].special else 4) if i in added else 1 for i in ids]
+    merges = [" ".join(merge) for merge in inner["merges"]]
+    return {"model": "gpt2", "tokens": [tokenizer.id_to_token(i) for i in ids], "token_type": kinds, "merges": merges}
