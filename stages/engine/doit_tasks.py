@@ -91,7 +91,7 @@ class OneLineReporter(ConsoleReporter):
         if not _is_step(task):
             return
         if self._display:
-            self._display.begin(task.name)
+            self._display.begin(task.name, stays=bool(named))
         elif named:
             self.write(f"{task.title()}\n")
 
