@@ -1,7 +1,8 @@
 """The operations of MLIR-AIR that our programs use: launch > segment > herd, n-dimensional DMA, channels.
 
 A launch is a grid of steps run by the command processor, a segment owns the L2 buffers, a herd runs its body on every
-tile of a rectangle of cores. All three are isolated from above: what they use, they are given.
+tile of a rectangle of cores. All three are isolated from above: what they use, they are given. xDSL's own experimental
+dialect is not used: its operations have asynchronous tokens as results, and ours have none.
 """
 
 from __future__ import annotations

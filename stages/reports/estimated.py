@@ -42,7 +42,7 @@ ARRAY_SIDE, HOST_SIDE = "array", "host"
 
 @dataclass(frozen=True)
 class Moment:
-    """What one side does while the other waits: a launch of a program, a host call, submissions, copies."""
+    """Work of one side while the other waits: a launch of a program, a host call, submissions, copies."""
 
     side: str
     program: str

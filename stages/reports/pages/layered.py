@@ -1,4 +1,4 @@
-"""Where the nodes of a directed acyclic graph lie in a drawing: in columns from left to right."""
+"""Place the nodes of a directed acyclic graph in columns, from left to right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOINT = "\0"
 """First character of a joint's name."""
 
 Graph = Mapping[str, Collection[str]]
-"""By node, its direct predecessors. Predecessors come first."""
+"""The direct predecessors of each node, which come before it."""
 
 
 def reduced(graph: Graph) -> dict[str, list[str]]:
