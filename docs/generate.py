@@ -22,7 +22,9 @@ from stages.graph.options import COMMANDS, GROUPS, table, variables  # noqa: E40
 _MADE = "<!-- Made by docs/generate.py. -->\n"
 _API = (
     ("engine/llama.py", ("load", "Llama")),
+    ("engine/engine.py", ("Engine",)),
     ("engine/completion.py", ("Completion", "Stats", "Logprob")),
+    ("engine/trace.py", ("TracedCall",)),
     ("devices/spans.py", ("Recorder", "Span")),
     ("errors.py", ("UserError",)),
 )
@@ -37,16 +39,21 @@ def pages() -> dict[str, str]:
 def commands() -> str:
     """Return the page of all commands."""
     taken = table()
-    lines = [_MADE, "# Commands\n", "`doit help COMMAND` prints the same in a terminal, with each option's sentence.\n"]
-    shared = [each for each in variables().values() if len(each.commands) > len(COMMANDS) / 2]
-    lines += [f"Most commands take {_links(shared)}; below, *usual options* are those of them that a command takes.\n"]
+    lines = [
+        _MADE,
+        "# Commands\n",
+        "`doit help COMMAND` prints the same in a terminal, with each option's sentence.\n",
+    ]
     for group, members in GROUPS.items():
         lines += [f"## {group}\n"]
         for name, sentence in members.items():
+            shared = [each for each in taken[name] if len(each.commands) > len(COMMANDS) / 2]
             own = [each for each in taken[name] if each not in shared]
-            usual = "usual options" if len(taken[name]) > len(own) else ""
-            listed = " and ".join(filter(None, [_links(own), usual])) or "none"
-            lines += [f"### doit {name}\n", f"{sentence}.\n", f"Options: {listed}.\n"]
+            lines += [f"### doit {name}\n", f"{sentence}.\n"]
+            lines += [
+                f"- {what}: {_links(listed)}" for what, listed in (("Its own", own), ("Shared", shared)) if listed
+            ]
+            lines += [""]
     lines += ["## With an artifact directory alone\n", "`llama-npu2 DIR PROMPT` is `llama-npu2 run DIR PROMPT`.\n"]
     known = list(options_of(*GROUPS_OF_RUNTIME))
     for name, sentence in OF_RUNTIME.items():
@@ -66,10 +73,11 @@ def options() -> str:
     ]
     lines += ["An option with a flag is one of `llama-npu2`, too.\n"]
     runtime = {each.name: each for each in options_of(*GROUPS_OF_RUNTIME)}
-    for name, each in (runtime | variables()).items():
+    known = variables()
+    for name, each in (known | {name: each for name, each in runtime.items() if name not in known}).items():
         facts = [("default", each.shown_default or ("off" if each.type == "bool" else "none")), ("unit", each.unit)]
         facts += [("values", ", ".join(f"`{choice}`" for choice in each.choices)), ("bounds", _bounds(each))]
-        takers = [f"doit {command}" for command in each.commands] if name in variables() else []
+        takers = [f"doit {command}" for command in each.commands] if name in known else []
         if name in runtime:
             takers += [f"llama-npu2 {command}" for command in runtime[name].commands]
             facts += [("flag", f"`{each.flag}`")]

@@ -118,9 +118,10 @@ def write_checkpoint(directory: Path, shards: int = 1, dtype: Any = bfloat16, se
 
 
 def doit(*arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a doit command line as a user would."""
+    """Run a doit command line as a user would who asks for the names of steps."""
     command = [sys.executable, "-m", "doit", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True, timeout=600)
+    env = os.environ | {"LLAMA_NPU2_VERBOSITY": "1"} | (env or {})
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def outputs_of_two_runs(script: str) -> set[bytes]:

@@ -16,11 +16,11 @@ import ml_dtypes
 import numpy as np
 
 from llama_npu2.artifact.cpu_features import cpu_features
-from stages.engine.objects import compile_object
+from stages.engine.objects import compile_object, source_file
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
-from stages.targets.cpu.instruction_sets import dispatch, sets_of
+from stages.targets.cpu.instruction_sets import dispatch, objects_of
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
@@ -78,9 +78,8 @@ def machine_isas() -> list[str]:
 def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
-    kernels = HOST.values()
-    head = ["#include <cstring>", prototypes(kernels), dispatch(kernels), take]
-    return "\n".join([*head, *map(_entry, kernels), _TEAM_SOURCE])
+    declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values())]
+    return "\n".join([*declared, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
 
 
 def _entry(kernel: Kernel) -> str:
@@ -93,10 +92,14 @@ def _entry(kernel: Kernel) -> str:
 def build(directory: Path, cache: Path) -> Path:
     """One shared object with all kernels and the team, whose objects are those of builds, and the glue."""
     (directory / "glue.cc").write_text(glue())
-    sources = [(source, isa) for source in sorted(CPU.glob("*.cc")) for isa in sets_of(source.stem) or ("",)]
+    sources = sorted(name for path in CPU.glob("*.cc") for name in objects_of(path.stem))
+
+    def compiled(source: str) -> Path:
+        stem, _, isa = Path(source).name.partition(".")
+        return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda given: host_object(given[0], cache, prototypes_of(given[0].stem), given[1]), sources)
-        objects = [*(each.path for each in compiled), build_object(directory / "glue.cc", directory / "glue.o")]
+        objects = [*pool.map(compiled, sources), build_object(directory / "glue.cc", directory / "glue.o")]
     return link(objects, directory / "kernels.so")
 
 

@@ -148,7 +148,7 @@ NOT_LOADED: dict[str, tuple[Attack, str]] = {
     "blank behind the manifest": (replace("manifest.json", lambda c: c + b" "), "not about this manifest"),
     "older version": (older, "reads format"),
     "signature of something else": (signed_for_the_cache, "it is for 'application/vnd.llama-npu2.step'"),
-    "bit of the signature": (flip(trust.SIGNATURE), "not signed as it must be"),
+    "bit of the signature": (flip(trust.SIGNATURE), "not signed correctly"),
     "signature cut": (replace(trust.SIGNATURE, lambda c: c[: len(c) // 2]), "it is not JSON"),
     "signature without end": (special(trust.SIGNATURE, sparse), "bytes"),
     "signature that nests": (replace(trust.SIGNATURE, lambda c: b"[" * 200_000), "it is not JSON"),
@@ -317,7 +317,7 @@ def build_of(arrived: Path) -> Build:
 
 FOREIGN: dict[str, tuple[Attack, str]] = {
     "nobody signed it": (special(trust.SIGNATURE, lambda path: None), "manifest"),
-    "object exchanged": (flip("build/objects/cpu/gemm/gemm.o"), "object:cpu/gemm"),
+    "object exchanged": (flip("build/objects/cpu/gemm.portable/gemm.portable.o"), "object:cpu/gemm.portable"),
     "source altered": (replace("build/modules/host.cc", lambda c: c + b"// x"), "module:host"),
     "program altered": (flip("elf/o_ffn.so"), "elf:o_ffn"),
 }
@@ -482,7 +482,7 @@ def test_provenance_is_what_the_signer_said(arrived: Path, capsys: pytest.Captur
     manifest = (build.directory / "manifest.json").read_bytes()
     assert statement["subject"][0]["digest"]["sha256"] == hashlib.sha256(manifest).hexdigest()
     byproducts = {entry["name"] for entry in statement["predicate"]["runDetails"]["byproducts"]}
-    assert {"elf/host.so", "build/modules/host.cc", "build/objects/cpu/gemm/gemm.o"} <= byproducts
+    assert {"elf/host.so", "build/modules/host.cc", "build/objects/cpu/gemm.portable/gemm.portable.o"} <= byproducts
 
 
 def test_a_measurement_is_signed_if_it_is_of_this_manifest(arrived: Path, become: Become) -> None:

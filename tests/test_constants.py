@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.engine.places import KERNELS
+from stages.targets.cpu.instruction_sets import options, sets_of
 from stages.targets.cpu.toolchain import need_host_compiler
 from stages.weights import constants
 
@@ -24,7 +25,7 @@ SHAPES = {
 }
 READERS = {
     "PANEL_ROWS": ("cpu/gemm.cc", "cpu/gemv.cc", "cpu/embed.cc"),
-    "KV_BLOCK_POSITIONS": ("cpu/flash_attention.cc", "cpu/decode_attention.cc"),
+    "KV_BLOCK_POSITIONS": ("cpu/attention.cc", "cpu/attention_kv.cc"),
     "GROUP": ("cpu/int4.cc", "cpu/int6.cc", "cpu/int8.cc", "cpu/int4_f32.cc", "cpu/int8_f32.cc"),
     "SHORT_GROUP": ("cpu/int8_f32_16.cc",),
     "QUAD": ("cpu/w8a8.cc",),
@@ -51,7 +52,8 @@ def compile_errors(source: str, macros: Sequence[str], kernels: Path = KERNELS) 
     """What the compiler refuses of `<kernel set>/<file>`; nothing if it does not. Sizes suit blocks of any edge."""
     sizes = [f"-D{size}=64" for size in SHAPES.get(source, "").split()]
     flags = [*FLAGS[source.split("/")[0]], *sizes, *macros, f"-I{kernels / 'cpu'}", f"-I{kernels / 'sim'}"]
-    command = [*need_host_compiler(), *flags, "-fsyntax-only", str(kernels / source)]
+    isa = "portable" if sets_of(Path(source).stem) and source.startswith("cpu/") else ""
+    command = [*need_host_compiler(), *flags, "-fsyntax-only", *options(kernels / source, isa)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (run.returncode != 0) == ("error" in run.stderr)
     return run.stderr

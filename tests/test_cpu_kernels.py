@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from llama_npu2.errors import UserError
 from stages.kernels import Arg, signature
 from stages.kernels.append_kv import reference_panels
-from stages.targets.cpu.instruction_sets import options
+from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.prototypes import prototypes
 from stages.weights.constants import KV_BLOCK_POSITIONS
 from stages.weights.formats import formats
@@ -33,7 +33,6 @@ from tests.cpu_kernels_util import (
     Kernels,
     Teams,
     U,
-    build_object,
     guarded,
     link,
     machine_isas,
@@ -292,8 +291,8 @@ PROBE = """
 #include "epilogue.h"
 #include "streams.h"
 #include "gemv_core.h"
-namespace ISA {
-static float product_of_fresh_line(bf16 value) {
+using namespace ISA;
+extern "C" float product_of_fresh_line(bf16 value) {
     bf16 line[line_elements];
     for (bf16 &element : line) element = value;
     const bf16 *panels[] = {line};
@@ -303,8 +302,6 @@ static float product_of_fresh_line(bf16 value) {
     for (bf16 &element : line) element = 0;
     return sum[0];
 }
-}
-extern "C" float product_of_fresh_line(uint16_t value) { return ISA::product_of_fresh_line(value); }
 """
 
 
@@ -313,8 +310,9 @@ def test_assembly_reads_what_was_stored_just_before(tmp_path: Path) -> None:
     """The compiler has to know that it reads the line: else it drops the stores, which nothing else reads."""
     source = tmp_path / "probe.cc"
     source.write_text(PROBE)
-    flags = options(source, "avx512bf16")[:-1]
-    library = link([build_object(CPU / "one_isa.h", tmp_path / "probe.o", *flags)], tmp_path / "probe.so")
+    (tmp_path / "one_isa.h").symlink_to(CPU / "one_isa.h")
+    compile_host(source, tmp_path / "probe.o", "", "avx512bf16")
+    library = link([tmp_path / "probe.o"], tmp_path / "probe.so")
     probe = ctypes.CDLL(str(library)).product_of_fresh_line
     probe.restype = ctypes.c_float
     for value in (1.5, -3.0, 64.0):
@@ -642,9 +640,8 @@ def test_kernels_stay_inside_of_their_library(library):
 )
 def test_a_source_with_another_signature_does_not_compile(tmp_path, first_arg, params, compiles):
     kernel = signature("rms_norm", (first_arg, "weight"), params, lambda: None)
-    (tmp_path / "prototypes.h").write_text(prototypes([kernel]))
     compile_it = partial(
-        build_object, CPU / "rms_norm.cc", tmp_path / "out.o", "-include", str(tmp_path / "prototypes.h")
+        compile_host, CPU / "rms_norm.cc", tmp_path / "out.o", prototypes([kernel], "portable"), "portable"
     )
     if compiles:
         compile_it()

@@ -64,10 +64,10 @@ HOST = [
         "load_bf16(x + i, cols - i) * scale",
         ("rms_norm", *FIRST),
     ),
-    Fault("index", "append_kv_panels.cc", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", "decode", 0)),
+    Fault("index", "append_kv_panels.h", "= v[d];", "= v[d ^ 1];", ("append_kv_panels", "decode", 0)),
     Fault(
         "index",
-        "append_kv_panels.cc",
+        "append_kv_panels.h",
         "offset = p % kv_block_positions",
         "offset = (p ^ 1) % kv_block_positions",
         ("append_kv_panels", "decode", 0),
@@ -95,7 +95,7 @@ HOST = [
     ),
     Fault(
         "index",
-        "decode_attention.cc",
+        "decode_attention.h",
         "attend(tile, shape, kv, pos, task, following)",
         "attend(tile, shape, kv, pos - 1, task, following)",
         ("decode_attention_panels", "decode", 0),

@@ -182,5 +182,5 @@ def test_signed_for_others(demo: Path, tmp_path: Path, capsys: pytest.CaptureFix
     options = {"artifacts": str(demo.parents[1]), "target": "cpu", "output": str(tmp_path / "demo.pyz")}
     export_module.run(Build(parse_options(options)))
     assert capsys.readouterr().out.startswith(f"{tmp_path}/demo.pyz: ")
-    assert Manifest.open(tmp_path / "demo.pyz").beside[1], "its signature"
+    assert Manifest.open(tmp_path / "demo.pyz").signature, "its signature"
     assert os.access(tmp_path / "demo.pyz", os.X_OK)

@@ -14,11 +14,11 @@ import pytest
 from llama_npu2 import Llama, UserError, load
 from llama_npu2.engine.sampling import log_softmax
 from stages.commands import perplexity
-from stages.commands.perplexity import Window, side_by_side, strided
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.model.sources import DEMO
 from stages.proof.comparison import divergence
+from stages.proof.comparison.perplexity import Window, measure, side_by_side, strided
 
 IDS = list(range(100, 117))
 
@@ -60,7 +60,7 @@ def test_the_figures_are_those_of_tokens_one_by_one(llm: Llama) -> None:
     for window in windows:
         logprobs = log_softmax(divergence.artifact_logits(llm, window.ids))
         surprise += [-logprobs[at - 1, window.ids[at]] for at in range(window.first, len(window.ids))]
-    found = perplexity.measure(llm, windows)
+    found = measure(llm, windows)
     assert found.tokens == len(ids) - 1 and found.read == sum(len(window.ids) for window in windows)
     assert found.perplexity == np.exp(np.mean(surprise))
     means = np.random.default_rng(0).choice(surprise, (10_000, len(surprise))).mean(axis=1)
@@ -119,8 +119,8 @@ def test_as_doit_runs_it(demo: Path, artifacts: Path, tmp_path: Path, capsys: py
 def test_what_cannot_be_measured(llm: Llama, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"stride=9: must be at most the window of 8"):
         list(strided(IDS, 8, 9))
-    with pytest.raises(UserError, match="no two tokens to predict"):
-        perplexity.measure(llm, list(side_by_side(IDS, 18, [7])))
+    with pytest.raises(UserError, match="it has fewer than two tokens to predict"):
+        measure(llm, list(side_by_side(IDS, 18, [7])))
     with pytest.raises(UserError, match=r"recipe=ours: choose one of transformers, llama.cpp"):
         parse_options({"recipe": "ours"})
     with pytest.raises(UserError, match=r"window=1: must be at least 2"):

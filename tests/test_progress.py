@@ -103,9 +103,9 @@ def lines(seen: str) -> list[str]:
     return [line.rstrip() for line in MOVE.sub("\n", COLOUR.sub("", seen)).splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"], ["-n", "2", "-P", "thread"]], ids=["serial", "process", "thread"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
-    status, seen = on_terminal(build, *runner, "compile")
+    status, seen = on_terminal(build, *runner, "-v", "1", "compile")
     assert status == 0, seen
     shown = lines(seen)
     for step in ("first", "second", "third"):
@@ -113,7 +113,7 @@ def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
         assert any(re.search(rf"{step} \d\.\d s, packing: [0-4] of 4(;|$)", line) for line in drawn)
         assert any("waiting for [tool]" in line for line in drawn)
         assert f"{step} printed" in shown and f"{step} warned" in shown
-    # What is done stays, with its time.
+    # What is done stays, with its time, because that was asked for.
     assert all(any(re.fullmatch(rf"{step} \d\.\d s", line) for line in shown) for step in ("first", "second", "third"))
     assert any(re.match(r"\S \S+ 2 of 3 steps", line) for line in shown)
     assert re.fullmatch(COMPLETE, shown[-1])
@@ -121,8 +121,14 @@ def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
     assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
 
 
-def test_elsewhere_a_line_per_step(build: Path) -> None:
-    command = [sys.executable, "-m", "doit", "compile"]
+def test_what_is_done_leaves_its_time_if_asked_for(build: Path) -> None:
+    status, seen = on_terminal(build, "-v", "1", "compile")
+    shown = lines(seen)
+    assert status == 0 and all(any(re.fullmatch(rf"{step} \d\.\d s", s) for s in shown) for step in ("first", "second"))
+
+
+def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
+    command = [sys.executable, "-m", "doit", "-n", "0", "-v", "1", "compile"]
     run = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)
     steps = ("first", "second", "third")
     said = [line for step in steps for line in (step, f"{step} printed", f"{step} warned")]
@@ -147,6 +153,7 @@ def test_a_command_has_the_terminal_to_itself(build: Path) -> None:
     (build / "artifacts/model/cpu").mkdir(parents=True)
     status, seen = on_terminal(build, "speak")
     assert status == 0 and lines(seen)[-1] == "terminal True"
+    assert not any(re.fullmatch(r"\w+ \d\.\d s", line) for line in lines(seen)), "no step leaves a line"
 
 
 def test_a_failure_stays_one_line(build: Path) -> None:
@@ -157,7 +164,7 @@ def test_a_failure_stays_one_line(build: Path) -> None:
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0
 
 
-@pytest.mark.parametrize("runner", [[], ["-n", "2"]], ids=["serial", "process"])
+@pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_ctrl_c_ends_in_one_line(runner: list[str], build: Path) -> None:
     pressed = []
 

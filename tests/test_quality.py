@@ -11,6 +11,7 @@ from llama_npu2.errors import UserError
 from stages.commands import quality
 from stages.graph import Build
 from stages.graph.options import parse_options
+from stages.proof.comparison.rounded import of_peers
 from tests.conftest import needs_llama_cpp
 
 pytestmark = pytest.mark.verify
@@ -27,8 +28,13 @@ def test_formats_are_measured_beside_those_of_llama_cpp(
     (tmp_path / "text").write_text("The capital of France is Paris. " * 8)
     given = {"artifacts": str(artifacts), "text": str(tmp_path / "text")}
     quality.run(Build(parse_options(given | {"peers": "llama.cpp"})))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[3:]]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()[3:]
+        if "|" in line
+    ]
     found = {name: cells for name, *cells in rows}
+    assert float(found["the checkpoint"][1].split()[0]) == 0 and found["the checkpoint"][3] == "100.00%"
     assert found["int8"] == found["llama.cpp Q8_0"] and found["int8"][0] == "8.50"
     bits, lost = ([float(found[name][at].split()[0]) for name in ("int8", "int6", "int4")] for at in (0, 1))
     assert bits == sorted(bits, reverse=True) and lost == sorted(lost)
@@ -44,4 +50,4 @@ def test_peers_without_formats_are_refused(demo: Path, artifacts: Path) -> None:
     del demo
     wanted = Build(parse_options({"artifacts": str(artifacts), "peers": "transformers"}))
     with pytest.raises(UserError, match="peers=transformers: it has no formats of its own: leave it out"):
-        next(quality._peers(wanted, []))
+        next(of_peers(wanted, []))

@@ -29,7 +29,7 @@ from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.proof.selftest import faults, ladder, measure, raw, report
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
-from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Climb, Kit, Rung, climb
+from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
 from stages.proof.selftest.trial import judge
 from stages.targets.npu2.groupings import GROUPINGS
@@ -53,12 +53,12 @@ def simulated(artifacts: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def on_npu(simulated: Path) -> Kit:
+def on_npu(simulated: Path) -> Setup:
     """What the stand-in takes for artifacts of `npu2`."""
     opened = [Manifest.open(simulated / name / "npu2-sim") for name in ("selftest", "demo")]
     config = read_config(opened[1].directory / CONFIG)
     made = programs(config.family, GROUPINGS["fused"], BUCKETS)
-    return Kit(*map(as_npu2, opened), config, made, threads=1, repeats=1)
+    return Setup(*map(as_npu2, opened), config, made, threads=1, repeats=1)
 
 
 def as_npu2(manifest: Manifest) -> Manifest:
@@ -68,7 +68,7 @@ def as_npu2(manifest: Manifest) -> Manifest:
 
 
 @pytest.fixture
-def short(on_npu: Kit, monkeypatch: pytest.MonkeyPatch) -> Kit:
+def short(on_npu: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Without the rungs that take long and which a test does not reach for."""
     monkeypatch.setattr(measure, "TIMED", ())
     few = [probes()[name] for name in ("add", "rope_kv", "silu_and_mul", "gemm_kv")]
@@ -91,7 +91,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("pyxrt", None)
 
 
-def results(found: Climb) -> dict[str, set[str]]:
+def results(found: Outcome) -> dict[str, set[str]]:
     by_rung: dict[str, set[str]] = {}
     for rung in found.rungs:
         by_rung.setdefault(rung.rung, set()).add(rung.result)
@@ -101,12 +101,12 @@ def results(found: Climb) -> dict[str, set[str]]:
 # Right
 
 
-def test_all_rungs_hold(on_npu: Kit) -> None:
+def test_all_rungs_hold(on_npu: Setup) -> None:
     install()
     said: list[Rung] = []
-    found = climb(on_npu, said.append)
+    found = run_ladder(on_npu, said.append)
     assert said == found.rungs
-    assert found.broken is None, found.broken
+    assert found.failed is None, found.failed
     expected = {name: {PASSED} for name in (faults.DEVICE, faults.CONTEXT, faults.KERNEL, faults.TILE, faults.LISTS)}
     expected |= {name: {PASSED} for name in (faults.SWITCH, faults.TIMES, faults.HEAP, faults.PROGRAM, faults.LAYER)}
     expected |= {faults.PROMPT: {PASSED}, faults.TOKEN: {PASSED}, faults.WATCHDOG: {SKIPPED}}
@@ -139,7 +139,7 @@ def test_the_simulator_climbs_what_it_can(simulated: Path) -> None:
     assert ran(run) == set(), "all was built"
     assert "passed   tile function, gemm: " in run.stdout
     assert "passed   token, tokens of demo" in run.stdout
-    assert "rungs hold" in run.stdout
+    assert "checks passed" in run.stdout
     assert faults.DEVICE not in run.stdout.split()
     content = json.loads((simulated / "selftest/npu2-sim/report.json").read_text())
     assert content["measured"] == {}, "a simulator's times are not the NPU's"
@@ -149,10 +149,10 @@ def test_the_simulator_climbs_what_it_can(simulated: Path) -> None:
 def test_selftest_is_the_arrays(artifacts: Path) -> None:
     run = doit("selftest", f"artifacts={artifacts}", "target=cpu")
     assert run.returncode
-    assert run.stderr == "error: selftest: target cpu runs nothing on the NPU's array: add target=npu2\n"
+    assert run.stderr == "error: selftest: target cpu runs no programs on the NPU: add target=npu2\n"
 
 
-# Broken
+# Failure
 
 
 def corrupted(
@@ -305,13 +305,13 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_fault_is_named(short: Kit, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_fault_is_named(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     switches, inject, rung, cause, detail = BREAKS[name]
     install(**switches)
     if inject:
         inject(monkeypatch)
-    found = climb(short)
-    broken = found.broken
+    found = run_ladder(short)
+    broken = found.failed
     assert broken is not None
     assert (broken.rung, broken.cause) == (rung, cause), broken
     assert broken is found.rungs[-1], "it stops there"
@@ -323,10 +323,10 @@ def test_a_fault_is_named(short: Kit, monkeypatch: pytest.MonkeyPatch, name: str
         install()
 
 
-def test_a_kernel_of_another_name(short: Kit) -> None:
+def test_a_kernel_of_another_name(short: Setup) -> None:
     install()
     named = {name: {**program, "kernel": "other"} for name, program in short.probes.programs.items()}
-    broken = climb(replace(short, probes=replace(short.probes, programs=named))).broken
+    broken = run_ladder(replace(short, probes=replace(short.probes, programs=named))).failed
     assert broken and (broken.rung, broken.cause) == (faults.CONTEXT, "no kernel"), broken
 
 
@@ -338,19 +338,19 @@ LISTS: dict[str, tuple[dict[str, Any], Inject, str]] = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_run_lists_can_be_done_without(short: Kit, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_run_lists_can_be_done_without(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     switches, inject, cause = LISTS[name]
     install(**switches)
     inject(monkeypatch)
-    found = climb(short)
-    assert found.broken is None, found.broken
+    found = run_ladder(short)
+    assert found.failed is None, found.failed
     (limited,) = (rung for rung in found.rungs if rung.result == LIMITED)
     assert (limited.rung, limited.cause) == (faults.LISTS, cause)
     assert found.observed["run_lists"] is False
     assert ladder.NO_LISTS not in os.environ, "what the runtime was told ends with the climb"
 
 
-def test_heap_is_counted(short: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heap_is_counted(short: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     original, counts = ladder._Ladder.heap, []
 
@@ -361,8 +361,8 @@ def test_heap_is_counted(short: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(counts[0])
 
     monkeypatch.setattr(ladder._Ladder, "heap", heap)
-    found = climb(short)
-    assert found.broken is None
+    found = run_ladder(short)
+    assert found.failed is None
     assert found.observed["heap"]["runs"] == 33
     assert "No space left" in found.observed["heap"]["refused"]
 
@@ -371,7 +371,7 @@ def test_heap_is_counted(short: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def risky(short: Kit, monkeypatch: pytest.MonkeyPatch) -> Kit:
+def risky(short: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Every submission takes a fifth of a second, by the clock that there is."""
     ticks = itertools.count()
     monkeypatch.setattr(raw, "clock", lambda: 0.2 * next(ticks))
@@ -383,12 +383,12 @@ def risky(short: Kit, monkeypatch: pytest.MonkeyPatch) -> Kit:
 ENDED = "runlist failed execution (ERT_CMD_STATE_TIMEOUT)"
 
 
-def test_watchdog_bites_where_it_must(risky: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_bites_where_it_must(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     no_list(monkeypatch, ENDED, 10)
     monkeypatch.setattr(ladder, "LISTED", 4)
-    found = climb(risky)
-    assert found.broken is None, found.broken
+    found = run_ladder(risky)
+    assert found.failed is None, found.failed
     seen = found.observed["watchdog"]
     assert seen["run_seconds"] == pytest.approx(0.2)
     assert seen["command_of_1_s"].startswith("5 runs")
@@ -396,16 +396,16 @@ def test_watchdog_bites_where_it_must(risky: Kit, monkeypatch: pytest.MonkeyPatc
     assert "15 runs, ended after" in seen["command_of_3_s"]
 
 
-def test_watchdog_bites_too_early(risky: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_bites_too_early(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     no_list(monkeypatch, ENDED, 4)
     monkeypatch.setattr(ladder, "LISTED", 4)
-    broken = climb(risky).broken
+    broken = run_ladder(risky).failed
     assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "timeout"), broken
     assert broken.detail.startswith("5 runs")
 
 
-def test_device_does_not_come_back(risky: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_does_not_come_back(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     world = install()
     wait = pyxrt_standin.runlist.wait
 
@@ -417,7 +417,7 @@ def test_device_does_not_come_back(risky: Kit, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(pyxrt_standin.runlist, "wait", fatal)
     monkeypatch.setattr(ladder, "LISTED", 4)
-    broken = climb(risky).broken
+    broken = run_ladder(risky).failed
     assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "not recovered"), broken
 
 
@@ -515,7 +515,7 @@ def test_report_says_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(report.Path, "cwd", lambda: Path("/home/jane doe/llama"))
     text = "/home/jane doe/llama/artifacts/x.elf cannot be loaded by jane@janes-laptop (in file:///home/jane/y.so:3)"
     rung = Rung("context", "an ELF", BROKEN, text, 0.1, "failed", "m", "see https://example.org/a/b")
-    found = Climb([rung], {}, {"step_us": 1.5}, {"heap": {"refused": "~/x/heap and /opt/xilinx/xrt/lib"}})
+    found = Outcome([rung], {}, {"step_us": 1.5}, {"heap": {"refused": "~/x/heap and /opt/xilinx/xrt/lib"}})
     rows = [{"what": "pyxrt", "found": "yes", "version": "/opt/xilinx/xrt/python/pyxrt.so"}]
     content = report.report(found, rows, {"model": "janes"})
     path = report.write(tmp_path, content)
@@ -528,17 +528,17 @@ def test_report_says_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch, t
     assert json.loads(path.read_text())["measured"] == {"step_us": 1.5}
 
 
-def test_report_of_a_real_climb_names_nobody(short: Kit, tmp_path: Path) -> None:
+def test_report_of_a_real_climb_names_nobody(short: Setup, tmp_path: Path) -> None:
     install(fail_config="/dev/accel/accel0 is busy")
     from dataclasses import asdict
 
     from stages.commands import doctor
 
-    content = report.report(climb(short), [asdict(row) for row in doctor.report()], {"target": "npu2"})
+    content = report.report(run_ladder(short), [asdict(row) for row in doctor.report()], {"target": "npu2"})
     path = report.write(tmp_path, content)
     page = path.with_suffix(".txt").read_text()
     assert page.startswith("broken at context switch: ")
-    assert "  that means: " in page
+    assert "  meaning: " in page
     assert "  try: " in page
     for written in (path.read_text(), page):
         for name in report.names_of_here():
@@ -582,7 +582,7 @@ def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> No
     """Built by the tools, copied into a checkout on a machine that has none: nothing is built, the ladder climbs."""
     first = doit(*COMMAND, cwd=built, env=fakes | bindings(built, tmp_path))
     assert {"probe:module:add", "probe:object:aie2p/gemm", "probe:elf:stream_16", "probe:manifest"} <= ran(first)
-    assert "rungs hold" in first.stdout
+    assert "checks passed" in first.stdout
     other = tmp_path / "other"
     shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
     for name in ("demo", "selftest"):
@@ -594,7 +594,7 @@ def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> No
     assert again.returncode
     assert "probe:" not in again.stderr
     assert "broken   first kernel" in again.stdout
-    assert "that means: the smallest program hangs" in again.stdout
+    assert "meaning: the smallest program hangs" in again.stdout
     content = json.loads((other / "artifacts/selftest/npu2/report.json").read_text())
     assert content["rungs"][-1]["cause"] == "timeout"
     assert str(other) not in json.dumps(content)

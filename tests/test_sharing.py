@@ -200,7 +200,7 @@ def test_an_older_offer_is_refused(url: str, tmp_path: Path, monkeypatch: pytest
     other.pull(url)
     for path, content in old.items():
         open_remote(url)._files.pipe_file(path, content)
-    with pytest.raises(UserError, match=r"was pushed at .* what is here at"):
+    with pytest.raises(UserError, match=r"was pushed at .* the directory here at"):
         other.pull(url)
 
 

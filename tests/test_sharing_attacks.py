@@ -103,20 +103,20 @@ SAID: dict[str, tuple[Change, str]] = {
     "mark of an own build": (output("manifest.local"), "where the build keeps its state"),
     "receipt": (output(f"{RECEIPTS}/copy.json"), "where the build keeps its state"),
     "work in progress": (output(f"{WORK}/x"), "where the build keeps its state"),
-    "same file of two steps": (output("joined"), "is not what it must be"),
-    "digest that is a path": (output("x", sha256="../" * 21 + "x"), "is not what it must be"),
-    "digest of another kind": (output("x", sha256="A" * 64), "is not what it must be"),
-    "size below zero": (output("x", size=-1), "is not what it must be"),
-    "size of no disk": (output("x", size=1 << 60), "is not what it must be"),
-    "size that is text": (output("x", size="1"), "is not what it must be"),
-    "outputs that are a list": (lambda said: said["runs"][0].update(outputs=[]), "is not what it must be"),
-    "input outside": (lambda said: said["runs"][0]["declared"].update({"../x": DIGEST}), "is not what it must be"),
-    "module that is a path": (lambda said: said["runs"][0]["key"].update(module="../os"), "is not what it must be"),
-    "name of a step": (lambda said: said["runs"][0].update(step="\x1b[2J"), "is not what it must be"),
-    "time that is a script": (lambda said: said.update(pushed="9\n\x1b[2Jdone"), "is not what it must be"),
-    "withheld step": (lambda said: said["withheld"].append("\x1b[2J"), "is not what it must be"),
-    "artifact of another name": (lambda said: said.update(artifact="other/cpu"), "is not what it must be"),
-    "nothing": (dict.clear, "is not what it must be"),
+    "same file of two steps": (output("joined"), "is malformed"),
+    "digest that is a path": (output("x", sha256="../" * 21 + "x"), "is malformed"),
+    "digest of another kind": (output("x", sha256="A" * 64), "is malformed"),
+    "size below zero": (output("x", size=-1), "is malformed"),
+    "size of no disk": (output("x", size=1 << 60), "is malformed"),
+    "size that is text": (output("x", size="1"), "is malformed"),
+    "outputs that are a list": (lambda said: said["runs"][0].update(outputs=[]), "is malformed"),
+    "input outside": (lambda said: said["runs"][0]["declared"].update({"../x": DIGEST}), "is malformed"),
+    "module that is a path": (lambda said: said["runs"][0]["key"].update(module="../os"), "is malformed"),
+    "name of a step": (lambda said: said["runs"][0].update(step="\x1b[2J"), "is malformed"),
+    "time that is a script": (lambda said: said.update(pushed="9\n\x1b[2Jdone"), "is malformed"),
+    "withheld step": (lambda said: said["withheld"].append("\x1b[2J"), "is malformed"),
+    "artifact of another name": (lambda said: said.update(artifact="other/cpu"), "is malformed"),
+    "nothing": (dict.clear, "is malformed"),
     "size that does not fit": (lambda said: said["runs"][0]["outputs"]["copied"].update(size=5), "is damaged"),
     "content that is not there": (output("x", sha256=DIGEST), "is not there"),
 }
@@ -143,7 +143,7 @@ def test_an_offer_under_another_name(url: str, pushed: Machine, tmp_path: Path) 
     open_remote(url).put({name.replace("model/cpu", "model/other"): stored(url)[name]})
     machine = Machine(tmp_path / "b")
     exchange = machine.exchange(url)
-    with pytest.raises(UserError, match="of model/other is not what it must be"):
+    with pytest.raises(UserError, match="about model/other is malformed"):
         type(exchange)(exchange.store, exchange.project, "model/other", ()).pull(machine.steps())
 
 

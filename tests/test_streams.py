@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llama_npu2.errors import CLOSED
+from stages.graph.options import table
 from tests.conftest import ROOT, doit, ran, snapshot
 
 DODO = """
@@ -76,7 +77,7 @@ SAID = {
     for what in ("printed", "is native", "started a program", "has a thread")
 }
 RUNNERS = pytest.mark.parametrize(
-    "runner", [(), ("-n", "2"), ("-n", "2", "-P", "thread")], ids=["serial", "process", "thread"]
+    "runner", [(), ("-n", "0"), ("-n", "2", "-P", "process")], ids=["thread", "serial", "process"]
 )
 
 
@@ -96,9 +97,18 @@ def test_an_answer_is_alone_on_standard_output(runner: tuple[str, ...], chatty: 
     assert {text: run.stderr.count(text) for text in once} == dict.fromkeys(once, 1)
 
 
+def test_steps_are_named_if_asked_for(chatty: Path) -> None:
+    """Elsewhere than on a terminal, steps say what they print and nothing more."""
+    run = doit("run", "-n", "0", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
+    assert (run.returncode, set(run.stderr.splitlines())) == (0, SAID)
+    shutil.rmtree(chatty / "artifacts")
+    run = doit("run", "-n", "0", "-v", "1", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
+    assert set(run.stderr.splitlines()) == SAID | {"first", "second", "third"}
+
+
 def test_what_a_file_of_doit_holds(chatty: Path) -> None:
     """What doit reports of steps, where it is told to write that into a file."""
-    run = doit("run", "-o", "said", "compile", cwd=chatty)
+    run = doit("run", "-n", "0", "-o", "said", "compile", cwd=chatty, env={"LLAMA_NPU2_VERBOSITY": "0"})
     assert (run.returncode, run.stdout) == (0, "") and set(run.stderr.splitlines()) == SAID
     *steps, last = (chatty / "said").read_text().splitlines()
     assert set(steps) == {"first", "second", "third"} and last.startswith("artifacts/model/cpu is up to date: 3 steps")
@@ -110,7 +120,7 @@ def test_one_of_them_is_a_terminal(terminal: str, chatty: Path) -> None:
     ours, theirs = pty.openpty()
     other = {"stderr": "stdout", "stdout": "stderr"}[terminal]
     streams = {terminal: theirs, other: subprocess.PIPE}
-    command = [sys.executable, "-m", "doit", "speak"]
+    command = [sys.executable, "-m", "doit", "-n", "0", "speak"]
     run = subprocess.run(command, cwd=chatty, env=os.environ | {"TERM": "xterm"}, text=True, check=True, **streams)
     os.close(theirs)
     seen = b""
@@ -174,7 +184,8 @@ def test_json_is_alone_also_where_something_is_stale(command: tuple[str, ...], s
     if command[0] in ("verify", "quality"):
         pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
     (shared / "artifacts/model/cpu/manifest.json").unlink(missing_ok=True)
-    run = doit("model=model", *command, "json=1", cwd=shared)
+    model = ["model=model"] if any(each.name == "model" for each in table()[command[0]]) else []
+    run = doit(*model, *command, "json=1", cwd=shared)
     assert run.returncode == 0, run.stderr
     assert isinstance(json.loads(run.stdout), dict | list)
     if command[0] in ("bench", "profile", "perplexity", "verify", "diagnose"):

@@ -126,7 +126,7 @@ def test_a_trusted_key_that_did_not_sign(become: Become) -> None:
 @pytest.mark.parametrize("envelope", [b"", b"\xff", b"[]", b"[" * 100_000, b'"' + b" " * (16 << 20) + b'"'])
 def test_what_is_no_envelope(become: Become, envelope: bytes) -> None:
     become("anna")
-    with pytest.raises(UserError, match="not signed as it must be"):
+    with pytest.raises(UserError, match="not signed correctly"):
         trust.verify(envelope, "entry")
 
 

@@ -6,23 +6,24 @@
 // In bf16; or in i8, and in front of each [position / 128][kv_heads] the positions' scales, f32 [128]. A row of a head is
 // rounded to multiples of its scale, the largest magnitude / 127, halves to even.
 namespace ISA {
+namespace {
 
 // Asks for the lines that a position is written to: one by one, each write would wait for memory.
 template <class Number>
-static void fetch(const Number *k, const Number *v, int64_t head_dim) {
+void fetch(const Number *k, const Number *v, int64_t head_dim) {
     for (int64_t pair = 0; pair < head_dim / 2; pair++) __builtin_prefetch(k + pair * line_elements, 1);
     for (int64_t d = 0; d < head_dim; d += panel_rows) __builtin_prefetch(v + d * kv_block_positions, 1);
 }
 
 template <class Number>
-static void append_k(const Number *k, Number *to, int64_t head_dim) {
+void append_k(const Number *k, Number *to, int64_t head_dim) {
     for (int64_t pair = 0; pair < head_dim / 2; pair++)
         memcpy(to + pair * line_elements, k + 2 * pair, 2 * sizeof(Number));
 }
 
 // The position's partner is 0 until it comes: it is multiplied with 0, and must not be NaN.
 template <class Number>
-static void append_v(const Number *v, Number *line, int64_t offset, int64_t head_dim) {
+void append_v(const Number *v, Number *line, int64_t offset, int64_t head_dim) {
     for (int64_t d = 0; d < head_dim; d++) {
         Number *pair = line + d / panel_rows * panel_size(kv_block_positions) + d % panel_rows * 2;
         pair[offset % 2] = v[d];
@@ -31,7 +32,7 @@ static void append_v(const Number *v, Number *line, int64_t offset, int64_t head
 }
 
 template <class Format>
-static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
+void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
                    int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
     const int64_t padded = panel_count(head_dim) * panel_rows, stride = kv_heads * head_dim;
     typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
@@ -63,4 +64,5 @@ static void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cach
         }
 }
 
+}  // namespace
 }  // namespace ISA

@@ -34,7 +34,7 @@ struct Task {
 // Attends a task's blocks, all heads of one before the next: the order of memory. The block after the last
 // one is the first of task `next`.
 template <class Kv>
-static void attend(typename Kv::Tile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
+void attend(typename Kv::Tile &tile, const AttentionShape &shape, const Kv &kv, int64_t pos, const Task &task,
                    const Task &next) {
     for (int64_t begin = task.begin; begin < task.end; begin += kv_block_positions) {
         const int64_t left = task.end - begin, count = left < kv_block_positions ? left : kv_block_positions;
@@ -49,14 +49,14 @@ static void attend(typename Kv::Tile &tile, const AttentionShape &shape, const K
 }
 
 template <class Tile>
-static void keep(const Tile &tile, const AttentionShape &shape, const Task &task, Partials partials) {
+void keep(const Tile &tile, const AttentionShape &shape, const Task &task, Partials partials) {
     const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), dim = shape.padded_dim();
     const int64_t first = task.range * shape.heads + task.kv_begin * shape.group();
     for (int64_t r = 0; r < rows; r++) partials.states[first + r] = tile.state(r);
     memcpy(partials.sums + first * dim, tile.sums(0), rows * dim * sizeof(float));
 }
 
-static void join_ranges(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, float *total,
+void join_ranges(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, float *total,
                         bf16 *out) {
     AttentionRow joined = no_positions;
     memset(total, 0, shape.padded_dim() * sizeof(float));
@@ -69,7 +69,7 @@ static void join_ranges(const AttentionShape &shape, Partials partials, int64_t 
 
 // The results of a task over the only range are final.
 template <class Tile>
-static void store_heads(Tile &tile, const AttentionShape &shape, const Task &task, bf16 *out) {
+void store_heads(Tile &tile, const AttentionShape &shape, const Task &task, bf16 *out) {
     const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), first = task.kv_begin * shape.group();
     tile.finish_range(0, rows);
     for (int64_t r = 0; r < rows; r++) tile.store_row(r, out + (first + r) * shape.head_dim);
@@ -77,7 +77,7 @@ static void store_heads(Tile &tile, const AttentionShape &shape, const Task &tas
 
 // The results of several ranges go to `partials`, of which there are none for a single one.
 template <class Kv>
-static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos, int64_t ranges,
+void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos, int64_t ranges,
                           Partials partials, Worker &worker) {
     typename Kv::Tile tile(shape, shape.heads, worker);
     const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
@@ -96,7 +96,7 @@ static void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &
 }
 
 template <class Kv>
-static void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
+void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
                              Worker &worker) {
     const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
     if (ranges == 1) return attend_ranges(shape, q, kv, out, pos, ranges, {}, worker);

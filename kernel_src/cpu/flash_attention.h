@@ -5,10 +5,11 @@
 // rows and weights by rows and blocks are rounded to fixed point instead, and products are exact.
 // A row is the same bits whatever rows it is computed with, and as decode_attention has it.
 namespace ISA {
+namespace {
 
 // rows = positions x a group of heads.
 template <class Tile>
-static void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
+void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf16 *out) {
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = r / shape.group(), head = r % shape.group();
         tile.store_row(r, out + (position * shape.heads + head) * shape.head_dim);
@@ -16,7 +17,7 @@ static void store_rows(const Tile &tile, const AttentionShape &shape, int64_t ro
 }
 
 template <class Format>
-static void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
+void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
                             int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
                             Worker &worker) {
     const AttentionShape shape = {heads, kv_heads, head_dim};
@@ -48,4 +49,5 @@ static void flash_attention(const bf16 *q, const typename Format::Number *k, con
     }
 }
 
+}  // namespace
 }  // namespace ISA

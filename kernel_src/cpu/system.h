@@ -1,6 +1,7 @@
 // The system's headers that kernels include. They take longer to read than most kernels to compile, so a build reads them
 // once (stages/targets/cpu/precompiled.py).
-#pragma once
+#ifndef LLAMA_NPU2_SYSTEM_H  // a pragma would not do in a header that is compiled by itself
+#define LLAMA_NPU2_SYSTEM_H
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -18,4 +19,6 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#endif
+
 #endif

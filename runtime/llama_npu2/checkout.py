@@ -1,4 +1,4 @@
-"""What doit's words `help`, `list` and `run` are, as the entry points of the package say.
+"""The classes of doit's words `help`, `list` and `run`, to which the entry points of the package refer.
 
 In a checkout of llama-npu2 they are those of its `stages.commands.verbs`; everywhere else doit's own.
 """

@@ -60,6 +60,7 @@ def positive(value: Any) -> None:
 
 
 def flag(value: Any) -> None:
+    """Check that a value is true or false."""
     if type(value) is not bool:
         raise Invalid(value, "true or false")
 
@@ -69,6 +70,7 @@ def anything(value: Any) -> None:
 
 
 def string(value: Any) -> None:
+    """Check that a value is a string."""
     if type(value) is not str:
         raise Invalid(value, "a string")
 
@@ -85,6 +87,7 @@ def text(pattern: str, wanted: str) -> Check:
 
 
 def one_of(*allowed: str) -> Check:
+    """Return a check for a string that is one of these."""
     wanted = f"one of {', '.join(allowed)}"
 
     def check(value: Any) -> None:
@@ -95,6 +98,8 @@ def one_of(*allowed: str) -> Check:
 
 
 def either(first: Check, second: Check, wanted: str) -> Check:
+    """Return a check for a value that passes one of two checks, which are described together as `wanted`."""
+
     def check(value: Any) -> None:
         try:
             first(value)

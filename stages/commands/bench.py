@@ -21,17 +21,18 @@ from stages.proof.comparison.peers import AS_IT_IS, Peer, conversions, entrants,
 
 
 def run(build: Build) -> None:
+    """Measure, and print a table or JSON. Raises UserError."""
     options = build.options
     as_it_is = isinstance(build.source, GgufSource) and not options.weights
     weights = AS_IT_IS if as_it_is else build.policy.matrices
-    found = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
-    peers = partial(open_peers, found, options.threads or len(os.sched_getaffinity(0)))
+    chosen_peers = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
+    peers = partial(open_peers, chosen_peers, options.threads or len(os.sched_getaffinity(0)))
     more = {"more": partial(losses, build)} if options.divergence else {}
     run_bench(str(build.directory_as_given), chosen(Running, options), options.json, peers, **more)
 
 
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
-    """Rows about the quality of all, each against the checkpoint in float32. Raises UserError."""
+    """Yield rows about the quality of all engines, against the checkpoint in float32. Raises UserError."""
     source = Checkpoint.open(build.source.fetch())
     text = Path(build.options.text) if build.options.text else divergence.TEXT
     parts = verification.windows(llm, text, full=True)
@@ -40,7 +41,7 @@ def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
     theirs = {peer.name: divergence.measure(map(peer.logits, parts), exact, parts) for peer in peers}
 
     def row(test: str, unit: str, field: str, scale: float = 1.0) -> Result:
-        others = {name: [scale * getattr(each, field)] for name, each in theirs.items()}
+        others = {name: [scale * getattr(quality, field)] for name, quality in theirs.items()}
         return Result(test, unit, [scale * getattr(ours, field)], peers=others)
 
     yield row("KL divergence", "nats", "divergence")

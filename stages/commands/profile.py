@@ -1,5 +1,8 @@
-"""`doit profile`: where the time of a prompt and of a token goes. Measured by the slim runtime; this makes a page and a
-trace of it, with the estimate beside what an NPU or its simulator did, and another profile with `against=FILE`."""
+"""`doit profile`: where the time of a prompt and of a token goes.
+
+The runtime measures. This command writes a page and a trace, adds the estimate to what an NPU or its simulator did, and
+with `against=FILE` compares with another profile.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ from stages.model.families import read_config
 from stages.model.grouping import programs
 
 NAME = "profile"
-"""Of the directory of the report, and of the files in it."""
+"""The name of the report's directory, and of the files in it."""
 
 
 def run(build: Build) -> TaskFailed | None:
+    """Measure, write the report, and print its tables. Raises UserError."""
     options = build.options
     other = read_profile(Path(options.against)) if options.against else None
     measured = captured_runtime(runtime_arguments(NAME, build, replace(options, json=True), options.prompt))
@@ -40,35 +44,35 @@ def run(build: Build) -> TaskFailed | None:
 
 
 def write_report(found: Mapping[str, Any], directory: Path, other: Mapping[str, Any] | None = None) -> Path:
-    """JSON, trace and page of a profile; returns the page."""
+    """Write JSON, trace and page of a profile, and return the path of the page."""
     # They load jinja2 and protobuf.
     from stages.reports.perfetto_trace import trace
     from stages.reports.profile_page import profile_page
 
     write_atomic(directory / f"{NAME}.json", json.dumps(found).encode())
-    write_atomic(directory / f"{NAME}.pftrace", trace(found))
     page = directory / f"{NAME}.html"
     profile_page(found, other).write(page)
+    write_atomic(directory / f"{NAME}.pftrace", trace(found))  # last: it takes a package of an extra
     return page
 
 
 def estimates(build: Build, names: set[str]) -> dict[str, Any]:
-    """What the estimate says of a call of each device program among `names`: `milliseconds`, and its `launches`."""
+    """Return the estimate of a call of each device program among `names`: `milliseconds` and `launches`."""
     from stages.estimate import price
     from stages.targets.npu2.modules import build_module
 
     config = read_config(build.directory / CONFIG)
     grouping = build.target.grouping(build.grouping_name)
-    made = programs(config.family, grouping, build.buckets, build.policy, build.positions)
+    entries = programs(config.family, grouping, build.buckets, build.policy, build.positions)
     return {
         program.name: price.description(build_module(program, config.dimensions()))
-        for program in made
+        for program in entries
         if program.name in names and not program.host
     }
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """A `profile.json` of another run, checked. Raises UserError."""
+    """Read and check a `profile.json` of another run. Raises UserError."""
     try:
         found: dict[str, Any] = load_json(path.read_bytes())
         _PROFILE(found)
@@ -83,7 +87,7 @@ _MOST = 1e18
 
 
 def _number(value: Any) -> None:
-    """A number from 0 to `_MOST`."""
+    """Check that a value is a number from 0 to `_MOST`."""
     if type(value) not in (int, float) or not 0 <= value <= _MOST:
         raise Invalid(value, f"a number from 0 to {_MOST:g}")
 
@@ -113,4 +117,4 @@ _PROFILE: Check = record(
         "series": list_of(list_of(_number, 3, 3), least=1),
     }
 )
-"""What is read of another profile."""
+"""The parts of another profile that are read."""

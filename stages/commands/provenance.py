@@ -1,4 +1,4 @@
-"""`doit provenance`: from what, by what and how the artifacts were built, who vouches for them, what was measured."""
+"""`doit provenance`: what the artifacts were built from, with what and how, who vouches for them, what was measured."""
 
 from __future__ import annotations
 
@@ -17,49 +17,50 @@ from stages.graph import Build
 from stages.sharing.provenance import verified
 
 SHOWN = 16
-"""Hexadecimal digits of a digest."""
+"""Hexadecimal digits of a digest that are shown."""
 
 
 def run(build: Build) -> None:
-    """Raises UserError."""
+    """Print the provenance as a table or as JSON. Raises UserError."""
     manifest = Manifest.open(build.directory)
-    said = _statement(manifest)
+    statement = _statement(manifest)
     if build.options.json:
-        print(json.dumps(said, indent=1), flush=True)
+        print(json.dumps(statement, indent=1), flush=True)
         return
     rows = [("directory", str(build.directory_as_given)), ("vouched for by", _voucher(manifest))]
-    rows += _rows(said["predicate"]["buildDefinition"], said["predicate"]["runDetails"])
+    rows += _rows(statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"])
     rows += [("measured", text) for text in _proof(verified(build.directory))]
     print(fitted([Column(""), Column("")], [(name, printable(text)) for name, text in rows]).lstrip(), flush=True)
 
 
 def _statement(manifest: Manifest) -> dict[str, Any]:
-    """What a trusted signer said, else what lies beside the manifest."""
+    """Return the statement of a trusted signer, or else the one next to the manifest."""
     try:
-        return trust.signed_statement(manifest.directory, manifest.content, manifest.beside[1])[0]
+        return trust.signed_statement(manifest.directory, manifest.content, manifest.signature)[0]
     except UserError:
         path = manifest.directory / PROVENANCE
-        said = read_json(path, "run doit compile")
-        if said["subject"][0]["digest"]["sha256"] != hashlib.sha256(manifest.content).hexdigest():
+        statement = read_json(path, "run doit compile")
+        if statement["subject"][0]["digest"]["sha256"] != hashlib.sha256(manifest.content).hexdigest():
             raise UserError(f"{path} is of another manifest: run doit compile") from None
-        return said
+        return statement
 
 
 def _rows(definition: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a predicate says, in lines; of the kernels' sources how many there are."""
+    """Yield names and texts of a predicate; kernels' sources are counted."""
     yield from ((name, _text(value)) for name, value in definition["externalParameters"].items() if value)
     for tool, steps in definition["internalParameters"]["tools"].items():
         yield "tool", f"{tool}: {len(steps)} steps"
     yield from (("package", f"{name} {version}") for name, version in details["builder"]["version"].items())
-    sources = [each for each in definition["resolvedDependencies"] if each["name"].startswith(f"{KERNELS.name}/")]
-    others = [each for each in definition["resolvedDependencies"] if each not in sources]
-    yield from (("from", f"{each['name']} {each['digest']['sha256'][:SHOWN]}") for each in others)
+    resources = definition["resolvedDependencies"]
+    sources = [entry for entry in resources if entry["name"].startswith(f"{KERNELS.name}/")]
+    others = [entry for entry in resources if entry not in sources]
+    yield from (("from", f"{entry['name']} {entry['digest']['sha256'][:SHOWN]}") for entry in others)
     yield "from", f"{KERNELS.name}, {len(sources)} files"
 
 
 def _voucher(manifest: Manifest) -> str:
     try:
-        return trust.allowed(manifest.directory, manifest.content, *manifest.beside)
+        return trust.allowed(manifest.directory, manifest.content, manifest.mark, manifest.signature)
     except UserError as error:
         return f"nobody whom you trust: {error}"
 
@@ -69,9 +70,30 @@ def _text(value: Any) -> str:
 
 
 def _proof(found: dict[str, Any] | None) -> list[str]:
-    """What `doit verify` found of this very manifest."""
+    """Return lines of what `doit verify` measured of this manifest."""
     if found is None:
-        return ["nothing: doit verify measures it"]
+        return ["nothing yet: doit verify measures it"]
     outcome = "passed" if found["passed"] else "FAILED"
-    on = found["text"]
-    return [f"doit verify {outcome} on {on['name']} ({on['sha256'][:SHOWN]})", *map(json.dumps, found["results"])]
+    text = found["text"]
+    return [f"doit verify {outcome} on {text['name']} ({text['sha256'][:SHOWN]})", *map(_result, found["results"])]
+
+
+def _result(result: Mapping[str, Any]) -> str:
+    """Return the figures of one result as people read them."""
+    numbers = (f"{name} {_figure(value)}" for name, value in result.items() if name != "kind")
+    return f"{result['kind']}: {', '.join(numbers)}"
+
+
+def _figure(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "none"
+        case float():
+            return f"{value:.4g}"
+        case list():
+            return " to ".join(map(_figure, value))
+        case dict():
+            return " ".join(map(_figure, value.values()))
+    return str(value)

@@ -1,4 +1,4 @@
-"""`doit pull remote=...`: an artifact directory that somebody whom the user trusts pushed."""
+"""`doit pull remote=...`: get an artifact directory that somebody whom the user trusts has pushed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from stages.graph import Build
 
 
 def run(build: Build) -> None:
+    """Pull, and print how much was received. Raises UserError."""
     exchange = exchanged(build)
     with build.project.lock:
         offer, received = exchange.pull(build.steps)
         if not offer.withheld:
-            # Whoever signed it was trusted when it came: from here on it is like an own build.
+            # Its signer was trusted when it arrived: from now on it counts as an own build.
             trust.mark_own(build.directory, (build.directory / MANIFEST).read_bytes())
         build.project.digests.save()
     total = sum(blob.size for blob in set(offer.files.values()))

@@ -1,4 +1,4 @@
-"""`doit push remote=...`: the artifact directory for others, and what its steps made for their builds."""
+"""`doit push remote=...`: share the artifact directory with others, and the outputs of its steps with their builds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from stages.sharing.travel import Exchange
 
 
 def run(build: Build) -> None:
+    """Push, and print how much was sent. Raises UserError."""
     exchange = exchanged(build)
     with build.project.lock:
         if build.is_shareable(build.steps["manifest"]):
@@ -24,19 +25,20 @@ def run(build: Build) -> None:
     print(f"{build.artifact} is on {build.options.remote}: {megabytes(sent)} sent of {megabytes(total)}", flush=True)
     if offer.withheld:
         print(
-            f"without {', '.join(offer.withheld)}, as the checkpoint is not known to be public: who pulls makes them "
-            "from a checkpoint of their own; include=weights sends them, too",
+            f"without {', '.join(offer.withheld)}, as the checkpoint is not known to be public: whoever pulls makes "
+            "them from a checkpoint of their own; include=weights sends them too",
             flush=True,
         )
 
 
 def exchanged(build: Build) -> Exchange:
-    """The exchange with `remote=`. Raises UserError."""
+    """Return the exchange with `remote=`. Raises UserError."""
     if not build.options.remote:
-        raise UserError("no remote: say which, as in remote=file:///mnt/shared, s3://BUCKET/PATH or hf://ORG/NAME")
+        raise UserError("no remote: name one, as in remote=file:///mnt/shared, s3://BUCKET/PATH or hf://ORG/NAME")
     store = Store(open_remote(build.options.remote), build.project.digests)
     return Exchange(store, build.project, build.artifact, (SIGNATURE, PROVENANCE, VERIFIED))
 
 
 def megabytes(count: int) -> str:
+    """Return bytes in MB, for people."""
     return f"{count / 1e6:.1f} MB"

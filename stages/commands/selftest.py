@@ -1,4 +1,4 @@
-"""`doit selftest`: brings up an NPU rung by rung, and writes a report that a user can attach to a bug report."""
+"""`doit selftest`: bring up an NPU rung by rung, and write a report that a user can attach to a bug report."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.proof.selftest import report
 from stages.proof.selftest.graph import Probes
-from stages.proof.selftest.ladder import Kit, Rung, climb
+from stages.proof.selftest.ladder import Rung, Setup, run_ladder
 
 
 def run(probes: Probes) -> TaskFailed | None:
-    """Fails where a rung breaks. Raises UserError."""
+    """Run the ladder, and fail if a rung breaks. Raises UserError."""
     if not probes.suit:
-        raise UserError(f"selftest: target {probes.target.name} runs nothing on the NPU's array: add target=npu2")
-    found = climb(_kit(probes), _say)
-    content = report.report(found, [asdict(row) for row in doctor.report()], _about(probes))
+        raise UserError(f"selftest: target {probes.target.name} runs no programs on the NPU: add target=npu2")
+    outcome = run_ladder(_setup(probes), _say)
+    content = report.report(outcome, [asdict(row) for row in doctor.report()], _about(probes))
     path = report.write(probes.directory, content)
     where = probes.directory_as_given / path.name
-    print(f"\n{report.summary(found.rungs)}\n\n{where} and {where.with_suffix('.txt')} say it all", flush=True)
-    broken = found.broken
-    return TaskFailed(f"selftest broke at {broken.rung}: {broken.what}", report=False) if broken else None
+    same = where.with_suffix(".txt").name
+    print(f"\n{report.summary(outcome.rungs)}\n\nThe report: {where} (the same as text: {same})", flush=True)
+    failed = outcome.failed
+    return TaskFailed(f"selftest broke at {failed.rung}: {failed.what}", report=False) if failed else None
 
 
-def _kit(probes: Probes) -> Kit:
+def _setup(probes: Probes) -> Setup:
     model, options = probes.model, probes.options
     config = read_config(model.directory / CONFIG)
     grouping = model.target.grouping(model.grouping_name)
-    return Kit(
+    return Setup(
         Manifest.open(probes.directory),
         Manifest.open(model.directory),
         config,
@@ -49,7 +50,7 @@ def _kit(probes: Probes) -> Kit:
 
 
 def _about(probes: Probes) -> dict[str, Any]:
-    """What was run, and what the programs were built with."""
+    """Return what was run, and what the programs were built with."""
     options, built = probes.options, probes.steps["probe:elf:add"].receipt() or {"key": {}}
     return {
         "llama-npu2": version("llama-npu2"),

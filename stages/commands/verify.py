@@ -29,10 +29,10 @@ def run(build: Build) -> TaskFailed | None:
     text = Path(options.text) if options.text else divergence.TEXT
     prompts = read_prompts(Path(options.prompts)) if options.prompts else shipped(options.full)
     say = say_nothing if options.json else print_lines
-    found = verify(build.directory, build.source.fetch(), prompts, options.full, text, options.threads, say)
-    page = verify_report.write(build.report("verify"), build.artifact, found)
-    print_lines(json.dumps(verify_report.described(build.artifact, found), indent=1) if options.json else page)
-    return None if found.passed else TaskFailed(f"verify: the runtime and transformers disagree: see {page}")
+    result = verify(build.directory, build.source.fetch(), prompts, options.full, text, options.threads, say)
+    page = verify_report.write(build.report("verify"), build.artifact, result)
+    print_lines(json.dumps(verify_report.described(build.artifact, result), indent=1) if options.json else page)
+    return None if result.passed else TaskFailed(f"verify: the runtime and transformers disagree: see {page}")
 
 
 def shipped(full: bool) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""`doit why [STEP...]`: whether steps are current, and if not, what changed since they ran, from what to what."""
+"""`doit why [STEP...]`: say whether steps are current, and if not, what changed since they ran."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stages.graph import Build
 from stages.proof.selftest.graph import Probes
 
 _MOST = 12
-"""Lines about a step among others."""
+"""Names of steps that a line lists."""
 
 
 def run(build: Build, *names: str) -> None:
-    """`names`: of steps, or of groups such as `elf`; none: a line for each step. Raises UserError."""
+    """Print all about the steps or groups (such as `elf`) of these names, or a line for each step. Raises UserError."""
     steps = Probes(build).steps if any(name.startswith("probe") for name in names) else build.steps
     findings = examine(steps)
     chosen = {name: finding for name, finding in findings.items() if not names or _is_meant(name, names)}
@@ -24,10 +24,10 @@ def run(build: Build, *names: str) -> None:
     if build.options.json:
         print(json.dumps([finding.to_json() for finding in chosen.values()], indent=1))
     elif names:
-        print("\n\n".join(_told(finding, findings) for finding in chosen.values()))
+        print("\n\n".join(_paragraph(finding, findings) for finding in chosen.values()))
     else:
-        for name in steps:
-            print(f"{name:24} {_line(chosen[name])}", flush=True)
+        width = max(map(len, steps))
+        print("\n".join(f"{name:{width}}  {_line(chosen[name])}" for name in steps), flush=True)
 
 
 def _is_meant(step: str, names: list[str] | tuple[str, ...]) -> bool:
@@ -39,8 +39,8 @@ def _line(finding: Finding) -> str:
     return f"{first} (and {len(more)} more: doit why {finding.step.name})" if more else first
 
 
-def _told(finding: Finding, findings: dict[str, Finding]) -> str:
-    """All there is to say about one step."""
+def _paragraph(finding: Finding, findings: dict[str, Finding]) -> str:
+    """Return all about one step."""
     name = finding.step.name
     lines = [f"{name} is {finding.state}. {finding.step.doc}"]
     lines += [f"  {sentence}" for sentence in finding.sentences]

@@ -83,8 +83,10 @@ def shown(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text with unprintable characters escaped: labels come with directories that others made, and may contain
-    characters that move a terminal's cursor."""
+    """Return text with unprintable characters escaped.
+
+    Labels come with directories that others made, and may contain characters that move a terminal's cursor.
+    """
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -45,8 +45,10 @@ class Code:
         return "".join(lines).encode()
 
     def files(self, module: str) -> frozenset[Path]:
-        """Return the source files of a module and, transitively, of the project modules that it imports anywhere; with
-        each the TOML file of the same name, which holds its data."""
+        """Return the source files of a module and, transitively, of the project modules that it imports anywhere.
+
+        With each comes the TOML file of the same name, which holds its data.
+        """
         sources: dict[str, Path | None] = {}
         todo = [module]
         while todo:

@@ -94,8 +94,10 @@ def keep(project: Project, module: str) -> None:
 
 
 def recorded(project: Project, code: str) -> Definitions | None:
-    """Return the definitions that a step wrote down of code with this digest; None if it did not, or they are
-    damaged."""
+    """Return the definitions that a step wrote down of code with this digest.
+
+    None if it did not, or they are damaged.
+    """
     path = _intact(project, code)
     try:
         content: Any = load_json(read_regular(path)) if path else None

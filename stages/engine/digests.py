@@ -47,8 +47,10 @@ class Digests:
         return entries if own else {}
 
     def of(self, path: Path) -> str | None:
-        """Return the xxh3-128, hex, of a file's content, or of a directory's names and contents; None if there is no
-        such path."""
+        """Return the xxh3-128, hex, of a file's content, or of a directory's names and contents.
+
+        None if there is no such path.
+        """
         if path.is_dir():
             return xxhash.xxh3_128_hexdigest(_listed(path, self.of))
         digest: str | None = self.remembered("", path, content_digest)

@@ -1,8 +1,9 @@
-"""What doit makes of steps: tasks, configuration, and one line per event."""
+"""Makes steps and commands tasks of doit, runs steps at the same time, and decides what of them is shown."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -11,11 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from doit import cmd_run
 from doit.exceptions import BaseFail, InvalidTask, TaskFailed
 from doit.reporter import ConsoleReporter
+from doit.runner import MThreadRunner
 
 from llama_npu2.errors import UserError
+from stages.engine.extras import missing_package
 from stages.engine.leftovers import note, remove_leftovers
+from stages.engine.objects import stop_compilers
 from stages.engine.progress import is_terminal, show_on
 from stages.engine.room import no_room
 from stages.engine.steps import Step
@@ -34,18 +39,21 @@ FIRST = "first"
 
 Action = Callable[..., TaskFailed | bool | None]
 
-_SPOKEN = {"verbosity": 2, "io": {"capture": False}}
-"""Of a task: what it prints is shown, and doit keeps no copy, for which it would put streams of its own in between."""
+_SPOKEN = {"io": {"capture": False}}
+"""In a task: what it prints is shown, and doit keeps no copy, for which it would put streams of its own in between."""
 
 NAMES = "names"
 """`pos_arg` of a task that takes words of the command line: its action gets them one by one."""
 
 
 class OneLineReporter(ConsoleReporter):
-    """Names what runs, on a terminal also while it does; says nothing of what is up to date; a failure is one line
-    unless it is a defect. All of that goes to standard error, or to the file of `doit --output-file`."""
+    """Shows the steps that run while they run, on a terminal; elsewhere names them only if asked to (`doit -v 1`).
 
-    desc = "one line per task that runs, one line per failure"
+    Nothing is said of steps that are up to date. A failure is one line unless it is a defect. All of that goes to
+    standard error, or to the file of `doit --output-file`, where steps are named in any case.
+    """
+
+    desc = "a line of progress on a terminal, one line per failure; with -v 1 also one line per step"
 
     def __init__(self, outstream: Any, options: Any) -> None:
         super().__init__(outstream, options)
@@ -80,11 +88,13 @@ class OneLineReporter(ConsoleReporter):
             self._display.rest()  # it prints what it likes
 
     def execute_task(self, task) -> None:
-        if _is_step(task):
-            if self._display:
-                self._display.begin(task.name)
-            else:
-                self.write(f"{task.title()}\n")
+        named, task.verbosity = task.verbosity or self._file, 0  # else doit exchanges the streams of all threads
+        if not _is_step(task):
+            return
+        if self._display:
+            self._display.begin(task.name, stays=bool(named))
+        elif named:
+            self.write(f"{task.title()}\n")
 
     def add_success(self, task) -> None:
         if _is_step(task):
@@ -157,10 +167,42 @@ def _interrupted(kind: type[BaseException], error: BaseException, traceback: Any
 
 sys.excepthook = _interrupted
 
+
+class StepRunner(MThreadRunner):
+    """Runs steps in threads. Commands run in the main thread, which signals and the terminal belong to."""
+
+    def select_task(self, node: Any, tasks: Mapping[str, Any]) -> bool:
+        if self._stop_running or not super().select_task(node, tasks):
+            return False
+        if not _is_step(node.task):
+            self.process_task_result(node, self.execute_task(node.task))
+            return False
+        return True
+
+    def run_tasks(self, dispatcher: Any) -> None:
+        try:
+            super().run_tasks(dispatcher)
+        except BaseException:
+            stop_compilers()
+            raise
+
+
+cmd_run.MThreadRunner = StepRunner  # doit has no other place for it
+
+
+def _at_a_time() -> int:
+    """Return how many steps run at the same time: one for each CPU, and for each 4 GiB of memory, which a compiler of
+    the NPU's programs may take."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory >> 32))
+
+
 DOIT_CONFIG = {
     "default_tasks": ["generate"],
     "reporter": OneLineReporter,
-    "verbosity": 2,
+    "verbosity": int(os.environ.get("LLAMA_NPU2_VERBOSITY", "0")),
+    "num_process": _at_a_time(),
+    "par_type": "thread",
     # What is current is recorded in receipts beside the artifacts; doit keeps no state of its own.
     "backend": "sqlite3",
     "dep_file": ":memory:",
@@ -190,15 +232,19 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
     """A step as a doit task; who comes before it is derived from who writes what it reads."""
     maker = {output: other.name for other in steps for output in other.outputs}
     group, _, member = step.name.partition(":")
+    last = step.project.durations.last
     return {
         **({"name": member} if member else {"basename": group}),
         "doc": step.doc,
         "actions": [step.run],
         "uptodate": [UpToDate(step)],
         "targets": [output.as_posix() for output in step.outputs],
-        "task_dep": sorted({maker[p] for p in step.inputs if p in maker} | set(step.after)),
+        # What took longest goes first, so that all end at about the same time.
+        "task_dep": sorted(
+            {maker[p] for p in step.inputs if p in maker} | set(step.after), key=lambda name: (-last.get(name, 0), name)
+        ),
         "clean": [step.clean],
-        "meta": {LAST: step.project.durations.last.get(step.name)},
+        "meta": {LAST: last.get(step.name)},
         **_SPOKEN,
     }
 
@@ -222,6 +268,8 @@ def _reported(action: Action, places: Sequence[Path], names: Sequence[str] | Non
     except UserError as error:
         return TaskFailed(str(error))
     except Exception as error:
+        if missing := missing_package(error):
+            return TaskFailed(missing)
         if full := no_room(error, [*places, Path(tempfile.gettempdir()), Path.cwd()]):
             return TaskFailed(full)
         if not isinstance(error, OSError):

@@ -126,8 +126,10 @@ class Project:
         return Leftovers(self.directory, self.directory / WORK, self.lock, self.digests.path, accepted)
 
     def label(self, path: Path) -> str:
-        """Return the name of a file in receipts: relative to the artifact directory or the project if inside, so that
-        both can be copied."""
+        """Return the name of a file in receipts.
+
+        It is relative to the artifact directory or the project if the file is inside, so that both can be copied.
+        """
         for root in (self.directory, ROOT):
             if path.is_relative_to(root):
                 return path.relative_to(root).as_posix()
@@ -219,8 +221,11 @@ class Project:
 
 
 def free_memory() -> None:
-    """Give freed memory back to the system: glibc would keep hundreds of MB after packing, which the compilers of later
-    steps could use. Other C libraries have no such call and give memory back on their own."""
+    """Give freed memory back to the system.
+
+    After packing, glibc would keep hundreds of MB, which the compilers of later steps could use. Other C libraries have
+    no such call and give memory back on their own.
+    """
     with contextlib.suppress(AttributeError):
         _libc.malloc_trim(0)
 

@@ -46,8 +46,12 @@ def no_room(
 
 
 def still_to_come(directory: Path, needed: Callable[[], int] | None) -> str:
-    """Return the text about bytes that are still to come in a directory, which has `needed()` when it is complete;
-    empty where that is not known."""
+    """Return the text about bytes that are still to come in a directory; empty where that is not known.
+
+    Args:
+        directory: the directory.
+        needed: returns its bytes when it is complete.
+    """
     with contextlib.suppress(OSError, UserError):
         present = sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir())
         if needed and (missing := needed() - present) > 0:

@@ -25,8 +25,10 @@ _answering: ContextVar[bool] = ContextVar("answering", default=False)
 
 
 class _Lasting:
-    """A stream to which writing does not fail when its reader has closed it: SIGPIPE ends the process, see
-    `end_with_readers`. Other failures, as on a full disk, raise UserError."""
+    """A stream to which writing does not fail when its reader has closed it.
+
+    SIGPIPE ends the process then, see `end_with_readers`. Other failures, as on a full disk, raise UserError.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -96,8 +98,10 @@ def parted() -> Iterator[None]:
 
 
 def for_answers() -> int | None:
-    """Return the descriptor of standard output for a program that prints the result itself; None if programs inherit
-    that one anyway."""
+    """Return the descriptor of standard output for a program that prints the result itself.
+
+    None if programs inherit that one anyway.
+    """
     return sys.stdout.answers.fileno() if isinstance(sys.stdout, _Parted) else None
 
 

@@ -98,8 +98,10 @@ class _Makers:
         return next((self._by_output[p] for p in (path, *path.parents) if p in self._by_output), None)
 
     def will_restore(self, step: Step, change: Change) -> bool:
-        """Return whether an input was altered after its maker wrote it, so that the maker will restore what the step
-        read."""
+        """Return whether an input was altered after its maker wrote it.
+
+        Then the maker will restore the file that the step read.
+        """
         maker = self.of(step.project.directory / change.what) if change.kind == "input" else None
         receipt = maker.receipt() if maker else None
         return receipt is not None and digest_of_files(change.what, receipt["outputs"]) == change.was

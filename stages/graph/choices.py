@@ -116,8 +116,11 @@ class Choices:
 
     @property
     def name(self) -> str:
-        """The directory's name: the target, the formats of weights and KV cache where they were chosen, and the name of
-        the text where weights are calibrated on one."""
+        """The directory's name.
+
+        It has the target, the formats of weights and KV cache where they were chosen, and the name of the text that
+        weights are calibrated on, if any.
+        """
         text = f"-calibrated-{safe_name(Path(self.options.calibrate).stem)}" if self.options.calibrate else ""
         return f"{self.target.name}{parse_policy(self.options.weights, self.options.kv).suffix}{text}"
 
@@ -136,8 +139,10 @@ class Choices:
         return Path(self.options.artifacts) / self.source.name / self.name
 
     def report(self, name: str) -> Path:
-        """Return the directory for a command's report on this build: `output=`, or one next to `artifacts=`, as the
-        user wrote that. It is not created."""
+        """Return the directory for a command's report on this build, which is not created.
+
+        It is `output=`, or one next to `artifacts=`, as the user wrote that.
+        """
         if self.options.output:
             return Path(self.options.output)
         return Path(self.options.artifacts).parent / "reports" / self.source.name / self.name / name

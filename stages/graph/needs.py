@@ -107,8 +107,11 @@ class Needs:
 
     @property
     def calibration(self) -> int:
-        """The most bytes that `calibrate=` adds: activations before each layer, of the checkpoint's layers and of
-        rounded ones, for the longest text that it reads, and rounded weights."""
+        """The most bytes that `calibrate=` adds.
+
+        They are activations before each layer, of the checkpoint's layers and of rounded ones, for the longest text
+        that it reads, and rounded weights.
+        """
         activations = 2 * (self.config.layers + 1) * WINDOWS * WINDOW * self.config.emb * np.dtype(bfloat16).itemsize
         return activations + sum(buffer.nbytes for buffer in self._packed.values() if formats()[buffer.format].grid)
 

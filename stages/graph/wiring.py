@@ -29,7 +29,7 @@ from stages.engine.places import (
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
 from stages.model import calibration
-from stages.model.grouping import WINDOW, Program, programs
+from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.packing import pack_weights
 from stages.model.plan import write_plan
 from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_family, record_checkpoint
@@ -106,12 +106,14 @@ class Wiring:
         yield self._manifest(libraries)
 
     def libraries(self) -> list[Library]:
-        """Return the library of all host programs, which target cpu builds for all targets, and one for each device
-        program."""
+        """Return the libraries of the programs.
+
+        Target cpu builds one of all host programs, for all targets; each device program has one.
+        """
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
-        positions = self.build.positions if self.target.static else WINDOW
+        positions = self.build.positions if self.target.static else CONTEXT_BUCKET
         all_programs = programs(family, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in all_programs if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in all_programs if not p.host)]
@@ -298,8 +300,10 @@ class Wiring:
         )
 
     def _description(self) -> tuple[Any, list[Path], dict[str, Any]]:
-        """Return the action that describes the directory, the files that it reads besides modules and programs, and
-        more arguments."""
+        """Return the action that describes the directory, files that it reads, and more arguments.
+
+        The files are those besides modules and programs.
+        """
         parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
         more = {"model": self.build.source.name, "calibrated": bool(self.build.calibration)}
         return partial(write_manifest, self.directory), parts, more

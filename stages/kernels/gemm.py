@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, format_kernel, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, matrix, signature, silu_and_mul
 from stages.weights.formats import bfp16 as block_float
 
 if TYPE_CHECKING:
@@ -203,13 +203,13 @@ def tile(
     tilings = limits.require_any(what, limits.IN_L2, (p for p in tilings if sum(_l2(p)) <= limits.L2_BYTES))
     cuttable = (p for p in tilings if limits.cuttable(p.out_cols // p.block_n))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
-    tilings = limits.steady_first(what, tilings, lambda p: p.core_steps)
+    return min(limits.steady_first(what, tilings, lambda p: p.core_steps), key=_rank)
 
-    def order(p: Tiling) -> tuple[float, ...]:
-        split = p.weight_descriptors > 1
-        return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
 
-    return min(tilings, key=order)
+def _rank(p: Tiling) -> tuple[float, ...]:
+    """Return the rank of a tiling: the lowest is the best."""
+    split = p.weight_descriptors > 1
+    return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:
@@ -328,10 +328,11 @@ def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[
     """Return a product for prompts that exists on the array only."""
     cut = _cut_swiglu if computed is reference_swiglu else _cut
     return signature(
-        format_kernel(name, weight.format),
+        name,
         ("x", weight),
         params,
         computed,
+        stored=weight.format,
         source="gemm",
         host=False,
         tiling=functools.partial(cut, bfp16=weight.format == "bfp16"),

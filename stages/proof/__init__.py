@@ -1,1 +1,4 @@
-"""Showing that a build is right: comparisons with other engines, diagnosis, and the selftest of an NPU."""
+"""Show that a build is right.
+
+`comparison` compares with other engines, `diagnosis` finds the launch that is wrong, and `selftest` brings up an NPU.
+"""

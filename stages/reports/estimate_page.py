@@ -48,27 +48,29 @@ COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {CALL:
 """The colour of each limit, by its name."""
 
 
-def page(found: Figures) -> Page:
+def page(figures: Figures) -> Page:
     """Return the page of `estimate_figures.figures`, with `counted` where the simulator ran."""
-    token = found["phases"][TOKEN]
+    token = figures["phases"][TOKEN]
     shown = Page(
-        f"Estimate: {found['model']} on the NPU",
-        f"{1e3 / token['milliseconds']:.1f} tokens/s, by arithmetic, not measured: weights {found['weights']}, "
-        f"grouping {found['grouping']}. A token after {found['depth']} others takes {token['milliseconds']:.1f} ms, "
-        f"most of it limited by {_most(token)}.",
+        f"Estimate: {figures['model']} on the NPU",
+        f"{1e3 / token['milliseconds']:.1f} tokens/s, by arithmetic, not measured: weights {figures['weights']}, "
+        f"grouping {figures['grouping']}. A token after {figures['depth']} others takes {token['milliseconds']:.1f} "
+        f"ms, most of it limited by {_most(token)}.",
     )
-    shown.add("In short", *_summary(found))
-    shown.add("Time line of a token", *_time_line(found, TOKEN))
-    prompts = [phase for phase in found["phases"] if phase != TOKEN]
+    shown.add("In short", *_summary(figures))
+    shown.add("Time line of a token", *_time_line(figures, TOKEN))
+    prompts = [phase for phase in figures["phases"] if phase != TOKEN]
     first, *others = [
-        details(_phase_title(found, name), *_time_line(found, name), opened=not at) for at, name in enumerate(prompts)
+        details(_phase_title(figures, name), *_time_line(figures, name), opened=not at)
+        for at, name in enumerate(prompts)
     ]
-    shown.add("Time lines of prompts", first, details(f"{len(others)} other sizes", *others))
-    shown.add("DDR by slot", *_traffic(found))
-    shown.add("What launches take of the array", *_array(found))
-    if "counted" in found:
-        shown.add("Counted by the simulator", *_counted(found["counted"]))
-    shown.add("Rates", *_rates(found["rates"]))
+    more = [details(f"{len(others)} other sizes", *others)] if others else []
+    shown.add("Time lines of prompts", first, *more)
+    shown.add("DDR by slot", *_traffic(figures))
+    shown.add("What launches take of the array", *_array(figures))
+    if "counted" in figures:
+        shown.add("Counted by the simulator", *_counted(figures["counted"]))
+    shown.add("Rates", *_rates(figures["rates"]))
     return shown
 
 
@@ -76,28 +78,30 @@ def _most(timed: Figures) -> str:
     return max(timed["limits"], key=lambda limit: timed["limits"][limit], default="nothing")
 
 
-def _phase_title(found: Figures, phase: str) -> str:
-    return f"{phase}: {found['phases'][phase]['milliseconds']:.1f} ms"
+def _phase_title(figures: Figures, phase: str) -> str:
+    return f"{phase}: {figures['phases'][phase]['milliseconds']:.1f} ms"
 
 
 # times
 
 
-def _summary(found: Figures) -> Iterator[Markup]:
-    token, moved = found["phases"][TOKEN]["milliseconds"], found["token_bytes"]
-    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in found["phases"].items() if phase != TOKEN}
+def _summary(figures: Figures) -> Iterator[Markup]:
+    token, moved = figures["phases"][TOKEN]["milliseconds"], figures["token_bytes"]
+    prompts = {phase: f"{spent['milliseconds']:.1f} ms" for phase, spent in figures["phases"].items() if phase != TOKEN}
     yield facts(
         {
-            f"a token after {found['depth']}": f"{token:.2f} ms",
+            f"a token after {figures['depth']}": f"{token:.2f} ms",
             "tokens/s": f"{1e3 / token:.1f}",
             **prompts,
             "DDR of a token": amount(moved["moved"]),
             "DDR / bytes of weights": f"{moved['moved'] / moved['weights']:.4f}",
         }
     )
-    phases = list(found["phases"])
-    shares = {limit: [found["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(found)}
-    totals = [found["phases"][phase]["milliseconds"] for phase in phases]
+    phases = list(figures["phases"])
+    shares = {
+        limit: [figures["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(figures)
+    }
+    totals = [figures["phases"][phase]["milliseconds"] for phase in phases]
     columns = [Column("phase"), Column("ms", right=True), *(Column(limit, right=True) for limit in shares)]
     rows = [
         [phase, f"{totals[at]:.3f}", *(f"{spents[at]:.3f}" for spents in shares.values())]
@@ -106,24 +110,24 @@ def _summary(found: Figures) -> Iterator[Markup]:
     numbers = table(columns, rows, "Milliseconds by limit")
     series = [Series(limit, COLOURS[limit], spents) for limit, spents in shares.items()]
     yield bars(phases, series, "ms", "What limits a token and prompts, as shares of their time", numbers, shares=True)
-    if len(found["groupings"]) == 1:
+    if len(figures["groupings"]) == 1:
         return
-    columns = [Column("phase"), *(Column(f"grouping {name}, ms", right=True) for name in found["groupings"])]
-    rows = [[phase, *(f"{spent[phase]:.2f}" for spent in found["groupings"].values())] for phase in phases]
+    columns = [Column("phase"), *(Column(f"grouping {name}, ms", right=True) for name in figures["groupings"])]
+    rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
 
 
-def _limits(found: Figures) -> list[str]:
-    met = {limit for phase in found["phases"].values() for limit in phase["limits"]}
+def _limits(figures: Figures) -> list[str]:
+    met = {limit for phase in figures["phases"].values() for limit in phase["limits"]}
     return [limit for limit in COLOURS if limit in met]
 
 
-def _time_line(found: Figures, phase: str) -> Iterator[Markup]:
+def _time_line(figures: Figures, phase: str) -> Iterator[Markup]:
     """Yield what each side does, a colour for each limit, and a table that sums up what is alike."""
     spans: list[Span] = []
     alike: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     begin = 0.0
-    for moment in found["phases"][phase]["moments"]:
+    for moment in figures["phases"][phase]["moments"]:
         limit, spent = _most(moment), moment["milliseconds"]
         title = f"{moment['program']}: {moment['what']}: {spent:.4f} ms from {begin:.4f} ms, limited by {limit}"
         spans.append(Span(moment["side"], COLOURS[limit], begin, spent, title))
@@ -150,19 +154,19 @@ def _sums(alike: Mapping[tuple[str, str], Sequence[Figures]], whole: float) -> M
 # traffic
 
 
-def _traffic(found: Figures) -> Iterator[Markup]:
+def _traffic(figures: Figures) -> Iterator[Markup]:
     """Yield traffic of each phase by slot (an argument of a program), and of each program by launch."""
-    yield _slots_of(found, TOKEN)
-    prompts = [details(phase, _slots_of(found, phase)) for phase in found["phases"] if phase != TOKEN]
+    yield _slots_of(figures, TOKEN)
+    prompts = [details(phase, _slots_of(figures, phase)) for phase in figures["phases"] if phase != TOKEN]
     yield details(f"{len(prompts)} sizes of prompts, by slot", *prompts)
-    programs = [details(name, _slots(program["launches"])) for name, program in found["programs"].items()]
+    programs = [details(name, _slots(program["launches"])) for name, program in figures["programs"].items()]
     yield details(f"{len(programs)} programs, one call each, by launch", *programs)
 
 
-def _slots_of(found: Figures, phase: str) -> Markup:
-    calls = Counter(moment["program"] for moment in found["phases"][phase]["moments"])
+def _slots_of(figures: Figures, phase: str) -> Markup:
+    calls = Counter(moment["program"] for moment in figures["phases"][phase]["moments"])
     moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for name, program in found["programs"].items():
+    for name, program in figures["programs"].items():
         times = calls[name] // len(program["launches"])
         for launch in program["launches"] if times else ():
             for slot, ways in launch["slots"].items():
@@ -195,7 +199,7 @@ MEMORIES = {MEMORY: limits.L2_BYTES} | {CORES + row: limits.L1_BYTES for row in 
 CHANNELS = {SHIM: limits.SHIM_CHANNELS, MEMORY: limits.MEMTILE_CHANNELS}
 
 
-def _array(found: Figures) -> Iterator[Markup]:
+def _array(figures: Figures) -> Iterator[Markup]:
     yield note(
         f"The array has {limits.COLUMNS} columns. Each has, from below, a shim (DDR), a memory tile "
         f"({limits.L2_BYTES >> 10} KiB of L2) and {limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, "
@@ -204,11 +208,11 @@ def _array(found: Figures) -> Iterator[Markup]:
         "here they are drawn from the left."
     )
     spent: Counter[str] = Counter()
-    for moment in found["phases"][TOKEN]["moments"]:
+    for moment in figures["phases"][TOKEN]["moments"]:
         spent[moment["program"]] += moment["milliseconds"]
-    opened = max(found["programs"], key=lambda name: spent[name])
+    opened = max(figures["programs"], key=lambda name: spent[name])
     programs: dict[str, Markup] = {}
-    for name, program in found["programs"].items():
+    for name, program in figures["programs"].items():
         alike: dict[str, list[Figures]] = defaultdict(list)
         for launch in program["launches"]:
             alike[f"{launch['kernel']}: {launch['tiling']}"].append(launch)
@@ -217,27 +221,28 @@ def _array(found: Figures) -> Iterator[Markup]:
         shown = (_launches(same, opened=same is longest) for same in alike.values())
         programs[name] = details(title, *shown, opened=name == opened)
     yield programs.pop(opened)
-    yield details(f"{len(programs)} other programs", *programs.values())
+    if programs:
+        yield details(f"{len(programs)} other programs", *programs.values())
 
 
 def _launches(launches: Sequence[Figures], opened: bool) -> Markup:
     """Return launches of one kernel and tiling, which take the same of the array for other slots."""
-    one = launches[0]
+    first = launches[0]
     spent = sum(launch["milliseconds"] for launch in launches)
-    title = f"{one['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(one)}" + (
-        f"; {one['tiling']}" if one["tiling"] else ""
+    title = f"{first['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(first)}" + (
+        f"; {first['tiling']}" if first["tiling"] else ""
     )
     columns = [Column("limit"), Column("taken", right=True), Column("of", right=True), Column("share", right=True)]
     rows = [
         (use["limit"], use["used"], use["available"], f"{use['used'] / use['available']:.0%}")
-        for use in one["limits_taken"]
+        for use in first["limits_taken"]
     ]
-    herds = ", ".join(f"{columns} x {rows}" for columns, rows in one["herds"])
+    herds = ", ".join(f"{columns} x {rows}" for columns, rows in first["herds"])
     return details(
         title,
-        _drawing([Tile(*tile) for tile in one["tiles"]], f"The array in {one['kernel']}: herds of {herds} cores"),
+        _drawing([Tile(*tile) for tile in first["tiles"]], f"The array in {first['kernel']}: herds of {herds} cores"),
         _buffers(launches),
-        details("Limits", table(columns, rows, f"What {one['kernel']} takes of each limit, where it takes most")),
+        details("Limits", table(columns, rows, f"What {first['kernel']} takes of each limit, where it takes most")),
         opened=opened,
     )
 
@@ -247,11 +252,11 @@ def _buffers(launches: Sequence[Figures]) -> Markup:
     columns = [Column("memory"), Column("holds"), Column("bytes", right=True), Column("copies", right=True)]
     rows = []
     for same in zip(*(launch["buffers"] for launch in launches), strict=True):
-        one = same[0]
-        slots = " or ".join(dict.fromkeys(" + ".join(each["slots"]) for each in same))
-        holds = f"{slots}, {'from' if one['way'] == 'in' else 'to'} DDR" if slots else "stays in the array"
-        where = "each core" if one["memory"] == "L1" else f"on {one['tiles']} memory tiles"
-        rows.append((f"{one['memory']}, {where}", holds, f"{one['bytes']:,}", one["copies"]))
+        first = same[0]
+        slots = " or ".join(dict.fromkeys(" + ".join(buffer["slots"]) for buffer in same))
+        holds = f"{slots}, {'from' if first['way'] == 'in' else 'to'} DDR" if slots else "stays in the array"
+        where = "each core" if first["memory"] == "L1" else f"on {first['tiles']} memory tiles"
+        rows.append((f"{first['memory']}, {where}", holds, f"{first['bytes']:,}", first["copies"]))
     return table(columns, rows, f"Buffers of {launches[0]['kernel']}")
 
 
@@ -293,10 +298,10 @@ BY = ("estimated", "counted")
 
 def _counted(counted: Figures) -> Iterator[Markup]:
     rows = [
-        (name, launch["launch"], slot, *(f"{each[by][way]:,}" for by in BY for way in (0, 1)))
+        (name, launch["launch"], slot, *(f"{bytes_of[by][way]:,}" for by in BY for way in (0, 1)))
         for name, launches in counted["programs"].items()
         for launch in launches
-        for slot, each in launch["slots"].items()
+        for slot, bytes_of in launch["slots"].items()
     ]
     differ = sum(row[3:5] != row[5:7] for row in rows)
     yield note(
@@ -307,10 +312,10 @@ def _counted(counted: Figures) -> Iterator[Markup]:
     columns = [Column("program"), Column("launch"), Column("calls", right=True), Column("counted", right=True)]
     columns += [Column("DDR", right=True), Column("counted", right=True), Column("MAC counted", right=True)]
     launches = []
-    for name, found in counted["programs"].items():
-        for launch in found:
+    for name, figures in counted["programs"].items():
+        for launch in figures:
             calls = (launch["calls"][by] for by in BY)
-            moved = (sum(sum(each[by]) for each in launch["slots"].values()) for by in BY)
+            moved = (sum(sum(bytes_of[by]) for bytes_of in launch["slots"].values()) for by in BY)
             launches.append((name, launch["launch"], *(f"{number:,}" for number in (*calls, *moved, launch["macs"]))))
     yield table(columns, launches, "Calls of tile functions and bytes of DDR, estimated and counted, one call")
     columns = [Column("program"), Column("launch"), Column("slot"), Column("read", right=True)]

@@ -1,4 +1,4 @@
-"""What `doit estimate` prints: the headline first, then every launch."""
+"""The text that `doit estimate` prints: the headline first, then every launch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from stages.reports.estimated import DEPTH, Estimate, total
 MIB = 1 << 20
 
 
-def print_estimates(found: Mapping[str, Any], estimate: Estimate, locked: str) -> None:
+def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str) -> None:
     """Print the estimate of one grouping, and the times of the others.
 
     Args:
-        found: The figures of all groupings (`estimate_figures.figures`).
+        figures: The figures of all groupings (`estimate_figures.figures`).
         estimate: The grouping whose launches are printed.
         locked: The line about memory.
     """
     moved, weights = estimate.traffic()
     rate, token = estimate.machine.ddr_gbps, estimate.token()
     print(
-        f"{found['model']} on the NPU, by arithmetic, not measured: weights {found['weights']}, grouping "
-        f"{estimate.name}\n   token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
+        f"{figures['model']} on the NPU, by arithmetic, not measured: weights {figures['weights']}, "
+        f"grouping {estimate.name}\n  token after {DEPTH} others: {_sum(token)}; {1 / token.seconds:.1f} tokens/s"
     )
     for phase, *sizes in estimate.prompts():
         print(f"  {phase}: {_sum(estimate.prompt(*sizes))}")
-    for name, phases in found["groupings"].items():
+    for name, phases in figures["groupings"].items():
         if name != estimate.name:
             times = ", ".join(f"{phase} {milliseconds:.1f} ms" for phase, milliseconds in phases.items())
             print(f"  with grouping {name} instead: {times}")

@@ -1,4 +1,4 @@
-"""A profile as a trace of Perfetto's (https://perfetto.dev/docs/reference/trace-packet-proto), for ui.perfetto.dev."""
+"""Write a profile as a Perfetto trace (https://perfetto.dev/docs/reference/trace-packet-proto), for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 _SEQUENCE = 1
-"""All packets are of one writer."""
+"""The only writer of packets."""
 _PROCESS, _SERIES, _THREADS = 1, 2, 3
-"""Numbers of tracks; threads are counted from the last on."""
+"""Numbers of tracks; those of threads begin with the last one."""
 
 
-def trace(found: Mapping[str, Any]) -> bytes:
+def trace(profile: Mapping[str, Any]) -> bytes:
     """Return a profile (`llama_npu2.cli.profile.profile`) as a Perfetto trace.
 
     It has the slices of each thread's timeline, those of the first thread inside their prompt or token, and a counter
@@ -21,9 +21,9 @@ def trace(found: Mapping[str, Any]) -> bytes:
     # Half a second to import, with protobuf.
     from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-    builder, timeline = TraceProtoBuilder(), found["timeline"]
+    builder, timeline = TraceProtoBuilder(), profile["timeline"]
     threads = sorted({span[1] for span in timeline["spans"]})
-    _describe_tracks(builder, found["machine"], threads)
+    _describe_tracks(builder, profile["machine"], threads)
     _intern(builder, timeline)
     for thread in threads:
         for packet in _slices(timeline, thread):
@@ -47,17 +47,17 @@ def _describe_tracks(builder: Any, machine: Mapping[str, str], threads: Iterable
 
 
 def _kinds(timeline: Mapping[str, Any]) -> dict[str, int]:
-    """Numbers of categories."""
+    """Return the number of each category."""
     return {kind: number for number, kind in enumerate(dict.fromkeys(name[0] for name in timeline["names"]), 1)}
 
 
 def _windows(timeline: Mapping[str, Any]) -> list[str]:
-    """Names of what lies between the edges."""
+    """Return the names of the intervals between edges."""
     return ["prompt", *(f"token {number}" for number in range(1, len(timeline["edges"]) - 1))]
 
 
 def _intern(builder: Any, timeline: Mapping[str, Any]) -> None:
-    """Names of slices, each said once: those of spans from 1 on, then those of windows."""
+    """Add the names of slices, each once: those of spans from 1 on, then those of windows."""
     packet = builder.add_packet()
     packet.trusted_packet_sequence_id = _SEQUENCE
     packet.sequence_flags = packet.SEQ_INCREMENTAL_STATE_CLEARED
@@ -70,7 +70,7 @@ def _intern(builder: Any, timeline: Mapping[str, Any]) -> None:
 
 
 def _slices(timeline: Mapping[str, Any], thread: int) -> Iterator[dict[str, Any]]:
-    """Beginnings and ends on a track, in order; what lies inside another begins behind it and ends before it."""
+    """Yield beginnings and ends on a track, in order; an inner slice begins after its outer one and ends before it."""
     names, kinds = timeline["names"], _kinds(timeline)
     mine = (span for span in timeline["spans"] if span[1] == thread)
     spans = [(start, start + length, name, waited) for name, _, start, length, waited in mine]
@@ -104,10 +104,10 @@ def _add(
     packet = builder.add_packet()
     packet.timestamp, packet.trusted_packet_sequence_id = timestamp, _SEQUENCE
     packet.sequence_flags = packet.SEQ_NEEDS_INCREMENTAL_STATE
-    said = packet.track_event
-    said.track_uuid, said.type = track, said.Type.Value(f"TYPE_{event}")
-    said.category_iids.extend(category_iids)
+    track_event = packet.track_event
+    track_event.track_uuid, track_event.type = track, track_event.Type.Value(f"TYPE_{event}")
+    track_event.category_iids.extend(category_iids)
     for name, value in fields.items():
-        setattr(said, name, value)
+        setattr(track_event, name, value)
     for name, number in (about or {}).items():
-        said.debug_annotations.add(name=name, int_value=number)
+        track_event.debug_annotations.add(name=name, int_value=number)

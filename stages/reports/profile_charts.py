@@ -125,9 +125,9 @@ def layers(phase: Phase, palette: Palette) -> Markup:
     return columns(places, series, "layer", y, label, table(titled, rows, label), stacked=True)
 
 
-def timeline(found: Profile, phase: Phase, palette: Palette) -> Markup:
+def timeline(profile: Profile, phase: Phase, palette: Palette) -> Markup:
     """Return the time line of the last prompt, or of the token whose time is the median, on all threads."""
-    line = found["timeline"]
+    line = profile["timeline"]
     start, end = list(pairwise(line["edges"]))[0 if phase["name"] == "prompt" else line["shown"] + 1]
     known, spans, rows = launched(phase), list[Span](), []
     tints: dict[str, str] = {}
@@ -156,13 +156,13 @@ def _lane(kind: str, thread: int) -> str:
     return {"program": "programs", "host": "host"}.get(kind, "NPU")
 
 
-def roofline(found: Profile, palette: Palette) -> Markup:
+def roofline(profile: Profile, palette: Palette) -> Markup:
     """Return operations per second of each kernel over operations per byte, below the machine's peaks.
 
     After Williams, Waterman and Patterson (2009). The larger a point, the more of the time it takes.
     """
-    peaks, dots, rows = found["peaks"], list[Dot](), []
-    for phase in found["phases"]:
+    peaks, dots, rows = profile["peaks"], list[Dot](), []
+    for phase in profile["phases"]:
         for row in summed(phase["parts"]):
             if row["kind"] != "launch" or not row["operations"]:
                 continue
@@ -196,17 +196,17 @@ def roofline(found: Profile, palette: Palette) -> Markup:
     return tag("div", legend(entry for entry in kernels if entry[1] in used), chart)
 
 
-def series(found: Profile, other: Profile | None) -> Markup:
+def series(profile: Profile, other: Profile | None) -> Markup:
     """Return the time of each token over the positions before it."""
     curves = []
-    for name, profile, tint in (("", found, "series-1"), (", against", other, "series-7")):
-        if profile:
-            tokens = [(position, 1e3 * spent, 1e3 * (spent - inside)) for position, spent, inside in profile["series"]]
+    for name, run, tint in (("", profile, "series-1"), (", against", other, "series-7")):
+        if run:
+            tokens = [(position, 1e3 * spent, 1e3 * (spent - inside)) for position, spent, inside in run["series"]]
             curves.append(Curve(f"token{name}", tint, [(position, spent) for position, spent, _ in tokens]))
             outside = [(position, spent) for position, _, spent in tokens]
             curves.append(Curve(f"outside of programs{name}", tint, outside, dashed=True))
     titles = [Column("tokens before it", right=True), Column("ms", right=True), Column("in programs, ms", right=True)]
-    rows = [[position, f"{1e3 * spent:.3f}", f"{1e3 * inside:.3f}"] for position, spent, inside in found["series"]]
+    rows = [[position, f"{1e3 * spent:.3f}", f"{1e3 * inside:.3f}"] for position, spent, inside in profile["series"]]
     label = f"Time of each of {len(rows)} tokens; spikes are the scheduler's, when other processes run"
     points = [point for curve in curves for point in curve.points]
     positions = [position for position, _ in points]

@@ -1,4 +1,4 @@
-"""A profile as a page, alone or beside another."""
+"""The page of a profile, alone or compared with another."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from stages.reports.profile_charts import (
 )
 
 
-def profile_page(found: Profile, other: Profile | None = None) -> Page:
+def profile_page(profile: Profile, other: Profile | None = None) -> Page:
     """Return the page of one profile, or of two next to each other (see `llama_npu2.cli.profile.profile`).
 
-    `found` may have an `estimate` of its programs: `milliseconds` and `launches` by name.
+    `profile` may have an `estimate` of its programs: `milliseconds` and `launches` by name.
     """
-    about, phases = found["machine"], found["phases"]
+    about, phases = profile["machine"], profile["phases"]
     page = Page(f"Profile of {about['model']}", f"{about['device']}, on {about['cpu']}. {_answer(phases)}")
     palette = Palette(phases)
-    page.add("At a glance", facts(dict(_facts(found))), shares(phases, palette))
+    page.add("At a glance", facts(dict(_facts(profile))), shares(phases, palette))
     page.add("Layers", *(layers(phase, palette) for phase in phases))
-    page.add("Time lines", *(timeline(found, phase, palette) for phase in phases))
-    if found["peaks"]:
-        page.add("Roofline", roofline(found, palette))
-    page.add("Token by token", series(found, other))
+    page.add("Time lines", *(timeline(profile, phase, palette) for phase in phases))
+    if profile["peaks"]:
+        page.add("Roofline", roofline(profile, palette))
+    page.add("Token by token", series(profile, other))
     for phase in phases:
-        page.add(f"Parts of a {phase['name']}", *_parts(phase, found["peaks"]))
+        page.add(f"Parts of a {phase['name']}", *_parts(phase, profile["peaks"]))
     if any(part["kind"] in ("wait", "sync") for phase in phases for part in phase["parts"]):
         page.add("Submissions, syncs and waiting", *map(_crossing, phases))
     if any("counted" in phase for phase in phases):
         page.add("What the simulator counted", *(block for phase in phases for block in _counted(phase)))
-    if found.get("estimate"):
-        blocks = (block for phase in phases for block in _estimated(phase, found["estimate"]))
+    if profile.get("estimate"):
+        blocks = (block for phase in phases for block in _estimated(phase, profile["estimate"]))
         page.add("Estimated and measured", *blocks)
     if other:
-        page.add("Against the other", *_compared(found, other))
+        page.add("Against the other", *_compared(profile, other))
     return page
 
 
@@ -65,8 +65,8 @@ def _answer(phases: list[Phase]) -> str:
     )
 
 
-def _facts(found: Profile) -> Iterator[tuple[str, str]]:
-    prompt, token = found["phases"]
+def _facts(profile: Profile) -> Iterator[tuple[str, str]]:
+    prompt, token = profile["phases"]
     yield f"prompt of {prompt['rows']}", f"{1e3 * prompt['mean']:.2f} ms"
     yield "prompt, tokens/s", f"{prompt['rows'] / prompt['mean']:.1f}"
     yield "token", f"{1e3 * token['mean']:.3f} ms"
@@ -78,8 +78,8 @@ def _facts(found: Profile) -> Iterator[tuple[str, str]]:
     if WAITING in parts:
         yield "of a token, waiting for threads", f"{parts[WAITING] / token['mean']:.1%}"
     for name, unit in (("read", "GB/s"), ("bf16", "GFLOP/s")):
-        if name in found["peaks"]:
-            yield f"peak, {name}", f"{found['peaks'][name] / 1e9:.1f} {unit}"
+        if name in profile["peaks"]:
+            yield f"peak, {name}", f"{profile['peaks'][name] / 1e9:.1f} {unit}"
 
 
 def _parts(phase: Phase, peaks: Mapping[str, float]) -> Iterator[Markup]:
@@ -179,11 +179,11 @@ def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
         yield details(f"{name}, a call by the estimate", table(columns, launches, f"{name}, of a {phase['name']}"))
 
 
-def _compared(found: Profile, other: Profile) -> Iterator[Markup]:
+def _compared(profile: Profile, other: Profile) -> Iterator[Markup]:
     about = other["machine"]
     yield note(f"The other is {about['model']}: {about['device']}, on {about['cpu']}.")
     titles = [Column("part"), *(Column(name, right=True) for name in ("this, ms", "other, ms", "this / other"))]
-    for ours, theirs in zip(found["phases"], other["phases"], strict=True):
+    for ours, theirs in zip(profile["phases"], other["phases"], strict=True):
         what = [f"{phase['rows']} rows from position {phase['position']}" for phase in (ours, theirs)]
         label = f"A {ours['name']}: {', against '.join(what)}"
         mine, its = ({_key(row): row["seconds"] for row in summed(phase["parts"])} for phase in (ours, theirs))

@@ -23,66 +23,66 @@ CONTEXT = 60
 """Characters shown before a difference."""
 
 
-def write(directory: Path, artifact: str, found: Verification) -> Path:
+def write(directory: Path, artifact: str, result: Verification) -> Path:
     """Write all three files, and return the path of the page. `artifact` is `model/target`."""
-    write_atomic(directory / "verify.json", (json.dumps(described(artifact, found), indent=1) + "\n").encode())
-    write_atomic(directory / "verify.xml", junit(artifact, found))
-    page(artifact, found).write(directory / "verify.html")
+    write_atomic(directory / "verify.json", (json.dumps(described(artifact, result), indent=1) + "\n").encode())
+    write_atomic(directory / "verify.xml", junit(artifact, result))
+    page(artifact, result).write(directory / "verify.html")
     return directory / "verify.html"
 
 
-def described(artifact: str, found: Verification) -> dict[str, Any]:
+def described(artifact: str, result: Verification) -> dict[str, Any]:
     """Return all of it, for JSON."""
     return {
         "artifact": artifact,
-        **found.summary(),
-        "comparisons": [asdict(comparison) | {"passed": comparison.passed} for comparison in found.comparisons],
-        "tensors": [asdict(tensor) | {"passed": tensor.passed} for tensor in found.tensors],
-        "seconds": found.seconds,
+        **result.summary(),
+        "comparisons": [asdict(comparison) | {"passed": comparison.passed} for comparison in result.comparisons],
+        "tensors": [asdict(tensor) | {"passed": tensor.passed} for tensor in result.tensors],
+        "seconds": result.seconds,
     }
 
 
-def junit(artifact: str, found: Verification) -> bytes:
+def junit(artifact: str, result: Verification) -> bytes:
     """Return a suite with a case per check, in the vocabulary of `junit-10.xsd` of Jenkins' xUnit plugin.
 
     A prompt's time is the runtime's. That of transformers, which takes all texts at once, is with the logits.
     """
-    suite = ElementTree.Element("testsuite", _counts(found))
+    suite = ElementTree.Element("testsuite", _counts(result))
     suite.attrib |= {"name": _allowed(artifact), "timestamp": datetime.now(UTC).isoformat(timespec="seconds")}
     properties = ElementTree.SubElement(suite, "properties")
-    for name, value in _properties(found).items():
+    for name, value in _properties(result).items():
         ElementTree.SubElement(properties, "property", name=name, value=_allowed(value))
-    for name, check in found.checks.items():
-        time = f"{found.seconds[name]:.3f}"
+    for name, check in result.checks.items():
+        time = f"{result.seconds[name]:.3f}"
         case = ElementTree.SubElement(suite, "testcase", classname="verify", name=_allowed(name), time=time)
         message = _allowed(str(check))
         if check.passed:
             ElementTree.SubElement(case, "system-out").text = message
         else:
             ElementTree.SubElement(case, "failure", type="mismatch", message=message).text = message
-    suites = ElementTree.Element("testsuites", _counts(found), name="doit verify")
+    suites = ElementTree.Element("testsuites", _counts(result), name="doit verify")
     suites.append(suite)
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, "utf-8", xml_declaration=True) + b"\n"
 
 
-def _counts(found: Verification) -> dict[str, str]:
-    failures = sum(not check.passed for check in found.checks.values())
+def _counts(result: Verification) -> dict[str, str]:
+    failures = sum(not check.passed for check in result.checks.values())
     # The time of the weights is a part of that of the logits.
-    time = sum(seconds for name, seconds in found.seconds.items() if name != "weights")
-    return {"tests": str(len(found.checks)), "failures": str(failures), "errors": "0", "time": f"{time:.3f}"}
+    time = sum(seconds for name, seconds in result.seconds.items() if name != "weights")
+    return {"tests": str(len(result.checks)), "failures": str(failures), "errors": "0", "time": f"{time:.3f}"}
 
 
-def _properties(found: Verification) -> dict[str, str]:
+def _properties(result: Verification) -> dict[str, str]:
     """Return what was verified, on what, and the figures that have no bound."""
-    summary = found.summary()
+    summary = result.summary()
     return {
         "manifest": f"sha256:{summary['manifest']}",
         "text": f"{summary['text']['name']} sha256:{summary['text']['sha256']}",
         "bits": f"{summary['bits']:.2f}",
-        "KL divergence": f"{found.lost.divergence:.6f}",
-        "perplexity": f"{found.lost.perplexity:.3f}",
-        "perplexity of the checkpoint": f"{found.lost.source_perplexity:.3f}",
+        "KL divergence": f"{result.lost.divergence:.6f}",
+        "perplexity": f"{result.lost.perplexity:.3f}",
+        "perplexity of the checkpoint": f"{result.lost.source_perplexity:.3f}",
         **summary["machine"],
     }
 
@@ -92,16 +92,16 @@ def _allowed(text: str) -> str:
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
-def page(artifact: str, found: Verification) -> Page:
+def page(artifact: str, result: Verification) -> Page:
     """Return a page of whether it is right, how good it is, and where it differs."""
-    failed = [name for name, check in found.checks.items() if not check.passed]
+    failed = [name for name, check in result.checks.items() if not check.passed]
     verdict = f"Wrong: {', '.join(failed)}." if failed else "It computes what transformers does with the same weights."
     shown = Page(f"doit verify: {artifact}", verdict)
-    shown.add("Checks", *_checks(found))
-    shown.add("Against the checkpoint", *_quality(found))
-    prompts = (block for comparison in found.comparisons for block in _prompt(comparison))
+    shown.add("Checks", *_checks(result))
+    shown.add("Against the checkpoint", *_quality(result))
+    prompts = (block for comparison in result.comparisons for block in _prompt(comparison))
     shown.add("Prompts", note(_PROMPTS), *prompts)
-    shown.add("Weights", *_weights(found))
+    shown.add("Weights", *_weights(result))
     return shown
 
 
@@ -127,9 +127,9 @@ _TENSORS = [
 ]
 
 
-def _checks(found: Verification) -> Iterator[Markup]:
-    for name, check in found.checks.items():
-        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", _seconds(found.seconds[name]))
+def _checks(result: Verification) -> Iterator[Markup]:
+    for name, check in result.checks.items():
+        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", _seconds(result.seconds[name]))
 
 
 def _seconds(seconds: float) -> Markup:
@@ -140,12 +140,12 @@ def _verdict(passed: bool) -> Markup:
     return tag("strong", "pass" if passed else "FAIL", style=f"color: {colour('good' if passed else 'bad')}")
 
 
-def _quality(found: Verification) -> Iterator[Markup]:
-    lost = found.lost
+def _quality(result: Verification) -> Iterator[Markup]:
+    lost = result.lost
     low, high = lost.interval
     yield note(
-        f"The loss of the formats of weights and KV cache, over {lost.tokens} tokens of {found.text.name}, against the "
-        f"checkpoint in float32. A weight of a matrix takes {found.weights.bits:.2f} bits on average."
+        f"The loss of the formats of weights and KV cache, over {lost.tokens} tokens of {result.text.name}, against "
+        f"the checkpoint in float32. A weight of a matrix takes {result.weights.bits:.2f} bits on average."
     )
     yield facts(
         {
@@ -197,24 +197,24 @@ def _text(*parts: object) -> Markup:
     return tag("p", *parts, style="white-space: pre-wrap")
 
 
-def _weights(found: Verification) -> Iterator[Markup]:
+def _weights(result: Verification) -> Iterator[Markup]:
     """Yield a table of all tensors, and a chart where any is rounded."""
     rows = [
         (tensor.tensor, tensor.format, f"{tensor.error:.6f}", f"{tensor.rounded:.6f}", _verdict(tensor.passed))
-        for tensor in found.tensors
+        for tensor in result.tensors
     ]
     numbers = table(_TENSORS, rows, "rounding of each tensor")
     yield note(
         "The relative error of a tensor is the root mean square of its differences from the checkpoint's, divided by "
         "that of its values. Next to it is the error that rounding some of its rows to its format makes by itself."
     )
-    if any(tensor.error for tensor in found.tensors):
+    if any(tensor.error for tensor in result.tensors):
         series = [
-            Series("the artifacts'", "series-1", [tensor.error for tensor in found.tensors]),
-            Series("rounding alone", "series-2", [tensor.rounded for tensor in found.tensors]),
+            Series("the artifacts'", "series-1", [tensor.error for tensor in result.tensors]),
+            Series("rounding alone", "series-2", [tensor.rounded for tensor in result.tensors]),
         ]
         y = Axis.of("relative error", [error for one in series for error in one.values])
-        names = [tensor.tensor for tensor in found.tensors]
+        names = [tensor.tensor for tensor in result.tensors]
         label = "Error of each tensor, in the order in which layers read them"
         yield columns(names, series, "", y, label, numbers, stacked=False)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]
                 ],
             },
             "runDetails": {
-                "builder": {"id": "urn:llama-npu2", "version": {name: version(name) for name in PACKAGES}},
+                "builder": {
+                    "id": "urn:llama-npu2",
+                    "version": {name: version(name) for name in PACKAGES if name != "xdsl" or find_spec(name)},
+                },
                 "byproducts": [
                     _resource(label, project.sha256(label)) for label in sorted(outputs) if is_native(label)
                 ],
@@ -81,8 +85,10 @@ def _tools(receipts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def signed(directory: Path) -> bytes:
-    """Return the content of `manifest.sig`: the provenance and the results of `doit verify`, signed with the user's
-    key. Raises UserError."""
+    """Return the content of `manifest.sig`, signed with the user's key. Raises UserError.
+
+    It is the provenance and the results of `doit verify`.
+    """
     content = read_json(directory / PROVENANCE)
     if proof := verified(directory):
         name, digest = VERIFIED, content_sha256(directory / VERIFIED)

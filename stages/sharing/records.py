@@ -72,7 +72,7 @@ class Record:
                         sound = step.isprintable() and _MODULE.fullmatch(module)
                         if sound and all(map(_is_input, declared.items())) and all(map(_is_input, found.items())):
                             return cls(step, key, declared, found, blobs_of_json(value.get("outputs")))
-        raise UserError("a record is not what it must be: push it again")
+        raise UserError("a record is malformed: push it again")
 
 
 def _is_input(item: tuple[Any, Any]) -> bool:
@@ -93,7 +93,7 @@ def blobs_of_json(value: Any) -> dict[str, Blob]:
             case {"sha256": str(sha256), "size": int(size)} if _SHA256.fullmatch(sha256) and 0 <= size <= _LARGEST:
                 blobs[label] = Blob(sha256, size)
     if not isinstance(value, dict) or len(blobs) != len(value):
-        raise UserError("a list of files is not what it must be: push it again")
+        raise UserError("a list of files is malformed: push it again")
     check_labels(blobs)
     return blobs
 
@@ -188,8 +188,10 @@ def _key(step: Step, receipt: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _label(project: Project, path: Path) -> str:
-    """Return the label of an input on every machine: of a checkpoint or a text only the file name, as its directory is
-    a matter of each machine."""
+    """Return the label of an input on every machine.
+
+    For a checkpoint or a text it is only the file name, as its directory is a matter of each machine.
+    """
     label = project.label(path)
     return path.name if Path(label).is_absolute() else label
 

@@ -1,5 +1,7 @@
-"""Remotes: bytes by name, on file systems of fsspec (`file://`, `s3://`, `memory://`, `http(s)://` read-only) and on
-the Hugging Face hub (`hf://`)."""
+"""Remotes: bytes by name, on file systems of fsspec and on the Hugging Face hub.
+
+They are `file://`, `s3://`, `memory://`, `http(s)://` (read-only) and `hf://`.
+"""
 
 from __future__ import annotations
 
@@ -289,8 +291,10 @@ class Site(Remote):
         return b"".join(self._run(name, 0, length))
 
     def _run(self, name: str, start: int, end: int) -> Iterator[bytes]:
-        """Yield blocks as a Remote does, but limit the time of each by `_SLOWEST`: a server may send a byte now and
-        then for ever, which a timeout between two bytes does not notice."""
+        """Yield blocks as a Remote does, but limit the time of each by `_SLOWEST`.
+
+        A server may send a byte now and then for ever, which a timeout between two bytes does not notice.
+        """
         from fsspec.asyn import sync
 
         with self._files.open(self._path(name), "rb", block_size=BLOCK, cache_type="none") as file:

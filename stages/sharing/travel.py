@@ -77,7 +77,7 @@ class Offer:
                     check_labels(offer.files)
                     if len(offer.files) == sum(len(part) for part in (*(r.outputs for r in records), offer.beside)):
                         return offer
-        raise UserError(f"what {signer} says of {name} is not what it must be: push it again")
+        raise UserError(f"the entry of {signer} about {name} is malformed: push it again")
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Exchange:
         before = read_json(path).get("pushed", "") if path.is_file() else ""
         if newest.pushed < before:
             raise UserError(
-                f"remote {self.store.remote.url}: {self.name} was pushed at {newest.pushed}, what is here at {before}: "
-                f"remove {path} to go back"
+                f"remote {self.store.remote.url}: {self.name} was pushed at {newest.pushed}, "
+                f"the directory here at {before}: remove {path} to go back"
             )
         return newest
 

@@ -19,6 +19,7 @@ from stages.engine.objects import source_file
 from stages.kernels import kernels
 from stages.model.grouping import Program
 from stages.model.part import PartBuilder
+from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.modules import cpu_source
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.programs import link_host
@@ -43,9 +44,10 @@ SIZES = {"rows": ROWS, "cols": COLS}
 
 def host_library(directory: Path) -> Path:
     objects = []
-    for source in ("cpu/unpack", "cpu/team", "cpu/peaks"):
+    for source in (name for stem in ("unpack", "team", "peaks", "peak_loops") for name in objects_of(stem)):
         objects.append(directory / f"{Path(source).name}.o")
-        compile_host(source_file(source), objects[-1], prototypes_of(Path(source).name))
+        stem, _, isa = Path(source).name.partition(".")
+        compile_host(source_file(source), objects[-1], prototypes_of(stem, isa), isa)
     glue = directory / "glue.cc"
     glue.write_text(cpu_source([PART], SIZES))
     link_host(glue, objects, directory / "host.so")

@@ -58,8 +58,10 @@ class Manifest:
     """The files that it lists."""
     content: bytes
     """The text of `manifest.json`."""
-    beside: tuple[bytes, bytes]
-    """The contents of `manifest.local` and `manifest.sig`, empty where there is none."""
+    mark: bytes
+    """The content of `manifest.local`, empty if there is none."""
+    signature: bytes
+    """The content of `manifest.sig`, empty if there is none."""
     model: Mapping[str, Any]
     target: Mapping[str, Any]
     buffers: Mapping[str, Mapping[str, Any]]
@@ -78,7 +80,7 @@ class Manifest:
         content = _read(storage)
         sections = _sections(storage.path / "manifest.json", content)
         listed = Listed(storage, {name: entry["sha256"] for name, entry in sections["files"].items()})
-        manifest = cls(listed, content, (_start(storage, LOCAL), _start(storage, SIGNATURE)), **sections)
+        manifest = cls(listed, content, _read_start(storage, LOCAL), _read_start(storage, SIGNATURE), **sections)
         manifest._check_machine()
         manifest._check_files()
         manifest._check_blobs()
@@ -117,7 +119,7 @@ class Manifest:
     @cached_property
     def _trusted(self) -> None:
         native = sorted({spec["file"] for spec in self.programs.values()})
-        check_trusted(self.directory, self.content, *self.beside, native)
+        check_trusted(self.directory, self.content, self.mark, self.signature, native)
 
     @property
     def host_library(self) -> File:
@@ -234,7 +236,7 @@ def _sections(path: Path, manifest: bytes) -> dict[str, Any]:
     return {**{section: content[section] for section in _SECTIONS}, "plans": plans, **estimates}
 
 
-def _start(storage: Storage, name: str) -> bytes:
+def _read_start(storage: Storage, name: str) -> bytes:
     """Return the content of a small file, empty if there is none.
 
     A file that is too large is cut, and then fails its check.

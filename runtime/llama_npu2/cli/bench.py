@@ -154,8 +154,10 @@ class Ours:
         return _timed(lambda: self._decode(ids))
 
     def _decode(self, ids: Sequence[int]) -> None:
-        """Decode tokens and keep no logits, as generating does: memory that is new to the process costs more than the
-        copy into it."""
+        """Decode tokens and keep no logits, as generating does.
+
+        Memory that is new to the process costs more than the copy into it.
+        """
         for token in ids:
             self._llm.decode(token)
 
@@ -270,8 +272,10 @@ class Bench:
         return Result(test, unit, [measure() for _ in range(self.repeats)])
 
     def read_bandwidth(self) -> float:
-        """Return the bytes per second of reading all of the weights, so that no cache holds them from one pass to the
-        next unless it does so for tokens too."""
+        """Return the bytes per second of reading all of the weights.
+
+        So no cache holds them from one pass to the next, unless it does so for tokens too.
+        """
         return statistics.median(self.device.measure_read(self.weights) for _ in range(READ_PASSES))
 
     def tokens(self, count: int) -> list[int]:
@@ -354,8 +358,10 @@ class Bench:
         return sum(map(manifest.nbytes, caches)) / self.llm.context_length
 
     def _prefill_flop(self, rows: int) -> float:
-        """Return the operations of a prompt: two per weight and row that it is multiplied with, four per head element
-        and attended pair."""
+        """Return the operations of a prompt.
+
+        There are two per weight and row that it is multiplied with, and four per head element and attended pair.
+        """
         manifest = self.llm.manifest
         products = sum(
             weight.values * manifest.rows(call.program, rows)
@@ -367,8 +373,10 @@ class Bench:
 
 
 def _token_bytes(llm: Llama) -> dict[str, int]:
-    """Return the bytes of every weight that a decoded token reads in full; the embedding only if the LM head shares
-    it."""
+    """Return the bytes of every weight that a decoded token reads in full.
+
+    The embedding is among them only if the LM head shares it.
+    """
     calls = llm.manifest.plans[decode_phase(llm.windows, 0)]
     return {name: weight.nbytes for call in calls for name, weight in llm.manifest.weights_read(call).items()}
 
@@ -396,8 +404,8 @@ def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", _RUN, directory, prompt, "--raw", "--max-tokens=2"]
-    command += to_arguments(running, Running)
+    command = [sys.executable, "-c", _RUN, "run", directory, prompt, "--raw", "--max-tokens=2"]
+    command += to_arguments(running, Running, command="run")
     first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
     peaks: list[int] = []
     for _ in range(running.repeats):

@@ -1,4 +1,4 @@
-"""What an artifact directory holds, for `llama-npu2 info DIR`."""
+"""Describes an artifact directory for `llama-npu2 info DIR`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def described(manifest: Manifest) -> dict[str, str]:
     """Return what a manifest says of the model, its formats and its programs, and who vouches for it."""
     model, target = manifest.model, manifest.target
     try:
-        trusted = f"yes: {allowed(manifest.directory, manifest.content, *manifest.beside)}"
+        trusted = f"yes: {allowed(manifest.directory, manifest.content, manifest.mark, manifest.signature)}"
     except UserError as error:
         trusted = f"no: {error}"
     buckets = sorted({phase.rows for phase in manifest.plans if phase.rows})

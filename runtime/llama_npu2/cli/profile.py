@@ -162,9 +162,19 @@ def _phase(name: str, windows: Sequence[Window], calls: Mapping[str, int]) -> di
     }
 
 
+class _Part(NamedTuple):
+    """The identity of a part; `program`, `layer` and `launch` are None where there is none."""
+
+    kind: str
+    name: str
+    program: str | None = None
+    layer: int | None = None
+    launch: int | None = None
+
+
 def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:
     """Return the parts of the windows, in order of appearance."""
-    sums: dict[tuple[Any, ...], Counter[str]] = {}
+    sums: dict[_Part, Counter[str]] = {}
     for window in windows:
         covered = 0
         parts = nested([span for span in window.spans if span.thread == 0])
@@ -173,20 +183,18 @@ def _parts(windows: Sequence[Window]) -> list[dict[str, Any]]:
             if part.inside < 0:
                 covered += span.end - span.start
             program = parts[part.inside].span.name if span.kind == "launch" else None
-            key = (span.kind, span.name, program, span.about.get("layer"), span.about.get("launch"))
+            key = _Part(span.kind, span.name, program, span.about.get("layer"), span.about.get("launch"))
             more = {name: span.about[name] for name in SUMS if name in span.about}
             sums.setdefault(key, Counter()).update({"calls": 1, "ns": part.alone, **more})
         between = {"calls": 1, "ns": window.end - window.start - covered}
-        sums.setdefault(("python", BETWEEN, None, None, None), Counter()).update(between)
-    return [_part(key, counts, len(windows)) for key, counts in sums.items()]
+        sums.setdefault(_Part("python", BETWEEN), Counter()).update(between)
+    return [_means(part, counts, len(windows)) for part, counts in sums.items()]
 
 
-def _part(key: tuple[Any, ...], counts: Counter[str], windows: int) -> dict[str, Any]:
-    where = zip(("kind", "name", "program", "layer", "launch"), key, strict=True)
+def _means(part: _Part, counts: Counter[str], windows: int) -> dict[str, Any]:
+    identity = {name: value for name, value in part._asdict().items() if value is not None}
     means = {name: count / windows for name, count in counts.items() if name != "ns"}
-    return (
-        {name: value for name, value in where if value is not None} | {"seconds": counts["ns"] / windows / 1e9} | means
-    )
+    return identity | {"seconds": counts["ns"] / windows / 1e9} | means
 
 
 def _point(window: Window) -> list[float]:
@@ -303,31 +311,38 @@ COLUMNS = (
 )
 
 
+class _RowKey(NamedTuple):
+    program: str
+    kind: str
+    name: str
+
+
 def summed(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parts with all layers added up: programs, each followed by its launches, then the rest.
 
     A program's `seconds` and other sums include those of its launches; the time that it has alone is `waited`.
     """
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    rows: dict[_RowKey, dict[str, Any]] = {}
     for part in parts:
         program = part["name"] if part["kind"] == "program" else part.get("program", "")
-        for key in {(program, "program", program), (program, part["kind"], part["name"])}:
-            if key[1] == "program" and not program:
-                continue
-            row = rows.setdefault(key, {"kind": key[1], "name": key[2], "program": program, "calls": 0, "seconds": 0})
-            row["calls"] += part["calls"] if key[1] == part["kind"] else 0
+        own = _RowKey(program, part["kind"], part["name"])
+        for key in {own, _RowKey(program, "program", program)} if program else {own}:
+            row = rows.setdefault(key, {**key._asdict(), "calls": 0, "seconds": 0})
+            row["calls"] += part["calls"] if key == own else 0
             for name in ("seconds", *SUMS):
                 row[name] = row.get(name, 0) + part.get(name, 0)
     _note_waiting(rows)
-    order = {name: number for number, name in enumerate(dict.fromkeys(program for program, _, _ in rows))}
-    return [rows[key] for key in sorted(rows, key=lambda key: (not key[0], order[key[0]], key[1] != "program"))]
+    order = {name: number for number, name in enumerate(dict.fromkeys(key.program for key in rows))}
+    return [
+        rows[key] for key in sorted(rows, key=lambda key: (not key.program, order[key.program], key.kind != "program"))
+    ]
 
 
-def _note_waiting(rows: Mapping[tuple[str, str, str], dict[str, Any]]) -> None:
+def _note_waiting(rows: Mapping[_RowKey, dict[str, Any]]) -> None:
     """Count the time that a program has besides its launches as waiting: for other threads after each launch."""
-    for (program, kind, _), row in rows.items():
-        launches = [launch for key, launch in rows.items() if key[0] == program and key[1] == "launch"]
-        if kind == "program" and launches:
+    for key, row in rows.items():
+        launches = [row for other, row in rows.items() if (other.program, other.kind) == (key.program, "launch")]
+        if key.kind == "program" and launches:
             row["waited"] += 1e9 * (row["seconds"] - sum(launch["seconds"] for launch in launches))
 
 
@@ -348,8 +363,10 @@ def cells(row: Mapping[str, Any], total: float, peaks: Mapping[str, float]) -> l
 
 
 def roofline(row: Mapping[str, Any], peaks: Mapping[str, float]) -> float:
-    """Return `max(bytes / read peak, operations / bf16 peak) / seconds` (Williams et al. 2009), the share of the time
-    that a row needs at the least; 0 where the peaks are not known."""
+    """Return the share of the time that a row needs at the least, 0 where the peaks are not known.
+
+    It is `max(bytes / read peak, operations / bf16 peak) / seconds` (Williams et al. 2009).
+    """
     if not peaks or not row["seconds"]:
         return 0.0
     return max(row.get("bytes", 0) / peaks["read"], row.get("operations", 0) / peaks["bf16"]) / row["seconds"]

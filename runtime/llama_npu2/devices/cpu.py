@@ -37,7 +37,22 @@ class _Range(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
+_SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "team_create": (ctypes.c_void_p, ctypes.c_int),
+    "team_run": (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    "team_laps": (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    "team_destroy": (None, ctypes.c_void_p),
+    "team_threads": (ctypes.c_int, ctypes.c_void_p),
+    "isa_name": (ctypes.c_char_p,),
+    "measure_read_bandwidth": (ctypes.c_double, ctypes.c_void_p, ctypes.POINTER(_Range), ctypes.c_int64),
+    "measure_bf16_peak": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64),
+    "measure_f32_peak": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64),
+}
+"""Result and arguments of the library's functions (`kernel_src/cpu/team.h`). Older libraries have no `team_laps`."""
+
+
 def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
+    """Open the CPU device, whose host programs are in `library`. Raises UserError."""
     return CpuDevice(library, threads)
 
 
@@ -64,22 +79,9 @@ class CpuDevice:
         library = open_library(host_library)
         if not hasattr(library, "team_create"):
             raise UserError(f"{host_library.path} is not the library of the host's programs: {REMEDY}")
-        library.team_create.restype = ctypes.c_void_p
-        library.team_create.argtypes = [ctypes.c_int]
-        library.team_run.restype = None
-        library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        if hasattr(library, "team_laps"):
-            library.team_laps.restype = None
-            library.team_laps.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        library.team_destroy.restype = None
-        library.team_destroy.argtypes = [ctypes.c_void_p]
-        library.team_threads.argtypes = [ctypes.c_void_p]
-        library.isa_name.restype = ctypes.c_char_p
-        library.measure_read_bandwidth.restype = ctypes.c_double
-        library.measure_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Range), ctypes.c_int64]
-        for measure in (library.measure_bf16_peak, library.measure_f32_peak):
-            measure.restype = ctypes.c_double
-            measure.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        for name, (result, *arguments) in _SIGNATURES.items():
+            if function := getattr(library, name, None):
+                function.restype, function.argtypes = result, arguments
         self._native = library
         self._team = library.team_create(threads)
         if not self._team:
@@ -154,8 +156,10 @@ class CpuDevice:
         return self._laps
 
     def measure_read(self, buffers: Sequence[HostBuffer]) -> float:
-        """Return the bytes per second at which the team reads buffers one after the other, with the pattern that reads
-        fastest."""
+        """Return the bytes per second at which the team reads buffers one after the other.
+
+        It reads them with the pattern that reads fastest.
+        """
         ranges = (_Range * len(buffers))(*(_Range(buffer.address, len(buffer.bytes)) for buffer in buffers))
         return float(self._native.measure_read_bandwidth(self._team, ranges, len(buffers)))
 

@@ -27,6 +27,7 @@ NEVER_WRITTEN = 0xFF
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> SimDevice:
+    """Open the simulator, whose host programs are in `library`. Raises UserError."""
     return SimDevice(library, threads)
 
 

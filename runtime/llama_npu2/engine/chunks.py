@@ -1,5 +1,7 @@
-"""Chooses the phases that process a text where programs have fixed shapes: those that take the least time by the
-manifest's estimate."""
+"""Chooses the phases that process a text where programs have fixed shapes.
+
+They are those that take the least time by the manifest's estimate.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ class Chunks:
         return self._best(start, end)[start][0]
 
     def _best(self, start: int, end: int) -> dict[int, tuple[float, Chunk | None]]:
-        """Return, for each position that chunks lead to, the time up to `end` and the next chunk, None where the rest
-        is processed token by token."""
+        """Return the best way from each position that chunks lead to.
+
+        It is the time up to `end` and the next chunk, None where the rest is processed token by token.
+        """
         offers = {position: list(self._offers(position, end)) for position in self._reached(start, end)}
         best: dict[int, tuple[float, Chunk | None]] = {end: (0.0, None)}
         for position in sorted(offers, reverse=True):

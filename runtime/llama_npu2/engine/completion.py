@@ -56,8 +56,10 @@ class Logprob:
 
     @classmethod
     def of(cls, token: int, logits: np.ndarray, top: int = 0) -> Logprob:
-        """Return the log-probability of `token` by the float32 logits `[vocab]` after the tokens before it, with the
-        `top` most likely alternatives. Raises UserError if the logits are no numbers."""
+        """Return the log-probability of `token`, with the `top` most likely alternatives.
+
+        `logits` are float32 `[vocab]`, after the tokens before it. Raises UserError if they are no numbers.
+        """
         greedy, logprobs = token == most_likely(logits), log_softmax(logits)
         ids = np.argpartition(-logprobs, min(top, len(logprobs)) - 1)[:top] if top else np.array([], np.int64)
         best = sorted((-float(logprobs[i]), int(i)) for i in ids)

@@ -144,12 +144,12 @@ class Engine:
         self._run(decode_phase(self.windows, self.position), ids)
         return self._copied_logits()
 
-    def logits_after(self, ids: list[int]) -> np.ndarray:
+    def _logits_after(self, ids: list[int]) -> np.ndarray:
         """Return float32 logits `[vocab]` after `ids`, whose beginning the KV cache may hold. Raises UserError."""
-        kept = self.keep(ids)
+        kept = self._keep(ids)
         return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
 
-    def keep(self, ids: list[int]) -> int:
+    def _keep(self, ids: list[int]) -> int:
         """Forget the cached tokens that `ids` does not begin with, and those that are not worth keeping.
 
         The last token of `ids` is never kept, because its logits are wanted. With buckets, processing all of `ids` at
@@ -187,10 +187,10 @@ class Engine:
         self._check_vocabulary(ids)
         shared = _common_prefix(self._cached, ids[: first - 1])
         self.rewind(shared)
-        logits = self.logits_from(ids[shared:-1], first - 1 - shared)
+        logits = self._logits_from(ids[shared:-1], first - 1 - shared)
         return [Logprob.of(token, row, top) for token, row in zip(ids[first:], logits, strict=True)]
 
-    def logits_from(self, token_ids: list[int], first: int) -> Iterator[np.ndarray]:
+    def _logits_from(self, token_ids: list[int], first: int) -> Iterator[np.ndarray]:
         """Append tokens; yield the logits after each from number `first` on.
 
         They are the device's own array, so each is valid until the next one is asked for. Raises UserError.

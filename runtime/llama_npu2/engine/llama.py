@@ -125,15 +125,15 @@ class Llama(Engine):
 
         Args:
             messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn.
-            sampling: fields of `options.Sampling`.
+            **sampling: fields of `options.Sampling`.
         """
         return self.generate(list(messages), keep_context=True, **sampling)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
-        if isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt):
+        if isinstance(prompt, str) or all(isinstance(token, Integral) for token in prompt):
             return
-        if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt):
             raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
@@ -147,7 +147,6 @@ class Llama(Engine):
         **sampling: Any,
     ) -> Iterator[Completion]:
         """Yield `n` replies, each when it is whole. The prompt is processed once.
-
 
         A reply to a seed depends on its number alone, not on `n`. With `prompt_logprobs` all of the prompt is
         processed, at the cost of `score`. Arguments and errors are those of `generate`.
@@ -173,10 +172,10 @@ class Llama(Engine):
             raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self.shorter}")
         if not keep_context or logprobs is not None:
             self.reset()
-        reused = self.keep(ids)
+        reused = self._keep(ids)
         if logprobs is None:
-            return _Prompt(ids, self.logits_after(ids), started, reused)
-        rows = self.logits_from(ids, 0)
+            return _Prompt(ids, self._logits_after(ids), started, reused)
+        rows = self._logits_from(ids, 0)
         prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
         return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
 
@@ -190,7 +189,7 @@ class Llama(Engine):
         while not stats.finish_reason:
             if completion.tokens:
                 ids.append(completion.tokens[-1])
-                logits = self.logits_after(ids)
+                logits = self._logits_after(ids)
             token = self._timed("host", "sample", choose, logits)
             now = time.perf_counter()
             first = first or now

@@ -51,12 +51,12 @@ def most_likely(logits: np.ndarray) -> int:
 
 
 class Adjustment:
-    """A function that changes logits depending on the tokens so far, in the order of transformers:
+    """A function that changes logits depending on the tokens so far, in the order of transformers.
 
-    - it adds `logit_bias`;
-    - it divides positive logits of tokens in prompt or reply by `repetition_penalty`, and multiplies negative ones by
-      it (Keskar et al. 2019);
-    - from the logits of tokens in the reply it subtracts `presence_penalty + frequency_penalty * count`, where count
+    - It adds `logit_bias`.
+    - It divides positive logits of tokens in prompt or reply by `repetition_penalty`, and multiplies negative ones by
+      it (Keskar et al. 2019).
+    - From the logits of tokens in the reply it subtracts `presence_penalty + frequency_penalty * count`, where count
       says how often the token is in the reply (OpenAI's formula).
     """
 

@@ -21,16 +21,20 @@ class ChatTemplate:
     """A checkpoint's template and the special tokens it may name."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
-        """Start the process that renders the template, without waiting for it, or use `renderer`, which was started
-        before. Raises UserError."""
+        """Start the process that renders the template, without waiting for it. Raises UserError.
+
+        With `renderer`, use that process, which was started before.
+        """
         from llama_npu2.text.sandbox import Sandbox
 
         self._sandbox = Sandbox(source, special_tokens, renderer)
 
     @classmethod
     def open(cls, storage: Storage, renderer: Renderer | None = None) -> ChatTemplate | None:
-        """Return the template of an artifact's `chat_template.jinja` or `tokenizer_config.json`, None if neither has
-        one. Raises UserError."""
+        """Return an artifact's template, None if it has none. Raises UserError.
+
+        It is in `chat_template.jinja` or in `tokenizer_config.json`.
+        """
         source = _read_json(storage, "tokenizer/tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             named = (t for t in source if isinstance(t, dict) and t.get("name") == "default")
@@ -48,8 +52,10 @@ class ChatTemplate:
         self._sandbox.check()
 
     def render(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
-        """Return the conversation as one string that ends where the assistant's reply begins; without `reply`, after
-        the last message. Raises UserError."""
+        """Return the conversation as one string. Raises UserError.
+
+        It ends where the assistant's reply begins; without `reply`, after the last message.
+        """
         return self._sandbox.render(messages, reply)
 
     def close(self) -> None:

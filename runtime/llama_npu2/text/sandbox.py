@@ -65,8 +65,13 @@ class Sandbox:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], renderer: Renderer | None = None) -> None:
-        """Set the template up in `renderer`, which may have been started before the template was known, or in a new
-        process. Raises UserError."""
+        """Set the template up in a process. Raises UserError.
+
+        Args:
+            source: the template.
+            special_tokens: the variables that it gets besides the messages.
+            renderer: a process that was started before the template was known; by default a new one.
+        """
         if len(source) > MOST_SOURCE:
             raise _not_compiled(f"it has {len(source)} characters, at most {MOST_SOURCE} are read")
         setup = Setup(

@@ -37,7 +37,7 @@ def mark_own(directory: Path, manifest: bytes) -> None:
 
 def is_marked(directory: Path, manifest: bytes) -> bool:
     """Return whether `directory` has this user's mark for the manifest. Raises UserError."""
-    return settings.is_own_mac(beside(directory, LOCAL), manifest, _PURPOSE)
+    return settings.is_own_mac(_read_start(directory / LOCAL), manifest, _PURPOSE)
 
 
 def covered(directory: Path) -> dict[str, str]:
@@ -45,8 +45,8 @@ def covered(directory: Path) -> dict[str, str]:
 
     Raises UserError if there is no signature by a key that the user trusts.
     """
-    manifest = beside(directory, MANIFEST)
-    statement, _ = signed_statement(directory, manifest, beside(directory, SIGNATURE))
+    manifest = _read_start(directory / MANIFEST)
+    statement, _ = signed_statement(directory, manifest, _read_start(directory / SIGNATURE))
     try:
         files = {name: entry["sha256"] for name, entry in load_json(manifest)["files"].items()}
         byproducts = statement["predicate"]["runDetails"]["byproducts"]
@@ -56,9 +56,8 @@ def covered(directory: Path) -> dict[str, str]:
     return {**files, MANIFEST: hashlib.sha256(manifest).hexdigest()}
 
 
-def beside(directory: Path, name: str) -> bytes:
-    """Return the content of a small file in `directory`, empty if there is none. A file that is too long is cut."""
-    path = directory / name
+def _read_start(path: Path) -> bytes:
+    """Return the content of a small file, empty if there is none. A file that is too long is cut."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -102,7 +101,7 @@ def check_trusted(directory: Path, manifest: bytes, mark: bytes, envelope: bytes
     try:
         allowed(directory, manifest, mark, envelope)
     except UserError as error:
-        why, _, _ = str(error).partition(": to trust it, ")
+        why = error.why if isinstance(error, Untrusted) else str(error)
         ways = [f"{errors.program} trust {directory} allows just this directory"]
         if not directory.is_dir():  # a file of doit export
             ways = [f"--trust=sha256:{hashlib.sha256(manifest).hexdigest()} allows just this"]

@@ -1,5 +1,7 @@
-"""Signed payloads: DSSE v1 envelopes (https://github.com/secure-systems-lab/dsse) with one Ed25519 signature, whose
-`keyid` is the public key itself."""
+"""Signed payloads: DSSE v1 envelopes with one Ed25519 signature, whose `keyid` is the public key itself.
+
+See https://github.com/secure-systems-lab/dsse.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ class Untrusted(UserError):
 
     def __init__(self, what: str, key: PublicKey) -> None:
         self.key = key
-        gone = revoked_keys().get(key)
-        why = "whom you do not trust" if gone is None else f"the key {gone!r} that you removed"
-        super().__init__(f"{what} is signed by {key.fingerprint}, {why}: to trust it, doit trust key='{key}'")
+        removed = revoked_keys().get(key)
+        signer = "whom you do not trust" if removed is None else f"the key {removed!r} that you removed"
+        self.why = f"{what} is signed by {key.fingerprint}, {signer}"
+        super().__init__(f"{self.why}: to trust it, doit trust key='{key}'")
 
 
 def payload_type(purpose: str) -> str:
@@ -77,7 +80,7 @@ def unseal(envelope: bytes, kind: str, what: str) -> Signed:
     try:
         payload, key, signature = _opened(envelope, kind)
     except ValueError as error:
-        raise UserError(f"{what} is not signed as it must be ({error}): get it again") from None
+        raise UserError(f"{what} is not signed correctly ({error}): get it again") from None
     if not _valid(key, signature, settings.framed(kind, payload)):
         raise UserError(f"{what} was altered: the signature of {key.fingerprint} is of something else: get it again")
     trusted = trusted_keys()

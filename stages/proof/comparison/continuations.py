@@ -82,6 +82,7 @@ class Comparison:
         return max(self.ranks) < TOP
 
     def row(self) -> str:
+        """Return a row of `TABLE`."""
         first = "-" if self.first is None else f"token {self.first + 1}"
         ranks = (rank + 1 for rank in self.ranks)
         return TABLE.row(

@@ -63,6 +63,7 @@ class LlamaCpp:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def rewind(self, depth: int) -> None:
+        """Keep the first `depth` tokens of the context."""
         self._api.llama_memory_seq_rm(self._memory, 0, depth, -1)
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
@@ -89,6 +90,7 @@ class Transformers:
         self._cache = self._empty()
 
     def rewind(self, depth: int) -> None:
+        """Keep the first `depth` tokens of the context."""
         if depth == 0:
             self._cache = self._empty()
         elif surplus := self._cache.get_seq_length() - depth:
@@ -217,9 +219,11 @@ class Peer:
         )
 
     def prefill(self, ids: Sequence[int]) -> float:
+        """Process a prompt from an empty context, and return the seconds."""
         return self._ask({"prefill": list(ids)})
 
     def decode(self, depth: int, ids: Sequence[int]) -> float:
+        """Process tokens one by one after the first `depth`, and return the seconds."""
         return self._ask({"decode": list(ids), "depth": depth})
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -252,6 +256,7 @@ class Peer:
         return json.loads(process.stdout.readline() or "null")
 
     def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 

@@ -175,7 +175,7 @@ class Exactness:
     ours: float
     """The runtime's error."""
     bf16: float
-    """That of transformers in bf16."""
+    """The error of transformers in bf16."""
     bounded: bool
     """Whether a bound applies: not where activations are rounded to whole numbers too."""
 

@@ -1,4 +1,4 @@
-"""How far a right launch may be from its reference, by the number formats on its way.
+"""Bound how far a right launch may be from its reference, by the number formats on its way.
 
 Both compute the same function of the same inputs, but sum in other orders: before a result is rounded, they are a small
 `error` apart. After rounding they are equal, unless the border between two numbers of bf16 lies between them. This
@@ -114,6 +114,7 @@ class Weight:
 
     @cached_property
     def magnitudes(self) -> np.ndarray:
+        """Absolute values, f32."""
         return np.abs(self.values)
 
     @cached_property
@@ -134,14 +135,15 @@ class Case:
 
     op: Op
     inputs: Mapping[str, Any]
-    """By names of arguments and scalars."""
+    """Values of arguments and scalars, by name."""
     weights: Mapping[str, Weight]
-    """By names of arguments."""
+    """Weights among the arguments, by name."""
     results: tuple[np.ndarray, ...]
     """The reference's."""
 
     @property
     def arithmetic(self) -> Arithmetic:
+        """The arithmetic of the kernel set that computed it."""
         return ARITHMETIC[self.op.kernel_set]
 
     def wide(self, name: str) -> np.ndarray:
@@ -509,4 +511,4 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     "rope_q": _bound_query_rotation,
     "token_attention": _bound_token_attention,
 }
-"""By operation, whatever the format."""
+"""The function that bounds each operation, whatever its format."""

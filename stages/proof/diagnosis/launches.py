@@ -26,7 +26,7 @@ SIGNIFICANT = 6.0
 GROUPS = 16
 """Rows (of heads, in attention) that are enough for a mean and its error."""
 SIDES = {"magnitude": ("toward zero", "away from zero"), "value": ("down", "up")}
-"""What may be off on average, and the words for its two sides."""
+"""Quantities that may be off on average, and the words for their two sides."""
 AROUND = 3
 """Values shown on each side of the worst."""
 
@@ -69,7 +69,7 @@ class Finding:
     ratio: float = 0.0
     """The largest error divided by its limit."""
     largest: float = 0.0
-    """That error."""
+    """The error with that ratio."""
     bias: float = float("nan")
     """Mean error of magnitudes or of values, the larger one, in units in the last place. NaN: too few rows to say."""
     wrong: str = ""

@@ -49,6 +49,7 @@ class Layer:
 
     @property
     def drifts(self) -> bool:
+        """Whether the error exceeds the bound."""
         return self.bounded and not self.times <= MOST
 
 

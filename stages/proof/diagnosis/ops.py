@@ -47,6 +47,7 @@ class Op:
 
     @property
     def kernel(self) -> Kernel:
+        """The kernel that is launched."""
         return self.launch.kernel
 
     @property
@@ -86,10 +87,12 @@ class Op:
 
     @property
     def written(self) -> tuple[Arg, ...]:
+        """Arguments that it writes."""
         return tuple(arg for arg in self.kernel.args if arg.written)
 
     @property
     def read(self) -> tuple[Arg, ...]:
+        """Arguments that it reads."""
         return tuple(arg for arg in self.kernel.args if not arg.written)
 
     @property
@@ -110,7 +113,7 @@ class Op:
 
     @property
     def does(self) -> str:
-        """What it computes, with the program's names: `gemm_add(attn_out, wo, x_residual) -> res1`."""
+        """The computation, with the program's names: `gemm_add(attn_out, wo, x_residual) -> res1`."""
         slots = self.names
         reads = ", ".join(slots[arg.name] for arg in self.read)
         return f"{self.kernel.name}({reads}) -> {', '.join(slots[arg.name] for arg in self.written)}"
@@ -162,7 +165,7 @@ def _launches(
                 slots=slots,
                 names=names,
                 buffers={arg: bound[name] for arg, name in names.items()},
-                window=program.window,
+                window=program.context,
                 kernel_set=HOST_SET if program.host else target.kernel_set,
             )
             index += 1

@@ -34,8 +34,8 @@ class Sample:
     rows: int
     position: int
     values: Values
-    """By the kernel's arguments, without weights and tables. Of a cache that is written, the new rows; of one that is
-    read, all rows up to the last as `k` and `v`, f32 or bf16 `[positions, kv_heads * head_dim]`."""
+    """Values of the kernel's arguments, without weights and tables: of a cache that is written, the new rows; of one
+    that is read, all rows up to the last as `k` and `v`, f32 or bf16 `[positions, kv_heads * head_dim]`."""
 
 
 @dataclass
@@ -84,8 +84,8 @@ class Recorder:
     def _part(op: Op, arg: Arg, values: np.ndarray) -> np.ndarray:
         """Return the part of a matrix that a launch writes."""
         scalars = op.launch.scalars
-        whole = "apart" not in scalars or not arg.written
-        return values if whole else written_part(values, scalars).reshape(-1, values.shape[-1])
+        complete = "apart" not in scalars or not arg.written
+        return values if complete else written_part(values, scalars).reshape(-1, values.shape[-1])
 
     def _of_cache(self, op: Op, arg: Arg, call: TracedCall, content: np.ndarray) -> Values:
         sizes, until = self.dimensions, call.position + call.rows

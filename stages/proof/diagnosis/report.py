@@ -16,9 +16,9 @@ class Report:
 
     model: str
     runs: str
-    """What runs it, for people."""
+    """The weights, the device and its threads, for people."""
     text: str
-    """What text was run, for people."""
+    """The length of the text that was run, for people."""
     layers: list[Layer]
     """Empty where transformers could not compute them."""
     without_layers: str
@@ -32,6 +32,7 @@ class Report:
 
     @property
     def wrong(self) -> list[Finding]:
+        """Launches that are wrong, in the order in which they first ran."""
         return [finding for finding in self.findings if finding.wrong]
 
     @property
@@ -41,6 +42,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether nothing is wrong."""
         return not (self.wrong or self.drift)
 
     @property

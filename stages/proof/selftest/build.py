@@ -1,4 +1,4 @@
-"""Step actions: the module of a probe, and the manifest of the directory that holds them all."""
+"""Step actions: the module of a probe, and the manifest of the probes' directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from stages.targets.npu2.modules import build_module, write
 
 
 def write_module(name: str, work: Path, support: Sequence[str], priced: bool) -> None:
-    """MLIR of a probe and its description; `support`: sources that the target's programs link besides; `priced`: see
-    `stages.targets.npu2.modules.write_module`."""
+    """Write the MLIR of a probe and its description.
+
+    Args:
+        support: Further sources that the target's programs link.
+        priced: See `stages.targets.npu2.modules.write_module`.
+    """
     probe = probes()[name]
     write(build_module(probe.program, {}), name, work, support, priced)
 
@@ -22,5 +26,5 @@ def write_module(name: str, work: Path, support: Sequence[str], priced: bool) ->
 def write_manifest(
     directory: Path, work: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]
 ) -> None:
-    """`manifest.json` of programs alone."""
+    """Write a `manifest.json` that has programs only."""
     write_json(work / "manifest.json", describe(directory, programs, target))

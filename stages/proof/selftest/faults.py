@@ -10,12 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
+    """A cause, explained."""
+
     meaning: str
     remedy: str
 
 
-class Broken(Exception):
-    """A rung breaks: `cause` names an entry of the table, `detail` has the numbers or what the tools said."""
+class Failure(Exception):
+    """A rung breaks. `cause` names an entry of the table, `detail` has numbers or a tool's message."""
 
     def __init__(self, cause: str, detail: str) -> None:
         super().__init__(f"{cause}: {detail}")
@@ -35,7 +37,7 @@ FAULTS = {
     for rung, causes in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
     for cause, texts in causes.items()
 }
-"""By (rung, cause)."""
+"""The table, by (rung, cause)."""
 
 
 def fault(rung: str, cause: str) -> Fault:
@@ -43,7 +45,7 @@ def fault(rung: str, cause: str) -> Fault:
     return FAULTS.get((rung, cause)) or FAULTS.get((_ANY, cause)) or FAULTS[_ANY, "failed"]
 
 
-_SAID = (
+_MESSAGES = (
     ("timeout", r"TIMEOUT|did not finish|timed out"),
     ("gone", r"No such device|err=-19\b|Could not open device"),
     ("no memory", r"Cannot allocate memory|err=-12\b|No space left|err=-28\b|no .* more beside"),
@@ -54,5 +56,5 @@ _SAID = (
 
 
 def cause_of(message: str) -> str:
-    """What an error line of the runtime or of the driver is about."""
-    return next((cause for cause, pattern in _SAID if re.search(pattern, message)), "failed")
+    """Return the cause that an error line of the runtime or of the driver points to."""
+    return next((cause for cause, pattern in _MESSAGES if re.search(pattern, message)), "failed")

@@ -1,4 +1,4 @@
-"""The steps that build the probes, into an artifact directory of their own, which can be copied like a model's."""
+"""The steps that build the probes into an artifact directory of their own, which can be copied like a model's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stages.targets.npu2 import KERNEL_SET
 from stages.targets.npu2 import modules as npu2
 
 NAME = "selftest"
-"""Of the directory beside those of models."""
+"""The name of the directory, next to those of models."""
 
 
 class Probes(Build):
-    """The probes for one target; `model` is the build of the model that is tried behind them."""
+    """The build of the probes for one target; `model` is the build of the model that is tried after them."""
 
     def __init__(self, model: Build) -> None:
         super().__init__(model.options)
@@ -34,7 +34,7 @@ class Probes(Build):
 
     @property
     def suit(self) -> bool:
-        """Whether the target's programs are the array's."""
+        """Whether the target's programs run on the array."""
         return bool(self.target.kernel_set == KERNEL_SET)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The rungs, in order. Each builds on those before it; the first that breaks ends the climb."""
+"""The rungs of the selftest, in order. Each builds on those before it; the first that breaks ends it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
+from llama_npu2.devices.xrt.limits import CHAIN
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
-from stages.proof.selftest.faults import Broken, fault
+from stages.proof.selftest.faults import Failure, fault
 from stages.proof.selftest.model import Model
 from stages.proof.selftest.probes import WATCHDOG, Probe, probes, tile_functions
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, judge
@@ -27,19 +28,19 @@ from stages.targets.npu2.objects import KERNEL_SET
 from stages.weights.formats import formats
 
 PASSED, LIMITED, BROKEN, SKIPPED = "passed", "limited", "broken", "skipped"
-"""`limited`: it does without."""
+"""`limited`: something is missing that is not needed."""
 
 XRT_DEVICE = "xrt"
-"""The runtime's device whose bindings and times there are to try; others only compute."""
+"""The runtime's device whose bindings and times are tried; with others, only results are."""
 
 NO_LISTS = "LLAMA_NPU2_RUNLIST"
-"""`0` makes the runtime do without run lists."""
+"""`0` makes the runtime submit runs one by one."""
 
 LISTED = 16
 """Runs of the run list that is timed."""
 
 HEAP_RUNS, HEAP_SECONDS = 2048, 10.0
-"""Where counting what the heap holds ends, if the driver does not end it."""
+"""Runs and seconds after which the count of runs in the heap ends, if the driver does not end it."""
 
 LONG_SECONDS = (1.0, 3.0)
 """Commands that the driver's watchdog must let through, and must end."""
@@ -47,81 +48,94 @@ LONG_SECONDS = (1.0, 3.0)
 
 @dataclass(frozen=True)
 class Rung:
-    """How one rung went. `cause`, `meaning`, `remedy` where it broke or does without."""
+    """The result of one rung."""
 
     rung: str
     what: str
+    """The part of the rung that was tried."""
     result: str
+    """`passed`, `limited`, `broken` or `skipped`."""
     detail: str = ""
+    """Numbers, or what the tools printed."""
     seconds: float = 0.0
     cause: str = ""
+    """Why it is broken or limited; `meaning` and `remedy` explain it."""
     meaning: str = ""
     remedy: str = ""
 
 
 @dataclass
-class Climb:
-    """What was found: rungs, constants of the estimate, and what else was seen."""
+class Outcome:
+    """The result of the selftest."""
 
     rungs: list[Rung] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each submission, by probe."""
     measured: dict[str, float] = field(default_factory=dict)
+    """Constants of the estimate."""
     observed: dict[str, Any] = field(default_factory=dict)
+    """Other observations."""
 
     @property
-    def broken(self) -> Rung | None:
+    def failed(self) -> Rung | None:
+        """The rung that broke."""
         return next((rung for rung in self.rungs if rung.result == BROKEN), None)
 
 
 @dataclass(frozen=True)
-class Kit:
-    """What the ladder runs: the directory of probes, and a model's with what its programs are made of."""
+class Setup:
+    """The directories and options that the ladder runs with."""
 
     probes: Manifest
+    """The artifact directory of probes."""
     model: Manifest
+    """The artifact directory of a model."""
     config: Config
+    """The model's."""
     programs: Sequence[Program]
+    """The model's."""
     bfp16: bool = False
+    """Whether the model's prompts multiply in block floating point."""
     threads: int = 0
     repeats: int = 5
     risky: bool = False
+    """Whether to try what may reset the device."""
 
 
 class _Limited(Exception):
-    """Something is not there that can be done without."""
+    """Something is missing that is not needed."""
 
     def __init__(self, cause: str, detail: str) -> None:
         self.cause, self.detail = cause, detail
 
 
-def climb(kit: Kit, say: Callable[[Rung], object] = lambda rung: None) -> Climb:
-    """All rungs up to the first that breaks; `say` gets each as it is known."""
-    found = Climb()
+def run_ladder(setup: Setup, say: Callable[[Rung], object] = lambda rung: None) -> Outcome:
+    """Run all rungs up to the first that breaks; `say` gets each when it ends."""
+    outcome = Outcome()
     before = os.environ.get(NO_LISTS)
     try:
-        with contextlib.closing(_Ladder(kit, found).rungs()) as rungs:
+        with contextlib.closing(_Ladder(setup, outcome).rungs()) as rungs:
             for rung, what, run in rungs:
-                found.rungs.append(_climbed(rung, what, run))
-                say(found.rungs[-1])
-                if found.rungs[-1].result == BROKEN:
+                outcome.rungs.append(_run_rung(rung, what, run))
+                say(outcome.rungs[-1])
+                if outcome.rungs[-1].result == BROKEN:
                     break
     finally:
         if before is None:
             os.environ.pop(NO_LISTS, None)
         else:
             os.environ[NO_LISTS] = before
-    found.measured = measure.constants({name: float(np.median(times)) for name, times in found.times.items()})
-    return found
+    outcome.measured = measure.constants({name: float(np.median(times)) for name, times in outcome.times.items()})
+    return outcome
 
 
-def _climbed(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
-    """`run` says what it saw, or None if there is nothing to try."""
+def _run_rung(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
+    """Run a rung. `run` returns what it saw, or None if there is nothing to try."""
     started = time.perf_counter()
     try:
         detail = run()
-    except Broken as broken:
-        result, cause, detail = BROKEN, broken.cause, broken.detail
+    except Failure as failure:
+        result, cause, detail = BROKEN, failure.cause, failure.detail
     except _Limited as limited:
         result, cause, detail = LIMITED, limited.cause, limited.detail
     else:
@@ -131,11 +145,11 @@ def _climbed(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
 
 
 def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A probe's inputs as its program takes them."""
+    """Return a probe's inputs in the layouts that its program takes."""
     (part,) = probe.program.parts
-    formed = {slot.name: slot.format for slot in probe.program.slots}
+    names = {slot.name: slot.format for slot in probe.program.slots}
     return {
-        slot["name"]: formats()[formed[slot["name"]]].pack(
+        slot["name"]: formats()[names[slot["name"]]].pack(
             values[slot["name"]], part.layout_of(slot["name"], KERNEL_SET)
         )
         for slot in slots
@@ -144,12 +158,12 @@ def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str
 
 
 class _Ladder:
-    def __init__(self, kit: Kit, found: Climb) -> None:
-        self.kit, self.found = kit, found
-        self.on_xrt = kit.probes.target["device"] == XRT_DEVICE
+    def __init__(self, setup: Setup, outcome: Outcome) -> None:
+        self.setup, self.outcome = setup, outcome
+        self.on_xrt = setup.probes.target["device"] == XRT_DEVICE
 
     def rungs(self) -> Generator[tuple[str, str, Callable[[], str | None]], None, None]:
-        """Rung, what of it is tried, and how."""
+        """Yield each rung, what of it is tried, and how."""
         if self.on_xrt:
             yield faults.DEVICE, "bindings and device", self.device
             yield faults.CONTEXT, "an ELF in a hardware context", self.context
@@ -169,83 +183,90 @@ class _Ladder:
     # The bindings
 
     def device(self) -> str:
+        """Open the device."""
         with raw.Xrt() as xrt:
-            self.found.observed["run_lists"] = xrt.lists
+            self.outcome.observed["run_lists"] = xrt.lists
             return "opens"
 
     def context(self) -> str:
+        """Open an ELF in a hardware context."""
         with raw.Xrt() as xrt:
             program = self.program(measure.BASE)
-            xrt.kernel(xrt.context(self.kit.probes.directory / program["file"]), program)
+            xrt.kernel(xrt.context(self.setup.probes.directory / program["file"]), program)
             return "takes the ELF, and has its kernel"
 
     def first_kernel(self) -> str:
+        """Run the smallest program."""
         with raw.Xrt() as xrt:
             return self.checked(measure.BASE, self.load(xrt, measure.BASE).dispatch(DISPATCHES))
 
     def program(self, name: str) -> Mapping[str, Any]:
-        return self.kit.probes.programs[name]
+        """Return the manifest's entry of a probe."""
+        return self.setup.probes.programs[name]
 
     def load(self, xrt: raw.Xrt, name: str) -> raw.Program:
+        """Load a probe with its inputs."""
         probe, program = probes()[name], self.program(name)
-        return xrt.load(self.kit.probes.directory, program, packed(probe, program["slots"], probe.values()))
+        return xrt.load(self.setup.probes.directory, program, packed(probe, program["slots"], probe.values()))
 
     def checked(self, name: str, results: Sequence[Mapping[str, np.ndarray]]) -> str:
-        """What is right about results. Raises Broken."""
-        given = probes()[name].values()
-        want = probes()[name].expected(given)
-        return _right(judge(results, want, probes()[name].bound(given, want)))
+        """Check a probe's results, and return what to say of them. Raises Failure."""
+        values = probes()[name].values()
+        want = probes()[name].expected(values)
+        return _right(judge(results, want, probes()[name].bound(values, want)))
 
     # Kernels
 
     def open(self) -> Device:
-        """The runtime's device for the probes; host programs are the model's."""
-        kit = self.kit
-        module = importlib.import_module(f"llama_npu2.devices.{kit.probes.target['device']}")
+        """Open the runtime's device for the probes; host programs are the model's."""
+        setup = self.setup
+        module = importlib.import_module(f"llama_npu2.devices.{setup.probes.target['device']}")
         device: Device = module.open_device(
-            kit.model.host_library, kit.threads, replace(kit.probes, model=kit.model.model)
+            setup.model.host_library, setup.threads, replace(setup.probes, model=setup.model.model)
         )
         return device
 
     def tile_function(self, probe: Probe) -> str:
+        """Run a probe on the runtime's device, and check its results. Raises Failure."""
         program = self.program(probe.name)
-        given = packed(probe, program["slots"], probe.values())
-        with raw.said(), raw.closing(self.open()) as device:
-            loaded = device.load_program(self.kit.probes.native_file(program["file"]), program["entry"], False)
-            results = dispatch(device, loaded, program["slots"], given)
+        inputs = packed(probe, program["slots"], probe.values())
+        with raw.as_failure(), raw.closing(self.open()) as device:
+            loaded = device.load_program(self.setup.probes.native_file(program["file"]), program["entry"], False)
+            results = dispatch(device, loaded, program["slots"], inputs)
         return f"{self.checked(probe.name, results)} ({probe.tile_function})"
 
     # Submissions
 
     def run_list(self) -> str:
+        """Run a list, and time it."""
         try:
             with raw.Xrt() as xrt:
                 if not xrt.lists:
                     raise _Limited("none", "pyxrt has no runlist")
                 return self._run_list(xrt, self.load(xrt, measure.BASE))
-        except Broken as broken:
-            # The rest of the climb does without.
+        except Failure as failure:
+            # The rungs after this one run without.
             os.environ[NO_LISTS] = "0"
-            self.found.observed["run_lists"] = False
-            raise _Limited(broken.cause, broken.detail) from None
+            self.outcome.observed["run_lists"] = False
+            raise _Limited(failure.cause, failure.detail) from None
 
     def _run_list(self, xrt: raw.Xrt, program: raw.Program) -> str:
         bound = [program.bound() for _ in range(LISTED)]
-        raw.submit_list(xrt, program.context, [each.run for each in bound])
-        self.checked(measure.BASE, [program.results(each.buffers) for each in bound])
-        timed = (raw.submit_list(xrt, program.context, [each.run for each in bound]) for _ in range(self.kit.repeats))
+        raw.submit_list(xrt, program.context, [one.run for one in bound])
+        self.checked(measure.BASE, [program.results(one.buffers) for one in bound])
+        timed = (raw.submit_list(xrt, program.context, [one.run for one in bound]) for _ in range(self.setup.repeats))
         listed = 1e6 * min(timed) / LISTED
-        alone = 1e6 * min(program.seconds() for _ in range(self.kit.repeats))
-        self.found.observed |= {"listed_run_us": listed, "single_run_us": alone}
+        alone = 1e6 * min(program.seconds() for _ in range(self.setup.repeats))
+        self.outcome.observed |= {"listed_run_us": listed, "single_run_us": alone}
         return f"{listed:.0f} us a run in a list of {LISTED}, {alone:.0f} us alone"
 
     def switch(self) -> str:
-        """Programs take turns in contexts of their own: each must still compute what it did."""
+        """Run programs in turn, in contexts of their own: each must still compute the same."""
         names = (measure.BASE, "rms_norm")
         with raw.Xrt() as xrt:
-            context = xrt.context(self.kit.probes.directory / self.program(names[0])["file"])
-            shared = xrt.shares(context, self.kit.probes.directory / self.program(names[1])["file"])
-        self.found.observed["contexts_shared"] = shared
+            context = xrt.context(self.setup.probes.directory / self.program(names[0])["file"])
+            shared = xrt.shares(context, self.setup.probes.directory / self.program(names[1])["file"])
+        self.outcome.observed["contexts_shared"] = shared
         with raw.Xrt() as xrt:
             first, second = (self.load(xrt, name) for name in names)
             results: dict[str, list[Mapping[str, np.ndarray]]] = {name: [] for name in names}
@@ -254,63 +275,65 @@ class _Ladder:
                     results[name] += program.dispatch(1)
             for name in names:
                 self.checked(name, results[name])
-            alone = min(first.seconds() for _ in range(self.kit.repeats))
-            turns = min(first.seconds() for _ in range(self.kit.repeats) if second.seconds())
+            alone = min(first.seconds() for _ in range(self.setup.repeats))
+            turns = min(first.seconds() for _ in range(self.setup.repeats) if second.seconds())
             extra = 1e6 * (turns - alone)
-            self.found.observed["context_switch_us"] = extra
+            self.outcome.observed["context_switch_us"] = extra
             return f"{'one context takes both' if shared else 'a context each'}; a switch costs {extra:.0f} us"
 
     # Times
 
     def time(self, name: str) -> str:
+        """Check a probe, and time it."""
         with raw.Xrt() as xrt:
             program = self.load(xrt, name)
             detail = self.checked(name, program.dispatch(1))
             program.seconds()  # the NPU may have slept
-            times = self.found.times[name] = [program.seconds() for _ in range(self.kit.repeats)]
+            times = self.outcome.times[name] = [program.seconds() for _ in range(self.setup.repeats)]
             return f"{1e3 * float(np.median(times)):.3f} ms; {detail}"
 
     def heap(self) -> str:
-        """Runs of the program with the most instructions, until the driver refuses one."""
+        """Count runs of the program with the most instructions, until the driver refuses one."""
         sized = [
             (program.get("instruction_bytes", 0), name, manifest.directory, program)
-            for manifest in (self.kit.probes, self.kit.model)
+            for manifest in (self.setup.probes, self.setup.model)
             for name, program in manifest.programs.items()
             if not program["host"]
         ]
         size, name, directory, program = max(sized, key=lambda entry: (entry[0], entry[1]))
         with raw.Xrt() as xrt:
             kernel = xrt.kernel(xrt.context(directory / program["file"]), program)
-            count, said, started = 0, "", time.perf_counter()
+            count, refusal, started = 0, "", time.perf_counter()
             while count < HEAP_RUNS and time.perf_counter() - started < HEAP_SECONDS:
                 try:
                     xrt.run(kernel)
                 except FAILURES as error:
-                    said = first_line(error)
+                    refusal = first_line(error)
                     break
                 count += 1
-        seen = {"program": name, "instruction_bytes": size, "runs": count, "refused": said}
-        self.found.observed["heap"] = seen
+        seen = {"program": name, "instruction_bytes": size, "runs": count, "refused": refusal}
+        self.outcome.observed["heap"] = seen
         if not count:
-            raise Broken("no memory", said)
-        return f"{count} runs of {name}, {size} bytes of instructions each" + (f", then {said}" if said else "")
+            raise Failure("no memory", refusal)
+        return f"{count} runs of {name}, {size} bytes of instructions each" + (f", then {refusal}" if refusal else "")
 
     # The model
 
     def model_rungs(self) -> Iterator[tuple[str, str, Callable[[], str | None]]]:
-        kit = self.kit
-        name = kit.model.model["name"]
-        held: list[Model] = []
+        """Yield the rungs of the model, like `rungs`."""
+        setup = self.setup
+        name = setup.model.model["name"]
+        models: list[Model] = []
 
         def load() -> str:
-            model = Model(kit.model, kit.config, kit.programs, kit.bfp16, kit.threads)
+            model = Model(setup.model, setup.config, setup.programs, setup.bfp16, setup.threads)
             stack.enter_context(raw.closing(model))
-            held.append(model)
+            models.append(model)
             return f"{len(model.expected.ids)} tokens of prompt"
 
         with contextlib.ExitStack() as stack:
             yield faults.PROGRAM, f"weights and programs of {name}", load
-            (model,) = held
+            (model,) = models
             for program in model.programs():
                 yield faults.PROGRAM, program, functools.partial(self.model_program, model, program)
             yield faults.LAYER, f"the first layer of {name}", lambda: _right(model.try_layer())
@@ -318,25 +341,27 @@ class _Ladder:
             yield faults.TOKEN, f"tokens of {name}", functools.partial(self.timed, "token_ms", model.try_tokens)
 
     def model_program(self, model: Model, name: str) -> str:
+        """Check a program of the model, and time it."""
         verdict, seconds = model.try_program(name)
-        programs = self.found.observed.setdefault("programs", {})
-        estimated = self.kit.model.programs[name].get("milliseconds")
+        programs = self.outcome.observed.setdefault("programs", {})
+        estimated = self.setup.model.programs[name].get("milliseconds")
         programs[name] = {"ms": 1e3 * seconds, "estimated_ms": estimated}
         return f"{1e3 * seconds:.2f} ms with its syncs; {_right(verdict)}"
 
     def timed(self, name: str, run: Callable[[], tuple[Verdict, float]]) -> str:
+        """Check a run of the model, and keep its time."""
         verdict, seconds = run()
-        self.found.observed[name] = 1e3 * seconds
+        self.outcome.observed[name] = 1e3 * seconds
         return f"{1e3 * seconds:.1f} ms; {_right(verdict)}"
 
     # What may reset the device
 
     def watchdog(self) -> str | None:
-        """Commands that come near the driver's watchdog, and beyond; then whether the device is there again."""
-        if not self.kit.risky:
+        """Submit commands below and above the time of the driver's watchdog; then check that the device is back."""
+        if not self.setup.risky:
             return None
         seen: dict[str, Any] = {}
-        self.found.observed["watchdog"] = seen
+        self.outcome.observed["watchdog"] = seen
         with raw.Xrt() as xrt:
             if not xrt.lists:
                 return None
@@ -348,27 +373,23 @@ class _Ladder:
                 seen[f"command_of_{wanted:g}_s"] = self._command(xrt, program, count, ends=wanted > min(LONG_SECONDS))
         try:
             self.first_kernel()
-        except Broken as broken:
-            raise Broken("not recovered", broken.detail) from None
+        except Failure as failure:
+            raise Failure("not recovered", failure.detail) from None
         return "; ".join(f"{name.replace('_', ' ')}: {what}" for name, what in seen.items())
 
     def _command(self, xrt: raw.Xrt, program: raw.Program, count: int, ends: bool) -> str:
-        """One command of so many runs; whether it may be ended."""
+        """Submit one command of `count` runs; `ends`: the watchdog may end it. Raises Failure."""
         runs, started = [program.bound().run for _ in range(count)], raw.clock()
         try:
             return f"{count} runs, {raw.submit_list(xrt, program.context, runs):.2f} s, done"
-        except Broken as broken:
+        except Failure as failure:
             if not ends:
-                raise Broken("timeout", f"{count} runs: {broken.detail}") from None
-            return f"{count} runs, ended after {raw.clock() - started:.2f} s: {broken.detail}"
-
-
-CHAIN = 24
-"""Runs of a list that XRT makes one command of (`xrt_kernel.cpp`)."""
+                raise Failure("timeout", f"{count} runs: {failure.detail}") from None
+            return f"{count} runs, ended after {raw.clock() - started:.2f} s: {failure.detail}"
 
 
 def _right(verdict: Verdict) -> str:
-    """What a verdict says in favour. Raises Broken."""
+    """Return the detail of a verdict that is right. Raises Failure for one that is not."""
     if verdict.cause:
-        raise Broken(verdict.cause, verdict.detail)
+        raise Failure(verdict.cause, verdict.detail)
     return verdict.detail

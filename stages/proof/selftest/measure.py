@@ -1,4 +1,4 @@
-"""From the times of probes to the constants of the estimate. A difference that is not there measures nothing."""
+"""Compute the constants of the estimate from the times of probes. A difference that is not positive is left out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Times = Mapping[str, float]
 """Seconds of a submission, by probe."""
 
 CLOCK_GHZ = Machine().clock_ghz
-"""That the estimate's rates per cycle refer to: times alone do not tell it."""
+"""The clock that the estimate's rates per cycle refer to: times alone do not show it."""
 
 ELEMENTWISE = ("rate_add", "rate_rms_norm", "rate_rope", "rate_silu_and_mul")
-"""Of functions that multiply no matrices."""
+"""Probes of functions that multiply no matrices."""
 
 BASE = f"launch_row_{FEW}"
-"""The probe that hardly does anything."""
+"""The probe that does almost nothing."""
 
 TIMED = (
     *(f"{kind}_{count}" for kind in ("launch_row", "launch_array", "step_array") for count in (FEW, MANY)),
@@ -33,18 +33,18 @@ MODES = {"rate_gemm": "macs_bf16", "rate_gemm_bfp16": "macs_bf16_x_bfp16"}
 
 
 def constants(times: Times) -> dict[str, float]:
-    """By the names and in the units of the estimate's table, and more of the same kind."""
-    found = {**_launches(times), **_streams(times), **_rates(times)}
-    return {name: value for name, value in found.items() if value > 0}
+    """Return constants with the names and units of the estimate's table, and more of the same kind."""
+    constants = {**_launches(times), **_streams(times), **_rates(times)}
+    return {name: value for name, value in constants.items() if value > 0}
 
 
 def _each(times: Times, kind: str) -> float:
-    """Microseconds of one more."""
+    """Return the microseconds of one more launch or step."""
     return 1e6 * (times[f"{kind}_{MANY}"] - times[f"{kind}_{FEW}"]) / (MANY - FEW)
 
 
 def _launches(times: Times) -> dict[str, float]:
-    """What a launch does here takes no time beside configuring its cores."""
+    """Return the costs of launches that do almost nothing, so that configuring their cores takes all of the time."""
     if any(f"{kind}_{n}" not in times for kind in ("launch_row", "launch_array", "step_array") for n in (FEW, MANY)):
         return {}
     row, array, step = (_each(times, kind) for kind in ("launch_row", "launch_array", "step_array"))
@@ -72,8 +72,8 @@ def _streams(times: Times) -> dict[str, float]:
 
 
 def _rates(times: Times) -> dict[str, float]:
-    """Of tile functions; a vector operation takes what it takes in most of those that have little else."""
-    found, vectors = {}, []
+    """Return rates of tile functions; that of a vector operation is the median of functions of little else."""
+    rates, vectors = {}, []
     for name in RATES:
         source = probes()[name].source
         assert isinstance(source, Resident)
@@ -82,11 +82,11 @@ def _rates(times: Times) -> dict[str, float]:
             continue
         cycles = spent / source.calls * CLOCK_GHZ * 1e9
         short = name.removeprefix("rate_")
-        found[f"{short}_cycles"] = cycles
+        rates[f"{short}_cycles"] = cycles
         if source.macs:
-            found[MODES.get(name, f"{short}_macs_per_cycle")] = source.macs / cycles
+            rates[MODES.get(name, f"{short}_macs_per_cycle")] = source.macs / cycles
         if source.values:
-            found[f"{short}_values_per_cycle"] = source.values / cycles
+            rates[f"{short}_values_per_cycle"] = source.values / cycles
         if name in ELEMENTWISE:
             vectors.append((cycles - Machine().call_cycles) / source.costs[str(source.step[0])].vectors)
-    return found | ({"vector_cycles": statistics.median(vectors)} if vectors else {})
+    return rates | ({"vector_cycles": statistics.median(vectors)} if vectors else {})

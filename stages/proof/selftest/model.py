@@ -1,5 +1,7 @@
-"""The rungs of a model: its programs alone, a layer, a prompt, tokens; against the kernels' references in numpy, with
-the weights of the artifact directory itself."""
+"""The rungs of a model: its programs alone, a layer, a prompt and tokens.
+
+They are compared with the kernels' references in numpy, with the weights of the artifact directory.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from stages.model import reference
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import bounds
-from stages.proof.selftest.raw import said
+from stages.proof.selftest.raw import as_failure
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, in_the_norm, judge_in_the_norm, written
 from stages.targets.npu2.objects import KERNEL_SET
 from stages.weights.formats import formats
 
 PROMPT = "The capital of France is"
 TOKENS = 4
-"""Generated behind the prompt."""
+"""Tokens generated after the prompt."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A call of a phase: what its slots hold before it and must hold after it. Rows of a prompt, not of its bucket."""
+    """A call of a phase, with the values of its slots (arguments). Rows are those of a prompt, not of its bucket."""
 
     phase: Phase
     index: int
@@ -39,26 +41,31 @@ class Moment:
     seq: int
     pos: int
     before: reference.Values
+    """Values of slots before the call."""
     after: reference.Values
+    """The values that they must have after it."""
     launches: int
-    """Of the phase, up to its end, those on the host included."""
+    """Launches of the phase up to the end of the call, those on the host included."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """`moments`: of a prompt and of its first token. `logits`: of the prompt and of each token."""
+    """The results of the references."""
 
     ids: Sequence[int]
+    """The prompt's tokens."""
     moments: Sequence[Moment]
+    """Calls of the prompt and of its first token."""
     logits: Sequence[np.ndarray]
+    """Those of the prompt and of each token."""
     launches: int
-    """Of a token, those on the host included."""
+    """Launches of a token, those on the host included."""
 
 
 def expect(
     manifest: Manifest, config: Config, programs: Sequence[Program], phase: Phase, ids: Sequence[int]
 ) -> Expected:
-    """By the references, for a prompt that a bucket's phase holds."""
+    """Run a prompt, in a phase whose bucket holds it, and tokens by the references."""
     count = {program.name: sum(len(part.launches) for part in program.parts) for program in programs}
     model = reference.Model(
         manifest.plans, programs, config.dimensions(), lambda *of: _tensor(manifest, *of), len(ids) + TOKENS
@@ -76,11 +83,11 @@ def expect(
             launches += count[call.program]
             if keep:
                 caches = {slot.name for slot in slots[call.program] if slot.keeps}
-                held, holds = (
+                old, new = (
                     {n: (a[: pos + len(tokens)] if n in caches else a).copy() for n, a in values.items()}
                     for values in (before, after)
                 )
-                moments.append(Moment(name, index, call, len(tokens), pos, held, holds, launches))
+                moments.append(Moment(name, index, call, len(tokens), pos, old, new, launches))
 
         return model.run(name, tokens, watch).copy()
 
@@ -92,7 +99,7 @@ def expect(
 
 
 def _tensor(manifest: Manifest, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A weight or table of an artifact directory, f32."""
+    """Return a weight or table of an artifact directory, f32."""
     spec = manifest.buffers[name]
     path = manifest.directory / spec["file"]
     packed = np.memmap(path, np.uint8, "r", spec["offset"], (manifest.nbytes(name),)).view(DTYPES[spec["dtype"]])
@@ -100,7 +107,7 @@ def _tensor(manifest: Manifest, name: str, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _stored(program: Program, slot: str, values: np.ndarray) -> np.ndarray:
-    """What a program's slot holds, where that is not in elements of its values, as it lies in memory."""
+    """Return values as they lie in memory, if a program's slot has a format of several values per element."""
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for own in part.slots:
             form = formats()[own.format]
@@ -110,53 +117,54 @@ def _stored(program: Program, slot: str, values: np.ndarray) -> np.ndarray:
 
 
 class Model:
-    """A model's artifacts on the device."""
+    """A model's artifacts, loaded on the device."""
 
     def __init__(
         self, manifest: Manifest, config: Config, programs: Sequence[Program], bfp16: bool, threads: int
     ) -> None:
         self.manifest, self._bfp16 = manifest, bfp16
         self._programs = {program.name: program for program in programs}
-        with said():
+        with as_failure():
             self.llm = Llama(manifest, threads)
             ids = self.llm.encode(PROMPT, raw=True)[: min(self.llm.buckets)]
         self.expected = expect(manifest, config, programs, PREFILL._replace(rows=min(self.llm.buckets)), ids)
 
     def close(self) -> None:
+        """Close the device."""
         self.llm.close()
 
     def programs(self) -> Iterator[str]:
-        """Device programs that a prompt and a token call, in order."""
+        """Yield the device programs that a prompt and a token call, in order."""
         yield from dict.fromkeys(m.call.program for m in self.expected.moments if self._on_device(m))
 
     def _on_device(self, moment: Moment) -> bool:
         return not self.manifest.programs[moment.call.program]["host"]
 
     def try_program(self, name: str) -> tuple[Verdict, float]:
-        """Its first call, three times; and the least seconds of one. Raises Broken."""
+        """Run a program's first call three times; return the verdict and the least seconds. Raises Failure."""
         moment = next(m for m in self.expected.moments if m.call.program == name)
         call = self.llm.calls[moment.phase][moment.index]
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         pairs = list(zip(call.slots, call.bindings, strict=True))
         for slot, binding in pairs:
             if slot["role"] in ("weight", "table"):
-                given[slot["name"]] = binding
+                inputs[slot["name"]] = binding
             elif slot["role"] == "input":
-                given[slot["name"]] = _stored(self._programs[name], slot["name"], moment.before[slot["name"]])
+                inputs[slot["name"]] = _stored(self._programs[name], slot["name"], moment.before[slot["name"]])
         read = {id(b.buffer): s["name"] for s, b in pairs if s["role"] == "input"}
         parts = {s["name"]: read[id(b.buffer)] for s, b in pairs if s["role"] == "output" and id(b.buffer) in read}
         times, results = [], []
         for _ in range(DISPATCHES):
             started = time.perf_counter()
-            with said():
-                results += dispatch(self.llm.device, call.program, call.slots, given, 1, moment.seq, moment.pos, parts)
+            with as_failure():
+                results += dispatch(self.llm.device, call.program, call.slots, inputs, 1, moment.seq, moment.pos, parts)
             times.append(time.perf_counter() - started)
         launches = sum(len(part.launches) for part in self._programs[name].parts)
         want = {slot: moment.after[slot] for slot in written(call.slots)}
         return judge_in_the_norm(results, want, bounds.relative(launches, self._bfp16)), min(times)
 
     def try_layer(self) -> Verdict:
-        """The calls of a prompt's first layer, then those of its first token's. Raises Broken."""
+        """Run the calls of the first layer, of a prompt and then of a token. Raises Failure."""
         for phase in dict.fromkeys(moment.phase for moment in self.expected.moments):
             verdict = self._first_layer([m for m in self.expected.moments if m.phase == phase])
             if verdict.cause:
@@ -169,42 +177,42 @@ class Model:
         memory, bound = self.llm.unaliased
         calls = bound[last.phase][: last.index + 1]
         tokens = [int(np.argmax(self.expected.logits[0]))] if last.pos else list(self.expected.ids)
-        with said():
+        with as_failure():
             submission = self.llm.device.prepare(calls)
             memory.array("tokens")[: last.seq] = tokens
             outputs = self._outputs(last, memory)
             submission.run(last.seq, last.pos)
-        found = {name: array.copy() for name, array in outputs.items()}
-        want = {name: last.after[name] for name in found}
-        return judge_in_the_norm([found], want, bounds.relative(last.launches, self._bfp16))
+        results = {name: array.copy() for name, array in outputs.items()}
+        want = {name: last.after[name] for name in results}
+        return judge_in_the_norm([results], want, bounds.relative(last.launches, self._bfp16))
 
     def _before_layers_end(self, moment: Moment, moments: Sequence[Moment]) -> bool:
         later = [m.index for m in moments if (m.call.layer or 0) > 0]
         return not later or moment.index < later[0]
 
     def _outputs(self, moment: Moment, memory: Memory) -> dict[str, np.ndarray]:
-        """The host's view of what a call writes."""
+        """Return the host's view of what a call writes."""
         slots = self.manifest.programs[moment.call.program]["slots"]
         bound = dict(zip((slot["name"] for slot in slots), moment.call.names, strict=True))
         return {name: memory.array(bound[name]) for name in written(slots)}
 
     def try_prompt(self) -> tuple[Verdict, float]:
-        """Logits of the prompt; and seconds."""
+        """Run the prompt; return the verdict on its logits, and the seconds."""
         self.llm.reset()
         started = time.perf_counter()
-        with said():
+        with as_failure():
             logits = self.llm.prefill(self.expected.ids)
         seconds = time.perf_counter() - started
         launches = max(m.launches for m in self.expected.moments if m.pos == 0)
         return self._same(logits, 0, launches), seconds
 
     def try_tokens(self) -> tuple[Verdict, float]:
-        """Logits of the tokens behind the prompt; and the least seconds of one."""
+        """Run the tokens after the prompt; return the verdict on their logits, and the least seconds of one."""
         verdict, times = Verdict("", ""), []
         for step in range(TOKENS):
             token = int(np.argmax(self.expected.logits[step]))
             started = time.perf_counter()
-            with said():
+            with as_failure():
                 logits = self.llm.decode(token)
             times.append(time.perf_counter() - started)
             verdict = self._same(logits, step + 1, self.expected.launches)
@@ -213,7 +221,7 @@ class Model:
         return verdict, min(times)
 
     def _same(self, logits: np.ndarray, step: int, launches: int) -> Verdict:
-        """Logits near enough, and the same token chosen unless two are nearer than that."""
+        """Check that logits are near enough, and that the same token is chosen unless two are nearer than the error."""
         want = self.expected.logits[step]
         verdict = in_the_norm(logits, want, bounds.relative(launches, self._bfp16))
         if verdict.cause:

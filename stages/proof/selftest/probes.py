@@ -1,4 +1,4 @@
-"""The table of probes: small programs, each of which shows one thing. What a probe takes, gives and may be off by."""
+"""The table of probes: small programs, each of which tests one thing, with inputs, results and error bounds."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ from stages.weights.constants import HEAD_POSITION, POSITION
 
 Shapes = Mapping[str, tuple[int, ...]]
 Bound = Callable[[Values, Values], Values]
-"""Of a probe's inputs and expected results: how far each result may be off, per element."""
+"""(inputs, expected results) -> how far each element of each result may be off."""
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """`about`: one line, for people. `values()`: what its input slots get, in plain layout; `expected(values)`: what
-    its outputs must be, NaN where they are not written; `bound`: how far off. `source`: what is repeated, of a rate."""
+    """A small program that tests one thing."""
 
     name: str
     about: str
+    """One line for people."""
     program: Program
     values: Callable[[], Values]
+    """Returns its inputs, in plain layout."""
     expected: Callable[[Values], Values]
+    """Returns the outputs for inputs, NaN where they are not written."""
     bound: Bound
     source: Resident | Streams | None = None
+    """The function or stream that is repeated, if the probe measures a rate."""
 
     @property
     def tile_function(self) -> str:
-        """The C++ file of its tile functions."""
+        """The C++ file of the probe's tile functions."""
         return f"{self.program.parts[0].launches[0].kernel.source}.cc"
 
 
 def _program(name: str, kernel: Kernel, shapes: Shapes, scalars: Mapping[str, Any], repeats: int = 1) -> Program:
-    """One kernel, launched `repeats` times with the same arguments."""
+    """Return a program of one kernel, launched `repeats` times with the same arguments."""
     slots = tuple(Slot(a.name, shapes[a.name], "output" if a.written else "input", a.format) for a in kernel.args)
     launch = Launch(kernel, {a.name: a.name for a in kernel.args}, dict(scalars))
     part = Part(PartKey(name), slots, (launch,) * repeats)
-    # Rows that are cut by a bucket's rules.
+    # Rows are tiled as a bucket's are.
     bucket = scalars.get("rows", scalars.get("seq"))
     bucket = bucket if bucket and bucket > 1 else None
     return Program(name, name, (part,), slots, ({slot.name: slot.name for slot in slots},), host=False, bucket=bucket)
@@ -60,84 +63,81 @@ def _seeded(name: str, shape: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([*name.encode(), *shape])
 
 
-def _normal(name: str, arg: Arg, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
-    values = _seeded(name + arg.name, shape).normal(size=shape) * scale
+def _normal(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    values = _seeded(name + arg.name, shape).normal(size=shape)
     return values.astype(bfloat16 if arg.format == "bf16" else np.float32)
 
 
 def _table(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of cosines, then sines; where they are wider, with their positions behind them."""
+    """Return rows of cosines, then sines, then their positions where rows are wider."""
     angles = _seeded(name, shape).normal(size=(shape[0], resident.HEAD_DIM // 2)) * 50
     rows = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     return np.concatenate([rows, position_rows(START, len(rows))], axis=1)[:, : shape[1]]
 
 
 def _queries(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
-    """With the position of its row behind each head."""
-    made = _normal(name, arg, shape).reshape(shape[0], _ATTENTION["heads"], -1)
-    made[..., resident.HEAD_DIM :] = position_rows(START, shape[0]).view(bfloat16)[:, None, :HEAD_POSITION]
-    return made.reshape(shape)
+    """Return queries with the position of the row after each head."""
+    heads = _normal(name, arg, shape).reshape(shape[0], _ATTENTION["heads"], -1)
+    heads[..., resident.HEAD_DIM :] = position_rows(START, shape[0]).view(bfloat16)[:, None, :HEAD_POSITION]
+    return heads.reshape(shape)
 
 
 def _kernel_probe(
     name: str, about: str, kernel: str, shapes: Shapes, bound: Bound, sizes: Mapping[str, Any], repeats: int = 1
 ) -> Probe:
-    """A kernel of the table, alone; `sizes`: its scalars."""
+    """Return the probe of one kernel; `sizes` are its scalars."""
     program = _program(name, kernels()[kernel], shapes, sizes, repeats)
 
     def values() -> Values:
-        made = {}
-        for arg in kernels()[kernel].args:
-            if not arg.written:
-                make = {"table": _table, "q": _queries}.get(arg.name, _normal)
-                made[arg.name] = make(name, arg, shapes[arg.name])
-        return made
+        make = {"table": _table, "q": _queries}
+        read = (arg for arg in kernels()[kernel].args if not arg.written)
+        return {arg.name: make.get(arg.name, _normal)(name, arg, shapes[arg.name]) for arg in read}
 
-    def expected(given: Values) -> Values:
-        known = dict(given)
-        if "kv" in known:
-            known["kv"] = _by_head(known["kv"], sizes)
+    def expected(inputs: Values) -> Values:
+        slots = dict(inputs)
+        if "kv" in slots:
+            slots["kv"] = _by_head(slots["kv"], sizes)
         if kernel in ("rope_kv", "gemm_kv"):
-            known["out"] = _by_head(np.full(shapes["out"], np.nan, bfloat16), sizes)
-        evaluate(program, dict(sizes), known)
-        return {"out": known["out"].reshape(shapes["out"])}
+            slots["out"] = _by_head(np.full(shapes["out"], np.nan, bfloat16), sizes)
+        evaluate(program, dict(sizes), slots)
+        return {"out": slots["out"].reshape(shapes["out"])}
 
     return Probe(name, about, program, values, expected, bound)
 
 
 def _by_head(cache: np.ndarray, sizes: Mapping[str, Any]) -> np.ndarray:
-    """`[positions, kv_heads * 2 * head_dim]` -> `[positions, kv_heads, 2, head_dim]`."""
+    """Reshape `[positions, kv_heads * 2 * head_dim]` to `[positions, kv_heads, 2, head_dim]`."""
     return cache.reshape(len(cache), -1, 2, sizes["head_dim"])
 
 
-def _product(given: Values, want: Values, rounded: bool = True) -> Values:
-    return {"out": bounds.product(given["x"], given["weight"], want["out"], rounded)}
+def _product(inputs: Values, want: Values, rounded: bool = True) -> Values:
+    return {"out": bounds.product(inputs["x"], inputs["weight"], want["out"], rounded)}
 
 
 def _halves(which: int, head_dim: int, bound: Callable[[Values, np.ndarray], np.ndarray]) -> Bound:
-    """The bound of the halves of an interleaved cache that are written; the others must be left alone."""
+    """Return the bound of the halves of an interleaved cache that are written; the others must not change."""
 
-    def whole(given: Values, want: Values) -> Values:
+    def whole(inputs: Values, want: Values) -> Values:
         pairs = want["out"].reshape(len(want["out"]), -1, 2, head_dim)
         off = np.zeros(pairs.shape)
         own = pairs[:, :, which]
-        off[:, :, which] = bound(given, own.reshape(len(own), -1)).reshape(own.shape)
+        off[:, :, which] = bound(inputs, own.reshape(len(own), -1)).reshape(own.shape)
         return {"out": off.reshape(want["out"].shape)}
 
     return whole
 
 
-def _attention(given: Values, want: Values) -> Values:
+def _attention(inputs: Values, want: Values) -> Values:
     heads, kv_heads, dim = _ATTENTION["heads"], _ATTENTION["kv_heads"], _ATTENTION["head_dim"]
-    k, v = (t.reshape(len(t), -1) for t in np.moveaxis(given["kv"].reshape(-1, kv_heads, 2, dim), 2, 0))
+    k, v = (t.reshape(len(t), -1) for t in np.moveaxis(inputs["kv"].reshape(-1, kv_heads, 2, dim), 2, 0))
     until = START + _ATTENTION["seq"]
-    spread = flash_attention.reference_placed(given["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
-    own = given["q"].reshape(len(spread), heads, -1)[..., :dim]
+    spread = flash_attention.reference_placed(inputs["q"], k[:until], np.abs(v[:until]), START, heads, kv_heads)
+    own = inputs["q"].reshape(len(spread), heads, -1)[..., :dim]
     return {"out": bounds.attention(own, k, dim, spread, want["out"])}
 
 
 START = 100
-"""Position of the first row, where kernels are told."""
+"""Position of the first row, for kernels that take one."""
 
 _ATTENTION = {"seq": 128, "window": 256, "pos": START, "heads": 4, "kv_heads": 2, "head_dim": 64}
 _HEADS = {"rows": 64, "pos": 0, "heads": 4, "head_dim": 64}
@@ -163,8 +163,8 @@ def _gemv(name: str, about: str, outs: int, cols: int, kernel: str = "gemv", rep
 def _add(name: str, about: str, rows: int, cols: int, repeats: int = 1) -> Probe:
     shapes = dict.fromkeys(("a", "b", "out"), (rows, cols))
 
-    def bound(given: Values, want: Values) -> Values:
-        """One f32 addition and one rounding leave no room."""
+    def bound(inputs: Values, want: Values) -> Values:
+        """Return 0: one f32 addition and one rounding have no freedom."""
         return {"out": np.zeros(want["out"].shape)}
 
     return _kernel_probe(name, about, "add", shapes, bound, {"rows": rows, "cols": cols}, repeats=repeats)
@@ -179,8 +179,8 @@ def _elementwise() -> Iterator[Probe]:
     sizes = {"rows": rows, "cols": cols}
     square = dict.fromkeys(("gate", "up", "out"), (rows, cols))
     normed = {"x": (rows, cols), "weight": (cols,), "out": (rows, cols)}
-    norm: Bound = lambda given, want: {"out": bounds.norm(want["out"])}  # noqa: E731
-    silu: Bound = lambda given, want: {"out": bounds.silu(want["out"])}  # noqa: E731
+    norm: Bound = lambda inputs, want: {"out": bounds.norm(want["out"])}  # noqa: E731
+    silu: Bound = lambda inputs, want: {"out": bounds.silu(want["out"])}  # noqa: E731
     yield _add("add", "sum of two arrays", 64, 256)
     yield _kernel_probe("rms_norm", "RMS norm of rows", "rms_norm", normed, norm, sizes | {"eps": resident.EPS})
     yield _kernel_probe("silu_and_mul", "SwiGLU's activation", "silu_and_mul", square, silu, sizes)
@@ -243,7 +243,7 @@ RATES: Mapping[str, Callable[[str], Resident]] = {
     "rate_rms_norm": lambda name: resident.norm(name, 1024),
     "rate_rope": lambda name: resident.rotation(name, 1024),
 }
-"""Calls are so many that they take milliseconds by what is published of such kernels."""
+"""With so many calls, a probe takes milliseconds by the published rates of such kernels."""
 
 WATCHDOG = "watchdog"
 WATCHDOG_CALLS = 32768
@@ -256,8 +256,8 @@ def _repeated(source: Resident | Streams) -> Probe:
     def values() -> Values:
         return {a.name: _input(source, a, shapes[a.name]) for a in kernel.args if not a.written}
 
-    def bound(given: Values, want: Values) -> Values:
-        return {"out": source.off(given, want["out"])}
+    def bound(inputs: Values, want: Values) -> Values:
+        return {"out": source.off(inputs, want["out"])}
 
     program = _program(source.name, kernel, shapes, {})
     return Probe(source.name, str(source), program, values, source.expected, bound, source=source)
@@ -265,17 +265,17 @@ def _repeated(source: Resident | Streams) -> Probe:
 
 def _input(source: Resident | Streams, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
     if source.whole:
-        # Sums of products of small whole numbers are exact in f32, and they are themselves in every format.
+        # Sums of products of small whole numbers are exact in f32, and every format holds the numbers exactly.
         return _seeded(source.name + arg.name, shape).integers(-2, 3, shape).astype(bfloat16)
     if arg.name == "table":
         return _table(source.name, arg, (math.prod(shape) // resident.HEAD_DIM, resident.HEAD_DIM)).reshape(shape)
-    made = _normal(source.name, arg, shape)
-    return source.placed(arg.name, made) if isinstance(source, Resident) else made
+    values = _normal(source.name, arg, shape)
+    return source.placed(arg.name, values) if isinstance(source, Resident) else values
 
 
 @functools.cache
 def probes() -> dict[str, Probe]:
-    """Every probe by name: first what checks one kernel each, then what is timed."""
+    """Return every probe by name: first those that check one kernel each, then those that are timed."""
     repeated: list[Resident | Streams] = [
         *(Streams(f"stream_{count}", count) for count in STREAMS),
         *(make(name) for name, make in RATES.items()),
@@ -286,7 +286,7 @@ def probes() -> dict[str, Probe]:
 
 
 def tile_functions() -> list[Probe]:
-    """Those that check a kernel."""
+    """Return the probes that check a kernel."""
     return [probe for name, probe in probes().items() if name in _TILE_FUNCTIONS]
 
 

@@ -1,5 +1,7 @@
-"""What a user attaches to a bug report: one JSON file, and the same on a page of text. It says nothing of who, or
-where: no user name, host name or path."""
+"""The report that a user attaches to a bug report: one JSON file, and the same as text.
+
+It does not say who or where: it holds no user name, host name or path.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import json
 import re
 import socket
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,18 +21,18 @@ from llama_npu2.cli.table import Column, fitted
 from llama_npu2.errors import UserError
 from stages.engine.files import write_atomic
 from stages.engine.places import ROOT
-from stages.proof.selftest.ladder import Climb, Rung
+from stages.proof.selftest.ladder import Outcome, Rung
 
 FORMAT = 1
 FILE = "report.json"
 PAGE = "report.txt"
 
 _PATH = re.compile(r"https?://\S+|(?<![\w.])~?(?:/[^\s/:;,'\"()<>]+)+/?")
-"""Or an address of a page, which stays."""
+"""A path, or the address of a page, which stays."""
 
 
-def report(found: Climb, machine: Iterable[Mapping[str, str]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """`machine`: rows of doctor's table. `measured` has the estimate's constants by name; `about` what was run."""
+def report(found: Outcome, machine: Iterable[Mapping[str, str]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report for JSON. `machine` are rows of doctor's table, `about` says what was run."""
     content = {
         "format": FORMAT,
         "about": dict(about),
@@ -43,7 +46,7 @@ def report(found: Climb, machine: Iterable[Mapping[str, str]], about: Mapping[st
 
 
 def names_of_here() -> list[str]:
-    """The user's name and the machine's, which no report may hold, and where things are, which may have blanks."""
+    """Return what no report may hold: names of the user and the machine, and paths of this checkout."""
     host = socket.gethostname()
     names = [*map(str, (Path.cwd(), Path.home(), ROOT)), host, host.partition(".")[0], Path.home().name]
     with contextlib.suppress(KeyError, OSError):
@@ -52,7 +55,7 @@ def names_of_here() -> list[str]:
 
 
 def scrubbed(value: Any, names: Iterable[str]) -> Any:
-    """The same without paths, of which the last part stays, and without names, where they are words of their own."""
+    """Return the value without paths, of which the last part stays, and without names that stand as words."""
     if isinstance(value, str):
         for name in names:
             value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "someone", value)
@@ -69,18 +72,18 @@ def _last_part(path: re.Match[str]) -> str:
 
 
 def write(directory: Path, content: Mapping[str, Any]) -> Path:
-    """Both files; returns the JSON's path. Raises UserError."""
+    """Write both files, and return the JSON's path. Raises UserError."""
     path = directory / FILE
     try:
         write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
         write_atomic(directory / PAGE, page(content).encode())
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}: give artifacts= that can") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}: give artifacts= a directory that can") from None
     return path
 
 
 def page(content: Mapping[str, Any]) -> str:
-    """A report as text."""
+    """Return a report as text."""
     rungs = [Rung(**rung) for rung in content["rungs"]]
     parts = [summary(rungs), _about(content["about"]), _rungs(rungs), _numbers("measured", content["measured"])]
     parts += [_numbers("observed", content["observed"]), _machine(content["machine"])]
@@ -88,16 +91,28 @@ def page(content: Mapping[str, Any]) -> str:
 
 
 def summary(rungs: Iterable[Rung]) -> str:
-    """How it ended, and about each rung that is not as it should be what that means and what to try."""
+    """Return how it ended; for each rung that is broken or limited, what this means and what to try."""
     listed = list(rungs)
     broken = next((rung for rung in listed if rung.cause and rung.result == "broken"), None)
-    end = f"broken at {broken.rung}: {broken.what}" if broken else f"all {len(listed)} rungs hold"
+    end = (
+        f"broken at {broken.rung}: {broken.what}"
+        if broken
+        else f"all {len(listed)} checks passed"
+        if all(rung.result == "passed" for rung in listed)
+        else _counts(listed)
+    )
     lines = [end]
     for rung in listed:
         if rung.cause:
             lines += [f"{rung.rung}, {rung.what}: {rung.result}: {rung.cause}: {rung.detail}"]
-            lines += [f"  that means: {rung.meaning}", f"  try: {rung.remedy}"]
+            lines += [f"  meaning: {rung.meaning}", f"  try: {rung.remedy}"]
     return "\n".join(lines)
+
+
+def _counts(rungs: list[Rung]) -> str:
+    """Return how many of the checks had each result, none of which is broken."""
+    counts = Counter(rung.result for rung in rungs)
+    return f"no check failed: {', '.join(f'{count} {result}' for result, count in counts.items())}"
 
 
 def _about(about: Mapping[str, Any]) -> str:

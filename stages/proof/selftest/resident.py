@@ -1,7 +1,7 @@
-"""Probes of one tile function: a core calls it over and over on tiles that stay in L1, so that nothing else takes time.
-The time of so many calls, less that of a program with hardly any, is the function's own.
+"""Probes of one tile function: a core calls it repeatedly on tiles that stay in L1, so that nothing else takes time.
 
-Tiles are those of Llama-3.2-1B's programs.
+The time of many calls, less that of a program with few, is the function's own. Tiles are those of Llama-3.2-1B's
+programs.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ Call = tuple[str | int | float, ...]
 """A function, then its arguments: a buffer's name, or a number."""
 
 ROWS, EMB, FFN, HEADS, KV_HEADS, HEAD_DIM = 512, 2048, 8192, 32, 8, 64
-"""Of the launches whose tiles are taken."""
+"""Sizes of the launches whose tiles are taken."""
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A buffer in L1. `filled`: from DDR at first; `drained`: so many elements of it go there at last. `values`: the
-    shape of what is in it, where that is in block floating point. `position`: what each row of the last block of each
-    row of blocks begins with, as i32."""
+    """A buffer in L1."""
 
     name: str
     shape: Shape
     dtype: str = "bf16"
     filled: bool = False
+    """Whether it is filled from DDR at first."""
     drained: int = 0
+    """Elements that go to DDR at last."""
     values: Shape = ()
+    """The shape of its values, where they are in block floating point."""
     position: int | None = None
+    """The i32 that each row of the last block of each row of blocks begins with."""
 
     @property
     def format(self) -> str:
         return "bfp16" if self.values else self.dtype
 
     def placed(self, values: np.ndarray) -> np.ndarray:
-        """Values of it with the position in them."""
+        """Return the tile's values with the position written into them."""
         if self.position is not None:
             last = values.reshape(self.shape)[:, -1]
             last[...] = 0
@@ -62,26 +64,27 @@ class Tile:
 
 @dataclass(frozen=True)
 class Resident:
-    """`first` and `last` run once, `step` runs `calls` times. `reference(calls, *filled)` is what is drained.
-
-    `error(want, *filled)`: how far that may be off; None: not at all. `macs`, `values`: multiply-accumulates and
-    results of one step. `whole`: inputs are small whole numbers, of which sums of products are exact.
-    """
+    """A probe of one tile function: `first` and `last` run once, `step` runs `calls` times."""
 
     name: str
     source: str
     calls: int
     tiling: Any
-    """The tiling of the launch whose tiles it takes; says what a call costs."""
+    """The tiling of the launch whose tiles it takes, with the costs of a call."""
     tiles: tuple[Tile, ...]
     step: Call
     reference: Callable[..., np.ndarray]
+    """(calls, *filled tiles) -> the elements that are drained."""
     first: Call = ()
     last: Call = ()
     macs: int = 0
+    """Multiply-accumulates of one step."""
     values: int = 0
+    """Results of one step."""
     whole: bool = False
+    """Whether inputs are small whole numbers, whose sums of products are exact."""
     error: Callable[..., np.ndarray] | None = None
+    """(want, *filled tiles) -> how far results may be off; None: not at all."""
     shape: Mapping[str, int] = field(default_factory=dict)
     """Constants that the source is compiled with; without them, those of the tiling."""
 
@@ -97,7 +100,7 @@ class Resident:
         return f"{self.step[0]}, {self.calls} calls on one core"
 
     def kernel(self) -> Kernel:
-        """For a part: the filled tiles, flat, and `out`."""
+        """Return the kernel for a part; its arguments are the filled tiles, flat, and `out`."""
         (drained,) = (tile for tile in self.tiles if tile.drained)
         args = [Arg(tile.name, tile.format) for tile in self.tiles if tile.filled]
         device: dict[str, Any] = {"tiling": lambda sizes: self, "program": build}
@@ -105,12 +108,12 @@ class Resident:
         return Kernel(self.name, tuple(args), (), self.source, self.reference, host=False, **device)
 
     def slots(self) -> dict[str, Shape]:
-        """Shapes of what is in DDR, by argument."""
+        """Return the shapes of arguments in DDR."""
         filled: dict[str, Shape] = {t.name: (math.prod(t.values or t.shape),) for t in self.tiles if t.filled}
         return filled | {"out": (sum(tile.drained for tile in self.tiles),)}
 
     def placed(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Values of a filled tile, a position in them where it has one."""
+        """Return values of a filled tile, with its position if it has one."""
         return next(tile for tile in self.tiles if tile.name == name).placed(values)
 
     def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -126,7 +129,7 @@ class Resident:
 
 
 def build(resident: Resident) -> AirModule:
-    """Arguments: the filled tiles and `out`, flat."""
+    """Build the module. Arguments are the filled tiles and `out`, flat."""
     dtypes = {tile.name: tile.dtype for tile in resident.tiles if tile.filled}
     dtypes["out"] = next(tile.dtype for tile in resident.tiles if tile.drained)
     shapes = resident.slots() | {tile.name: (math.prod(tile.shape),) for tile in resident.tiles if tile.filled}
@@ -158,13 +161,13 @@ def _call(b: Any, resident: Resident, named: dict[str, MemRef], call: Call) -> N
 
 
 def _to_rows(tile: np.ndarray) -> np.ndarray:
-    """`[rows/8, cols/8, 8, 8]`, blocks by rows -> f32 `[rows, cols]`."""
+    """Reshape blocks by rows `[rows/8, cols/8, 8, 8]` to f32 `[rows, cols]`."""
     high, wide = tile.shape[:2]
     return tile.astype(np.float32).transpose(0, 2, 1, 3).reshape(high * BLOCK, wide * BLOCK)
 
 
 def _to_tile(rows: np.ndarray) -> np.ndarray:
-    """The inverse, in bf16."""
+    """Reshape `[rows, cols]` to blocks by rows, in bf16."""
     high, wide = (size // BLOCK for size in rows.shape)
     return rows.reshape(high, BLOCK, wide, BLOCK).transpose(0, 2, 1, 3).astype(bfloat16)
 
@@ -174,7 +177,7 @@ def _blocks(rows: int, cols: int) -> Shape:
 
 
 def _weight(tile: np.ndarray) -> np.ndarray:
-    """A weight's blocks -> f32 `[outputs, inputs]`."""
+    """Reshape a weight's blocks to f32 `[outputs, inputs]`."""
     outs, ins = tile.shape[:2]
     return from_blocks(tile, (outs * BLOCK, ins * BLOCK)).astype(np.float32)
 
@@ -183,14 +186,14 @@ def _weight(tile: np.ndarray) -> np.ndarray:
 
 
 def _tiling(kernel: str, **sizes: Any) -> Any:
-    """Of a launch of the model."""
+    """Return the tiling of a launch of the model."""
     cut = kernels()[kernel].tiling
     assert cut
     return cut(sizes)
 
 
 def product(name: str, calls: int, bfp16: bool = False) -> Resident:
-    """gemm's step."""
+    """Return the probe of gemm's step."""
     p = _tiling("bfp16_gemm" if bfp16 else "gemm", rows=ROWS, cols=EMB, out_cols=EMB)
     m, n, k = p.tile_m, p.tile_n, p.tile_k
     weight = Tile("w", _blocks(n, k), filled=True)
@@ -207,7 +210,7 @@ def product(name: str, calls: int, bfp16: bool = False) -> Resident:
 
 
 def vector_product(name: str, calls: int) -> Resident:
-    """gemv's step."""
+    """Return the probe of gemv's step."""
     p = _tiling("gemv", out_cols=EMB, cols=EMB)
 
     def reference(count: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -222,7 +225,7 @@ def vector_product(name: str, calls: int) -> Resident:
 
 
 def attention(name: str, calls: int) -> Resident:
-    """Attention's step: the same keys over and over weigh as they do once."""
+    """Return the probe of attention's step: repeating the same keys does not change their weights."""
     heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     p = _tiling("flash_attention", seq=ROWS, window=ROWS, **heads)
     d, q, k = HEAD_DIM, p.tile_q, p.tile_k
@@ -251,14 +254,14 @@ def attention(name: str, calls: int) -> Resident:
 def _mapped(
     name: str, source: str, calls: int, tiling: Any, inputs: tuple[Tile, ...], out: Shape, *numbers: float, **more: Any
 ) -> Resident:
-    """Return a function of two tiles, and numbers, to a third."""
+    """Return the probe of a function of two tiles, and numbers, to a third."""
     size = math.prod(out)
     step: Call = (source, *(tile.name for tile in inputs), "y", *numbers)
     return Resident(name, source, calls, tiling, (*inputs, Tile("y", out, drained=size)), step, values=size, **more)
 
 
 def by_element(name: str, kernel: str, calls: int) -> Resident:
-    """Return add's or silu_and_mul's function."""
+    """Return the probe of add or silu_and_mul."""
     p = _tiling(kernel, rows=ROWS, cols=FFN)
     reference = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}[kernel]
     more: dict[str, Any] = {
@@ -270,6 +273,7 @@ def by_element(name: str, kernel: str, calls: int) -> Resident:
 
 
 def norm(name: str, calls: int) -> Resident:
+    """Return the probe of rms_norm."""
     p = _tiling("rms_norm", rows=ROWS, cols=EMB, eps=EPS)
     rows = (p.tile_rows, p.cols)
     more: dict[str, Any] = {
@@ -282,6 +286,7 @@ def norm(name: str, calls: int) -> Resident:
 
 
 def rotation(name: str, calls: int) -> Resident:
+    """Return the probe of rope."""
     p = _tiling("rope", rows=ROWS, heads=HEADS, head_dim=HEAD_DIM)
     rows = (p.tile_rows, p.width)
     more: dict[str, Any] = {

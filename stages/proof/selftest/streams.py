@@ -1,4 +1,4 @@
-"""Probes of DDR: so many streams at once, each to a core of its own, which multiplies what comes and keeps the sums."""
+"""Probes of DDR: N streams at once, each to a core of its own, which multiplies its data and keeps the sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stages.air import AirModule
 
 TILE_ROWS, TILE_COLS = 8, 1024
-"""Of what a core takes at a time: 16 KiB, which it has in hand sooner than the next is there."""
+"""The tile that a core takes at a time: 16 KiB, which it finishes before the next one has arrived."""
 TILES = 256
 
 
@@ -26,7 +26,7 @@ class Streams:
     name: str
     count: int
     whole = True
-    """Its input is small whole numbers, of which sums of products are exact."""
+    """Inputs are small whole numbers, whose sums of products are exact."""
 
     @property
     def herd(self) -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Streams:
 
     @property
     def tiling(self) -> gemv.Tiling:
-        """Of a product whose tiles are these: it says what a call is and costs."""
+        """The tiling of a product with these tiles, which has the costs of a call."""
         return gemv.Tiling(self.rows, TILE_COLS, "f32", False, self.herd[1], TILE_ROWS, TILE_COLS, (1,))
 
     @property
@@ -74,13 +74,13 @@ class Streams:
 
 
 def reference(x: np.ndarray) -> np.ndarray:
-    """Each tile's rows times its first, summed over the tiles of a stream: f32 `[streams, TILE_ROWS]`."""
+    """Return each tile's rows times its first, summed over a stream's tiles: f32 `[streams, TILE_ROWS]`."""
     tiles = x.astype(np.float32).reshape(-1, TILES, TILE_ROWS, TILE_COLS)
     return np.matmul(tiles, tiles[:, :, 0, :, None])[..., 0].sum(axis=1)
 
 
 def build(streams: Streams) -> AirModule:
-    """Arguments `x`: bf16 `[rows][TILE_COLS]`, `out`: f32 `[streams][TILE_ROWS]`."""
+    """Build the module. Arguments: `x` bf16 `[rows][TILE_COLS]`, `out` f32 `[streams][TILE_ROWS]`."""
     slots = streams.slots()
     b = air.Builder(streams.name, {"x": air.memref_type(slots["x"]), "out": air.memref_type(slots["out"], "f32")})
     variant = streams.tiling.variant

@@ -1,6 +1,6 @@
-"""Runs a program several times, each into fresh memory, and judges what came out.
+"""Run a program several times, each into fresh memory, and judge the results.
 
-A second dispatch that does nothing would leave the first one's results in place: so each has buffers of its own.
+Each dispatch has buffers of its own, so that one that does nothing does not show an earlier one's results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llama_npu2.artifact.dtypes import DTYPES, nbytes
 from llama_npu2.devices import Binding, Call, Device
 
 Slots = Sequence[Mapping[str, Any]]
-"""As in a manifest: name, shape, role, dtype."""
+"""Slots (arguments) as in a manifest: name, shape, role, dtype."""
 Values = Mapping[str, np.ndarray]
 
 DISPATCHES = 3
@@ -23,14 +23,16 @@ DISPATCHES = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """`cause` of `stages.proof.selftest.faults`, "" where nothing is wrong; `detail`: numbers, one line."""
+    """The judgement of results."""
 
     cause: str
+    """A cause of `stages.proof.selftest.faults`; "" where nothing is wrong."""
     detail: str
+    """Numbers, in one line."""
 
 
 def written(slots: Slots) -> list[str]:
-    """Names of a program's results."""
+    """Return the names of a program's results."""
     return [slot["name"] for slot in slots if slot["role"] == "output"]
 
 
@@ -38,48 +40,52 @@ def dispatch(
     device: Device,
     program: Any,
     slots: Slots,
-    given: Mapping[str, np.ndarray | Binding],
+    inputs: Mapping[str, np.ndarray | Binding],
     times: int = DISPATCHES,
     seq: int = 1,
     pos: int = 0,
     part_of: Mapping[str, str] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Results of so many dispatches. `given`: what is read, as arrays of a slot's elements (any shape, zeros behind
-    them), or bound already. `part_of`: results that are the first rows of what is read, by the names of both."""
+    """Dispatch a program `times` times, and return the results.
+
+    Args:
+        inputs: Arrays of a slot's elements, of any shape and padded with zeros, or bound buffers.
+        part_of: The inputs whose first rows a result is, by the result's name.
+    """
     parts = part_of or {}
     fresh = {*written(slots), *parts.values()}
-    bound = {name: value for name, value in given.items() if isinstance(value, Binding)}
+    bound = {name: value for name, value in inputs.items() if isinstance(value, Binding)}
     for slot in slots:
         if slot["name"] not in (*bound, *fresh):
-            bound[slot["name"]], _ = _buffer(device, slot, given)
+            bound[slot["name"]], _ = _buffer(device, slot, inputs)
     results = []
     for _ in range(times):
-        made = {slot["name"]: _buffer(device, slot, given) for slot in slots if slot["name"] in fresh}
+        buffers = {slot["name"]: _buffer(device, slot, inputs) for slot in slots if slot["name"] in fresh}
         for part, whole in parts.items():
-            made[part] = made[whole][0], made[whole][1][: len(made[part][1])]
-        bindings = [bound.get(s["name"]) or made[s["name"]][0] for s in slots]
+            buffers[part] = buffers[whole][0], buffers[whole][1][: len(buffers[part][1])]
+        bindings = [bound.get(s["name"]) or buffers[s["name"]][0] for s in slots]
         device.prepare([Call(program, bindings, slots)]).run(seq, pos)
-        results.append({name: made[name][1].copy() for name in written(slots)})
+        results.append({name: buffers[name][1].copy() for name in written(slots)})
     return results
 
 
-def _buffer(device: Device, slot: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Binding, np.ndarray]:
-    """What is given for a slot, zeros behind it, and the host's view of that."""
+def _buffer(device: Device, slot: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[Binding, np.ndarray]:
+    """Return a new buffer with a slot's input, padded with zeros, and the host's view of it."""
     buffer = device.alloc(nbytes(slot["dtype"], slot["shape"]))
     array = device.array(buffer, DTYPES[slot["dtype"]], tuple(slot["shape"]))
-    if slot["name"] in given:
-        values = np.asarray(given[slot["name"]])
+    if slot["name"] in inputs:
+        values = np.asarray(inputs[slot["name"]])
         array.reshape(-1)[: values.size] = values.reshape(-1)
     return Binding(buffer, "", 0), array
 
 
 def judge(results: Sequence[Values], want: Values, off: Values) -> Verdict:
-    """Dispatches against what they must be (NaN: not written), each element within `off`; and against each other."""
+    """Compare dispatches with what they must be (NaN: not written), each element within `off`, and with each other."""
     return _judged(results, want, lambda name, got: _elements(got, want[name], off[name]))
 
 
 def judge_in_the_norm(results: Sequence[Values], want: Values, bound: float) -> Verdict:
-    """The same with a bound on the relative error of each result as a whole."""
+    """Compare dispatches likewise, with a bound on the relative error of each result in the norm."""
     return _judged(results, want, lambda name, got: in_the_norm(got, want[name], bound))
 
 
@@ -104,7 +110,7 @@ def _judged(results: Sequence[Values], want: Values, check: Any) -> Verdict:
 def _elements(got: np.ndarray, want: np.ndarray, off: np.ndarray) -> Verdict:
     got, want, off = (a.astype(np.float64).reshape(-1) for a in (got, want, off))
     meant = np.isfinite(want)
-    # What is left alone is as it was, or what a simulator puts into memory that nobody wrote.
+    # Elements that are not written are as before, or what a simulator puts into unwritten memory.
     if stray := int((np.isfinite(got[~meant]) & (got[~meant] != 0)).sum()):
         return Verdict("elsewhere", f"{stray} values written where nothing belongs")
     if problem := _never_written(got[meant], want[meant]):
@@ -119,7 +125,7 @@ def _elements(got: np.ndarray, want: np.ndarray, off: np.ndarray) -> Verdict:
 
 
 def in_the_norm(got: np.ndarray, want: np.ndarray, bound: float) -> Verdict:
-    """Relative error of a result as a whole."""
+    """Compare a result by its relative error in the norm."""
     got, want = (a.astype(np.float64).reshape(-1) for a in (got, want))
     if problem := _never_written(got, want):
         return problem

@@ -1,8 +1,8 @@
 """The instruction sets that kernels are compiled for, one object each, and the code that chooses between them.
 
-A source that includes `vec.h` is compiled for each set, by `kernel_src/cpu/one_isa.h`; one that includes `amx.h` also for
-processors with tiles. Any other source has one object. The program holds all of them, so it runs on every machine of its
-architecture.
+A source that includes `vec.h` is compiled for each set, by `kernel_src/cpu/one_isa.h`; one that includes `amx.h` also
+for processors with tiles. Any other source has one object. The program holds all of them, so it runs on every machine
+of its architecture.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def sets_of(stem: str) -> tuple[str, ...]:
 
 
 def objects_of(stem: str) -> list[str]:
-    """Return what a source is compiled to: `<kernel set>/<stem>.<instruction set>` for each, or `<kernel set>/<stem>`."""
+    """Return the objects of a source: `<kernel set>/<stem>.<instruction set>` each, or `<kernel set>/<stem>`."""
     return [f"{HOST_SET}/{stem}.{name}" for name in sets_of(stem)] or [f"{HOST_SET}/{stem}"]
 
 
 def options(source: Path, isa: str) -> list[str]:
-    """Return the compiler's options and input that make the object of a source; `isa`: empty for one that is not divided."""
+    """Return the compiler's options and input for the object of a source. `isa`: empty if the source is not divided."""
     if not isa:
         return [str(source)]
     defined = {"ISA": isa, "ISA_LANES": LANES[isa], "ISA_AMX": int(isa == "amx"), "KERNEL_FILE": f'"{source}"'}

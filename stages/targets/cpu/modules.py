@@ -114,8 +114,8 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
 
 
 def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bool = True) -> str:
-    """Return a translation unit with the entry points of one or more parts, and with the choice of an instruction set for
-    each kernel that they call. `fused`: as in `launches`."""
+    """Return a translation unit with the entry points of one or more parts, and with the choice of an instruction set
+    for each kernel that they call. `fused`: as in `launches`."""
     by_name = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
     called = [by_name[name] for name in sorted(by_name)]
     return "\n".join([prototypes(called), dispatch(called), *(_glue(part, dimensions, fused) for part in parts)])

@@ -19,7 +19,7 @@ VARIANTS = False
 
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path, declared: str) -> list[Path]:
-    """Compile one source for one instruction set, or take its object from the cache that all models share (step action).
+    """Compile a source for one instruction set, or take its object from the cache that all models share (step action).
 
     `declared`: as in `compile_host`. Returns the project's files that were read. Raises UserError.
     """

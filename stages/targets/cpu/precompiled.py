@@ -1,4 +1,4 @@
-"""The system's headers, read once by a process that compiles kernels: intrinsics take a compiler a third of a second."""
+"""The system's headers, which a process that compiles kernels reads once: a compiler takes 0.3 s for intrinsics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _owner = os.getpid()
 
 
 def system_headers() -> list[str]:
-    """Return the options by which a source of kernels begins with the system's headers, precompiled if that is possible.
+    """Return the options by which a kernel's source begins with the system's headers, precompiled where possible.
 
     Only a process that removes its files when it ends makes some: those that it forks do not.
     """

@@ -15,8 +15,8 @@ def prototypes(declared: Iterable[Kernel], isa: str = "") -> str:
     """Return C++ that declares kernels and the types that they take.
 
     Generated code begins with it. A kernel's own source is compiled after it (`-include`), so that a definition whose
-    types are not those of the signature does not compile; in the object for an instruction set its symbol gets the set's
-    name.
+    types are not those of the signature does not compile; in the object for an instruction set its symbol gets the
+    set's name.
     """
     return "\n".join(['#include "kernel.h"', "", *(_prototype(kernel, isa) for kernel in declared), ""])
 

@@ -31,15 +31,17 @@ from llama_npu2.devices.xrt.submissions import XrtSubmission
 
 
 def open_device(library: File, threads: int, manifest: Manifest) -> XrtDevice:
-    """Raises UserError."""
+    """Open the NPU; its host programs are in `library`. Raises UserError."""
     return XrtDevice(library, threads, manifest.npu_programs)
 
 
 class XrtDevice:
     """The device interface on the NPU.
 
-    `host_library` and `threads` are the CPU device's, for the host programs; `programs` says by file what the NPU's
-    programs cost (one that is not there costs nothing).
+    Args:
+        host_library: the host programs, as for the CPU device.
+        threads: as for the CPU device.
+        programs: the costs of the NPU's programs, by file; a missing one costs nothing.
     """
 
     def __init__(self, host_library: File, threads: int = 0, programs: Mapping[File, NpuProgram] | None = None) -> None:

@@ -38,4 +38,5 @@ def failures(what: str, remedy: str = "see dmesg and doit doctor") -> Iterator[N
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -84,8 +84,10 @@ class XrtSubmission:
             running.finish()
 
     def suspend(self) -> None:
-        """Release the runs: each has a copy of its program's instructions, for which the driver's heap has little
-        room."""
+        """Release the runs.
+
+        Each has a copy of its program's instructions, for which the driver's heap has little room.
+        """
         self.suspended = True
         for stretch in self._stretches:
             stretch.release()
@@ -97,8 +99,10 @@ class XrtSubmission:
 
 
 def _concurrent(stretches: Iterable[_Device | _Host]) -> Iterator[bool]:
-    """Yield for each stretch whether it may run while the device's last one runs: one of the host's that touches none
-    of its memory."""
+    """Yield for each stretch whether it may run while the device's last one runs.
+
+    That is so for those of the host that touch none of its memory.
+    """
     device: frozenset[XrtBuffer] = frozenset()
     for stretch in stretches:
         yield isinstance(stretch, _Host) and not any(a.overlaps(b) for a in stretch.touched for b in device)
