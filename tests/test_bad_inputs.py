@@ -183,7 +183,7 @@ def test_bad_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = ("other_architecture", "config_not_json", "truncated_weights", "no_tokenizer")
-RUNNERS = [(), ("-n", "2"), ("-n", "2", "-P", "thread")]
+RUNNERS = [(), ("-n", "0"), ("-n", "2", "-P", "process")]
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=["serial", "process", "thread"])
