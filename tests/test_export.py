@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llama_npu2 import UserError, load
+from llama_npu2 import UserError, errors, load
 from llama_npu2.__main__ import main, parse
 from llama_npu2.artifact.check import check_files
 from llama_npu2.artifact.manifest import Manifest
@@ -91,6 +91,14 @@ def test_the_command_line_is_the_runtimes(one: Path, capsys: pytest.CaptureFixtu
     assert main([], str(one)) == 1
     assert capsys.readouterr().err.startswith('error: no prompt: give "some text" after')
     assert main(["check", str(one)]) == 0, "as an artifact directory"
+
+
+def test_messages_name_the_command_that_works_there(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--chat"], str(one)) == 1
+    assert capsys.readouterr().err == f"error: --chat is now a command: python {one} chat\n"
+    assert main(["hi", "--nonsense"], str(one)) == 1
+    assert f"python {one} run --help" in capsys.readouterr().err
+    assert errors.program == "llama-npu2", "what does not run from the file says its own name"
 
 
 def test_what_python_lacks_is_named(one: Path) -> None:

@@ -39,7 +39,8 @@ def _probes_of(build: Build) -> Any:
 
 def _check_known(words: Sequence[str]) -> None:
     """Check that words of the command line name commands, steps or what steps write. Raises UserError."""
-    known = [*COMMANDS, GENERATE, *(name.partition(":")[0] for name in _steps), *_steps]
+    groups = ["calibration", "probe", *(name.partition(":")[0] for name in _steps)]
+    known = [*COMMANDS, GENERATE, *groups, *_steps]
     for word in words:
         if word not in known and word[0] != "-" and not {*"*?./"} & {*word}:
             close = get_close_matches(word, known, 1)
@@ -54,7 +55,7 @@ try:
     _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands))
     _any = _STEPLESS & {*_commands} and not _build.options.weights
     _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
-    _probes = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
+    _probes: Any = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
     _steps = _wired.steps | (_probes.steps if _probes else {})
     _places = [_build.artifacts, _build.report("")]
     if _verb == "run" and not WITH_NAMES & {*_words[:1]}:
