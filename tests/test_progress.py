@@ -121,6 +121,12 @@ def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
     assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
 
 
+def test_what_is_done_leaves_its_time_if_asked_for(build: Path) -> None:
+    status, seen = on_terminal(build, "-v", "1", "compile")
+    shown = lines(seen)
+    assert status == 0 and all(any(re.fullmatch(rf"{step} \d\.\d s", s) for s in shown) for step in ("first", "second"))
+
+
 def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
     command = [sys.executable, "-m", "doit", "-n", "0", "-v", "1", "compile"]
     run = subprocess.run(command, cwd=build, capture_output=True, text=True, check=True)

@@ -44,6 +44,9 @@ GROUPS: dict[str, dict[str, str]] = _TABLE["commands"]
 
 COMMANDS = {name: sentence for group in GROUPS.values() for name, sentence in group.items()}
 
+_RENAMED: Mapping[str, str] = _TABLE["renamed"]
+"""Names that variables had in earlier versions."""
+
 
 def _targets() -> Sequence[str]:
     from stages.targets import targets
@@ -177,7 +180,7 @@ def parse_options(values: Mapping[str, str], commands: Collection[str] = ()) -> 
     parsed: dict[str, Any] = {}
     for name, text in values.items():
         if name not in known:
-            renamed = _TABLE["renamed"].get(name)
+            renamed = _RENAMED.get(name)
             raise UserError(f"{name}= is now {renamed}" if renamed else _unknown(name, known.values(), commands))
         if commands and not {*commands} & {*known[name].commands}:
             raise UserError(_misplaced(known[name], commands))
