@@ -7,12 +7,15 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from xdsl.builder import ImplicitBuilder
 from xdsl.dialects import func
-from xdsl.dialects.builtin import StringAttr
-from xdsl.ir import Operation
+from xdsl.dialects.arith import ConstantOp
+from xdsl.dialects.builtin import IndexType, StringAttr
+from xdsl.ir import Block, Operation
 from xdsl.utils.exceptions import VerifyException
 
 from llama_npu2.errors import UserError
@@ -241,3 +244,21 @@ def test_type_checkers_know_what_the_package_offers() -> None:
     assert all(getattr(air, name) is not None for name in typed)
     with pytest.raises(AttributeError, match="has no attribute 'Program'"):
         air.Program  # noqa: B018
+
+
+def test_threads_build_at_the_same_time() -> None:
+    """Terminators are inserted once, whatever other threads do at the time: steps run in threads."""
+
+    def build(number: int) -> int:
+        block = Block()
+        with ImplicitBuilder(block):
+            ConstantOp.from_int_and_width(number, IndexType())
+        return len(block.ops)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(build, range(4000))) == {1}
+    finally:
+        sys.setswitchinterval(interval)

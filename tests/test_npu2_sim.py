@@ -191,7 +191,7 @@ def test_a_context_is_filled_to_its_end(fused: Path) -> None:
         llm, ids, [chunk("prefill@128" + "@2048" * (at > 0), at, at + 128) for at in range(0, 2048, 128)]
     )
     llm.rewind(1990)
-    assert llm._chunked.cheapest(1990, 2048) == [chunk("prefill@64@2048", 1984, 2048)]
+    assert llm._chunks.cheapest(1990, 2048) == [chunk("prefill@64@2048", 1984, 2048)]
     assert llm.prefill(ids[1990:]).tobytes() == expected and llm.position == 2048
     llm.close()
 

@@ -658,11 +658,11 @@ def test_chunks_of_a_prompt_are_the_simulators(npu2: Path, simulated: Path) -> N
         with contextlib.closing(load(directory, 2)) as llm:
             made = []
             for start, end in ((0, 200), (200, 290), (2000, 2048)):
-                llm._history[:] = text[:start]
+                llm._cached[:] = text[:start]
                 before = world.counts["submissions"]
                 made.append(llm.prefill(text[start:end]).tobytes())
                 if directory == npu2:
-                    chunks = llm._chunked.cheapest(start, end)
+                    chunks = llm._chunks.cheapest(start, end)
                     assert world.counts["submissions"] - before == len(chunks) < 3
                     assert all(chunk.phase.kind == "prefill" for chunk in chunks)
             found.append(made)
@@ -714,7 +714,7 @@ def test_a_fault_of_the_array_is_named(npu2: Path, artifacts: Path, monkeypatch:
 
         site = replace(ON_ARRAY[0], change=changed)(described, llm)
         (first, *_) = diagnose(described, llm).wrong
-    assert (first.site.phase, first.site.call, first.site.index) == (site.phase, site.call, site.index)
+    assert (first.op.phase, first.op.call, first.op.index) == (site.phase, site.call, site.index)
 
 
 def test_weights_in_groups_generate_the_simulators_tokens(artifacts: Path, tmp_path: Path) -> None:
@@ -888,7 +888,7 @@ def test_the_estimate_stands_beside_what_was_measured(npu2: Path, simulated: Pat
                     assert moved >= calls * weights and estimate[name]["milliseconds"] > 0
         text = write_report(found, tmp_path / directory.name).read_text()
         own = "Submissions, syncs and waiting" if directory is npu2 else "What the simulator counted"
-        assert f">{own}<" in text and ">Beside the estimate<" in text
+        assert f">{own}<" in text and ">Estimated and measured<" in text
 
 
 # The command line

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self, TypeVar
 
+from xdsl import builder
 from xdsl.dialects.arith import ConstantOp
 from xdsl.dialects.builtin import ArrayAttr, IndexType, IntegerAttr, MemRefType, StringAttr, SymbolRefAttr, i64
 from xdsl.ir import Attribute, BlockArgument, Dialect, Operation, Region, SSAValue
@@ -30,6 +31,12 @@ from xdsl.parser import Parser, UnresolvedOperand
 from xdsl.printer import Printer
 from xdsl.traits import IsolatedFromAbove, IsTerminator, SingleBlockImplicitTerminator, ensure_terminator
 from xdsl.utils.exceptions import VerifyException
+
+# xDSL's ImplicitBuilder, which adds terminators, exchanges a method of all operations and puts it back. When two
+# threads do so at the same time, it stays exchanged twice, and operations are inserted twice. So it is exchanged once,
+# for good: the block into which operations are inserted is a matter of each thread already.
+builder._override_operation_post_init()
+builder._override_operation_post_init = lambda: Operation.__post_init__
 
 L3, L2, L1 = 0, 1, 2
 

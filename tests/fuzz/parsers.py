@@ -93,7 +93,7 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
         with contextlib.closing(Llama(Manifest.open(copies[path]), 2)) as llm:
             "".join(llm.generate("The capital of France is", max_tokens=3, temperature=0.5, seed=0))
             llm.prefill(llm.encode("word " * 600, raw=True)[: llm.context_length - llm.position - 2])
-            llm._history += [0] * (llm.context_length - llm.position - 1)
+            llm._cached += [0] * (llm.context_length - llm.position - 1)
             llm.decode(0)
             llm.reset()
             llm.score([0, 1, 2, 3])
