@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,12 @@ Dimensions = Mapping[str, int | float]
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Return the version of xDSL, which prints the text."""
-    return f"xdsl {version('xdsl')}"
+def fingerprint() -> str | None:
+    """Return the version of xDSL, which prints the text; None without it."""
+    try:
+        return f"xdsl {version('xdsl')}"
+    except PackageNotFoundError:
+        return None
 
 
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
