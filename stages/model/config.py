@@ -42,23 +42,29 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes and constants of a model. `emb` is the hidden size, `ffn` the intermediate size, `tied` whether the
-    embedding is the LM head, too, `family` an entry of `stages.model.families`."""
+    """Shapes and constants of a model."""
 
     vocab: int
     emb: int
+    """The hidden size."""
     ffn: int
+    """The intermediate size: the inner width of the feed-forward network."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     max_seq: int
+    """The longest context, in tokens."""
     eps: float
+    """The epsilon of RMS norms."""
     rope_theta: float
     rope_scaling: RopeScaling
     tied: bool
+    """Whether the embedding is the LM head, too."""
     eos: tuple[int, ...]
+    """The token ids that end a text."""
     family: str
+    """The name of its family in `stages.model.families`."""
 
     def dimensions(self) -> dict[str, int | float]:
         """Return the values of the dimension names that parts use."""
