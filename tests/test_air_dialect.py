@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_what_is_printed_parses_and_prints_the_same(made: Callable[[], air.AirMo
     text = air.to_mlir(made().module)
     parsed = air.parse_mlir(text)
     assert air.to_mlir(parsed) == text
+
+
+def test_texts_are_read_in_threads() -> None:
+    """xDSL's implicit builders are of the process, not of a thread."""
+    text = air.to_mlir(scale().module)
+    with ThreadPoolExecutor(8) as pool:
+        assert {air.to_mlir(module) for module in pool.map(air.parse_mlir, [text] * 256)} == {text}
 
 
 def test_every_operation_reads_its_own_text() -> None:

@@ -80,7 +80,7 @@ def test_inputs_without_correlation_leave_nothing_to_carry(name: str) -> None:
     weight = np.random.default_rng(5).standard_normal((40, 64)).astype(np.float32)
     products = np.diag(np.random.default_rng(6).random(64, np.float32))
     made = feedback.Correction(products, 32)
-    np.testing.assert_array_equal(made.carried(), np.eye(64))
+    np.testing.assert_array_equal(made.feedback(), np.eye(64))
     groups = weight.reshape(40, 2, 32)
     nearest = form.grid(groups, made.importance.reshape(2, 32)).quantise(groups)
     np.testing.assert_array_equal(feedback.quantise(form, weight, made), nearest)
@@ -92,7 +92,7 @@ def test_the_factor_is_that_of_the_products(width: int) -> None:
     products = (x.T @ x).astype(np.float64)
     damped = np.pad(products / np.diag(products).mean(), (0, 16)) + feedback.DAMPING * np.eye(width + 16)
     made = correction(x)
-    carried = made.carried()
+    carried = made.feedback()
     np.testing.assert_array_equal(carried, np.triu(carried))
     inverse = np.linalg.inv(carried.astype(np.float64))
     diagonal = inverse @ damped[np.ix_(made.order, made.order)] @ inverse.T
@@ -107,9 +107,9 @@ def test_what_products_lack_is_made_good(width: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feedback, "DAMPING", 1e-6)
         patch.setattr(feedback, "RIDGE", 0)
-        change = correction(x).made_good(x.T @ wanted)
-    np.testing.assert_allclose(x @ change.T, feedback.MADE_GOOD * wanted, atol=0.01 * wanted.std())
-    ridge = correction(x).made_good(x.T @ wanted)
+        change = correction(x).compensate(x.T @ wanted)
+    np.testing.assert_allclose(x @ change.T, feedback.COMPENSATED * wanted, atol=0.01 * wanted.std())
+    ridge = correction(x).compensate(x.T @ wanted)
     assert np.square(ridge).sum() < np.square(change).sum()
 
 
@@ -120,7 +120,7 @@ def test_threads_change_no_bit_of_several_blocks() -> None:
     for threads in (1, 3):
         with calibration._executor(threads) as executor:
             made = feedback.Correction(calibration._products(np.split(x.astype(bfloat16), 4), executor), 32)
-            change = made.made_good(x.T @ (x @ weight.T), executor.map)
+            change = made.compensate(x.T @ (x @ weight.T), executor.map)
             found.append((change, feedback.quantise(formats()["int4"], weight + change, made, executor.map)))
     for one, three in zip(*found, strict=True):
         np.testing.assert_array_equal(one, three)
@@ -151,7 +151,7 @@ def test_memory_is_that_of_two_matrices_and_a_few_rows() -> None:
         held, most = tracemalloc.get_traced_memory()
         assert held < 1.05 * square and most < 1.75 * square
         tracemalloc.reset_peak()
-        made.made_good(missing, executor.map)
+        made.compensate(missing, executor.map)
         held, most = tracemalloc.get_traced_memory()
         assert held < 1.05 * square and most < 2.05 * square + max(blocks, 3 * missing.nbytes)
         tracemalloc.reset_peak()
@@ -210,7 +210,7 @@ def test_later_layers_make_good_what_earlier_ones_lost(
         return float(np.square(exact - ours).mean())
 
     alone = shutil.copytree(made, tmp_path / "alone")
-    monkeypatch.setattr(feedback, "MADE_GOOD", 0)
+    monkeypatch.setattr(feedback, "COMPENSATED", 0)
     for layer in range(2):
         calibration.calibrate_layer(LocalSource("small", model), alone, layer, 1, alone)
     assert lost(made) < 0.9 * lost(alone)

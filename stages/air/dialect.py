@@ -1,13 +1,15 @@
 """The operations of MLIR-AIR that our programs use: launch > segment > herd, n-dimensional DMA, channels.
 
 A launch is a grid of steps run by the command processor, a segment owns the L2 buffers, a herd runs its body on every
-tile of a rectangle of cores. All three are isolated from above: what they use, they are given.
+tile of a rectangle of cores. All three are isolated from above: what they use, they are given. xDSL's own experimental
+dialect is not used: its operations have asynchronous tokens as results, and ours have none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from threading import RLock
 from typing import ClassVar, Self, TypeVar
 
 from xdsl.dialects.arith import ConstantOp
@@ -33,6 +35,8 @@ L3, L2, L1 = 0, 1, 2
 
 Op = TypeVar("Op", bound=Operation)
 
+TERMINATORS = RLock()
+"""Held while xDSL adds terminators: it replaces a method of all operations meanwhile, and steps run in threads."""
 Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
 """Offsets, sizes and strides."""
 
@@ -106,7 +110,8 @@ class Hierarchy(IRDLOperation):
         """The one block of `body` need not have its terminator yet."""
         super().__init__(operands=[list(sizes), list(args)], regions=[body], attributes=attributes or {})
         for trait in self.get_traits_of_type(SingleBlockImplicitTerminator):
-            ensure_terminator(self, trait)
+            with TERMINATORS:
+                ensure_terminator(self, trait)
 
     @property
     def ids(self) -> tuple[BlockArgument, ...]:

@@ -27,14 +27,12 @@ class Display(ProgressColumn):
     """The line on a terminal, and the text in it."""
 
     def __init__(self, stream: TextIO, total: int, before: Mapping[str, float]) -> None:
-        """Args:
-        total: number of steps.
-        before: seconds that steps took when they ran last, by name.
-        """
+        """Prepare the line. `total`: number of steps. `before`: seconds that steps took when they ran last, by name."""
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
         self.channel = Channel.open()
         self._before = before
         self._since: dict[str, float] = {}
+        self._staying: set[str] = set()
         self._doing: dict[str, str] = {}  # a step in a process of its own may speak before it is known to run
         self._marked = threading.Condition()
         self._marks = 0
@@ -50,24 +48,27 @@ class Display(ProgressColumn):
         )
         self._task = self._progress.add_task("", total=total)
 
-    def begin(self, step: str) -> None:
-        """Show a step, or what this process waits for, from here on."""
+    def begin(self, step: str, stays: bool = True) -> None:
+        """Show a step, or what this process waits for, from here on. `stays`: leave a line of it when it is done."""
         # Not earlier: a process that draws should not fork.
         if self._listener is None:
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
         self._since[step] = time.monotonic()
+        if stays:
+            self._staying.add(step)
         if not self._progress.live.is_started:
             self._taken.enter_context(taken(self.channel))  # first: steps in threads print meanwhile
             self._progress.start()
 
     def end(self, step: str, done: bool = True) -> None:
-        """Show a step no more; a line says how long one that is `done` took."""
+        """Show a step no more; if it is `done` and stays, a line says how long it took."""
         self._drain()
         self._progress.refresh()
         seconds = time.monotonic() - self._since.pop(step, time.monotonic())
         if done:
             self.skip()
+        if done and step in self._staying:
             self._progress.console.print(Text(step), Text(clock(seconds), style="dim"), soft_wrap=True)
 
     def skip(self) -> None:

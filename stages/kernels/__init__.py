@@ -103,20 +103,6 @@ class Param:
     """`int64` or `float`."""
 
 
-class KernelName(str):
-    """The name of a kernel as C++ has it, and the two things that it is made of."""
-
-    operation: str
-    """The name of the kernel that does the same with weights, or a KV cache, in bf16."""
-    stored: str
-    """The format of its weights or its KV cache."""
-
-    def __new__(cls, operation: str, stored: str = "bf16") -> KernelName:
-        name = super().__new__(cls, operation if stored == "bf16" else f"{stored}_{operation}")
-        name.operation, name.stored = operation, stored
-        return name
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A kernel: its signature, what it computes, and how the array runs it.
@@ -125,7 +111,8 @@ class Kernel:
     kernel without `tiling` and `program` runs on the host only.
     """
 
-    name: str
+    operation: str
+    """What it computes, whatever the format: the name of the kernel for weights, or a KV cache, in bf16."""
     args: tuple[Arg, ...]
     """Tensor arguments in order: those that it reads, then those that it writes."""
     params: tuple[Param, ...]
@@ -134,6 +121,8 @@ class Kernel:
     """Stem of the C++ file that defines it. One file may define several kernels."""
     reference: Callable[..., Any] = field(compare=False)
     """The same computation in numpy."""
+    stored: str = "bf16"
+    """The format of its weights or of its KV cache."""
     attends: bool = False
     """Whether it is attention, with `heads` heads of `head_dim`."""
     derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
@@ -149,9 +138,9 @@ class Kernel:
     """Builds the AIR program of a tiling. Its arguments have the names of `args`."""
 
     @property
-    def operation(self) -> str:
-        """What it computes, whatever the format: the name of the kernel for bf16."""
-        return self.name.operation if isinstance(self.name, KernelName) else self.name
+    def name(self) -> str:
+        """Its name, which is also that of the host's C++ function."""
+        return format_kernel(self.operation, self.stored)
 
     @property
     def on_array(self) -> str:
@@ -167,12 +156,12 @@ class Kernel:
         return next(arg for arg in self.args if arg.name == name)
 
 
-def format_kernel(kernel: str, stored: str) -> KernelName:
-    """Return the name of the variant of `kernel` whose weights, or whose KV cache, have the format `stored`.
+def format_kernel(operation: str, stored: str) -> str:
+    """Return the name of the kernel that does `operation` on weights, or a KV cache, in the format `stored`.
 
-    `kernel` is the kernel for bf16: ("gemm", "int4") -> "int4_gemm", ("gemm", "bf16") -> "gemm".
+    ("gemm", "int4") -> "int4_gemm", ("gemm", "bf16") -> "gemm".
     """
-    return KernelName(kernel, stored)
+    return operation if stored == "bf16" else f"{stored}_{operation}"
 
 
 def matrix(name: str) -> Arg:
@@ -181,14 +170,14 @@ def matrix(name: str) -> Arg:
 
 
 def signature(
-    name: str,
+    operation: str,
     reads: tuple[Arg | str, ...],
     params: str,
     reference: Callable[..., Any],
     *,
     writes: tuple[Arg | str, ...] = ("out",),
     source: str = "",
-    **device: Any,
+    **fields: Any,
 ) -> Kernel:
     """Return a kernel.
 
@@ -196,13 +185,13 @@ def signature(
         reads: The tensors that it reads. A bare name means bf16 in plain layout.
         params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
         writes: The tensors that it writes.
-        source: As in `Kernel`; the kernel's name if empty.
-        device: Further fields of `Kernel`: `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`.
+        source: As in `Kernel`; the operation's name if empty.
+        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`.
     """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]
     scalars = (Param(p, kind or "int64") for p, _, kind in (word.partition(":") for word in params.split()))
-    return Kernel(name, (*inputs, *outputs), tuple(scalars), source or name, reference, **device)
+    return Kernel(operation, (*inputs, *outputs), tuple(scalars), source or operation, reference, **fields)
 
 
 @functools.cache

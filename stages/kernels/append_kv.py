@@ -86,12 +86,13 @@ KERNELS = (
     signature("append_kv", ("k", "v"), "pos kv_heads head_dim", reference, writes=("kv",)),
     *(
         signature(
-            format_kernel("append_kv_panels", stored),
+            "append_kv_panels",
             ("k", "v"),
             "rows pos kv_heads head_dim",
             partial(reference_panels, stored=stored),
             writes=tuple(Arg(f"{which}_panels", stored, written=True) for which in "kv"),
             source=format_kernel("attention", stored),
+            stored=stored,
         )
         for stored in KV_FORMATS.values()
     ),

@@ -15,17 +15,20 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads:
     return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]
 
 
-KERNELS = tuple(
-    signature(name, ("q", *cache), "pos heads kv_heads head_dim", reference, source=source, attends=True)
-    for name, cache, source in (
-        ("decode_attention_kv", (Arg("kv"),), "attention_kv"),
-        *(
-            (
-                format_kernel("decode_attention_panels", stored),
-                (Arg("k_panels", stored), Arg("v_panels", stored)),
-                format_kernel("attention", stored),
-            )
-            for stored in KV_FORMATS.values()
-        ),
-    )
+_PARAMS = "pos heads kv_heads head_dim"
+
+KERNELS = (
+    signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="attention_kv", attends=True),
+    *(
+        signature(
+            "decode_attention_panels",
+            ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
+            _PARAMS,
+            reference,
+            source=format_kernel("attention", stored),
+            stored=stored,
+            attends=True,
+        )
+        for stored in KV_FORMATS.values()
+    ),
 )

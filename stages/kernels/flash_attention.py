@@ -256,11 +256,12 @@ KERNELS = (
     ),
     *(
         signature(
-            format_kernel("flash_attention_panels", stored),
+            "flash_attention_panels",
             ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
             "seq pos heads kv_heads head_dim",
             reference,
             source=format_kernel("attention", stored),
+            stored=stored,
             attends=True,
         )
         for stored in KV_FORMATS.values()

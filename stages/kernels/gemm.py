@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, format_kernel, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, matrix, signature, silu_and_mul
 from stages.weights.formats import bfp16 as block_float
 
 if TYPE_CHECKING:
@@ -328,10 +328,11 @@ def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[
     """Return a product for prompts that exists on the array only."""
     cut = _cut_swiglu if computed is reference_swiglu else _cut
     return signature(
-        format_kernel(name, weight.format),
+        name,
         ("x", weight),
         params,
         computed,
+        stored=weight.format,
         source="gemm",
         host=False,
         tiling=functools.partial(cut, bfp16=weight.format == "bfp16"),

@@ -1,6 +1,6 @@
 """Kernels for weights in the group-wise formats and in w8a8, derived from the kernels for bf16 weights.
 
-No module defines `int4_gemm`: this one makes it from `gemm`, by `format_kernel`. A name is `<format>_<kernel>`, for
+No module defines `int4_gemm`: this one makes it from `gemm`. A name is `<format>_<operation>` (`format_kernel`), for
 each format of `GROUPED` and for w8a8. `kernel_src/cpu/<format>.cc` and `<format>_lanes.cc` implement them on the host,
 `kernel_src/aie2p/grouped_gemv.cc` and `feed_forward.cc` on the array. Of each format there are
 
@@ -33,7 +33,6 @@ from stages.kernels import (
     Sizes,
     add,
     feed_forward,
-    format_kernel,
     gemm,
     gemv,
     grouped_gemv,
@@ -145,7 +144,7 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             args = tuple(replace(arg, layouts=array) if arg.written else arg for arg in args)
         yield replace(
             kernel,
-            name=format_kernel(kernel.name, stored.name),
+            stored=stored.name,
             args=args,
             source=stored.name,
             reference=reference(kernel, stored),
@@ -178,7 +177,7 @@ def _feed_forward(stored: Format) -> Kernel:
 
     return replace(
         kernel,
-        name=format_kernel(kernel.name, stored.name),
+        stored=stored.name,
         args=tuple(
             replace(arg, format=stored.name, layouts={_ARRAY_SET: layouts[arg.name]}) if arg.matrix else arg
             for arg in kernel.args
@@ -196,7 +195,7 @@ def _vocabulary_kernels(stored: Format) -> Iterator[Kernel]:
             rows = "vocab" if any(param.name == "vocab" for param in kernel.params) else "out_cols"
             yield replace(
                 kernel,
-                name=format_kernel(kernel.name, stored.name),
+                stored=stored.name,
                 args=_stored_args(kernel, stored, {HOST_SET: _VOCABULARY_LAYOUT}),
                 source=f"{stored.name}_lanes",
                 reference=_dequantised(kernel, stored),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, Arg, Kernel, format_kernel, signature
+from stages.kernels import HOST_SET, Arg, Kernel, signature
 from stages.weights.constants import BLOCK
 from stages.weights.formats import bfp16
 
@@ -56,11 +56,12 @@ def unpacking(
         return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
 
     return signature(
-        format_kernel(unpack_kernel(kernel, target), weight.format),
+        unpack_kernel(kernel, target),
         (weight,),
         f"out_cols cols {params} to apart",
         reference,
         writes=(Arg("out", target, written=True, layouts={HOST_SET: _LAYOUTS[target]}),),
+        stored=weight.format,
         **fields,
     )
 

@@ -1,12 +1,12 @@
 """Calibration: a text runs through the model layer by layer, and matrices are rounded for the inputs that they meet.
 
-At first the text runs through the checkpoint's own layers, and the head is rounded for what comes out. Then it runs
-through both, the checkpoint's layers and the rounded ones, beginning at the rounded embedding, and each matrix makes
-good what its input lacks by then (`feedback.Correction.made_good`).
+The text first runs through the checkpoint's own layers, and the LM head is rounded for what comes out. Then it runs
+through both, the checkpoint's layers and the rounded ones, beginning at the rounded embedding. Each matrix compensates
+half of the error that its output would have from the inputs alone (`feedback.Correction.compensate`).
 
-A layer is a step: it reads the activations that the layer before left, and leaves its rounded weights and its own
-activations. So a layer and its activations are all that is in memory, and what is done stays done. Windows of the text
-run at the same time, each on one thread with products of one thread, so that the number of threads changes no bit.
+Each layer is a step: it reads the activations that the step before left, and leaves its rounded weights and its own
+activations. So memory holds one layer and its activations, and finished layers stay finished. Windows of the text run
+at the same time, each on one thread with products of one thread, so that the number of threads changes no bit.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ TEXT = Path(__file__).with_name("calibration.txt")
 among them."""
 
 WINDOW, WINDOWS = 512, 32
-"""Tokens that are read from an empty context, and how many such windows at most."""
+"""Tokens of a window, which is read from an empty context, and the most windows."""
 
 Slots = Mapping[str, str]
-"""Buffers by the argument that they are bound to."""
+"""Names of buffers by the kernel argument that they are bound to."""
 
 _LAYER = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
+"""The parts of a layer."""
 
 _COLUMNS = 512
-"""Of sums of products that are made at a time."""
-
+"""Columns of products that are computed at a time."""
 
 HEAD_WEIGHTS = CALIBRATED / "head.safetensors"
 
 _LOOKUPS = 0.1
-"""Of the mean of the diagonal, added for a head that is the embedding too, whose rows are read whatever its inputs."""
+"""Share of the mean of the diagonal that is added to it for a head that is the embedding too. An embedding's rows are
+read whatever the inputs of the head are."""
 
 
 def weights_file(layer: int) -> Path:
@@ -73,22 +74,22 @@ def weights_file(layer: int) -> Path:
 
 
 def weights_files(layers: int) -> list[Path]:
-    """Of all that is rounded."""
+    """Return the files of all rounded weights."""
     return [HEAD_WEIGHTS, *map(weights_file, range(layers))]
 
 
 def activations_file(layer: int) -> Path:
-    """What goes into a layer."""
+    """Return the file of the activations that enter a layer."""
     return CALIBRATED / f"into_layer_{layer:03d}.npy"
 
 
 def source_file(layer: int) -> Path:
-    """What goes into a layer of the checkpoint."""
+    """Return the file of the activations that enter a layer of the checkpoint."""
     return CALIBRATED / f"source_into_layer_{layer:03d}.npy"
 
 
 def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
-    """Step action: embed the windows of a text by the checkpoint's values; say which text it was."""
+    """Embed the windows of a text by the checkpoint's values, and record which text it was (step action)."""
     checkpoint, _ = _opened(source, directory)
     windows = _windows(directory, text, checkpoint.config)
     embedding = checkpoint.tensor(families.of(checkpoint.config).embedding)
@@ -98,7 +99,7 @@ def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
 
 
 def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
-    """Token ids `[windows, length]`. Raises UserError."""
+    """Return token ids `[windows, length]`. Raises UserError."""
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -112,7 +113,7 @@ def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
 
 
 def run_source(source: Source, directory: Path, layer: int, threads: int, work: Path) -> None:
-    """Step action: run a layer of the checkpoint. `threads`: 0 for all CPUs."""
+    """Run the text through a layer of the checkpoint (step action). `threads`: 0 for all CPUs."""
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
         run = _Layer(checkpoint, buffers, layer, executor, read_activations(directory / source_file(layer)))
@@ -122,7 +123,7 @@ def run_source(source: Source, directory: Path, layer: int, threads: int, work: 
 
 
 def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, work: Path) -> None:
-    """Step action: round the weights of a layer; leave its activations. `threads`: 0 for all CPUs."""
+    """Round the weights of a layer, and write its activations (step action). `threads`: 0 for all CPUs."""
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
         wanted = _Layer(checkpoint, buffers, layer, executor, read_activations(directory / source_file(layer)))
@@ -138,8 +139,10 @@ def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, w
 
 
 def calibrate_head(source: Source, directory: Path, text: Path, threads: int, work: Path) -> None:
-    """Step action: round the matrix that makes the logits, where its format can be calibrated; embed the text by the
-    rounded embedding, which may be that matrix."""
+    """Round the LM head, if its format can be calibrated, and embed the text by the rounded embedding (step action).
+
+    Embedding and LM head may be one matrix. `threads`: 0 for all CPUs.
+    """
     checkpoint, buffers = _opened(source, directory)
     config, family = checkpoint.config, families.of(checkpoint.config)
     head, embedding = family.head(config), family.embedding
@@ -150,15 +153,15 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
             leaving = read_activations(directory / source_file(config.layers))
             stored[head] = _rounded_head(checkpoint, form, leaving, executor)
     windows, form = _windows(directory, text, config), formats()[buffers[embedding].format]
-    used, where = np.unique(windows, return_inverse=True)
-    rows = stored[embedding][used] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[used])
+    ids, places = np.unique(windows, return_inverse=True)
+    rows = stored[embedding][ids] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[ids])
     embedded = form.dequantise(rows, config.emb).astype(bfloat16)
-    _save(work / activations_file(0), embedded[where.reshape(windows.shape)])
+    _save(work / activations_file(0), embedded[places.reshape(windows.shape)])
     save_file(stored, work / HEAD_WEIGHTS)
 
 
 def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, executor: Executor) -> np.ndarray:
-    """In the elements of `form`; `leaving`: the activations behind the last layer."""
+    """Return the rounded LM head in elements of `form`. `leaving`: the activations after the last layer."""
     config = checkpoint.config
     norm, norm_weight = kernels()["rms_norm"].reference, checkpoint.tensor("model.norm.weight")
     products = _products([norm(x, norm_weight, config.eps) for x in leaving], executor)
@@ -170,71 +173,73 @@ def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, exe
 
 
 def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buffer]]:
-    """And by tensor the buffer that it goes to, joined with others or not."""
-    wanted = read_buffers(directory / PACKING)
-    buffers = {part: buffer for name, buffer in wanted.items() for part in tensors_of(name)}
+    """Return the checkpoint, and for each tensor the buffer that it goes to, alone or joined with others."""
+    packed = read_buffers(directory / PACKING)
+    buffers = {tensor: buffer for name, buffer in packed.items() for tensor in tensors_of(name)}
     return Checkpoint.open(source.fetch()), buffers
 
 
 @contextmanager
 def _executor(threads: int) -> Iterator[Executor]:
-    """Threads whose products take one thread each."""
+    """Yield threads, of which each computes products on one thread."""
     with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(threads or os.cpu_count()) as executor:
         yield executor
 
 
 @dataclass
 class _Layer:
-    """A layer of the checkpoint, and `entering` bf16 `[windows, length, emb]` on their way through it."""
+    """Runs the windows of a text through a layer of the checkpoint."""
 
     checkpoint: Checkpoint
     buffers: Mapping[str, Buffer]
     index: int
     executor: Executor
     entering: np.ndarray
+    """The activations that enter the layer: bf16 `[windows, length, emb]`."""
 
     def __post_init__(self) -> None:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
         self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length, "window": length}
-        self._shared: dict[str, np.ndarray] = {name: made(config, length) for name, made in TABLES.items()}
+        self._shared: dict[str, np.ndarray] = {name: table(config, length) for name, table in TABLES.items()}
         cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, bfloat16)
         self.windows: list[ChainMap[str, np.ndarray]] = [
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
             for window in self.entering
         ]
-        self._left = Counter(name for _, slots in self.launches() for name in set(slots.values()))
+        self._uses_left = Counter(name for _, slots in self.launches() for name in set(slots.values()))
 
     @property
     def _leaving(self) -> str:
-        """Name of what leaves the layer."""
+        """The name of the activations that leave the layer."""
         return f"x.{(self.index + 1) % 2}"
 
     def activations(self) -> np.ndarray:
-        """What leaves the layer."""
+        """Return the activations that leave the layer."""
         return np.stack([window[self._leaving] for window in self.windows])
 
     def launches(self) -> Iterator[tuple[Launch, Slots]]:
-        """With the buffers that are bound to their arguments."""
+        """Yield the launches of the layer with the buffers that are bound to their arguments."""
         for name in _LAYER:
             placed = Placed(part(self.checkpoint.config.family, name), self.index, True)
             for launch in placed.part.launches:
                 yield launch, {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}
 
     def step(self, launch: Launch, slots: Slots) -> None:
+        """Run a launch on all windows."""
         self.provide(launch, slots)
         run = partial(run_launch, launch, slots, self._sizes)
         list(self.executor.map(run, self.windows))
         self._forget(slots)
 
     def _forget(self, slots: Slots) -> None:
-        """What no launch to come takes: of wide layers, activations and weights are most of what is held."""
-        self._left.subtract(set(slots.values()))
-        for name in {name for name in slots.values() if not self._left[name]} - {self._leaving}:
-            for held in (self._shared, *(window.maps[0] for window in self.windows)):
-                held.pop(name, None)
+        """Drop the buffers that no later launch takes. Activations and weights of wide layers take the most memory."""
+        self._uses_left.subtract(set(slots.values()))
+        for name in {name for name in slots.values() if not self._uses_left[name]} - {self._leaving}:
+            for buffers in (self._shared, *(window.maps[0] for window in self.windows)):
+                buffers.pop(name, None)
 
     def provide(self, launch: Launch, slots: Slots) -> None:
-        """Its weights."""
+        """Make the weights of a launch available."""
         for arg in launch.kernel.args:
             name = slots[arg.name]
             if name in self.buffers and name not in self._shared:
@@ -246,18 +251,19 @@ class _Layer:
 
 @dataclass
 class _RoundedLayer(_Layer):
-    """The same with rounded weights, beside `wanted`, which is as far as this one when weights are provided."""
+    """Runs the windows through a layer whose weights it rounds."""
 
     wanted: _Layer
+    """The checkpoint's layer, which has run as many launches as this one when weights are provided."""
     stored: dict[str, np.ndarray] = field(default_factory=dict)
-    """Weights, rounded."""
+    """Rounded weights in the elements of their formats."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._corrected = ""
 
     def _weight(self, name: str, slots: Slots) -> np.ndarray:
-        """Those that multiply the same input follow one another."""
+        """Round a weight and return its values. Weights with one input follow one another, and share its products."""
         form = formats()[self.buffers[name].format]
         tensor = self.checkpoint.tensor(name)
         if form.grid is None or self.checkpoint.stored_format(name) == form.name:
@@ -266,31 +272,31 @@ class _RoundedLayer(_Layer):
             products = _products((window[slots["x"]] for window in self.windows), self.executor)
             self._correction = feedback.Correction(products, form.values)
             self._corrected = slots["x"]
-        values = self._correction.made_good(self._missing(tensor, slots), self.executor.map)
+        values = self._correction.compensate(self._output_error(tensor, slots), self.executor.map)
         values += tensor
         self.stored[name] = feedback.quantise(form, values, self._correction, self.executor.map)
         return form.dequantise(self.stored[name], tensor.shape[-1])
 
-    def _missing(self, weight: np.ndarray, slots: Slots) -> np.ndarray:
-        """X^T of what the products of inputs X lack, f32 `[inputs, outputs]`: their inputs' share, and that of what is
-        added to them."""
-        missing = np.zeros(weight.shape[::-1], np.float32)
+    def _output_error(self, weight: np.ndarray, slots: Slots) -> np.ndarray:
+        """Return X^T E, f32 `[inputs, outputs]`, for inputs X and the error E of the outputs that comes from the inputs
+        and from the residual that is added."""
+        products = np.zeros(weight.shape[::-1], np.float32)
 
-        def lack(first: int) -> None:
-            some = slice(first, first + _COLUMNS)
+        def add(first: int) -> None:
+            columns = slice(first, first + _COLUMNS)
             for ours, wanted in zip(self.windows, self.wanted.windows, strict=True):
                 x = ours[slots["x"]].astype(np.float32)
-                lost = (wanted[slots["x"]] - x) @ weight[some].T.astype(np.float32)
+                error = (wanted[slots["x"]] - x) @ weight[columns].T.astype(np.float32)
                 if "residual" in slots:
-                    lost += (wanted[slots["residual"]].astype(np.float32) - ours[slots["residual"]])[:, some]
-                missing[:, some] += x.T @ lost
+                    error += (wanted[slots["residual"]].astype(np.float32) - ours[slots["residual"]])[:, columns]
+                products[:, columns] += x.T @ error
 
-        list(self.executor.map(lack, range(0, len(weight), _COLUMNS)))
-        return missing
+        list(self.executor.map(add, range(0, len(weight), _COLUMNS)))
+        return products
 
 
 def _products(windows: Iterable[np.ndarray], executor: Executor) -> np.ndarray:
-    """X^T X, f32 `[inputs, inputs]`, of rows X of all windows bf16 `[length, inputs]`; summed window by window."""
+    """Return X^T X, f32 `[inputs, inputs]`, of the rows X of all windows, bf16 `[length, inputs]`, summed by window."""
     rows = list(windows)
     width = rows[0].shape[1]
     products = np.zeros((width, width), np.float32)
@@ -312,11 +318,11 @@ def _save(path: Path, activations: np.ndarray) -> None:
 
 
 def read_activations(path: Path) -> np.ndarray:
-    """Raises UserError."""
+    """Return the activations of a file, bf16 `[windows, length, emb]`. Raises UserError."""
     try:
         stored = np.lib.format.open_memmap(path, mode="r")
         if stored.dtype != np.uint16 or stored.ndim != 3:
             raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}")
-    except Exception as error:  # the file's header is Python, in which any mistake can be
+    except Exception as error:  # the file's header is Python, which can raise anything
         raise UserError(f"{path} is damaged ({first_line(error)}): remove it and run doit compile") from None
     return np.asarray(stored).view(bfloat16)

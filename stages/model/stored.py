@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stages.kernels import KernelName, kernels
+from stages.kernels import format_kernel, kernels
 from stages.model.part import Launch, Part, Slot
 from stages.model.policy import Policy
 
@@ -23,7 +23,7 @@ def stored(part: Part, policy: Policy) -> Part:
         bound = [(arg, by_name[launch.args[arg.name]]) for arg in launch.kernel.args]
         matrices = {slot.format for arg, slot in bound if arg.matrix}
         (name,) = matrices or {slot.format for _, slot in bound if slot.keeps} or {"bf16"}
-        return replace(launch, kernel=kernels()[KernelName(launch.kernel.name, name)])
+        return replace(launch, kernel=kernels()[format_kernel(launch.kernel.operation, name)])
 
     return replace(part, slots=slots, launches=tuple(map(with_kernel, part.launches)))
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from stages.kernels import KernelName
+from stages.kernels import format_kernel
 from stages.kernels.unpacking import unpack_kernel
 from stages.model.part import UNPACK_JOINED, Joined, Part, PartBuilder, PartKey, Slot
 from stages.model.parts import family_parts, joined_weights, part, shared_weights, with_overrides
@@ -65,7 +65,7 @@ def unpacking_part(family: str, key: PartKey, policy: Policy) -> Part:
         kernel, scalars = whole.unpack(slot, slot.name in shared)
         place = {"to": (target.joins or (slot.name,)).index(slot.name), "apart": max(len(target.joins), 1)}
         args = {"weight": weight.name, "out": out.name}
-        b.launch(KernelName(unpack_kernel(kernel, policy.matmul), slot.format), args, **scalars, **place)
+        b.launch(format_kernel(unpack_kernel(kernel, policy.matmul), slot.format), args, **scalars, **place)
     return b.build_keyed(key)
 
 

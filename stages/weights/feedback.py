@@ -1,11 +1,11 @@
-"""Rounding with error feedback: what is lost at one input of a row is made good at others.
+"""Rounding with error feedback: the error at one input of a row is compensated at others.
 
 For inputs X the squared error of a product is tr(E H E^T), with H = X^T X and E the errors of the weights. With
 H = M D M^T, M unit upper triangular, input k is best rounded from w_k + sum over j < k of E_j M_jk: LDLQ of QuIP
 (Chee et al. 2023, section 3), which shows that GPTQ (Frantar et al. 2022) computes the same. The most important inputs
-come first, since nobody makes good for those that come last. Then each number moves to where the error is least with
-all the others as they are (coordinate descent), some times over. Scales are chosen before, by least squares that weigh
-each input with its diagonal element of H.
+come first, because the errors of the last ones are not compensated. Then each number moves to where the error is least
+while all others stay (coordinate descent), a few times. Scales are chosen before, by least squares that weigh each
+input with its diagonal element of H.
 """
 
 from __future__ import annotations
@@ -21,37 +21,48 @@ from stages.weights.format import Format
 from stages.weights.scales import Grid, inverse
 
 DAMPING = 0.01
-"""Of the mean of the diagonal, added to it: inputs that hardly ever differ from zero must not be steered by noise."""
+"""Share of the mean of the diagonal that is added to it, so that noise does not decide on inputs that are nearly
+always zero."""
 
-MADE_GOOD = 0.5
-"""The share of the missing output that is compensated: with all of it, weights fit the calibration text, and lose on
-others (docs/benchmarks/notebook.md)."""
+COMPENSATED = 0.5
+"""Share of the output error that is compensated. With all of it, weights fit the calibration text and lose on others
+(docs/benchmarks/notebook.md)."""
 
 RIDGE = 0.1
-"""Of the mean of the diagonal, added to it for that."""
+"""Share of the mean of the diagonal that is added to it when an output error is compensated."""
 
 _DESCENTS = 2
+"""Passes of coordinate descent."""
 
 _ROWS = 512
-"""Of weights and of factors, worked on at a time. Fixed, so that results do not depend on the number of threads."""
+"""Rows of weights and of factors that are worked on at a time; fixed, so that results do not depend on the number of
+threads."""
 
 _COLUMNS = 256
-"""Of products of inputs that are worked on at a time."""
+"""Columns of products of inputs that are worked on at a time."""
 
 _TINY = 1e-12
-"""Instead of a mean of zeros."""
+"""Stands for a mean that is zero."""
 
 Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""`map`, or that of an executor."""
+"""`map`, or the `map` of an executor."""
 
 
 class Correction:
-    """What the products of a matrix's inputs, in whole groups, say. `importance` f32 `[inputs]`: 1 on average. `order`:
-    the inputs from the most important one on; `products` f32 `[inputs, inputs]`: in that order, damped. What is made of
-    them is as large, so one of it is there at a time, for as long as it is used."""
+    """The sums of products of a matrix's inputs, X^T X, from which errors are corrected. Inputs are in whole groups.
+
+    Matrices made of `products` are as large as it is. So there is one of them at a time, for as long as it is used.
+    """
+
+    importance: np.ndarray
+    """f32 `[inputs]`: the diagonal of the products, 1 on average."""
+    order: np.ndarray
+    """The inputs, the most important one first."""
+    products: np.ndarray
+    """f32 `[inputs, inputs]`: the products in `order`, scaled and damped."""
 
     def __init__(self, products: np.ndarray, group: int) -> None:
-        """`products`: X^T X, f32 `[n, n]`, overwritten: of wide matrices it is what takes the most memory."""
+        """Take X^T X, f32 `[n, n]`, which is overwritten: for wide matrices it takes the most memory."""
         diagonal, inputs = np.einsum("ii->i", products), len(products)
         self._mean = max(float(diagonal.mean()), _TINY)
         products /= self._mean
@@ -66,32 +77,37 @@ class Correction:
         _arrange(products, self.order)
         self.products = products
 
-    def carried(self, mapped: Mapped = map) -> np.ndarray:
-        """M, f32 `[inputs, inputs]`, in `order`; made anew."""
-        carried = _factor(self.products, mapped)
-        carried /= np.diag(carried).copy()
-        return carried
+    def feedback(self, mapped: Mapped = map) -> np.ndarray:
+        """Compute M, f32 `[inputs, inputs]`, in `order`: how much of each error goes to each later input."""
+        factor = _factor(self.products, mapped)
+        factor /= np.diag(factor).copy()
+        return factor
 
-    def made_good(self, missing: np.ndarray, mapped: Mapped = map) -> np.ndarray:
-        """The change of weights, f32 `[rows, inputs]`, that gives products of X a share of what they lack. `missing`:
-        X^T of that, f32 `[inputs, rows]`, overwritten. Ridge regression (Hoerl and Kennard 1970); rounding what it
-        gives is GPTAQ (Li et al. 2025)."""
+    def compensate(self, output_error: np.ndarray, mapped: Mapped = map) -> np.ndarray:
+        """Return the change of weights, f32 `[rows, inputs]`, that compensates `COMPENSATED` of the output error E.
+
+        It is c (X^T X + ridge)^-1 X^T E: ridge regression (Hoerl and Kennard 1970). Rounding the changed weights
+        is GPTAQ (Li et al. 2025).
+
+        Args:
+            output_error: X^T E, f32 `[inputs, rows]`, overwritten.
+        """
         diagonal = np.einsum("ii->i", self.products)
-        kept = diagonal.copy()
+        damped = diagonal.copy()
         diagonal += np.float32(RIDGE)
         factor = _factor(self.products, mapped)
-        diagonal[...] = kept
-        share = np.float32(MADE_GOOD / self._mean)
+        diagonal[...] = damped
+        share = np.float32(COMPENSATED / self._mean)
 
-        def make_good(first: int) -> None:
-            some = missing[:, first : first + _ROWS]
-            wanted = np.zeros((len(factor), some.shape[1]), np.float32)
-            wanted[self._places] = some * share
-            _solve(factor, wanted)
-            some[...] = wanted[self._places]
+        def compensate_rows(first: int) -> None:
+            errors = output_error[:, first : first + _ROWS]
+            solution = np.zeros((len(factor), errors.shape[1]), np.float32)
+            solution[self._places] = errors * share
+            _solve(factor, solution)
+            errors[...] = solution[self._places]
 
-        list(mapped(make_good, range(0, missing.shape[1], _ROWS)))
-        return missing.T
+        list(mapped(compensate_rows, range(0, output_error.shape[1], _ROWS)))
+        return output_error.T
 
 
 def _blocks(inputs: int) -> list[slice]:
@@ -99,15 +115,16 @@ def _blocks(inputs: int) -> list[slice]:
 
 
 def _arrange(products: np.ndarray, order: np.ndarray) -> None:
-    """Rows and columns in that order, in place."""
-    for some in _blocks(len(products)):
-        products[some] = products[some][:, order]
-    for some in _blocks(len(products)):
-        products[:, some] = products[order, some]
+    """Bring rows and columns into an order, in place."""
+    for block in _blocks(len(products)):
+        products[block] = products[block][:, order]
+    for block in _blocks(len(products)):
+        products[:, block] = products[order, block]
 
 
 def _factor(products: np.ndarray, mapped: Mapped) -> np.ndarray:
-    """Upper triangular U with U U^T = products, which are damped further where rounding left them not positive."""
+    """Return the upper triangular U with U U^T = products. These are damped further if they are not positive definite
+    after rounding."""
     damping = DAMPING
     while True:
         factor = products.copy()
@@ -119,105 +136,114 @@ def _factor(products: np.ndarray, mapped: Mapped) -> np.ndarray:
             damping *= 10
 
 
-# The library's functions work in float64, in copies of what they are given: they get blocks.
+# The library's functions work in float64 on copies of their arguments, so they get blocks.
 
 
 def _cholesky(matrix: np.ndarray, mapped: Mapped) -> None:
-    """Upper triangular U with U U^T = matrix, in its place, by blocks of columns from the last one on (Golub and Van
-    Loan 2013, section 4.2.6). Raises LinAlgError where it is not positive."""
-    for some in reversed(_blocks(len(matrix))):
-        behind = matrix[some, some.stop :]
-        block = matrix[some, some] - behind @ behind.T
-        matrix[some, some] = np.linalg.cholesky(block[::-1, ::-1])[::-1, ::-1]
-        list(mapped(partial(_above, matrix, some), range(0, some.start, _ROWS)))
-        matrix[some, : some.start] = 0
+    """Compute the upper triangular U with U U^T = matrix in the matrix's place, by blocks of columns from the last one
+    on (Golub and Van Loan 2013, section 4.2.6). LinAlgError if it is not positive definite."""
+    for block in reversed(_blocks(len(matrix))):
+        right = matrix[block, block.stop :]
+        rest = matrix[block, block] - right @ right.T
+        matrix[block, block] = np.linalg.cholesky(rest[::-1, ::-1])[::-1, ::-1]
+        list(mapped(partial(_rows_above, matrix, block), range(0, block.start, _ROWS)))
+        matrix[block, : block.start] = 0
 
 
-def _above(matrix: np.ndarray, some: slice, first: int) -> None:
-    """Rows of U from the one called `first` on, in columns above a block that is done."""
-    rows = slice(first, min(first + _ROWS, some.start))
-    matrix[rows, some] -= matrix[rows, some.stop :] @ matrix[some, some.stop :].T
-    matrix[rows, some] = np.linalg.solve(matrix[some, some], matrix[rows, some].T).T
+def _rows_above(matrix: np.ndarray, block: slice, first: int) -> None:
+    """Compute `_ROWS` rows of U from row `first` on, in the columns of a block on the diagonal that is done."""
+    rows = slice(first, min(first + _ROWS, block.start))
+    matrix[rows, block] -= matrix[rows, block.stop :] @ matrix[block, block.stop :].T
+    matrix[rows, block] = np.linalg.solve(matrix[block, block], matrix[rows, block].T).T
 
 
 def _solve(factor: np.ndarray, values: np.ndarray) -> None:
-    """X with U U^T X = values, in their place, by blocks of U, `factor`."""
+    """Compute X with U U^T X = values in the values' place, by blocks of U, `factor`."""
     blocks = _blocks(len(factor))
-    for some in reversed(blocks):
-        values[some] -= factor[some, some.stop :] @ values[some.stop :]
-        values[some] = np.linalg.solve(factor[some, some], values[some])
-    for some in blocks:
-        values[some] -= factor[: some.start, some].T @ values[: some.start]
-        values[some] = np.linalg.solve(factor[some, some].T, values[some])
+    for block in reversed(blocks):
+        values[block] -= factor[block, block.stop :] @ values[block.stop :]
+        values[block] = np.linalg.solve(factor[block, block], values[block])
+    for block in blocks:
+        values[block] -= factor[: block.start, block].T @ values[: block.start]
+        values[block] = np.linalg.solve(factor[block, block].T, values[block])
 
 
 def quantise(form: Format, values: np.ndarray, correction: Correction, mapped: Mapped = map) -> np.ndarray:
-    """`values` `[rows, inputs]` -> stored elements of `form`, which has a `grid`. `mapped` may run pieces at once."""
+    """Round values `[rows, inputs]` to stored elements of `form`, which has a `grid`. `mapped` may run rows at once."""
     pieces = [values[first : first + _ROWS] for first in range(0, len(values), _ROWS)]
-    carried = correction.carried(mapped)
-    return np.concatenate(list(mapped(lambda rows: _quantise_rows(form, rows, correction, carried), pieces)))
+    coupling = correction.feedback(mapped)
+    return np.concatenate(list(mapped(lambda rows: _quantise_rows(form, rows, correction, coupling), pieces)))
 
 
-def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction, carried: np.ndarray) -> np.ndarray:
+def _quantise_rows(form: Format, rows: np.ndarray, correction: Correction, coupling: np.ndarray) -> np.ndarray:
     assert form.grid is not None
     order, inputs = correction.order, len(correction.order)
-    wide = np.zeros((len(rows), inputs), np.float32)
-    wide[:, : rows.shape[1]] = rows
+    values = np.zeros((len(rows), inputs), np.float32)
+    values[:, : rows.shape[1]] = rows
     groups = len(rows), -1, form.values
-    grid = form.grid(wide.reshape(groups), correction.importance.reshape(groups[1:]))
-    rounding = _Rounding(wide.T[order], order // form.values, grid)
-    rounding.feed_back(carried)
+    grid = form.grid(values.reshape(groups), correction.importance.reshape(groups[1:]))
+    rounding = _Rounding(values.T[order], order // form.values, grid)
+    rounding.feed_back(coupling)
     for _ in range(_DESCENTS):
         rounding.descend(correction.products)
-    wide[:, order] = rounding.numbers.T
-    return grid.store(wide.reshape(groups))
+    values[:, order] = rounding.numbers.T
+    return grid.store(values.reshape(groups))
 
 
 @dataclass
 class _Rounding:
-    """`values` f32 `[inputs, rows]` on their way to `numbers` of a grid, `group` says of which group each input is."""
+    """Rounds values to the numbers of a grid, input by input."""
 
     values: np.ndarray
+    """f32 `[inputs, rows]`."""
     group: np.ndarray
+    """The group of each input."""
     grid: Grid
 
     def __post_init__(self) -> None:
-        self._scale, self._minimum = (np.ascontiguousarray(each.T) for each in (self.grid.scale, self.grid.minimum))
-        self._over = inverse(self._scale)
+        self._scale, self._minimum = np.ascontiguousarray(self.grid.scale.T), np.ascontiguousarray(self.grid.minimum.T)
+        self._inverse = inverse(self._scale)
         self._least, self._most = np.float32(self.grid.least), np.float32(self.grid.most)
         self.numbers, self.errors = np.zeros_like(self.values), np.zeros_like(self.values)
 
-    def feed_back(self, carried: np.ndarray) -> None:
-        for some in _blocks(len(self.values)):
-            self._settle(some, carried, carried[: some.start, some].T @ self.errors[: some.start])
+    def feed_back(self, coupling: np.ndarray) -> None:
+        """Round all inputs in order, each with the feedback of the errors before it. `coupling`: M."""
+        for block in _blocks(len(self.values)):
+            self._round_block(block, coupling, coupling[: block.start, block].T @ self.errors[: block.start])
 
     def descend(self, products: np.ndarray) -> None:
-        for some in _blocks(len(self.values)):
-            self._settle(some, products, products[some] @ self.errors)
+        """Round all inputs again, each to where the error is least while the others stay."""
+        for block in _blocks(len(self.values)):
+            self._round_block(block, products, products[block] @ self.errors)
 
-    def _settle(self, some: slice, coupling: np.ndarray, pulls: np.ndarray) -> None:
-        """Inputs one after the other: one half, then the other with the pull of what the first's errors changed by, so
-        that nearly all is products of large matrices. `pulls`: f32 `[inputs, rows]`, overwritten, of errors on them."""
-        half = (some.stop - some.start) // 2
+    def _round_block(self, block: slice, coupling: np.ndarray, pulls: np.ndarray) -> None:
+        """Round inputs one after the other: one half, then the other, on which the changes of the first half's errors
+        pull. So nearly all of the work is products of large matrices.
+
+        Args:
+            coupling: How strongly the error of each input pulls on each other one.
+            pulls: f32 `[inputs, rows]`, overwritten: the pulls of all errors so far on these inputs.
+        """
+        half = (block.stop - block.start) // 2
         if not half:
-            wanted = self.values[some.start] - self.errors[some.start]
-            wanted += pulls[0] / coupling[some.start, some.start]
-            self._round(some.start, wanted)
+            target = self.values[block.start] - self.errors[block.start]
+            target += pulls[0] / coupling[block.start, block.start]
+            self._round_input(block.start, target)
             return
-        first, second = slice(some.start, some.start + half), slice(some.start + half, some.stop)
+        first, second = slice(block.start, block.start + half), slice(block.start + half, block.stop)
         before = self.errors[first].copy()
-        self._settle(first, coupling, pulls[:half])
+        self._round_block(first, coupling, pulls[:half])
         pulls[half:] += coupling[first, second].T @ (self.errors[first] - before)
-        self._settle(second, coupling, pulls[half:])
+        self._round_block(second, coupling, pulls[half:])
 
-    def _round(self, at: int, wanted: np.ndarray) -> None:
-        """An input of all rows; `wanted` f32 `[rows]`, overwritten."""
-        group, number, error = self.group[at], self.numbers[at], self.errors[at]
+    def _round_input(self, position: int, target: np.ndarray) -> None:
+        """Round an input of all rows to the numbers nearest to `target`, f32 `[rows]`, which is overwritten."""
+        group, number, error = self.group[position], self.numbers[position], self.errors[position]
         minimum = self._minimum[group]
-        wanted += minimum
-        wanted *= self._over[group]
-        np.rint(wanted, out=wanted)
-        np.minimum(np.maximum(wanted, self._least, out=wanted), self._most, out=number)
+        target += minimum
+        target *= self._inverse[group]
+        np.rint(target, out=target)
+        np.minimum(np.maximum(target, self._least, out=target), self._most, out=number)
         np.multiply(self._scale[group], number, out=error)
         error -= minimum
-        np.subtract(self.values[at], error, out=error)
+        np.subtract(self.values[position], error, out=error)

@@ -126,21 +126,10 @@ class Lines:
         return input(prompt)
 
 
-def _editor(history: History, commands: Sequence[str]) -> Reader:
-    """Return prompt_toolkit's. Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab
-    completes commands."""
-    import prompt_toolkit
-    from prompt_toolkit.completion import WordCompleter
+def _keys() -> Any:
+    """Return the keys of the editor: Enter sends; Alt-Enter, and Enter after a backslash, begin a line."""
     from prompt_toolkit.filters import is_searching
-    from prompt_toolkit.history import History as Base
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    class Kept(Base):
-        def load_history_strings(self) -> Iterable[str]:
-            return reversed(history.messages())
-
-        def store_string(self, string: str) -> None:
-            history.append(string)
 
     keys = KeyBindings()
 
@@ -157,11 +146,28 @@ def _editor(history: History, commands: Sequence[str]) -> Reader:
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
+    return keys
+
+
+def _editor(history: History, commands: Sequence[str]) -> Reader:
+    """Return prompt_toolkit's. Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab
+    completes commands."""
+    import prompt_toolkit
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import History as Base
+
+    class Kept(Base):
+        def load_history_strings(self) -> Iterable[str]:
+            return reversed(history.messages())
+
+        def store_string(self, string: str) -> None:
+            history.append(string)
+
     session: Any = prompt_toolkit.PromptSession(
         PROMPT,
         multiline=True,
         prompt_continuation=MORE,
-        key_bindings=keys,
+        key_bindings=_keys(),
         history=Kept(),
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,

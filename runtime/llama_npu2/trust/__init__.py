@@ -22,25 +22,3 @@ from llama_npu2.trust.artifacts import (
 from llama_npu2.trust.envelopes import Signed, Untrusted, sign, verify
 from llama_npu2.trust.keys import PublicKey, add_key, remove_key, trusted_keys
 from llama_npu2.trust.settings import is_own_mac, own_mac
-
-__all__ = [
-    "LOCAL",
-    "SIGNATURE",
-    "PublicKey",
-    "Signed",
-    "Untrusted",
-    "add_key",
-    "allowed",
-    "check_trusted",
-    "covered",
-    "is_marked",
-    "is_own_mac",
-    "mark_own",
-    "own_mac",
-    "remove_key",
-    "sign",
-    "signature",
-    "signed_statement",
-    "trusted_keys",
-    "verify",
-]

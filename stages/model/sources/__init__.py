@@ -29,25 +29,6 @@ from stages.model.sources.hub import HubSource
 from stages.model.sources.local import DEMO, LocalSource
 from stages.model.sources.source import Listed, Source
 
-__all__ = [
-    "DEMO",
-    "ArtifactsOnly",
-    "GgufSource",
-    "HubSource",
-    "Listed",
-    "LocalSource",
-    "RandomSource",
-    "Source",
-    "config_of",
-    "copy_tokenizer",
-    "known_family",
-    "known_positions",
-    "quantised",
-    "record_checkpoint",
-    "resolve",
-    "safe_name",
-]
-
 
 def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool = False) -> Source:
     """The source that `model=` names. `elsewhere`: a name may be that of artifacts that are not here yet. Raises

@@ -16,6 +16,7 @@ import numpy as np
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
+from llama_npu2.devices.xrt.limits import CHAIN
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
@@ -385,10 +386,6 @@ class _Ladder:
             if not ends:
                 raise Failure("timeout", f"{count} runs: {failure.detail}") from None
             return f"{count} runs, ended after {raw.clock() - started:.2f} s: {failure.detail}"
-
-
-CHAIN = 24
-"""Runs of a list that XRT submits as one command (`xrt_kernel.cpp`)."""
 
 
 def _right(verdict: Verdict) -> str:

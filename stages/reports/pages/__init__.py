@@ -10,26 +10,3 @@ from stages.reports.pages.blocks import colour, details, facts, note, svg, table
 from stages.reports.pages.charts import Axis, Curve, Dot, Series, Span, bars, columns, legend, lines, time_line
 from stages.reports.pages.graph import Node, graph
 from stages.reports.pages.page import Page
-
-__all__ = [
-    "Axis",
-    "Curve",
-    "Dot",
-    "Node",
-    "Page",
-    "Series",
-    "Span",
-    "bars",
-    "colour",
-    "columns",
-    "details",
-    "facts",
-    "graph",
-    "legend",
-    "lines",
-    "note",
-    "svg",
-    "table",
-    "tag",
-    "time_line",
-]

@@ -37,18 +37,23 @@ class Line:
     @property
     def name(self) -> str:
         """The name of the operation (`aie.tile`) or the label (`^bb1`)."""
-        match = re.match(r"(?:%[\w#:, %]+ = )?([\w.]+|\^\w+)", self.text)
-        return match[1] if match else ""
+        return self._first(r"(?:%[\w#:, %]+ = )?([\w.]+|\^\w+)", self.text)
 
     @property
     def result(self) -> str:
-        match = re.match(r"(%\w+) = ", self.text)
-        return match[1] if match else ""
+        return self._first(r"(%\w+) = ", self.text)
 
     @property
     def symbol(self) -> str:
         """The first `@name`, else `sym_name` of the attributes."""
-        match = re.search(r"@([\w.]+)", self.text) or re.search(r'sym_name = "([^"]+)"', self.tail or self.text)
+        return self._first(r".*?@([\w.]+)", self.text) or self._first(
+            r'.*?sym_name = "([^"]+)"', self.tail or self.text
+        )
+
+    @staticmethod
+    def _first(pattern: str, text: str) -> str:
+        """Return the first group of a pattern that the text begins with, or an empty text."""
+        match = re.match(pattern, text)
         return match[1] if match else ""
 
     def arguments(self) -> list[str]:
@@ -68,8 +73,8 @@ class Line:
 
     def number_of(self, attribute: str) -> int | None:
         """Return an integer attribute of the operation's dictionary; None without it."""
-        match = re.search(rf"\b{attribute} = (-?\d+)", self.tail or self.text)
-        return int(match[1]) if match else None
+        number = self._first(rf".*?\b{attribute} = (-?\d+)", self.tail or self.text)
+        return int(number) if number else None
 
     def error(self, what: str) -> UserError:
         """Return the error that this line is refused with."""
@@ -293,15 +298,7 @@ class Compiled:
 def read_compiled(text: str, function: str) -> Compiled:
     """Read the program `function` of a module that `airrt-to-npu` lowered. Raises UserError."""
     devices = {line.symbol: line for line in _devices(read_lines(text))}
-    main = next(
-        (
-            sequence
-            for line in devices.values()
-            for sequence in line.body
-            if sequence.name.endswith("runtime_sequence") and sequence.symbol == function
-        ),
-        None,
-    )
+    main = next(filter(None, (_sequence(device, function) for device in devices.values())), None)
     if main is None:
         raise UserError(f"what aircc made has no sequence {function}")
     configurations: dict[str, Configuration] = {}
@@ -332,10 +329,16 @@ def _devices(lines: Sequence[Line]) -> Iterator[Line]:
             yield from _devices(line.body)
 
 
+def _sequence(device: Line, name: str) -> Line | None:
+    """Return the sequence of commands of this name; None if the device does not have it."""
+    return next((line for line in device.body if line.name in _SEQUENCES and line.symbol == name), None)
+
+
+_SEQUENCES = ("aie.runtime_sequence", "aiex.runtime_sequence")
 _KNOWN = frozenset(
     (
         *("aie.tile", "aie.lock", "aie.buffer", "aie.mem", "aie.memtile_dma", "aie.core", "aie.flow"),
-        *("aie.shim_dma_allocation", "aie.runtime_sequence", "aiex.runtime_sequence"),
+        *("aie.shim_dma_allocation", *_SEQUENCES),
         # Nothing of these is read.
         *("aie.end", "aie.packet_flow", "aie.cascade_flow", "aie.external_buffer", "memref.global", "func.func"),
     )
@@ -343,12 +346,8 @@ _KNOWN = frozenset(
 """Operations that a configuration may have."""
 
 _COMMANDS = {
-    "aiex.dma_start_task": "start",
-    "aiex.dma_await_task": "await",
-    "aiex.dma_free_task": "free",
-    "aiex.npu.load_pdi": "load",
-    "aiex.npu.rtp_write": "write",
-    "aiex.set_lock": "write",
+    **{"aiex.dma_start_task": "start", "aiex.dma_await_task": "await", "aiex.dma_free_task": "free"},
+    **{"aiex.npu.load_pdi": "load", "aiex.npu.rtp_write": "write", "aiex.set_lock": "write"},
 }
 """Operation of a launch -> `Command.what`."""
 
@@ -397,8 +396,7 @@ class _Reader:
             if line.name not in _KNOWN:
                 raise line.error("an operation of a configuration that is not known")
         cores = list(self._named("aie.core"))
-        sequences = self._named("aie.runtime_sequence", "aiex.runtime_sequence")
-        commands = next((line for line in sequences if line.symbol == sequence), None)
+        commands = _sequence(self.device, sequence)
         if commands is None:
             raise self.device.error(f"no sequence {sequence}")
         arguments = {name.strip(): kind.strip() for name, _, kind in (a.partition(":") for a in commands.arguments())}
@@ -458,9 +456,8 @@ class _Reader:
                     yield Action("call", buffers=tuple(word for word in line.arguments() if word in self.memrefs))
                 case "scf.for":
                     first, last, step = (constants[word] for word in _FOR.findall(line.text)[0])
-                    yield Action(
-                        "loop", count=-(-(last - first) // step), body=tuple(self._actions(line.body, constants))
-                    )
+                    body = tuple(self._actions(line.body, constants))
+                    yield Action("loop", count=-(-(last - first) // step), body=body)
                 case _ if line.body:
                     raise line.error("an operation of a core that is not known")
 
@@ -483,10 +480,10 @@ class _Reader:
         turns: list[Turn] = []
         label, seen = first, set()
         while label and label not in seen:
-            seen.add(label)
+            seen.add(current := label)
             locks: dict[str, list[LockUse]] = {"take": [], "give": []}
-            descriptor, following = None, ""
-            for line in blocks[label]:
+            descriptor, label = None, ""
+            for line in blocks[current]:
                 match line.name:
                     case "aie.use_lock":
                         what, lock, count = _lock_use(line)
@@ -494,14 +491,13 @@ class _Reader:
                     case "aie.dma_bd":
                         descriptor = self._descriptor(line, self.memrefs)
                     case "aie.next_bd":
-                        following = line.text.split()[1]
+                        label = line.text.split()[1]
                     case "aie.end":
                         pass
                     case _:
                         raise line.error("an operation of a DMA that is not known")
             if descriptor is not None:
                 turns.append(Turn(tuple(locks["take"]), descriptor, tuple(locks["give"])))
-            label = following
         if label not in ("", first):
             raise blocks[label][0].error("descriptors that lead into the middle of themselves")
         return tuple(turns), label == first
@@ -517,8 +513,7 @@ class _Reader:
         dims = tuple((int(n), int(stride)) for n, stride in re.findall(r"<size = (\d+), stride = (\d+)>", pattern))
         if buffer not in memrefs or len(patterns) > 1 or len(dims) != pattern.count("<"):
             raise line.error("a descriptor that cannot be read")
-        match = re.search(r"pkt_id = (\d+)", line.text)
-        packet = int(match[1]) if match else None
+        packet = line.number_of("pkt_id")
         return Descriptor(buffer, elements, size, offset, length, dims or ((length, 1),), line.number, packet)
 
     def _commands(self, lines: Sequence[Line], arguments: Mapping[str, str]) -> Iterator[Command]:
