@@ -30,6 +30,7 @@ from stages.reports.pages import (
     tag,
     time_line,
 )
+from stages.reports.pages.blocks import scrolling
 from tests import browser
 from tests.conftest import ROOT
 
@@ -75,7 +76,7 @@ def page() -> Page:
     made = Page(HOSTILE, f"Lead {HOSTILE}")
     made.add("Facts", facts({"tokens/s": 12, HOSTILE: HOSTILE}), note("See ", tag("strong", HOSTILE)), numbers())
     made.add(HOSTILE, chart(), details("Closed", chart()), *charts())
-    made.add("Drawing", drawing())
+    made.add("Drawing", drawing(), scrolling(tag("pre", HOSTILE), "A listing"))
     made.add("Drawing", table([Column(f"column {n}") for n in range(30)], [range(30)], "A wide table"))
     return made
 
