@@ -66,6 +66,13 @@ def test_what_is_printed_parses_and_prints_the_same(made: Callable[[], air.AirMo
     assert air.to_mlir(parsed) == text
 
 
+def test_texts_are_read_in_threads() -> None:
+    """xDSL's implicit builders are of the process, not of a thread."""
+    text = air.to_mlir(scale().module)
+    with ThreadPoolExecutor(8) as pool:
+        assert {air.to_mlir(module) for module in pool.map(air.parse_mlir, [text] * 256)} == {text}
+
+
 def test_every_operation_reads_its_own_text() -> None:
     """No second set of classes for the parser: what is read back are the operations that the builder makes."""
     parsed = air.parse_mlir(air.to_mlir(scale().module))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from threading import RLock
 from typing import ClassVar, Self, TypeVar
 
 from xdsl import builder
@@ -42,6 +43,8 @@ L3, L2, L1 = 0, 1, 2
 
 Op = TypeVar("Op", bound=Operation)
 
+TERMINATORS = RLock()
+"""Held while xDSL adds terminators: it replaces a method of all operations meanwhile, and steps run in threads."""
 Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
 """Offsets, sizes and strides."""
 
@@ -115,7 +118,8 @@ class Hierarchy(IRDLOperation):
         """Take the body, whose one block need not have its terminator yet."""
         super().__init__(operands=[list(sizes), list(args)], regions=[body], attributes=attributes or {})
         for trait in self.get_traits_of_type(SingleBlockImplicitTerminator):
-            ensure_terminator(self, trait)
+            with TERMINATORS:
+                ensure_terminator(self, trait)
 
     @property
     def ids(self) -> tuple[BlockArgument, ...]:
