@@ -24,7 +24,14 @@ BEGINNINGS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
 HOW_TOS = sorted(ROOT.glob("docs/how-to/*.md"))
 """Pages whose commands are run, the latter by `-m slow`."""
 PROSE = [ROOT / "README.md", *sorted(ROOT.glob("docs/explanation/*.md"))]
-_SKIP = re.compile(r"<!-- test: skip( all)?, (.*) -->")
+_PIECE = re.compile(
+    r"<!-- test: skip( all)?, ([^\n]*) -->"
+    r"|```python\n(.*?)```"
+    r"|```.*?```"
+    r"|(?<=\n\n)((?:    [^\n]*\n)+)",
+    re.DOTALL,
+)
+"""A comment about blocks, or a block: of Python, of another language, or an indented one."""
 
 
 def name(page: Path) -> str:
@@ -49,22 +56,14 @@ def blocks(page: Path) -> Iterator[Block]:
     A comment `<!-- test: skip, REASON -->` is about the block that follows it, with `skip all` about all that follow.
     """
     number, always, skip = 0, "", ""
-    for chunk in re.split(r"\n\s*\n(?=\S)|(?<=-->)\n", page.read_text()):
-        if comment := _SKIP.search(chunk):
-            always, skip = (comment[2], "") if comment[1] else (always, comment[2])
-        language, code = _code(chunk)
-        if code:
+    for every, reason, python, shell in _PIECE.findall(page.read_text()):
+        if reason:
+            always, skip = (reason, "") if every else (always, reason)
+        elif python or shell:
             number += 1
-            yield Block(page, number, language, code, skip or always)
+            text = python or "\n".join(line[4:] for line in shell.splitlines())
+            yield Block(page, number, "python" if python else "sh", text, skip or always)
             skip = ""
-
-
-def _code(chunk: str) -> tuple[str, str]:
-    if fenced := re.match(r"```python\n(.*?)```", chunk, re.DOTALL):
-        return "python", fenced[1]
-    lines = [line[4:] for line in chunk.splitlines() if line.startswith("    ")]
-    is_code = chunk.startswith("    ") or re.search(r"\n\n    ", chunk)
-    return "sh", "\n".join(lines) if is_code else ""
 
 
 ALL = [block for page in PAGES for block in blocks(page)]
