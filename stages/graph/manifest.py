@@ -22,14 +22,11 @@ from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
 from stages.weights.formats import formats
 
+Spec = Mapping[str, Any]
+
 
 def write_manifest(
-    directory: Path,
-    work: Path,
-    programs: Mapping[str, Mapping[str, Any]],
-    target: Mapping[str, Any],
-    model: str,
-    calibrated: bool,
+    directory: Path, work: Path, programs: Mapping[str, Spec], target: Spec, model: str, calibrated: bool
 ) -> None:
     """Step action: describe the artifact `directory` in its manifest.
 
@@ -67,7 +64,7 @@ def write_manifest(
         raise UserError(f"{directory}: what was built does not fit together ({error}): {REMEDY}") from None
 
 
-def describe(directory: Path, programs: Mapping[str, Mapping[str, Any]], target: Mapping[str, Any]) -> dict[str, Any]:
+def describe(directory: Path, programs: Mapping[str, Spec], target: Spec) -> dict[str, Any]:
     """Return the sections of a manifest of programs alone: without model, buffers and plans."""
     files = sorted({str(program["file"]) for program in programs.values()})
     return {
