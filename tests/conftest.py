@@ -35,7 +35,7 @@ from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
 from tests import browser
 
-pytest_plugins = ["tests.support.left_out"]
+pytest_plugins = ["tests.support.left_out", "tests.support.balanced"]
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,7 +1,7 @@
 """Tries what somebody may have prepared: an action in a process of its own, with limits, and what it changed outside.
 
-An attack holds if the action ends within `SECONDS` and `MEMORY`, is done or refused in one line, and nothing outside of
-the directory that it works on is other than before.
+An attack holds if the action ends within `SECONDS`, `LONGEST_WAIT` and `MEMORY`, is done or refused in one line, and
+nothing outside of the directory that it works on is other than before.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 
 SECONDS = 10
+"""Of CPU that an action may take. One that waits is stopped after `LONGEST_WAIT`: other programs run here as well."""
+LONGEST_WAIT = 60
 MEMORY = 512 << 20
 """Bytes by which a process may grow."""
 OLD = 30 * 86400
@@ -174,7 +176,8 @@ def attempt(world: World, action: Action) -> Held:
     child = os.fork()
     if not child:
         os.close(reading)
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(LONGEST_WAIT)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         Path("/proc/self/clear_refs").write_text("5")  # the peak of memory starts anew
         begun = _memory("VmHWM")
@@ -188,7 +191,9 @@ def attempt(world: World, action: Action) -> Held:
     seconds = time.monotonic() - started
     if not said:
         code = os.waitstatus_to_exitcode(status)
-        return Held(wrong="it hangs" if code == -signal.SIGALRM else f"ended with {code}", seconds=seconds)
+        return Held(
+            wrong="it hangs" if -code in (signal.SIGALRM, signal.SIGPROF) else f"ended with {code}", seconds=seconds
+        )
     refused, wrong, grown = json.loads(said)
     if not wrong and grown > MEMORY:
         wrong = f"it took {grown >> 20} MiB"

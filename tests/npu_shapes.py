@@ -5,7 +5,7 @@ from __future__ import annotations
 from stages.graph.options import Options
 from stages.model.config import Config
 from stages.model.families import parse_config
-from stages.model.grouping import WINDOW, Program, programs
+from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.presets import PRESETS
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
@@ -48,7 +48,7 @@ JUDGED = {
 def device_programs(grouping: str, *buckets: int, positions: int = 0) -> list[Program]:
     """What runs on the array, a prompt's programs once per bucket (128 if none is given), in windows of a cache of so
     many positions: each just in its first, if nothing is said."""
-    buckets = buckets or (WINDOW,)
+    buckets = buckets or (CONTEXT_BUCKET,)
     made = programs("llama", GROUPINGS[grouping], buckets, positions=positions or min(buckets))
     return [program for program in made if not program.host]
 
@@ -56,7 +56,7 @@ def device_programs(grouping: str, *buckets: int, positions: int = 0) -> list[Pr
 def device_program(name: str, grouping: str = "fused", bucket: int = 128, positions: int = 0) -> Program:
     """By its entry; of a prompt in the smallest window that has so many positions."""
     found = [each for each in device_programs(grouping, bucket, positions=positions) if each.entry == name]
-    return next(each for each in found if not (each.bucket and each.window) or each.window >= positions)
+    return next(each for each in found if not (each.bucket and each.context) or each.context >= positions)
 
 
 def layout(program: Program, slot: str) -> str:

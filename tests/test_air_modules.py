@@ -228,7 +228,7 @@ def test_vocabulary_rows_are_padded_for_weight_and_logits_alike() -> None:
 def test_a_later_chunk_reads_a_window_and_writes_its_own_rows() -> None:
     """Through the smallest window it is the program of a prompt from position 0 on."""
     found = [p for p in device_programs("fused", 128, positions=1000) if p.entry == "prefill_attend"]
-    assert [(p.name, p.window) for p in found] == [
+    assert [(p.name, p.context) for p in found] == [
         ("prefill_attend.128", 128),
         ("prefill_attend.128.1024", 1024),
     ]
@@ -382,7 +382,7 @@ def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket:
     """Steps of a core over 8192 and 14336 inputs go in a dimension of the descriptor. Steps that go in two dimensions
     share none."""
     found = programs("llama", GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
-    (layer,) = (program for program in found if program.bucket and not program.host and program.window == bucket)
+    (layer,) = (program for program in found if program.bucket and not program.host and program.context == bucket)
     module = build_module(layer, JUDGED[name].dimensions())
     assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
 

@@ -254,7 +254,7 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "nothing_to_calibrate": (("compile", "weights=int8", "calibrate=default"), "can use it: choose int4, int6"),
     "nothing_to_include": (("push", "include=all"), "include=all: must be weights"),
-    "no_remote": (("pull",), "no remote: say which, as in remote=file:///mnt/shared"),
+    "no_remote": (("pull",), "no remote: name one, as in remote=file:///mnt/shared"),
     "unknown_cache": (("compile", "cache=nope://x"), "remote nope://x: Protocol not known: nope: give a directory"),
     "unknown_kv": (("compile", "kv=int4"), "kv=int4: choose one of bf16, int8"),
     "kv_on_the_npu": (("compile", "target=npu2", "kv=int8"), "kv=int8: target npu2 has no kernels for it"),

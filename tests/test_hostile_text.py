@@ -27,7 +27,8 @@ from tests.fuzz.run import in_child
 
 MOST_MEMORY = 512 << 20
 """Bytes by which this process may grow."""
-MOST_SECONDS = 10
+MOST_SECONDS = 20
+"""Of the clock. Other programs run here as well."""
 MESSAGES = [{"role": "user", "content": "hi"}]
 ORDINARY = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 ANSWER = "[user]hi"
@@ -39,7 +40,7 @@ NESTED = (
 """Two equal lists of 2 to the power of 60 lists."""
 MIB = "{% set s = namespace(x='x') %}{% for i in range(20) %}{% set s.x = s.x + s.x %}{% endfor %}"
 
-LONG, LARGE = "it takes longer than 0.5 s", "it takes more than 256 MiB"
+LONG, LARGE = "it takes longer than 0.25 s", "it takes more than 256 MiB"
 EITHER = f"({LONG}|{LARGE}|it makes more than)"
 
 TEMPLATES: dict[str, tuple[str, str]] = {
@@ -178,7 +179,7 @@ def peak_memory() -> int:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_takes_little_whatever_it_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "LONGEST", 0.5)
+    monkeypatch.setattr(sandbox, "LONGEST", 0.25)
     source, complaint = TEMPLATES[name]
     refusal = held(lambda: ChatTemplate(source, {}).render(MESSAGES))
     # What takes too much memory takes time to get it: with less time, either limit may be met first.
@@ -192,7 +193,7 @@ def test_limits_as_they_are(name: str, complaint: str) -> None:
 
 
 def test_a_template_renders_again_after_it_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "LONGEST", 0.5)
+    monkeypatch.setattr(sandbox, "LONGEST", 0.25)
     loop = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}", {})
     assert template.render(MESSAGES) == "hi"
@@ -202,7 +203,7 @@ def test_a_template_renders_again_after_it_was_ended(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_render_beside_a_hostile_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "LONGEST", 0.5)
+    monkeypatch.setattr(sandbox, "LONGEST", 0.25)
     template, texts = ChatTemplate(ORDINARY, {}), []
 
     def render() -> None:

@@ -18,6 +18,8 @@ from stages.commands import du, gc
 from stages.commands.gc import Keep
 from stages.engine import housekeeping
 from stages.engine.housekeeping import ArtifactDirectory, Unneeded, directories, remove, unneeded
+from stages.engine.leftovers import Leftovers
+from stages.engine.lock import ProcessLock
 from stages.engine.object_cache import CachedObject
 from stages.engine.objects import write_objects
 from stages.graph import Build
@@ -117,6 +119,16 @@ def test_what_somebody_builds_stays(root: Path) -> None:
 def test_what_no_lock_guards_stays_while_it_is_new(root: Path) -> None:
     fresh = write(root / ".cache/objects/gemm-3.5-6.o", days=0)
     assert {path for item in unneeded(root) if not remove(root, item) for path in item.paths} == {fresh}
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_build_that_fails_while_it_waits_leaves_what_another_one_makes(held: bool, tmp_path: Path) -> None:
+    directory, lock = tmp_path / "artifacts/model/cpu", ProcessLock(tmp_path / "artifacts/.locks/model-cpu.lock")
+    leftovers = Leftovers(directory, directory / "build/work", lock, tmp_path / "artifacts/.digests.json", Path("plan"))
+    write(directory / "build/half", "of another process, unless this one holds the lock")
+    lock.held = held
+    leftovers.remove(failed=True)
+    assert directory.exists() != held
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:

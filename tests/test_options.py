@@ -20,7 +20,7 @@ from llama_npu2.cli.completion import script
 from llama_npu2.options import options_of
 from stages.commands import verbs
 from stages.commands.words import command_line, commands_of
-from stages.graph.options import _RENAMED, COMMANDS, Options, parse_options, sections, table, variables
+from stages.graph.options import _TABLE, COMMANDS, Options, parse_options, sections, table, variables
 from tests.conftest import ROOT, doit
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -57,7 +57,7 @@ def test_variables_are_refused_where_they_do_not_belong(command: str) -> None:
         assert str(refused.value).startswith(said)
 
 
-@pytest.mark.parametrize("name", _RENAMED)
+@pytest.mark.parametrize("name", _TABLE["renamed"])
 def test_an_old_name_says_the_new_one(name: str) -> None:
     with pytest.raises(UserError, match=f"^{name}= is now ") as refused:
         parse_options({name: "1"})

@@ -25,12 +25,12 @@ from stages.reports.pages import (
     facts,
     lines,
     note,
-    preformatted,
     svg,
     table,
     tag,
     time_line,
 )
+from stages.reports.pages.blocks import scrolling
 from tests import browser
 from tests.conftest import ROOT
 
@@ -76,7 +76,7 @@ def page() -> Page:
     made = Page(HOSTILE, f"Lead {HOSTILE}")
     made.add("Facts", facts({"tokens/s": 12, HOSTILE: HOSTILE}), note("See ", tag("strong", HOSTILE)), numbers())
     made.add(HOSTILE, chart(), details("Closed", chart()), *charts())
-    made.add("Drawing", drawing(), preformatted(HOSTILE, "A listing"))
+    made.add("Drawing", drawing(), scrolling(tag("pre", HOSTILE), "A listing"))
     made.add("Drawing", table([Column(f"column {n}") for n in range(30)], [range(30)], "A wide table"))
     return made
 

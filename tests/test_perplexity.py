@@ -119,7 +119,7 @@ def test_as_doit_runs_it(demo: Path, artifacts: Path, tmp_path: Path, capsys: py
 def test_what_cannot_be_measured(llm: Llama, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"stride=9: must be at most the window of 8"):
         list(strided(IDS, 8, 9))
-    with pytest.raises(UserError, match="no two tokens to predict"):
+    with pytest.raises(UserError, match="it has fewer than two tokens to predict"):
         measure(llm, list(side_by_side(IDS, 18, [7])))
     with pytest.raises(UserError, match=r"recipe=ours: choose one of transformers, llama.cpp"):
         parse_options({"recipe": "ours"})

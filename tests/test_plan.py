@@ -15,7 +15,7 @@ from stages.graph.options import parse_options
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.families import parse_config
-from stages.model.grouping import Chain, Group, Grouping, Program, programs, windows
+from stages.model.grouping import Chain, Group, Grouping, Program, context_buckets, programs
 from stages.model.plan import make_plan, with_context
 from stages.model.policy import parse_policy
 from stages.targets import targets
@@ -167,12 +167,14 @@ def test_a_joined_weight_is_stored_once(weights: str, gate_up: str, down: str) -
 
 
 def test_windows_of_a_cache_double_until_they_hold_it() -> None:
-    assert windows(100) == windows(128) == [128]
-    assert windows(600) == [128, 256, 512, 640]
+    assert context_buckets(100) == context_buckets(128) == [128]
+    assert context_buckets(600) == [128, 256, 512, 640]
     fused, policy = GROUPINGS["fused"], parse_policy("int8")
     plan = make_plan(config(max_position_embeddings=600), fused, "aie2p", [64], policy)
     phases = list(map(str, plan.phases))
-    assert [phase for phase in phases if phase.startswith("decode")] == [f"decode@{size}" for size in windows(600)]
+    assert [phase for phase in phases if phase.startswith("decode")] == [
+        f"decode@{size}" for size in context_buckets(600)
+    ]
     assert plan.buffers["kv_cache.0"].shape[0] == 640
     assert {call.program for call in plan.phases[Phase.parse("decode@512")]} == {
         "embed_token_rows",

@@ -105,7 +105,7 @@ def lines(seen: str) -> list[str]:
 
 @pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
-    status, seen = on_terminal(build, *runner, "compile")
+    status, seen = on_terminal(build, *runner, "-v", "1", "compile")
     assert status == 0, seen
     shown = lines(seen)
     for step in ("first", "second", "third"):
@@ -113,12 +113,18 @@ def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
         assert any(re.search(rf"{step} \d\.\d s, packing: [0-4] of 4(;|$)", line) for line in drawn)
         assert any("waiting for [tool]" in line for line in drawn)
         assert f"{step} printed" in shown and f"{step} warned" in shown
-    # What is done stays, with its time.
+    # What is done stays, with its time, because that was asked for.
     assert all(any(re.fullmatch(rf"{step} \d\.\d s", line) for line in shown) for step in ("first", "second", "third"))
     assert any(re.match(r"\S \S+ 2 of 3 steps", line) for line in shown)
     assert re.fullmatch(COMPLETE, shown[-1])
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l") >= 0, "the cursor is there again"
     assert set(Durations(build / "artifacts", build / "artifacts/model/cpu").last) == {"first", "second", "third"}
+
+
+def test_what_is_done_leaves_its_time_if_asked_for(build: Path) -> None:
+    status, seen = on_terminal(build, "-v", "1", "compile")
+    shown = lines(seen)
+    assert status == 0 and all(any(re.fullmatch(rf"{step} \d\.\d s", s) for s in shown) for step in ("first", "second"))
 
 
 def test_elsewhere_a_line_per_step_if_asked_for(build: Path) -> None:
@@ -147,6 +153,7 @@ def test_a_command_has_the_terminal_to_itself(build: Path) -> None:
     (build / "artifacts/model/cpu").mkdir(parents=True)
     status, seen = on_terminal(build, "speak")
     assert status == 0 and lines(seen)[-1] == "terminal True"
+    assert not any(re.fullmatch(r"\w+ \d\.\d s", line) for line in lines(seen)), "no step leaves a line"
 
 
 def test_a_failure_stays_one_line(build: Path) -> None:

@@ -342,7 +342,7 @@ def test_help_says_defaults() -> None:
 def test_options_survive_a_command_line() -> None:
     options = Sampling(max_tokens=3, temperature=0.5, seed=7, stop=("a b", "-x"))
     for running in (Running(threads=2), Running(second_copy=True)):
-        arguments = parse(["DIR", *to_arguments(options, Sampling), *to_arguments(running, Running)])
+        arguments = parse(["DIR", *to_arguments(options, Sampling), *to_arguments(running, Running, command="run")])
         assert chosen(Sampling, arguments) == options
         assert chosen(Running, arguments) == running
     assert Sampling(stop="one").stop == ("one",)  # type: ignore[arg-type]
@@ -374,7 +374,8 @@ def loaded_by(code: str) -> dict[str, str]:
 
 
 def test_importing_the_runtime_pulls_in_no_build_tool() -> None:
-    names = ["__main__", "llama", "session", "bench", "profile", "check", "devices.cpu", "devices.sim", "devices.xrt"]
+    rooms = ["engine.llama", "cli.session", "cli.bench", "cli.profile", "artifact.check"]
+    names = ["__main__", *rooms, "devices.cpu", "devices.sim", "devices.xrt"]
     modules = loaded_by("\n".join(f"import llama_npu2.{name}" for name in names))
     forbidden = {
         "stages",

@@ -350,6 +350,31 @@ def test_only_own_leftovers_are_removed(folder: Path, tmp_path: Path) -> None:
     assert {path.name[:1] for path in unfinished.iterdir()} == {"l", "b", "c"}
 
 
+def test_nothing_is_done_through_links(folder: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    (folder / "way").symlink_to(documents)
+    (folder / "name").symlink_to(documents / "letter")
+    before, remote = all_below(documents), open_remote(str(folder))
+    assert remote.missing({"name": 4}) == {"name"}
+    for act in (remote.remove, remote.local, lambda name: remote.missing({name: 4}), lambda name: remote.read(name, 9)):
+        with pytest.raises(UserError, match="lies behind a link out of"):
+            act("way/letter")
+    with pytest.raises(UserError):
+        remote.read("name", 9)
+    with pytest.raises(UserError):
+        list(remote.blocks("name", 0, 4))
+    assert not [name for name in remote.names("") if name.startswith("way/")]
+    remote.put({"name": b"new"})
+    remote.remove("name")
+    assert all_below(documents) == before and not (folder / "name").is_symlink()
+
+
+def test_a_folder_that_lists_without_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.sharing.remotes._MOST_NAMES", 1)
+    with pytest.raises(RemoteError, match="lists more than 1 files below objects"):
+        open_remote(str(folder)).names("objects")
+
+
 def instead(folder: Path, pattern: str, make: Callable[[Path], object]) -> None:
     for path in [path for path in folder.glob(pattern) if path.is_file()]:
         path.unlink()
@@ -445,7 +470,7 @@ class _Server(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(1 << 62))
-        self.send_header("Accept-Ranges", "bytes" if "/ranges" in self.path else "none")
+        self.send_header("Accept-Ranges", "bytes" if "/ranges" in self.path or "/more" in self.path else "none")
         self.end_headers()
 
     def do_GET(self) -> None:
@@ -453,6 +478,14 @@ class _Server(BaseHTTPRequestHandler):
             return self._page('<a href="more/">more</a>')
         if "/wide" in self.path:
             return self._page("".join(f'<a href="{i}/">x</a>' for i in range(3000)))
+        if "/files" in self.path:
+            return self._page("".join(f'<a href="{i}">x</a>' for i in range(3000)))
+        if "/elsewhere" in self.path:
+            return self._page(
+                '<a href="/other/x">x</a><a href="http://127.0.0.1:1/x">x</a><a href="../x">x</a><a href="x">x</a>'
+            )
+        if "/more" in self.path:
+            return self._page("x" * 1000, 206)
         if "/large" in self.path:
             return self._page("x" * (8 << 20))
         if "/silent" in self.path:
@@ -468,8 +501,8 @@ class _Server(BaseHTTPRequestHandler):
                 time.sleep(0.1)
         return None
 
-    def _page(self, text: str) -> None:
-        self.send_response(200)
+    def _page(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", "text/html")
         self.end_headers()
         with contextlib.suppress(OSError):
@@ -499,14 +532,26 @@ def test_a_server_that_never_ends(kind: str, server: str, monkeypatch: pytest.Mo
     assert time.monotonic() - started < 8
 
 
-@pytest.mark.parametrize(("kind", "complaint"), [("wide", "lists more than 20 pages"), ("large", "more than 4194304")])
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [("wide", "lists more than 20 pages"), ("files", "link to more than 2000 others"), ("large", "more than 4194304")],
+)
 def test_a_server_that_lists_without_end(
     kind: str, complaint: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.sharing.remotes._MOST_PAGES", 20)
+    monkeypatch.setattr("stages.sharing.remotes._MOST_NAMES", 2000 if kind == "files" else 100_000)
     with pytest.raises(RemoteError, match=complaint):
         open_remote(f"{server}/{kind}").names("artifacts")
 
 
 def test_links_that_lead_deeper_are_followed_four_times(server: str) -> None:
     assert open_remote(f"{server}/deep").names("artifacts") == []
+
+
+def test_links_that_lead_elsewhere_are_not_followed(server: str) -> None:
+    assert open_remote(f"{server}/elsewhere").names("artifacts") == ["artifacts/x"]
+
+
+def test_a_server_that_sends_more_than_it_was_asked_for(server: str) -> None:
+    assert b"".join(open_remote(f"{server}/more").blocks("x", 0, 10)) == b"x" * 10

@@ -117,7 +117,7 @@ def execute(module: Module, dims: dict[str, Any], values: Values) -> Values:
 def check(grouping: str, name: str, config: Config, outputs: tuple[str, ...], bucket: int = 128, pos: int = 0) -> None:
     """`pos`: of the first row, in the smallest window that has it."""
     program = device_program(name, grouping, bucket, pos + bucket)
-    dims = dimensions(config, program.bucket or 1, program.window or bucket, pos)
+    dims = dimensions(config, program.bucket or 1, program.context or bucket, pos)
     values = inputs(program, config, dims)
     got = execute(build_module(program, config.dimensions()), dims, values)
     want = compose(program, dims, values)

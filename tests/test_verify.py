@@ -189,7 +189,7 @@ def test_a_page_shows_what_differs(verified: Verification, wrong: Verification) 
     first = differing.differences[0]
     for side, choice in zip(verify_report.first_difference(differing), (first.ours, first.theirs), strict=True):
         assert side in page and side.endswith(f"{differing.prompt.text}<mark>{choice.text}</mark></p>")
-    assert "It does what transformers does" in verify_report.page("demo/cpu", verified).html()
+    assert "It computes what transformers does" in verify_report.page("demo/cpu", verified).html()
 
 
 @needs_transformers

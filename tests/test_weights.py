@@ -132,7 +132,7 @@ def test_a_text_is_cut_into_windows() -> None:
     assert [len(window) for window in divergence.windows(range(600), 16, 4096)] == [256, 256]
     assert divergence.windows(range(6), 2, 2) == [[0, 1], [2, 3]]
     assert divergence.windows(range(3), 4, 100) == [[0, 1, 2]]
-    with pytest.raises(UserError, match="text=: 1 tokens are no text"):
+    with pytest.raises(UserError, match="text=: 1 tokens are too few to compare"):
         divergence.windows([7], 4, 100)
 
 

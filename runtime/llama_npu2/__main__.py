@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_npu2 import __version__, errors
-from llama_npu2.errors import CLOSED, UserError, printable
+from llama_npu2.errors import CLOSED, UserError, printable, reason
 from llama_npu2.options import (
     Answering,
     Once,
@@ -144,8 +144,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
 
 def _run(given: list[str], artifacts: str | None) -> int:
     try:
-        if artifacts:
-            errors.program = f"python {artifacts}"
+        errors.program = f"python {artifacts}" if artifacts else errors.PROGRAM
         options = parse(given, artifacts)
         if options.trust:
             os.environ[TRUST] = f"{os.environ.get(TRUST, '')},{options.trust}"
@@ -156,7 +155,7 @@ def _run(given: list[str], artifacts: str | None) -> int:
         return run(options, chosen(Sampling, options), running)
     except OptionError as error:
         flag = next((each.flag for each in options_of(*GROUPS) if each.name == error.name), error.name)
-        print(f"error: {flag}={error.value}: {error.problem}", file=sys.stderr)
+        print(f"error: {printable(f'{flag}={error.value}: {error.problem}')}", file=sys.stderr)
         return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -164,6 +163,8 @@ def _run(given: list[str], artifacts: str | None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    finally:
+        errors.program = errors.PROGRAM
 
 
 def _discard_output(errors: bool = True) -> None:
@@ -189,8 +190,7 @@ def _prompt(options: argparse.Namespace) -> str:
         try:
             return Path(options.prompt_file).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
-            raise OptionError("prompt_file", options.prompt_file, f"{why}: give a text file") from None
+            raise OptionError("prompt_file", options.prompt_file, f"{reason(error)}: give a text file") from None
     if options.prompt is None:
         raise UserError(f'no prompt: give "some text" after {options.artifacts}, or see {errors.program} --help')
     return sys.stdin.read() if options.prompt == "-" else str(options.prompt)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 REMEDY = "run doit compile or copy the directory again"
 """The remedy that errors name for an artifact directory that differs from what was built."""
 
-program = "llama-npu2"
+PROGRAM = program = "llama-npu2"
 """The command line that works here, for messages: an exported file runs under a name of its own."""
 
 CLOSED = 141
@@ -42,3 +42,8 @@ def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, at most 200 characters of it, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a text file cannot be read, without its name, which the message says already."""
+    return error.strerror or "no reason is known" if isinstance(error, OSError) else "it is not text in UTF-8"

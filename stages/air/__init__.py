@@ -1,7 +1,7 @@
 """MLIR-AIR in xDSL: the dialect and its text, a builder, stitching, analysis, the limits of the hardware, checks.
 
-Knows the array and its rules; must not know what it computes. Names are looked up when they are first used: xDSL takes
-a third of a second to import, and most builds find that no program is to be made.
+The package knows the array and its rules, and must not know what the array computes. Names are imported when they are
+first used: importing xDSL takes a third of a second, and most builds make no program.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Which elements of its slots a launch reads and writes, and how often: every transfer evaluated for every step, tile
-and loop. What the compiler made of a module is held against this.
+"""Computes which elements of its arguments (slots) a launch reads and writes, and how often.
+
+Every transfer is evaluated for every step, tile and loop. The audit compares the compiler's output with this.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +37,14 @@ _ARITHMETIC: dict[type[Operation], Callable[[np.ndarray, np.ndarray], np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Elements that lie together: `length` from every one of `starts` (int64), each walked `times` times."""
+    """Contiguous runs of elements."""
 
     starts: np.ndarray
+    """int64: the first element of each run."""
     length: int
+    """Elements of each run."""
     times: int = 1
+    """How often each run is walked."""
 
     @property
     def elements(self) -> int:
@@ -48,7 +52,7 @@ class Runs:
 
 
 def walk(base: np.ndarray, dims: Dims, times: int = 1) -> Runs:
-    """What a pattern of (size, stride), outermost first, walks from each of `base`."""
+    """Return the runs that a pattern of (size, stride), outermost first, walks from each element of `base`."""
     *outer, (size, stride) = analysis.fold(dims)
     if stride != 1:
         outer, size = [*outer, (size, stride)], 1
@@ -60,31 +64,31 @@ def walk(base: np.ndarray, dims: Dims, times: int = 1) -> Runs:
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """How often each element is walked: `counts[i]` from element `edges[i]` to `edges[i + 1]`, 0 outside."""
+    """How often each element is walked: `counts[i]` times from element `edges[i]` to `edges[i + 1]`, 0 outside."""
 
     edges: np.ndarray
     counts: np.ndarray
 
     @staticmethod
     def of(pieces: Iterable[Runs]) -> Coverage:
-        found = list(pieces)
-        if not found:
+        all_runs = list(pieces)
+        if not all_runs:
             return Coverage(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        at = np.concatenate([edge for runs in found for edge in (runs.starts, runs.starts + runs.length)])
-        step = np.concatenate([np.full(len(r.starts), sign * r.times) for r in found for sign in (1, -1)])
-        edges, place = np.unique(at, return_inverse=True)
-        counts = np.cumsum(np.bincount(place, weights=step, minlength=len(edges)).astype(np.int64))
-        kept = np.diff(counts, prepend=0) != 0
-        return Coverage(edges[kept], counts[kept])
+        ends = np.concatenate([end for runs in all_runs for end in (runs.starts, runs.starts + runs.length)])
+        changes = np.concatenate([np.full(len(r.starts), sign * r.times) for r in all_runs for sign in (1, -1)])
+        edges, places = np.unique(ends, return_inverse=True)
+        counts = np.cumsum(np.bincount(places, weights=changes, minlength=len(edges)).astype(np.int64))
+        differs = np.diff(counts, prepend=0) != 0
+        return Coverage(edges[differs], counts[differs])
 
     @property
     def elements(self) -> int:
-        """Elements walked, as often as they are."""
+        """The sum of how often each element is walked."""
         return int(np.sum(np.diff(self.edges) * self.counts[:-1]))
 
     @property
     def most(self) -> int:
-        """How often the element that is walked most is."""
+        """How often the most walked element is walked."""
         return int(self.counts.max(initial=0))
 
     def __eq__(self, other: object) -> bool:
@@ -95,30 +99,31 @@ class Coverage:
         )
 
     def at(self, element: int) -> int:
-        """How often one element is walked."""
+        """Return how often one element is walked."""
         place = int(np.searchsorted(self.edges, element, side="right")) - 1
         return int(self.counts[place]) if place >= 0 else 0
 
     def first_difference(self, other: Coverage) -> int | None:
-        """The first element that the two walk differently often, None if there is none."""
+        """Return the first element of which the counts differ; None if there is none."""
         edges = np.union1d(self.edges, other.edges)
         return next((int(edge) for edge in edges if self.at(int(edge)) != other.at(int(edge))), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """What one transfer of a launch walks of a slot: `runs` over all its executions. `ways`: the streams that may carry
-    it, each with its runs in order: one for each part that cores or memory tiles are told, or one that tells all of it
-    to one memory tile."""
+    """The elements of a slot that one transfer of a launch walks."""
 
     slot: str
     written: bool
     runs: Runs
+    """Over all executions of the transfer."""
     ways: tuple[tuple[Runs, ...], ...]
+    """Sets of streams that may carry it, each stream with its runs in order: a stream for each part that goes to other
+    cores or memory tiles, or one stream with all of it to one memory tile."""
 
 
 def in_order(pieces: Iterable[Runs]) -> tuple[np.ndarray, np.ndarray]:
-    """(first elements, lengths) of what a stream walks, one after the other, in the fewest runs that say the same."""
+    """Return the first elements and the lengths of the runs of a stream, in order. Adjacent runs are joined."""
     starts, lengths = [], []
     for runs in pieces:
         starts += [runs.starts] * runs.times
@@ -129,23 +134,27 @@ def in_order(pieces: Iterable[Runs]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accesses(launch: LaunchOp, where: str) -> list[Access]:
-    """Every transfer to or from DDR, as often as the launch makes it. Tiles that are told the same are one stream.
+    """Return the accesses of all transfers to or from DDR. Tiles that get the same elements share one stream.
 
-    UserError where a transfer is not one that can be evaluated; `where` names the launch."""
-    found = []
+    UserError if a transfer cannot be evaluated. `where` names the launch in messages.
+    """
+    result = []
     for op in analysis.moves(launch):
         for side, written in analysis.ends(op, where):
             if side.space == L3 and isinstance(op, ChannelGetOp):
                 raise UserError(f"{where}: a channel ends in DDR, whose transfers have no order that can be known")
             if side.space == L3:
-                found.append(_access(op, side, written, where))
-    return found
+                result.append(_access(op, side, written, where))
+    return result
 
 
 def _access(op: Operation, side: Side, written: bool, where: str) -> Access:
     slot = str(analysis.root(side.value).name_hint)
     variables = _variables(op, side, where)
-    places = {value: np.arange(count).reshape(_shape(list(variables), value)) for value, count in variables.items()}
+    places = {
+        value: np.arange(count).reshape([-1 if other is value else 1 for other in variables])
+        for value, count in variables.items()
+    }
     base = np.zeros(list(variables.values()), np.int64)
     for offset, stride in zip(side.offsets, side.strides, strict=True):
         base = base + _evaluate(offset, places, where) * stride
@@ -154,44 +163,40 @@ def _access(op: Operation, side: Side, written: bool, where: str) -> Access:
         tiles = [axis for axis, value in enumerate(variables) if value in herd.ids]
         streams = np.moveaxis(base, tiles, range(len(tiles))).reshape(math.prod(base.shape[axis] for axis in tiles), -1)
         return Access(slot, written, walk(base, side.dims), (_streams(streams, side.dims),))
-    whole, cut = base.reshape(1, -1), [d for d in zip(side.sizes, side.strides, strict=True) if d[0] != 1]
-    ways = [_streams(whole, side.dims)]
-    if cut:
-        (parts, apart), *inner = cut
-        ways.append(_streams(whole + np.arange(parts)[:, None] * apart, tuple(inner) or ((1, 1),)))
+    bases, dims = base.reshape(1, -1), [d for d in zip(side.sizes, side.strides, strict=True) if d[0] != 1]
+    ways = [_streams(bases, side.dims)]
+    if dims:
+        (parts, stride), *inner = dims
+        ways.append(_streams(bases + np.arange(parts)[:, None] * stride, tuple(inner) or ((1, 1),)))
     return Access(slot, written, walk(base, side.dims), tuple(ways))
 
 
 def _streams(bases: np.ndarray, dims: Dims) -> tuple[Runs, ...]:
-    """One for each row of `bases`, from which it walks a pattern."""
+    """Return a stream for each row of `bases`, which walks a pattern from each of these."""
     return tuple(walk(row, dims) for row in bases)
 
 
-def _shape(axes: Sequence[SSAValue], value: SSAValue) -> list[int]:
-    return [-1 if axis is value else 1 for axis in axes]
-
-
 def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:
-    """What changes from one execution to the next, the slowest first, and how many values it takes: steps, loops, and
-    the tiles that see other data."""
-    found: dict[SSAValue, int] = {}
+    """Return the variables of an operation's executions, the slowest first, each with how many values it takes: steps
+    of the launch, loops, and the coordinates of tiles that get different elements."""
+    variables: dict[SSAValue, int] = {}
     parent = op.parent_op()
     while parent is not None:
         if isinstance(parent, LaunchOp):
-            found |= reversed(dict(zip(parent.ids, parent.shape(), strict=True)).items())
+            variables |= reversed(dict(zip(parent.ids, parent.shape(), strict=True)).items())
         elif isinstance(parent, scf.ForOp):
             if constant_of(parent.lb) != 0 or constant_of(parent.step) != 1:
                 raise UserError(f"{where}: a loop does not count from 0 in steps of 1")
-            found[parent.body.block.args[0]] = analysis.trip_count(parent, where)
+            variables[parent.body.block.args[0]] = analysis.trip_count(parent, where)
         elif isinstance(parent, HerdOp):
             shape = parent.shape()
-            found |= {parent.ids[axis]: shape[axis] for axis in side.axes()}
+            variables |= {parent.ids[axis]: shape[axis] for axis in side.axes()}
         parent = parent.parent_op()
-    return dict(reversed(found.items()))
+    return dict(reversed(variables.items()))
 
 
-def _handed_in(value: SSAValue) -> SSAValue | None:
-    """What a launch, segment or herd was given as this argument of its body, None if it is none."""
+def _outer_value(value: SSAValue) -> SSAValue | None:
+    """Return the value that is passed to a launch, segment or herd as this argument of its body; None for others."""
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
         if isinstance(parent, LaunchOp | SegmentOp | HerdOp):
@@ -203,12 +208,13 @@ def _handed_in(value: SSAValue) -> SSAValue | None:
 
 
 def _evaluate(value: SSAValue, places: dict[SSAValue, np.ndarray], where: str) -> np.ndarray:
-    known = constant_of(value)
-    if known is not None:
-        return np.asarray(known, np.int64)
+    """Return a value in all executions, given those of the variables."""
+    constant = constant_of(value)
+    if constant is not None:
+        return np.asarray(constant, np.int64)
     if value in places:
         return places[value]
-    outer = _handed_in(value)
+    outer = _outer_value(value)
     if outer is not None:
         return _evaluate(outer, places, where)
     if isinstance(value.owner, Operation) and type(value.owner) in _ARITHMETIC:

@@ -1,6 +1,6 @@
-"""Facts about an AIR module, counted from its operations: what a transfer walks, how often a loop runs, who owns what.
+"""Facts about an AIR module, counted from its operations: loops, buffers, tiles, and the elements of transfers.
 
-Checks, traffic and the simulator's lowering read these and nothing else, so that they cannot disagree.
+Checks, traffic and the simulator's lowering all use these facts, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ Dims = tuple[tuple[int, int], ...]
 
 
 def public_function(module: ModuleOp) -> func.FuncOp:
-    found = [op for op in module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration]
-    if len(found) != 1:
-        raise UserError(f"the module has {len(found)} functions with a body; a program has one")
-    return found[0]
+    """Return the function with a body. UserError if there is not exactly one."""
+    functions = [op for op in module.body.block.ops if isinstance(op, func.FuncOp) and not op.is_declaration]
+    if len(functions) != 1:
+        raise UserError(f"the module has {len(functions)} functions with a body; a program has one")
+    return functions[0]
 
 
 def launches(module: ModuleOp) -> list[LaunchOp]:
@@ -51,7 +52,7 @@ def launches(module: ModuleOp) -> list[LaunchOp]:
 
 
 def segment_of(launch: LaunchOp) -> SegmentOp:
-    """The one that a launch has."""
+    """Return the segment of a launch that has one."""
     return next(op for op in launch.body.block.ops if isinstance(op, SegmentOp))
 
 
@@ -64,15 +65,15 @@ def moves(op: Operation) -> Iterator[Move]:
 
 
 def cascades(op: Operation) -> set[str]:
-    """Names of the channels of a module, somewhere in which the operation is, that are no DMA's."""
+    """Return the names of the cascades, of all channels of the module that contains the operation."""
     while (parent := op.parent_op()) is not None:
         op = parent
     assert isinstance(op, ModuleOp)
-    return {each.sym_name.data for each in op.body.block.ops if isinstance(each, ChannelOp) and each.channel_type}
+    return {inner.sym_name.data for inner in op.body.block.ops if isinstance(inner, ChannelOp) and inner.channel_type}
 
 
 def is_one_of(move: Move, channels: Container[str]) -> bool:
-    """Whether it is an end of one of these channels."""
+    """Return whether a transfer is an end of one of these channels."""
     return not isinstance(move, DmaMemcpyNdOp) and move.chan_name.string_value() in channels
 
 
@@ -97,21 +98,21 @@ def _steps(loop: Sequence[SSAValue], where: str) -> int:
 
 
 def grid(loops: scf.ParallelOp) -> tuple[int, ...]:
-    """Steps in each dimension."""
+    """Return the steps in each dimension."""
     bounds = zip(loops.lowerBound, loops.upperBound, loops.step, strict=True)
-    return tuple(_steps(each, "a parallel loop") for each in bounds)
+    return tuple(_steps(dimension, "a parallel loop") for dimension in bounds)
 
 
 def tile_grid(op: Operation) -> tuple[int, ...]:
-    """Columns and rows of the tiles that an operation is made for, each at a place of its own; none if made once."""
+    """Return the columns and rows of tiles for each of which an operation is made; nothing if it is made once."""
     if herd := enclosing(op, HerdOp):
         return herd.shape()
-    each = enclosing(op, scf.ParallelOp)
-    return grid(each) if each else ()
+    loops = enclosing(op, scf.ParallelOp)
+    return grid(loops) if loops else ()
 
 
 def executions(op: Operation, where: str) -> int:
-    """How often launch grids and loops run an operation; one in a herd, on every tile."""
+    """Return how often launch grids and loops run an operation; if it is in a herd, how often each tile runs it."""
     times = 1
     parent = op.parent_op()
     while parent is not None:
@@ -140,12 +141,12 @@ def buffer_bytes(value: SSAValue) -> int:
 
 
 def allocations(op: Operation, space: int) -> list[SSAValue]:
-    """Buffers that an operation's body allocates in a memory space, in order."""
+    """Return the buffers that an operation's body allocates in a memory space, in order."""
     return [a.memref for a in walk_ops(op, memref.AllocOp) if memory_space(a.memref.type) == space]
 
 
 def root(value: SSAValue) -> SSAValue:
-    """The allocation or function argument behind a buffer that was handed into launches, segments and herds."""
+    """Return the allocation or function argument of a buffer that is passed into launches, segments and herds."""
     while isinstance(value, BlockArgument):
         parent = value.block.parent_op()
         if not isinstance(parent, LaunchOp | SegmentOp | HerdOp):
@@ -155,8 +156,8 @@ def root(value: SSAValue) -> SSAValue:
 
 
 def tile_axes(value: SSAValue) -> frozenset[int]:
-    """Which tile coordinates (0 column, 1 row) of the enclosing herd, or of what a segment does for each tile of one, a
-    value depends on."""
+    """Return the tile coordinates (0 column, 1 row) that a value depends on. The tiles are those of the enclosing herd,
+    or of a segment's parallel loop over a herd's tiles."""
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
         tiles: Sequence[SSAValue] = ()
@@ -168,7 +169,7 @@ def tile_axes(value: SSAValue) -> frozenset[int]:
 
 
 def runs_on(op: Operation, column: int, row: int) -> bool:
-    """Whether a tile of the enclosing herd executes an operation: conditions compare its coordinates."""
+    """Return whether a tile of the enclosing herd executes an operation: conditions compare its coordinates."""
     parent = op.parent_op()
     while parent is not None and not isinstance(parent, HerdOp):
         if isinstance(parent, scf.IfOp) and not holds_on(parent, column, row):
@@ -178,11 +179,11 @@ def runs_on(op: Operation, column: int, row: int) -> bool:
 
 
 RELATIONS: Mapping[int, tuple[str, Callable[[int, int], bool]]] = {0: ("==", operator.eq), 1: ("!=", operator.ne)}
-"""By the number that `arith.cmpi` has for them: in C++, and here."""
+"""Number of a predicate of `arith.cmpi` -> its operator in C++, and its function."""
 
 
 def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
-    """Whether a tile does what is conditional."""
+    """Return whether a condition is true on a tile."""
     compared = condition.cond.owner
     assert isinstance(compared, arith.CmpiOp)
     (axis,), other = tile_axes(compared.lhs), constant_of(compared.rhs)
@@ -192,13 +193,13 @@ def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
 
 
 def tiles(herd: HerdOp) -> list[tuple[int, int]]:
-    """Columns and rows of its tiles."""
+    """Return the column and row of each tile of a herd."""
     columns, rows = herd.shape()
     return [(x, y) for x in range(columns) for y in range(rows)]
 
 
 def tiles_of(op: Operation, herd: HerdOp) -> list[tuple[int, int]]:
-    """Those that execute an operation of a herd."""
+    """Return the tiles that execute an operation of a herd."""
     return [tile for tile in tiles(herd) if runs_on(op, *tile)]
 
 
@@ -218,14 +219,16 @@ def fold(dims: Dims) -> Dims:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a transfer: `offsets`, `sizes`, `strides` as written, the whole buffer in order if nothing is;
-    `dims` after folding."""
+    """One side of a transfer: a buffer, and the pattern in which it is walked."""
 
     value: SSAValue
     offsets: tuple[SSAValue, ...]
+    """The offsets as written; nothing for the whole buffer in order. `strides` alike."""
     sizes: tuple[int, ...]
+    """The sizes as written; the buffer's shape for the whole buffer in order."""
     strides: tuple[int, ...]
     dims: Dims
+    """The pattern after folding."""
 
     @property
     def kind(self) -> MemRefType:
@@ -238,47 +241,53 @@ class Side:
 
     @property
     def bytes(self) -> int:
-        """Of one execution."""
+        """Bytes of one execution."""
         return math.prod(self.sizes) * element_bytes(self.kind)
 
     @property
     def run(self) -> int:
-        """Bytes that lie together."""
+        """Bytes of a contiguous run."""
         size, stride = self.dims[-1]
         return element_bytes(self.kind) * (size if stride == 1 else 1)
 
     @property
     def key(self) -> object:
-        """What other transfers share with this end."""
+        """Identifies the buffer: equal for transfers of one buffer."""
         return root(self.value)
 
     def axes(self) -> frozenset[int]:
-        """Tile coordinates that decide what is walked."""
+        """Return the tile coordinates that the walked elements depend on."""
         return frozenset().union(*(tile_axes(offset) for offset in self.offsets))
 
 
 @dataclass(frozen=True)
 class Fifo:
-    """The end of a transfer that is a channel, or one of its entries; `space` is the memory behind it."""
+    """The end of a transfer that is a channel, or one entry of it."""
 
     key: str
+    """Identifies it."""
     space: int
+    """The memory space of the buffer at the channel's other end."""
 
     @staticmethod
     def of(op: ChannelPutOp | ChannelGetOp, spaces: Mapping[tuple[str, type], int]) -> Fifo:
-        """`spaces`: of the buffers at the other ends, by the channel's name and the kind of operation there."""
+        """Return the channel of an operation.
+
+        Args:
+            spaces: The memory space of each end, by the channel's name and the kind of operation.
+        """
         name = op.chan_name.string_value()
         entry = [constant_of(index) for index in op.indices]
-        said = "" if None in entry else f"[{', '.join(map(str, entry))}]"
+        suffix = "" if None in entry else f"[{', '.join(map(str, entry))}]"
         other = ChannelGetOp if isinstance(op, ChannelPutOp) else ChannelPutOp
-        return Fifo(name + said, spaces[name, other])
+        return Fifo(name + suffix, spaces[name, other])
 
     def axes(self) -> frozenset[int]:
         return frozenset()
 
 
 def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
-    """Destination and source."""
+    """Return destination and source."""
     return (
         _side(op.dst, op.dst_offsets, op.dst_sizes, op.dst_strides, where),
         _side(op.src, op.src_offsets, op.src_sizes, op.src_strides, where),
@@ -286,12 +295,12 @@ def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
 
 
 def end(op: ChannelPutOp | ChannelGetOp, where: str) -> Side:
-    """The buffer at a channel."""
+    """Return the buffer at a channel."""
     return _side(op.buffer, op.offsets, op.sizes, op.strides, where)
 
 
 def ends(op: Move, where: str) -> tuple[tuple[Side, bool], ...]:
-    """The buffers of a transfer, or of one end of it, and whether they are written."""
+    """Return the buffers of a transfer, or of one end of it, each with whether it is written."""
     if isinstance(op, DmaMemcpyNdOp):
         return tuple(zip(sides(op, where), (True, False), strict=True))
     return ((end(op, where), isinstance(op, ChannelGetOp)),)
@@ -304,7 +313,7 @@ def _side(
         assert isinstance(value.type, MemRefType)
         shape = value.type.get_shape()
         return Side(value, (), shape, (), fold(((math.prod(shape), 1),)))
-    known = [tuple(n for n in map(constant_of, part) if n is not None) for part in (sizes, strides)]
-    if any(len(numbers) != len(sizes) for numbers in known):
+    constants = [tuple(n for n in map(constant_of, values) if n is not None) for values in (sizes, strides)]
+    if any(len(numbers) != len(sizes) for numbers in constants):
         raise UserError(f"{where}: DMA sizes and strides must be constants")
-    return Side(value, tuple(offsets), known[0], known[1], fold(tuple(zip(*known, strict=True))))
+    return Side(value, tuple(offsets), constants[0], constants[1], fold(tuple(zip(*constants, strict=True))))

@@ -1,7 +1,7 @@
-"""Writing AIR programs the way they are read: nested `with` blocks, Python numbers, values captured where used.
+"""Builds AIR programs from Python that reads like them: nested `with` blocks, Python numbers, captured values.
 
-Launch, segment and herd are isolated from above. The builder hands outer values in on first use, so a program never
-lists its operands; constants are made once per isolated block.
+Launch, segment and herd are isolated from above. The builder passes outer values in on first use, so a program never
+lists its operands. Constants are made once per isolated block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ Shape = Sequence[int]
 
 
 def memref_type(shape: Shape, dtype: str = "bf16", space: int = L3) -> MemRefType:
-    """Memref of `shape`; spaces other than DDR are written as 32-bit integers, as AIR expects. TypeError if `dtype` is
-    not in `ELEMENT_TYPES`."""
+    """Return a memref type. TypeError if `dtype` is not in `ELEMENT_TYPES`.
+
+    Spaces other than DDR are written as 32-bit integers, as AIR expects.
+    """
     if dtype not in ELEMENT_TYPES:
         raise TypeError(f"dtype {dtype!r} is none of {', '.join(ELEMENT_TYPES)}")
     if space == L3:
@@ -87,11 +89,13 @@ class MemRef:
     strides: tuple[int, ...] = ()
 
     def at(self, *dims: tuple[Number, int, int]) -> MemRef:
-        """The same buffer walked by `(offset, size, stride)` per dimension, outermost first. One element at 0 says
-        nothing and is left out: the compiler, which tells dimensions by their strides where it cuts a transfer, takes
-        it for its neighbour and moves all of what it should cut."""
-        said = [(offset, size, stride) for offset, size, stride in dims if (offset, size) != (0, 1)] or dims[-1:]
-        offsets, sizes, strides = zip(*said, strict=True)
+        """Return the same buffer, walked by `(offset, size, stride)` per dimension, outermost first.
+
+        Dimensions of one element at offset 0 are left out. The compiler tells dimensions by their strides when it cuts
+        a transfer, so it would take such a dimension for its neighbour, and move all of what it should cut.
+        """
+        kept = [(offset, size, stride) for offset, size, stride in dims if (offset, size) != (0, 1)] or dims[-1:]
+        offsets, sizes, strides = zip(*kept, strict=True)
         return MemRef(self.value, offsets, sizes, strides)
 
 
@@ -102,7 +106,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class AirModule:
-    """A verified module with one public function, and the object variants its calls link."""
+    """A verified module with one public function, and the object variants that its calls link."""
 
     module: ModuleOp
     variants: frozenset[Variant]
@@ -118,18 +122,22 @@ class AirModule:
 
 @dataclass
 class _Scope:
-    """An isolated block under construction: its constants, and which outer value became which block argument."""
+    """An isolated block under construction."""
 
     block: Block
     insert: list[Block]
+    """Blocks of the loops and conditions around the next operation, the innermost last."""
     constants: dict[tuple[Attribute, int | float], SSAValue] = field(default_factory=dict)
     captured: dict[SSAValue, SSAValue] = field(default_factory=dict)
+    """Outer value -> block argument."""
     owned: set[SSAValue] = field(default_factory=set)
+    """Values that the block defines."""
     links: set[str] = field(default_factory=set)
+    """Objects with the functions that it calls."""
 
 
 class Builder:
-    """Builds a module with one public function `name` whose arguments are `args` (name -> DDR memref type)."""
+    """Builds a module with one public function `name`, whose arguments are `args` (name -> DDR memref type)."""
 
     def __init__(self, name: str, args: dict[str, MemRefType]) -> None:
         self.module = ModuleOp([])
@@ -159,7 +167,7 @@ class Builder:
         return op
 
     def resolve(self, value: SSAValue, depth: int = -1) -> SSAValue:
-        """`value` as seen in the current isolated block: itself, or the block argument it is handed in as."""
+        """Return the value as the current isolated block sees it: itself, or the argument that it is passed as."""
         scope = self._scopes[depth]
         if value in scope.owned:
             return value
@@ -212,7 +220,7 @@ class Builder:
             yield x, y
 
     def _name(self, level: str) -> str:
-        """Symbols share one table with the function, and cores of one name are taken for the same cores."""
+        """Return a new symbol. The function is in the same table, and cores of one name would be the same cores."""
         self._named += 1
         return f"{self.function.sym_name.data}_{level}_{self._named}"
 
@@ -232,7 +240,7 @@ class Builder:
 
     @contextmanager
     def loop(self, count: int) -> Iterator[Number]:
-        """Loop of `count` steps; a single step is not worth a loop."""
+        """Repeat the body `count` times; a single step needs no loop."""
         if count == 1:
             yield 0
             return
@@ -248,7 +256,7 @@ class Builder:
 
     @contextmanager
     def where(self, value: Index, relation: str, other: Number) -> Iterator[None]:
-        """What only some tiles do: those of which the comparison is true (`eq`, `ne`)."""
+        """Run the body on those tiles only on which the comparison is true (`eq`, `ne`)."""
         condition = self.emit(arith.CmpiOp(self.index(value), self.index(other), relation)).results[0]
         block = Block()
         scope = self._scopes[-1]
@@ -260,7 +268,7 @@ class Builder:
 
     @contextmanager
     def parallel(self, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
-        """What a segment does for each core of a herd of that shape, all at once."""
+        """Run the body of a segment once for each core of a herd of this shape, all at the same time."""
         first, step = self.index(0), self.index(1)
         sizes = [self.index(size) for size in (columns, rows)]
         block = Block(arg_types=[IndexType()] * 2)
@@ -277,24 +285,26 @@ class Builder:
 
     @contextmanager
     def alloc(self, space: int, *shapes: Shape | tuple[Shape, str]) -> Iterator[list[MemRef]]:
-        """Buffers in L1 or L2 that live for the block; a shape alone is bf16, `(shape, dtype)` says otherwise. In L2,
-        dimensions of one element are left out, as in `MemRef.at`."""
+        """Allocate buffers in L1 or L2 for the body, each given as a shape, for bf16, or as `(shape, dtype)`.
+
+        In L2, dimensions of one element are left out, as in `MemRef.at`.
+        """
         buffers = []
         for entry in shapes:
             shape, dtype = entry if isinstance(entry[-1], str) else (entry, "bf16")
-            said = [size for size in shape if size != 1 or space != dialect.L2]  # type: ignore[union-attr]
-            kind = memref_type(said, dtype, space)  # type: ignore[arg-type]
+            sizes = [size for size in shape if size != 1 or space != dialect.L2]  # type: ignore[union-attr]
+            kind = memref_type(sizes, dtype, space)  # type: ignore[arg-type]
             buffers.append(MemRef(self.emit(memref.AllocOp([], [], kind)).results[0]))
         yield buffers
         for buffer in buffers:
             self.emit(memref.DeallocOp.get(buffer.value))
 
     def channel(self, size: Shape, broadcast_shape: Shape) -> Channel:
-        """FIFOs between this segment and its herd: one per entry of `size`, each delivered to `broadcast_shape`."""
+        """Add FIFOs between this segment and its herd: one per entry of `size`, each delivered to `broadcast_shape`."""
         return self._channel(size, broadcast_shape, cascade=False)
 
     def cascade(self, size: Shape) -> Channel:
-        """FIFOs from cores to their neighbours to the right or below, for whole buffers, which block both."""
+        """Add FIFOs from cores to their neighbours to the right or below, for whole buffers. They block both cores."""
         return self._channel(size, size, cascade=True)
 
     def _channel(self, size: Shape, broadcast_shape: Shape, cascade: bool) -> Channel:
@@ -316,7 +326,7 @@ class Builder:
         return self.resolve(side.value), (offsets, sizes, strides)
 
     def call(self, variant: Variant, function: str, *args: MemRef | Number | float) -> None:
-        """Call a tile function: buffers as memrefs, indices and ints as i32, floats as f32."""
+        """Call a tile function. Buffers are passed as memrefs, indices and ints as i32, floats as f32."""
         values = [self._argument(arg) for arg in args]
         symbol = variant.symbol(function)
         signature = FunctionType.from_lists([v.type for v in values], [])
@@ -343,7 +353,7 @@ def _number(value: int | float, kind: Attribute) -> FloatAttr | IntegerAttr:
 
 
 def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.FuncOp:
-    """External function found in object `link_with`."""
+    """Return the declaration of an external function in object `link_with`."""
     op = func.FuncOp.external(symbol, list(signature.inputs), list(signature.outputs))
     op.attributes["link_with"] = StringAttr(link_with)
     op.attributes["llvm.emit_c_interface"] = UnitAttr()

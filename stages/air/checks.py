@@ -1,7 +1,7 @@
-"""What the hardware would refuse in an AIR module, found without running it.
+"""Checks an AIR module for what the hardware would refuse, without running it.
 
-Knows the IR and the limits, not the builders: everything is counted from the operations. The counts are necessary
-conditions; placement by the real compiler may need more, never less.
+This module knows the IR and the limits, not the builders: everything is counted from the operations. The counts are
+necessary conditions; placement by the real compiler may need more, never less.
 """
 
 from __future__ import annotations
@@ -30,22 +30,19 @@ MEMTILE_DIMENSIONS = 4
 TILE_DIMENSIONS = 3
 
 
-def check(module: ModuleOp, ping_pong: bool = True) -> None:
-    """Refuse what breaks a limit, in one line that names launch, limit and count.
-
-    `ping_pong`: whether the compiler may double the L1 buffers that live in a loop.
-    """
+def check(module: ModuleOp) -> None:
+    """Raise UserError if a limit is broken, in one line that names launch, limit and count."""
     name = analysis.public_function(module).sym_name.data
     for position, launch in enumerate(analysis.launches(module)):
         segments = [op for op in launch.body.block.ops if isinstance(op, SegmentOp)]
         where = f"{name} launch {position}"
         if len(segments) != 1:
             raise UserError(f"{where}: has {len(segments)} segments; a launch of several needs exactly one")
-        _Checked(segments[0], f"{where} ({analysis.name_of(segments[0], 'segment')})", ping_pong).check()
+        _Checked(segments[0], f"{where} ({analysis.name_of(segments[0], 'segment')})").check()
 
 
 def _check_words(side: Side, where: str) -> None:
-    """DMA moves 32-bit words: a smaller element has no address of its own."""
+    """Refuse single smaller elements: DMA moves words of 32 bits."""
     size, kind = analysis.element_bytes(side.kind), side.kind.element_type
     if size % limits.GRANULARITY_BYTES == 0:
         return
@@ -60,9 +57,10 @@ def _check_words(side: Side, where: str) -> None:
 
 
 class _Checked(Segment):
-    """What would be refused of one segment."""
+    """A segment that is checked."""
 
     def check(self) -> None:
+        """Raise UserError for whatever the hardware would refuse."""
         for transfer in self.transfers:
             for side in transfer.buffers:
                 _check_words(side, self.where)
@@ -82,13 +80,13 @@ class _Checked(Segment):
         limits.require(self.where, use.limit, use.used, use.available)
 
     def _check_cascade(self, side: Side) -> None:
-        """The compiler takes a buffer apart that goes from core to core."""
+        """Refuse parts of buffers between cores: the compiler cuts a buffer itself."""
         if side.offsets or side.bytes % limits.ALIGNMENT_BYTES:
             raise UserError(f"{self.where}: a cascade takes whole buffers of {limits.ALIGNMENT_BYTES} bytes each time")
 
     def _check_dimensions(self, transfer: Transfer, side: Side) -> None:
         if side.space == L3:
-            return  # the compiler cuts what is longer into several descriptors
+            return  # the compiler cuts longer ones into several descriptors
         most, memory = (MEMTILE_DIMENSIONS, "L2") if side.space == L2 else (TILE_DIMENSIONS, "L1")
         dims = self.one_part(transfer, side)
         self._require(Use(f"DMA dimensions on the {memory} side", len(dims), most))
@@ -97,19 +95,22 @@ class _Checked(Segment):
             self._require(Use(what, max(size for size, _ in dims), limits.WRAP))
 
     def _check_cut(self, transfer: Transfer, side: Side) -> None:
-        """The compiler cuts what goes between DDR and several memory tiles. It tells dimensions by their strides, and
-        those of one element have their neighbour's: each part then moves all of it, in silence (mlir-air,
-        `air-split-l2-memref`)."""
+        """Refuse dimensions of one element where the compiler cuts a transfer between DDR and several memory tiles.
+
+        It tells dimensions by their strides, and a dimension of one element has its neighbour's: each part then moves
+        all of the transfer, in silence (mlir-air, `air-split-l2-memref`).
+        """
         if transfer.herd is not None or transfer.side(L3) is None or self.streams(transfer) == 1:
             return
-        named = zip(side.sizes, side.offsets, strict=False)
-        idle = [size for size, offset in named if size == 1 and constant_of(offset) == 0]
+        dimensions = zip(side.sizes, side.offsets, strict=False)
+        idle = [size for size, offset in dimensions if size == 1 and constant_of(offset) == 0]
         if idle or (side.space == L2 and 1 in side.kind.get_shape()):
             raise UserError(
                 f"{self.where}: a dimension of one element between DDR and L2, which the compiler takes for another"
             )
 
     def _check_race(self, transfer: Transfer) -> None:
+        """Refuse tiles that write the same bytes."""
         if transfer.herd is None or transfer.dst.space == L1:
             return
         if len(analysis.tiles_of(transfer.op, transfer.herd)) == 1:
@@ -120,34 +121,38 @@ class _Checked(Segment):
             raise UserError(f"{self.where}: tiles that differ only in their {axis} write the same bytes")
 
     def _check_turns(self, herd: HerdOp) -> None:
-        """Buffers of a loop come round in the order in which the core uses them: see `limits.in_turn`."""
-        for buffer in analysis.allocations(herd, L1) if self.ping_pong else ():
+        """Refuse loops in which DMA goes through the buffers in another order than the core: see `limits.in_turn`."""
+        for buffer in analysis.allocations(herd, L1):
             loop = buffer.owner.parent_op() if isinstance(buffer.owner, Operation) else None
             steps = analysis.trip_count(loop, self.where) if isinstance(loop, scf.ForOp) else 1
             if not limits.in_turn(steps):
                 raise UserError(f"{self.where}: in {steps} steps a core takes its 3 buffers in another order than DMA")
 
     def _check_sent_once(self) -> None:
+        """Refuse buffers of L2 that send more than they receive, in a loop."""
         moved: dict[object, dict[str, int]] = defaultdict(lambda: {"in": 0, "out": 0})
         for transfer in self.transfers:
-            if found := transfer.side(L2):
+            if end := transfer.side(L2):
+                side, way = end
                 times = analysis.executions(transfer.op, self.where) * (self.streams(transfer) if transfer.herd else 1)
-                moved[found[0].key][found[1]] += found[0].bytes * times
+                moved[side.key][way] += side.bytes * times
         for buffer, ways in moved.items():
-            if ways["out"] > ways["in"] > 0 and self._taken_in_a_loop(buffer):
+            if ways["out"] > ways["in"] > 0 and self._is_read_in_a_loop(buffer):
                 what = "bytes out of a buffer of L2, which sends what it is given once"
                 self._require(Use(what, ways["out"], ways["in"]))
 
-    def _taken_in_a_loop(self, buffer: object) -> bool:
-        """Whether a loop of the segment that does not hold the buffer takes from it. The compiler's locks count who
-        takes a buffer and not how often, so that who takes it again waits for ever."""
+    def _is_read_in_a_loop(self, buffer: object) -> bool:
+        """Return whether a loop of the segment that does not contain the buffer reads it.
+
+        The compiler's locks count who reads a buffer, and not how often, so a second read waits for ever.
+        """
         assert isinstance(buffer, SSAValue) and isinstance(buffer.owner, Operation)
-        taking = [t for t in self.transfers if (found := t.side(L2)) and found[1] == "out" and found[0].key is buffer]
-        loops = (enclosing(transfer.herd or transfer.op, scf.ForOp) for transfer in taking)
+        reads = (t for t in self.transfers if (end := t.side(L2)) and end[1] == "out" and end[0].key is buffer)
+        loops = (enclosing(transfer.herd or transfer.op, scf.ForOp) for transfer in reads)
         return any(loop is not None and not loop.is_ancestor(buffer.owner) for loop in loops)
 
     def _check_loops(self, transfer: Transfer) -> None:
-        """The compiler folds the loops around a transfer of DDR into descriptors, in pieces."""
+        """Refuse loops around a transfer of DDR that the compiler cannot cut into descriptors."""
         if transfer.side(L3) is None:
             return
         parent = transfer.op.parent_op()

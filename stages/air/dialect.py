@@ -1,8 +1,9 @@
 """The operations of MLIR-AIR that our programs use: launch > segment > herd, n-dimensional DMA, channels.
 
 A launch is a grid of steps run by the command processor, a segment owns the L2 buffers, a herd runs its body on every
-tile of a rectangle of cores. All three are isolated from above: what they use, they are given. xDSL's own experimental
-dialect is not used: its operations have asynchronous tokens as results, and ours have none.
+tile of a rectangle of cores. All three are isolated from above: outer values are passed to them as arguments.
+
+xDSL's own experimental dialect is not used: its operations have asynchronous tokens as results, and ours have none.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
 
 
 def memory_space(kind: Attribute) -> int:
-    """Memory space of a memref type: 0 is DDR (L3), 1 the memory tiles (L2), 2 a core's data memory (L1)."""
+    """Return the memory space of a memref type: 0 is DDR (L3), 1 the memory tiles (L2), 2 a core's data memory (L1)."""
     if not isinstance(kind, MemRefType):
         raise TypeError(f"{kind} is not a memref")
     space = kind.memory_space
@@ -47,7 +48,7 @@ def memory_space(kind: Attribute) -> int:
 
 
 def constant_of(value: SSAValue) -> int | None:
-    """The number an `arith.constant` produces, or None for anything else."""
+    """Return the number that an `arith.constant` produces; None for any other value."""
     if not isinstance(value.owner, ConstantOp):
         return None
     attribute = value.owner.value
@@ -55,7 +56,7 @@ def constant_of(value: SSAValue) -> int | None:
 
 
 def enclosing(op: Operation, kind: type[Op]) -> Op | None:
-    """The nearest operation of a kind around `op`."""
+    """Return the nearest operation of a kind around `op`, or None."""
     parent = op.parent_op()
     while parent is not None and not isinstance(parent, kind):
         parent = parent.parent_op()
@@ -81,9 +82,9 @@ class HerdTerminatorOp(IRDLOperation):
 
 
 class Hierarchy(IRDLOperation):
-    """Shared by the three levels: `sizes` (0 or 2 of them) span a grid, `args` are the values handed in.
+    """A launch, a segment or a herd. `sizes` (0 or 2 of them) span a grid, `args` are the values passed in.
 
-    Block arguments are the grid position, the grid sizes, then one per handed-in value.
+    Block arguments are the position in the grid, the grid's sizes, then one for each of `args`.
     """
 
     sizes = var_operand_def(IndexType())
@@ -95,7 +96,7 @@ class Hierarchy(IRDLOperation):
     RANK: ClassVar[int] = 2
     PARENT: ClassVar[type[Operation] | None] = None
     GRID: ClassVar[str] = " "
-    """What is printed before the grid."""
+    """Text before the grid."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Hierarchy(IRDLOperation):
         body: Region,
         attributes: Mapping[str, Attribute] | None = None,
     ) -> None:
-        """The one block of `body` need not have its terminator yet."""
+        """Take the body, whose one block need not have its terminator yet."""
         super().__init__(operands=[list(sizes), list(args)], regions=[body], attributes=attributes or {})
         for trait in self.get_traits_of_type(SingleBlockImplicitTerminator):
             ensure_terminator(self, trait)
@@ -122,11 +123,11 @@ class Hierarchy(IRDLOperation):
         return tuple(self.body.block.args[2 * self.RANK :])
 
     def shape(self) -> tuple[int, ...]:
-        """The grid, which must be constant."""
-        found = [constant_of(size) for size in self.sizes]
-        if None in found:
+        """Return the grid, which must be constant."""
+        sizes = [constant_of(size) for size in self.sizes]
+        if None in sizes:
             raise VerifyException(f"{self.name}: grid sizes must be constants")
-        return tuple(size for size in found if size is not None)
+        return tuple(size for size in sizes if size is not None)
 
     def verify_(self) -> None:
         if len(self.sizes) != self.RANK:
@@ -180,8 +181,8 @@ class Hierarchy(IRDLOperation):
             types = parser.parse_comma_separated_list(parser.Delimiter.NONE, parser.parse_type)
             values = parser.resolve_operands(outer, types, position)
             arguments += [argument.resolve(kind) for argument, kind in zip(inner, types, strict=True)]
-        written = parser.parse_optional_attr_dict_with_keyword()
-        attributes: dict[str, Attribute] = {} if written is None else dict(written.data)
+        dictionary = parser.parse_optional_attr_dict_with_keyword()
+        attributes: dict[str, Attribute] = {} if dictionary is None else dict(dictionary.data)
         if name is not None:
             attributes["sym_name"] = name
         return cls(sizes, values, parser.parse_region(arguments), attributes)
@@ -203,7 +204,7 @@ def _parse_argument(parser: Parser) -> Parser.UnresolvedArgument:
 
 
 def _parse_bindings(parser: Parser) -> tuple[list[Parser.UnresolvedArgument], list[UnresolvedOperand]]:
-    """Names inside and values outside of `(%inner=%outer, ...)`."""
+    """Parse `(%inner=%outer, ...)` into the names inside and the values outside."""
 
     def binding() -> tuple[Parser.UnresolvedArgument, UnresolvedOperand]:
         inner = _parse_argument(parser)
@@ -230,7 +231,7 @@ class SegmentOp(Hierarchy):
 
 @irdl_op_definition
 class HerdOp(Hierarchy):
-    """`shape()` is (columns, rows); the object named by `link_with` holds every function the body calls."""
+    """A herd. `shape()` is (columns, rows); the object `link_with` has every function that the body calls."""
 
     name = "air.herd"
     PARENT: ClassVar[type[Operation] | None] = SegmentOp
@@ -241,9 +242,9 @@ class HerdOp(Hierarchy):
 
 @irdl_op_definition
 class DmaMemcpyNdOp(IRDLOperation):
-    """Copy between memory spaces. Offsets and strides count elements: address = sum((offset + index) * stride).
+    """A copy between memory spaces. Offsets and strides count elements: address = sum((offset + index) * stride).
 
-    Empty lists mean the whole buffer in order. Either side is read as a stream, last dimension fastest.
+    Empty lists mean the whole buffer in order. Each side is a stream of elements, the last dimension fastest.
     """
 
     name = "air.dma_memcpy_nd"
@@ -286,7 +287,7 @@ class DmaMemcpyNdOp(IRDLOperation):
 
 
 def _elements(kind: MemRefType, sizes: Sequence[SSAValue]) -> int:
-    """Elements that a pattern walks in a buffer."""
+    """Return the number of elements that a pattern walks in a buffer."""
     numbers = [constant_of(size) for size in sizes] if sizes else list(kind.get_shape())
     if None in numbers:
         raise VerifyException("air.dma_memcpy_nd: sizes must be constants")
@@ -299,14 +300,17 @@ def _verify_pattern(op: Operation, *lists: Sequence[SSAValue]) -> None:
 
 
 CASCADE = "npu_cascade"
-"""What a channel is called whose items go from a core to its neighbour by the stream between their accumulators, not by
-DMA (mlir-air, `channel_type`)."""
+"""The type of channels whose items go from a core to its neighbour by the stream between their accumulators, not by DMA
+(mlir-air, `channel_type`)."""
 
 
 @irdl_op_definition
 class ChannelOp(IRDLOperation):
-    """An array of FIFOs between segment and herd, or cores of a herd. With `broadcast_shape`, an entry that is 1 in
-    `size` and more there delivers every item to that many tiles. `channel_type`: `CASCADE`, or none."""
+    """An array of FIFOs between segment and herd, or between cores of a herd.
+
+    Where an entry of `size` is 1 and that of `broadcast_shape` is N, every item is delivered to N tiles. `channel_type`
+    is `CASCADE` or missing.
+    """
 
     name = "air.channel"
     sym_name = attr_def(StringAttr)
@@ -355,7 +359,7 @@ class ChannelOp(IRDLOperation):
 
 
 class _ChannelEnd(IRDLOperation):
-    """One side of a transfer through FIFO `chan_name[indices]`: a buffer, walked as in `air.dma_memcpy_nd`."""
+    """One side of a transfer through the FIFO `chan_name[indices]`: a buffer, walked as in `air.dma_memcpy_nd`."""
 
     chan_name = attr_def(SymbolRefAttr)
     indices = var_operand_def(IndexType())
@@ -387,14 +391,14 @@ class _ChannelEnd(IRDLOperation):
 
 @irdl_op_definition
 class ChannelPutOp(_ChannelEnd):
-    """Queues a copy of what the pattern walks."""
+    """Puts a copy of the elements that the pattern walks into a FIFO."""
 
     name = "air.channel.put"
 
 
 @irdl_op_definition
 class ChannelGetOp(_ChannelEnd):
-    """Takes the next item into what the pattern walks. A tile of a herd takes from its own position."""
+    """Writes the next item of a FIFO to the elements that the pattern walks. A tile takes from its own position."""
 
     name = "air.channel.get"
 

@@ -1,4 +1,4 @@
-"""Object variants: one C++ source compiled with a set of macros, and how its objects and symbols are called.
+"""Object variants: a C++ source compiled with a set of macros, with the names of its object and its symbols.
 
 Tile functions have compile-time shapes, so a shape is part of the name and two shapes in one module never clash.
 """
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """`kernel_src/aie2p/<stem>.cc` compiled with `defines` (macro, value), sorted by macro."""
+    """The object of `kernel_src/aie2p/<stem>.cc`, compiled with some macros."""
 
     stem: str
     defines: tuple[tuple[str, int], ...]
+    """Macro and value, sorted by macro."""
 
     @staticmethod
     def of(stem: str, **defines: int) -> Variant:
@@ -31,5 +32,5 @@ class Variant:
         return f"{function}_{self.suffix}"
 
     def flags(self) -> list[str]:
-        """Compiler flags; `VARIANT` is the symbol suffix the source appends to its function names."""
+        """Return the compiler flags. `VARIANT` is the suffix that the source appends to its function names."""
         return [f"-D{name}={value}" for name, value in self.defines] + [f"-DVARIANT={self.suffix}"]

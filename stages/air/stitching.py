@@ -1,4 +1,4 @@
-"""Joins programs into one function: launches move, arguments are rewired by slot name. Operations, never text."""
+"""Joins programs into one function: launches are moved, and arguments rewired by slot name, as operations, not text."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from stages.air.builder import AirModule, Builder
 from stages.air.dialect import L1, ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
 
 Part = tuple[AirModule, Mapping[str, str]]
-"""A module and its wiring: argument name -> slot name."""
+"""A module, and the program's argument (slot) for each of its own: name -> name."""
 
 SETTLE = "settle"
-"""In the names of the launch that makes the number of resets even."""
+"""Marks the names of the launch that makes the number of resets even."""
 
 SETTLE_BYTES = 64
-"""What it copies at most: a line of the host's cache, some steps of the narrowest stream."""
+"""Most bytes that it copies: a line of the host's cache, some steps of the narrowest stream."""
 
 
 def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
-    """One function `name(slots)` that runs the launches of `parts` in order. A slot has the type of its arguments.
+    """Return a function `name(slots)` that runs the launches of `parts` in order. A slot has the type of its arguments.
 
-    The parts are consumed: their operations are moved. Symbols of segments, herds and channels get
-    `launch<position of the part>_` in front. Launches of an odd number come behind one that settles them
+    The parts are consumed: their operations are moved. Symbols of segments, herds and channels get the prefix
+    `launch<position of the part>_`. If the number of launches is odd, one that settles them is added
     (`toggle_settling`), for which the last one has to write something.
 
-    TypeError if it does not, if arguments wired to one slot differ in type, if arguments and wiring or slots and
-    wirings do not match, or if one symbol is declared with two signatures (object variants carry their shapes in their
-    names, so none should be).
+    Raises:
+        TypeError: The last launch writes nothing; arguments of one slot differ in type; arguments and wiring, or slots
+            and wirings, do not match; or a symbol is declared with two signatures, which should not happen, because
+            object variants have their shapes in their names.
     """
     types = _slot_types(name, slots, parts)
     block = Block(arg_types=types)
@@ -61,27 +62,27 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
 
 
 def part_of(launch: LaunchOp) -> int:
-    """Position of the part that a stitched launch comes from."""
+    """Return the position of the part that a stitched launch comes from."""
     segment = analysis.segment_of(launch)
     assert segment.sym_name is not None
     return int(segment.sym_name.data.partition("_")[0].removeprefix("launch"))
 
 
 def _slot_types(name: str, slots: Sequence[str], parts: Sequence[Part]) -> list[Attribute]:
-    """The type of every slot, in order: that of the arguments wired to it."""
-    found: dict[str, tuple[str, Attribute]] = {}
+    """Return the type of every slot, in order: that of the arguments wired to it."""
+    uses: dict[str, tuple[str, Attribute]] = {}
     for module, wiring in parts:
         function, arguments = module.function.sym_name.data, _arguments(module.function)
         if wiring.keys() != arguments.keys():
             raise TypeError(f"{function}: arguments {sorted(arguments)}, wired {sorted(wiring)}")
         for argument, slot in wiring.items():
             use = f"{function}.{argument}", arguments[argument].type
-            first = found.setdefault(slot, use)
+            first = uses.setdefault(slot, use)
             if first[1] != use[1]:
                 raise TypeError(f"{name}, slot {slot}: {first[0]} is {first[1]}, {use[0]} is {use[1]}")
-    if found.keys() != set(slots):
-        raise TypeError(f"{name}: slots {sorted(slots)}, wired {sorted(found)}")
-    return [found[slot][1] for slot in slots]
+    if uses.keys() != set(slots):
+        raise TypeError(f"{name}: slots {sorted(slots)}, wired {sorted(uses)}")
+    return [uses[slot][1] for slot in slots]
 
 
 def _arguments(function: func.FuncOp) -> dict[str, BlockArgument]:
@@ -92,15 +93,15 @@ def _merge_declarations(declared: dict[str, func.FuncOp], module: AirModule) -> 
     for op in list(module.module.body.block.ops):
         if not isinstance(op, func.FuncOp) or not op.is_declaration:
             continue
-        known = declared.setdefault(op.sym_name.data, op)
-        if known is op:
+        first = declared.setdefault(op.sym_name.data, op)
+        if first is op:
             op.detach()
-        elif (known.function_type, known.attributes) != (op.function_type, op.attributes):
+        elif (first.function_type, first.attributes) != (op.function_type, op.attributes):
             raise TypeError(f"external function {op.sym_name.data} is declared twice, differently")
 
 
 def _rename(module: AirModule, prefix: str) -> None:
-    """Symbols of one name would be taken for the same cores or the same stream; give each its own."""
+    """Prefix the names of symbols: equal names would be the same cores or the same stream."""
     for op in module.module.walk():
         if isinstance(op, SegmentOp | HerdOp | ChannelOp) and op.sym_name is not None:
             op.sym_name = StringAttr(prefix + op.sym_name.data)
@@ -116,10 +117,10 @@ def _detach_channels(module: AirModule) -> list[ChannelOp]:
 
 
 def _detach_body(function: func.FuncOp) -> list[Operation]:
-    moved = [op for op in function.body.block.ops if not isinstance(op, func.ReturnOp)]
-    for op in moved:
+    ops = [op for op in function.body.block.ops if not isinstance(op, func.ReturnOp)]
+    for op in ops:
         op.detach()
-    return moved
+    return ops
 
 
 def _segment_name(launch: LaunchOp) -> str:
@@ -127,12 +128,12 @@ def _segment_name(launch: LaunchOp) -> str:
 
 
 def settles(module: ModuleOp) -> bool:
-    """Whether the first launch is there for the number of resets alone."""
+    """Return whether the first launch only makes the number of resets even."""
     return f"{SETTLE}_" in _segment_name(analysis.launches(module)[0])
 
 
 def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
-    """Elements of a slot that lie together from `first`, at most `run`, copied onto themselves."""
+    """Build a launch that copies contiguous elements of a slot onto themselves: at most `run`, from `first` on."""
     dtype = str(slot.element_type)
     count = min(run, SETTLE_BYTES // analysis.element_bytes(slot))
     b = Builder(SETTLE, {"slot": slot})
@@ -144,13 +145,13 @@ def _settling(slot: MemRefType, first: int, run: int) -> AirModule:
 
 
 def reserve_channel_names(module: ModuleOp) -> None:
-    """Declare channels that nothing uses, of the names that the compiler would give to its own.
+    """Declare unused channels with the names that the compiler would give to its own.
 
-    It makes a channel of each transfer, `@channel_<n>` with the first number that is free in the module, and for each
-    launch splits those of several entries, of which mlir-air of 2026-07-29 numbers the parts by what is free in the
-    launch. Where it looks up which column a memory tile serves, it goes by the names in the whole module and counts
-    the cores of another launch's channel of that name: the columns' shim tiles are not shared then, and run out. So
-    there are as many declarations as a launch can have parts.
+    The compiler makes a channel of each transfer, `@channel_<n>` with the first number that is free in the module. For
+    each launch it splits channels of several entries, and mlir-air of 2026-07-29 numbers the parts by what is free in
+    the launch. To find out which column a memory tile serves, it looks up names in the whole module, and so counts the
+    cores of another launch's channel of that name. Then the columns' shim tiles are not shared, and run out. So this
+    declares as many channels as a launch can have parts.
     """
     names = max(_channel_entries(launch) for launch in analysis.launches(module))
     first = module.body.block.first_op
@@ -160,18 +161,19 @@ def reserve_channel_names(module: ModuleOp) -> None:
 
 
 def _channel_entries(launch: LaunchOp) -> int:
-    """At most so many streams does the compiler make of a launch: one for each tile of each transfer."""
+    """Return the most streams that the compiler makes of a launch: one for each tile of each transfer."""
     return sum(math.prod(analysis.tile_grid(move)) for move in analysis.moves(launch))
 
 
 def toggle_settling(module: ModuleOp) -> None:
-    """Add a first launch that changes nothing, or take it away again.
+    """Add a first launch that changes nothing, or remove it.
 
-    Each launch resets the array by loading one of two empty images in turn, and the firmware does not load an image
-    again that is loaded already: a dispatch must end on another image than it begins with, so the number of resets is
-    even (mlir-aie, `AIEExpandLoadPdi`, up to #3622). The launch copies 64 bytes that the last one will write
-    onto themselves, by way of one core that computes nothing. It is the first because mlir-air of 2026-07-29 gives shim
-    tiles to launches from the last to the first, each from where the one behind it ended: attention needs all of them.
+    Each launch resets the array by loading one of two empty images, which alternate, and the firmware does not load an
+    image that is loaded already. So a dispatch must end with another image than it begins with: the number of resets
+    must be even (mlir-aie, `AIEExpandLoadPdi`, up to #3622). The added launch copies 64 bytes, which the last launch
+    will write, onto themselves, through one core that computes nothing. It is the first because mlir-air of 2026-07-29
+    gives shim tiles to launches from the last to the first, each from where the one after it ended, and attention needs
+    all of them.
     """
     launches = analysis.launches(module)
     if settles(module):
@@ -180,18 +182,18 @@ def toggle_settling(module: ModuleOp) -> None:
         module.verify()
         return
     last = launches[-1]
-    before = re.match(r"launch(\d+)_", _segment_name(last))
-    position = int(before[1]) + 1 if before else 1
+    stitched = re.match(r"launch(\d+)_", _segment_name(last))
+    position = int(stitched[1]) + 1 if stitched else 1
     function = analysis.public_function(module)
     written = next((access for access in accesses(last, SETTLE) if access.written), None)
     if written is None:
         raise TypeError(f"{function.sym_name.data}: its last launch writes nothing")
     slot = _arguments(function)[written.slot]
     assert isinstance(slot.type, MemRefType)
-    made = _settling(slot.type, int(written.runs.starts.min()), written.runs.length)
-    _rename(made, f"launch{position}_")
-    _arguments(made.function)["slot"].replace_all_uses_with(slot)
-    beginning = function.body.block.first_op
-    assert beginning is not None
-    function.body.block.insert_ops_before(_detach_body(made.function), beginning)
+    settling = _settling(slot.type, int(written.runs.starts.min()), written.runs.length)
+    _rename(settling, f"launch{position}_")
+    _arguments(settling.function)["slot"].replace_all_uses_with(slot)
+    first = function.body.block.first_op
+    assert first is not None
+    function.body.block.insert_ops_before(_detach_body(settling.function), first)
     module.verify()

@@ -1,7 +1,7 @@
-"""MLIR text of a module and back: AIR operations in custom assembly form, byte-stable.
+"""Prints a module as MLIR text and parses it: AIR operations in custom assembly form, byte-stable.
 
-The custom form with SSA values in every offset, size and stride list parses with old and new releases of mlir-air; the
-generic form of the DMA changed in 2026. What the compiler is given is then also what the simulator runs.
+The custom form, with SSA values in every list of offsets, sizes and strides, parses with old and new releases of
+mlir-air, while the generic form of the DMA changed in 2026. The simulator runs the same text that the compiler gets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stages.air.dialect import AIR
 
 
 def to_mlir(module: ModuleOp) -> str:
-    """The module as text. Depends on the operations alone: same module, same bytes."""
+    """Return the module as text, which depends on the operations alone: equal modules have equal bytes."""
     stream = StringIO()
     Printer(stream=stream).print_op(module)
     return stream.getvalue() + "\n"
 
 
 def parse_mlir(text: str) -> ModuleOp:
-    """The verified module that `to_mlir` printed. UserError with line and reason where it is malformed."""
+    """Return the verified module that `to_mlir` printed. UserError with line and reason if the text is malformed."""
     context = Context()
     for part in (Builtin, Arith, Func, MemRef, Scf, AIR):
         context.load_dialect(part)

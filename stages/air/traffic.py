@@ -1,4 +1,4 @@
-"""What a program moves to and from DDR, and how often it calls its tile functions, counted from its operations.
+"""Counts the bytes that a program moves to and from DDR, and its calls of tile functions, from its operations.
 
 A DMA of a herd whose DDR side does not depend on the tile's row (or column) is one broadcast stream, counted once.
 """
@@ -19,23 +19,27 @@ from stages.air.dialect import L3, HerdOp, LaunchOp, enclosing
 
 @dataclass
 class Traffic:
-    """One launch: bytes of the slots it is given, DDR bytes read and written by slot, calls of tile functions."""
+    """The traffic of one launch."""
 
     name: str
     slots: dict[str, int]
+    """Bytes of each argument (slot)."""
     read: Counter[str] = field(default_factory=Counter)
+    """Bytes read from DDR by slot."""
     written: Counter[str] = field(default_factory=Counter)
+    """Bytes written to DDR by slot."""
     calls: int = 0
+    """Calls of tile functions."""
 
     def add(self, other: Traffic) -> None:
-        """Count `other`, a launch over the same slots, into this one."""
+        """Add the traffic of another launch over the same slots."""
         self.read += other.read
         self.written += other.written
         self.calls += other.calls
 
     @property
     def minimum(self) -> int:
-        """The least that any tiling could move: outputs once, inputs at most once."""
+        """The fewest bytes that any tiling could move: outputs once, inputs at most once."""
         return sum(self.written.values()) + sum(min(n, self.slots[slot]) for slot, n in self.read.items())
 
     @property
@@ -44,12 +48,12 @@ class Traffic:
 
 
 def count(module: AirModule) -> list[Traffic]:
-    """Traffic of every launch, in order."""
+    """Return the traffic of every launch, in order."""
     return [count_launch(launch) for launch in module.launches]
 
 
 def count_launch(launch: LaunchOp) -> Traffic:
-    """Traffic of one launch."""
+    """Return the traffic of one launch."""
     segment = analysis.segment_of(launch)
     sizes = {str(arg.name_hint): analysis.buffer_bytes(arg) for arg in launch.args if isinstance(arg.type, MemRefType)}
     traffic = Traffic(analysis.name_of(segment, "launch"), sizes)

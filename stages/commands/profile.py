@@ -50,9 +50,9 @@ def write_report(found: Mapping[str, Any], directory: Path, other: Mapping[str, 
     from stages.reports.profile_page import profile_page
 
     write_atomic(directory / f"{NAME}.json", json.dumps(found).encode())
-    write_atomic(directory / f"{NAME}.pftrace", trace(found))
     page = directory / f"{NAME}.html"
     profile_page(found, other).write(page)
+    write_atomic(directory / f"{NAME}.pftrace", trace(found))  # last: it takes a package of an extra
     return page
 
 

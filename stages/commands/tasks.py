@@ -21,7 +21,7 @@ from stages.commands.words import GENERATE, WITH_NAMES, command_line, commands_o
 from stages.engine.doit_tasks import COMPLETE, FIRST, NAMES, command_task, doit_task
 from stages.graph import Build
 from stages.graph.options import COMMANDS, parse_options
-from stages.proof.selftest.graph import Probes
+from stages.kernels import HOST_SET
 
 Task = dict[str, Any]
 
@@ -30,6 +30,11 @@ _STEPLESS = {"doctor", "du", "fit", "gc", "models", "trust", "completion"}
 quantised one holds; for these it may be any."""
 _UNBUILT = _STEPLESS | {"provenance", "pull", "graph", "why"}
 """Commands that use what is there."""
+
+
+def _probes_of(build: Build) -> Any:
+    """Return the programs of the selftest. They load what builds for the CPU do not need."""
+    return import_module("stages.proof.selftest.graph").Probes(build)
 
 
 def _check_known(words: Sequence[str]) -> None:
@@ -49,8 +54,8 @@ try:
     _build = Build(parse_options(doit_cmd._CMDLINE_VARS or {}, _commands))
     _any = _STEPLESS & {*_commands} and not _build.options.weights
     _wired = Build(replace(_build.options, weights="bf16")) if _any else _build
-    _probes = Probes(_wired)
-    _steps = _wired.steps | _probes.steps
+    _probes = _probes_of(_wired) if _wired.target.kernel_set != HOST_SET else None
+    _steps = _wired.steps | (_probes.steps if _probes else {})
     _places = [_build.artifacts, _build.report("")]
     if _verb == "run" and not WITH_NAMES & {*_words[:1]}:
         _check_known(_words)
@@ -107,8 +112,8 @@ def _quality() -> Task:
 
 def _selftest() -> Task:
     """Return the ladder: it uses its own programs, and a model's."""
-    if not _probes.suit:
-        return command_task(partial(_run, "selftest", _probes), [], [], _places)
+    if not _probes:
+        return command_task(lambda: _run("selftest", _probes_of(_wired)), [], [], _places)
     needs = ["manifest", "probe:manifest"]
     task = command_task(partial(_run, "selftest", _probes), [_build.finish, _probes.finish], needs, _places)
     return task | {"meta": {FIRST: _need_tools_of_probes}}

@@ -48,7 +48,7 @@ class Display(ProgressColumn):
         )
         self._task = self._progress.add_task("", total=total)
 
-    def begin(self, step: str, stays: bool = True) -> None:
+    def begin(self, step: str, stays: bool = False) -> None:
         """Show a step, or what this process waits for, from here on. `stays`: leave a line of it when it is done."""
         # Not earlier: a process that draws should not fork.
         if self._listener is None:

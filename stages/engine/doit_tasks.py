@@ -18,6 +18,7 @@ from doit.reporter import ConsoleReporter
 from doit.runner import MThreadRunner
 
 from llama_npu2.errors import UserError
+from stages.engine.extras import missing_package
 from stages.engine.leftovers import note, remove_leftovers
 from stages.engine.objects import stop_compilers
 from stages.engine.progress import is_terminal, show_on
@@ -91,7 +92,7 @@ class OneLineReporter(ConsoleReporter):
         if not _is_step(task):
             return
         if self._display:
-            self._display.begin(task.name)
+            self._display.begin(task.name, stays=bool(named))
         elif named:
             self.write(f"{task.title()}\n")
 
@@ -190,10 +191,10 @@ cmd_run.MThreadRunner = StepRunner  # doit has no other place for it
 
 
 def _at_a_time() -> int:
-    """Return how many steps run at the same time: one for each CPU, but for each at least 1 GiB of memory. A compiler of
-    the NPU's programs may take that."""
+    """Return how many steps run at the same time: one for each CPU, and for each 4 GiB of memory, which a compiler of
+    the NPU's programs may take."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory >> 30))
+    return max(1, min(len(os.sched_getaffinity(0)), memory >> 32))
 
 
 DOIT_CONFIG = {
@@ -238,7 +239,7 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
         "actions": [step.run],
         "uptodate": [UpToDate(step)],
         "targets": [output.as_posix() for output in step.outputs],
-        # What took longest goes first, so that all of them end at about the same time.
+        # What took longest goes first, so that all end at about the same time.
         "task_dep": sorted(
             {maker[p] for p in step.inputs if p in maker} | set(step.after), key=lambda name: (-last.get(name, 0), name)
         ),
@@ -267,6 +268,8 @@ def _reported(action: Action, places: Sequence[Path], names: Sequence[str] | Non
     except UserError as error:
         return TaskFailed(str(error))
     except Exception as error:
+        if missing := missing_package(error):
+            return TaskFailed(missing)
         if full := no_room(error, [*places, Path(tempfile.gettempdir()), Path.cwd()]):
             return TaskFailed(full)
         if not isinstance(error, OSError):

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
@@ -23,6 +24,7 @@ from stages.engine.places import KERNELS, OBJECTS, kernel_files
 from stages.engine.progress import Bar, say, speaker
 
 _running: set[subprocess.Popen[str]] = set()
+"""The compilers that threads of this process wait for."""
 _one_for_each_cpu = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 _ERROR = re.compile(r"\berror\b", re.IGNORECASE)
@@ -33,20 +35,29 @@ def source_file(source: str) -> Path:
     return (KERNELS / source).with_suffix(".cc")
 
 
-def asked(module: Path) -> dict[str, list[str]]:
-    """Return the objects in a module's description: source and flags, by name."""
-    objects: dict[str, list[str]] = read_json(module.with_suffix(".json"))["objects"]
-    return objects
+class ListedObject(NamedTuple):
+    """An object in a module's description."""
+
+    source: str
+    """`<kernel set>/<stem>`."""
+    flags: list[str]
+
+
+def listed_objects(module: Path) -> dict[str, ListedObject]:
+    """Return the objects in a module's description, by name."""
+    objects = read_json(module.with_suffix(".json"))["objects"]
+    return {name: ListedObject(source, flags) for name, (source, *flags) in objects.items()}
 
 
 def linked(module: Path) -> dict[str, Path]:
     """Return the paths, in its artifact directory, of the objects that a module links, by name."""
-    return {name: module.parents[2] / OBJECTS / source / name for name, (source, *_) in asked(module).items()}
+    return {name: module.parents[2] / OBJECTS / listed.source / name for name, listed in listed_objects(module).items()}
 
 
-def wanted(source: str, modules: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the objects of a source that modules link: flags, by name."""
-    return {name: flags for module in modules for name, (of, *flags) in asked(module).items() if of == source}
+def flags_by_object(source: str, modules: Iterable[Path]) -> dict[str, list[str]]:
+    """Return the flags of the objects of a source that modules link, by name."""
+    objects = (entry for module in modules for entry in listed_objects(module).items())
+    return {name: listed.flags for name, listed in objects if listed.source == source}
 
 
 def write_objects(
@@ -93,16 +104,16 @@ def run_compiler(command: Sequence[str], failed: str) -> None:
     ):
         _running.add(compiler)
         try:
-            _, said = compiler.communicate()
+            _, errors = compiler.communicate()
         finally:
             _running.discard(compiler)
             compiler.kill()
     if compiler.returncode:
-        raise UserError(f"{failed}: {complaint(said)}")
+        raise UserError(f"{failed}: {complaint(errors)}")
 
 
 def stop_compilers() -> None:
-    """End the compilers that threads of this process wait for."""
+    """End the compilers of this process."""
     for compiler in list(_running):
         compiler.terminate()
 

@@ -23,6 +23,7 @@ from doit.exceptions import TaskFailed
 from llama_npu2.errors import UserError
 from stages.engine import definitions
 from stages.engine.changes import Change, input_change, key_change, output_change
+from stages.engine.extras import missing_package
 from stages.engine.places import MANIFEST
 from stages.engine.progress import running
 from stages.engine.project import (
@@ -162,6 +163,8 @@ class Step:
         except UserError as error:
             return TaskFailed(str(error))
         except Exception as error:
+            if missing := missing_package(error):
+                return TaskFailed(f"cannot build {self.name}: {missing}")
             project = self.project
             more = functools.partial(still_to_come, project.directory, project.needed)
             if full := no_room(error, [project.directory], more):

@@ -14,7 +14,7 @@ from stages.estimate.constants import Machine
 from stages.estimate.work import HOST_CALL, HOST_COPY, HOST_READ, SUBMISSION, Amount, Serial, Work, spend
 
 
-def phase_milliseconds(content: Spec, plans: Plans, machine: Machine | None = None) -> dict[str, float]:
+def phase_milliseconds(content: Spec, plans: Plans) -> dict[str, float]:
     """Return the milliseconds of each phase of a manifest; nothing if no program has an estimate, as on the CPU.
 
     A prefill phase is priced with a full bucket at the last position where it may begin, a decode phase with a token at
@@ -24,7 +24,7 @@ def phase_milliseconds(content: Spec, plans: Plans, machine: Machine | None = No
     """
     if not any("milliseconds" in program for program in content["programs"].values()):
         return {}
-    return {str(phase): _milliseconds(content, phase, calls, machine or Machine()) for phase, calls in plans.items()}
+    return {str(phase): _milliseconds(content, phase, calls, Machine()) for phase, calls in plans.items()}
 
 
 def commands(seconds: Sequence[float]) -> int:

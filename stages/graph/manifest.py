@@ -17,7 +17,6 @@ from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.errors import REMEDY, UserError
 from stages.engine.files import file_digests, read_checked, read_json, write_json
 from stages.engine.places import CALIBRATION, CONFIG, PLAN, WEIGHTS
-from stages.estimate.phases import phase_milliseconds
 from stages.model.buffers import PACKED, PLANNED
 from stages.model.config import Config, ConfigFields
 from stages.model.families import read_config
@@ -40,6 +39,8 @@ def write_manifest(
         target: name, device, and its requirements on a machine.
         calibrated: whether the weights were rounded for a text.
     """
+    from stages.estimate.phases import phase_milliseconds  # it loads the runtime's devices
+
     config = read_config(directory / CONFIG)
     plan = read_checked(directory / PLAN, PLANNED)
     weights = read_checked(directory / WEIGHTS, PACKED)

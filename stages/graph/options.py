@@ -44,6 +44,9 @@ GROUPS: dict[str, dict[str, str]] = _TABLE["commands"]
 
 COMMANDS = {name: sentence for group in GROUPS.values() for name, sentence in group.items()}
 
+_RENAMED: Mapping[str, str] = _TABLE["renamed"]
+"""Names that variables had in earlier versions."""
+
 
 def _targets() -> Sequence[str]:
     from stages.targets import targets
@@ -155,10 +158,11 @@ def table() -> dict[str, tuple[Option, ...]]:
 
 def sections(command: str) -> dict[str, list[Option]]:
     """Return the variables of a command in three groups: its own, what says which artifacts, and expert ones."""
-    parts: dict[str, list[Option]] = {"Variables": [], "Which artifacts": [], "For experts, on the NPU": []}
+    own, common, expert = "Variables", "Which artifacts, and how they are built", "For experts, on the NPU"
+    parts: dict[str, list[Option]] = {own: [], common: [], expert: []}
     for each in table()[command]:
-        title = "Variables" if not {"compile", "why"} <= {*each.commands} else "Which artifacts"
-        parts["For experts, on the NPU" if each.name.startswith("npu.") else title].append(each)
+        title = common if "compile" in each.commands else own
+        parts[expert if each.name.startswith("npu.") else title].append(each)
     return {title: variables for title, variables in parts.items() if variables}
 
 
@@ -176,7 +180,7 @@ def parse_options(values: Mapping[str, str], commands: Collection[str] = ()) -> 
     parsed: dict[str, Any] = {}
     for name, text in values.items():
         if name not in known:
-            renamed = _TABLE["renamed"].get(name)
+            renamed = _RENAMED.get(name)
             raise UserError(f"{name}= is now {renamed}" if renamed else _unknown(name, known.values(), commands))
         if commands and not {*commands} & {*known[name].commands}:
             raise UserError(_misplaced(known[name], commands))

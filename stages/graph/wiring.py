@@ -29,7 +29,7 @@ from stages.engine.places import (
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
 from stages.model import calibration
-from stages.model.grouping import WINDOW, Program, programs
+from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.packing import pack_weights
 from stages.model.plan import write_plan
 from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_family, record_checkpoint
@@ -113,7 +113,7 @@ class Wiring:
         family = known_family(self.build.source, self.directory / CONFIG).model_type
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
-        positions = self.build.positions if self.target.static else WINDOW
+        positions = self.build.positions if self.target.static else CONTEXT_BUCKET
         all_programs = programs(family, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in all_programs if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in all_programs if not p.host)]

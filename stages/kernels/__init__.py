@@ -112,7 +112,7 @@ class Kernel:
     """
 
     operation: str
-    """What it computes, whatever the format: the name of the kernel for weights, or a KV cache, in bf16."""
+    """The name of what it computes, whatever the format: that of the kernel for weights, or a KV cache, in bf16."""
     args: tuple[Arg, ...]
     """Tensor arguments in order: those that it reads, then those that it writes."""
     params: tuple[Param, ...]

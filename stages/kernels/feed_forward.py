@@ -56,7 +56,7 @@ class Tiling:
     cols: int
     """Elements of `x`: the hidden size."""
     eps: float
-    """Of the RMS norm."""
+    """The epsilon of the RMS norm."""
     together: int
     """Chunks that come to L2 at a time, per column."""
 

@@ -203,13 +203,13 @@ def tile(
     tilings = limits.require_any(what, limits.IN_L2, (p for p in tilings if sum(_l2(p)) <= limits.L2_BYTES))
     cuttable = (p for p in tilings if limits.cuttable(p.out_cols // p.block_n))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
-    tilings = limits.steady_first(what, tilings, lambda p: p.core_steps)
+    return min(limits.steady_first(what, tilings, lambda p: p.core_steps), key=_rank)
 
-    def order(p: Tiling) -> tuple[float, ...]:
-        split = p.weight_descriptors > 1
-        return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
 
-    return min(tilings, key=order)
+def _rank(p: Tiling) -> tuple[float, ...]:
+    """Return the rank of a tiling: the lowest is the best."""
+    split = p.weight_descriptors > 1
+    return not limits.steady(p.core_steps), ddr_bytes(p), p.tile_k < 32, -p.tile_m * p.tile_n, split, -p.tile_k
 
 
 def _l1(p: Tiling) -> tuple[int, int, int]:

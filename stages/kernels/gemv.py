@@ -77,7 +77,7 @@ class Tiling:
     cols: int
     """Columns of the weight, elements of `x`."""
     dtype: str
-    """Of the output: `bf16` or `f32`."""
+    """The dtype of the output: `bf16` or `f32`."""
     blocked: bool
     """Whether the weight is in 8x8 blocks (the bytes that `gemm` reads). If not, it has `padded` plain rows."""
     herd_rows: int

@@ -32,7 +32,7 @@ class Tiling:
     cols: int
     """Elements of `x`."""
     dtype: str
-    """Of the output: `bf16` or `f32`."""
+    """The dtype of the output: `bf16` or `f32`."""
     columns: int
     """Columns of the herd."""
     herd_rows: int

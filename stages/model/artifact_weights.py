@@ -1,4 +1,4 @@
-"""The weights of an artifact directory as values: those that its programs multiply with."""
+"""The weights of an artifact directory as values: the numbers that its programs multiply with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.weights.formats import formats
 
 
 class ArtifactWeights:
-    """Tensors of the model of an artifact directory, by the names of its checkpoint."""
+    """The tensors of an artifact directory, by their names in the checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         """Raise UserError where the directory is not complete, or holds formats or layouts that are unknown here."""
@@ -33,9 +33,9 @@ class ArtifactWeights:
         where = f"{self.manifest.directory}/manifest.json"
         if name not in self._places:
             raise UserError(f"{where} has no {name}: {REMEDY}")
-        held, layout = self.format(name), self._spec(name)["layout"]
-        if held not in formats() or layout not in ("plain", *formats()[held].layouts):
-            raise UserError(f"{where} has {name} as {held} in {layout}, which is unknown here: run doit compile")
+        form, layout = self.format(name), self._spec(name)["layout"]
+        if form not in formats() or layout not in ("plain", *formats()[form].layouts):
+            raise UserError(f"{where} has {name} as {form} in {layout}, which is unknown here: run doit compile")
 
     def format(self, name: str) -> str:
         """Return the format that a tensor is stored in."""

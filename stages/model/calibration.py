@@ -28,7 +28,6 @@ from threadpoolctl import threadpool_limits
 
 from llama_npu2.artifact.storage import Directory
 from llama_npu2.errors import UserError, first_line
-from llama_npu2.text.tokenizer import Tokenizer
 from stages.engine.files import file_digests, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.engine.progress import Bar
@@ -100,6 +99,8 @@ def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
 
 def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
     """Return token ids `[windows, length]`. Raises UserError."""
+    from llama_npu2.text.tokenizer import Tokenizer  # it loads a library that only this step needs
+
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

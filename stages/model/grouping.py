@@ -24,7 +24,7 @@ class Chain:
     start: tuple[str, ...]
     """Before the layers."""
     layer: tuple[str, ...]
-    """Those of every layer."""
+    """The parts of every layer."""
     end: tuple[str, ...]
     """After the layers."""
     unpacks: str = ""
@@ -96,7 +96,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Program:
-    """What a device launches: parts joined. Parts that bind one buffer share the slot of the first."""
+    """A sequence of parts that a device launches as one. Parts that bind one buffer share the slot of the first."""
 
     name: str
     """Unique in an artifact directory."""
@@ -109,15 +109,15 @@ class Program:
     host: bool
     bucket: int | None = None
     """Rows that its shapes are fixed to; None where rows are known at run time only."""
-    window: int | None = None
+    context: int | None = None
     """Positions of the KV cache that its shapes are fixed to; None where it attends over none."""
 
 
-WINDOW = 128
+CONTEXT_BUCKET = 128
 """Positions of the smallest context bucket; each has twice as many as the one before."""
 
 
-PROMPT_WINDOW, PROMPT_STEP = 2048, 3
+PROMPT_CONTEXT_BUCKET, PROMPT_STEP = 2048, 3
 """Prefill programs exist for every third context bucket of decode, counted from the longest; those below 2048 positions
 are left out, except for the longest.
 
@@ -126,26 +126,26 @@ positions attention takes 1.9 ms a layer, and 1.1 ms over just its rows, because
 """
 
 
-def windows(positions: int) -> list[int]:
-    """Return the context buckets of decode for a KV cache of so many positions, ascending.
+def context_buckets(positions: int) -> list[int]:
+    """Return the context buckets of decode for a KV cache of `positions` positions, ascending.
 
-    A token uses the smallest that holds it. The last has all positions, rounded up to a multiple of `WINDOW`.
+    A token uses the smallest that holds it. The last has all positions, rounded up to a multiple of `CONTEXT_BUCKET`.
     """
-    doubled = list(itertools.takewhile(lambda size: size < positions, (WINDOW << i for i in itertools.count())))
-    return [*doubled, -(-positions // WINDOW) * WINDOW]
+    doubled = list(itertools.takewhile(lambda size: size < positions, (CONTEXT_BUCKET << i for i in itertools.count())))
+    return [*doubled, -(-positions // CONTEXT_BUCKET) * CONTEXT_BUCKET]
 
 
-def prompt_windows(bucket: int, positions: int) -> list[int]:
+def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
     """Return the context buckets of prefill programs of `bucket` rows.
 
     The first has just these rows, from position 0 on; each of the others serves every start from which the rows end in
     it. They are few, because a program of a whole layer takes long to compile.
     """
-    first = bucket if bucket < WINDOW else -(-bucket // WINDOW) * WINDOW
+    first = bucket if bucket < CONTEXT_BUCKET else -(-bucket // CONTEXT_BUCKET) * CONTEXT_BUCKET
     if positions <= first:
         return [first]
-    last, *others = windows(positions)[::-PROMPT_STEP]
-    return [first, *sorted(size for size in others if size >= PROMPT_WINDOW and size > first), last]
+    last, *others = context_buckets(positions)[::-PROMPT_STEP]
+    return [first, *sorted(size for size in others if size >= PROMPT_CONTEXT_BUCKET and size > first), last]
 
 
 def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
@@ -186,7 +186,7 @@ _LAYERS = 3
 
 
 def programs(
-    family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = WINDOW
+    family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = CONTEXT_BUCKET
 ) -> list[Program]:
     """Return every program, those of groups first.
 
@@ -220,11 +220,11 @@ def _sized(program: Program, group: Group, buckets: Sequence[int], positions: in
     for bucket in buckets if group.prompt and buckets else (None,):
         sizes: Sequence[int | None] = (None,)
         if group.windowed:
-            sizes = prompt_windows(bucket, positions) if bucket else windows(positions)
-        for number, window in enumerate(sizes):
-            named_window = window if number or not bucket else None
-            name = ".".join([program.name, *(str(size) for size in (bucket, named_window) if size)])
-            yield replace(program, name=name, bucket=bucket, window=window)
+            sizes = prompt_context_buckets(bucket, positions) if bucket else context_buckets(positions)
+        for number, context in enumerate(sizes):
+            named_context = context if number or not bucket else None
+            name = ".".join([program.name, *(str(size) for size in (bucket, named_context) if size)])
+            yield replace(program, name=name, bucket=bucket, context=context)
 
 
 def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]) -> Program:
@@ -265,7 +265,7 @@ def _is_read(later: Sequence[Placed], buffer: str) -> bool:
     return False
 
 
-def _with_results_of_both(one: Program, other: Program) -> Program:
+def _with_results_of_both(program: Program, other: Program) -> Program:
     """Return a program with the outputs of both: slots that are read after any of its calls."""
-    pairs = zip(one.slots, other.slots, strict=True)
-    return replace(one, slots=tuple(b if b.role == "output" else a for a, b in pairs))
+    pairs = zip(program.slots, other.slots, strict=True)
+    return replace(program, slots=tuple(b if b.role == "output" else a for a, b in pairs))

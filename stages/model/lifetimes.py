@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from stages.weights.blobs import PAGE
 
@@ -56,23 +56,24 @@ def places(
         sizes: bytes of each buffer.
         formats: format of each buffer.
     """
-    apart: dict[str, set[str]] = {name: set() for name in sizes}
-    for name in {name for phase in phases for access in phase for name in access.partly & sizes.keys()}:
-        for other in (other for other in sizes if formats[other] != formats[name]):
-            apart[name].add(other)
-            apart[other].add(name)
-    for phase in phases:
-        lives = list(_lives(phase))
-        for name in {life.name for life in lives if not life.read or life.begin < 0}:
-            apart.pop(name, None)
-        for one, other in _overlapping(lives):
-            apart.get(one, set()).add(other)
-            apart.get(other, set()).add(one)
+    lives = [list(_lives(phase)) for phase in phases]
+    placed = sizes.keys() - {life.name for phase in lives for life in phase if not life.read or life.begin < 0}
+    conflicts: dict[str, set[str]] = {name: set() for name in placed}
+    for name, other in chain(_mixed_formats(formats, phases), *map(_overlapping, lives)):
+        if name in placed and other in placed:
+            conflicts[name].add(other)
+            conflicts[other].add(name)
     offsets: dict[str, int] = {}
-    for name in sorted(apart, key=lambda name: (-sizes[name], name)):
-        taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in apart[name] & offsets.keys())
+    for name in sorted(placed, key=lambda name: (-sizes[name], name)):
+        taken = sorted((offsets[other], offsets[other] + sizes[other]) for other in conflicts[name] & offsets.keys())
         offsets[name] = _lowest_offset(sizes[name], taken)
     return offsets
+
+
+def _mixed_formats(formats: Mapping[str, str], phases: Sequence[Sequence[LaunchAccess]]) -> Iterator[tuple[str, str]]:
+    """Yield each buffer with rows that no launch writes, with each buffer of another format."""
+    for name in {name for phase in phases for access in phase for name in access.partly & formats.keys()}:
+        yield from ((name, other) for other in formats if formats[other] != formats[name])
 
 
 def _lowest_offset(size: int, taken: Iterable[tuple[int, int]]) -> int:
@@ -104,14 +105,14 @@ def _begins(phase: Sequence[LaunchAccess]) -> Iterator[int]:
 
     Launches of the host run next to those of the device before them, unless they touch a buffer that these use.
     """
-    number, beside, busy = 0, 0, frozenset[str]()
+    number, device_begin, busy = 0, 0, frozenset[str]()
     for host, stretch in groupby(phase, lambda access: access.host):
         accesses = list(stretch)
         touched = frozenset[str]().union(*(access.touched for access in accesses))
         if not host:
-            beside, busy = number, touched
+            device_begin, busy = number, touched
         concurrent = host and not touched & busy
-        yield from (beside if concurrent else number + place for place in range(len(accesses)))
+        yield from (device_begin if concurrent else number + place for place in range(len(accesses)))
         number += len(accesses)
 
 

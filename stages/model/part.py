@@ -58,7 +58,7 @@ class Slot:
     parity of this layer and the next (two activations take turns, so that no launch reads and writes one), `{head}` for
     the tensor of the LM head."""
     view: str = WHOLE
-    """What the part sees of that buffer: a view of `llama_npu2.artifact.plan`."""
+    """The rows of that buffer that the part sees: a view of `llama_npu2.artifact.plan`."""
     keeps: bool = False
     """Whether the buffer outlives a call, as a cache does."""
     joins: tuple[str, ...] = ()

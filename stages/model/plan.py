@@ -31,7 +31,7 @@ from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.config import Config
 from stages.model.families import read_config
-from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_windows
+from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_context_buckets
 from stages.model.lifetimes import LaunchAccess, places
 from stages.model.part import Dim, Launch, Slot, resolved
 from stages.model.policy import BF16, Policy, parse_policy
@@ -108,7 +108,7 @@ def make_plan(
 
 
 class _Planner:
-    """With buckets, buffers are as long as the longest: positions past the model's context are only ever padding."""
+    """Derives a plan. With buckets, buffers are as long as the longest: rows past the model's context are padding."""
 
     def __init__(
         self, config: Config, grouping: Grouping, kernel_set: str, buckets: Sequence[int], policy: Policy
@@ -119,10 +119,10 @@ class _Planner:
         self.family, self.head = family.model_type, family.head(config)
         self.grouping = grouping.of(self.family, policy)
         all_programs = programs(self.family, grouping, self.buckets, policy, config.max_seq)
-        self.programs = {(p.entry, p.bucket, p.window): p for p in all_programs}
-        self.windows = sorted({p.window for p in all_programs if p.window and not p.bucket})
+        self.programs = {(p.entry, p.bucket, p.context): p for p in all_programs}
+        self.context_buckets = sorted({p.context for p in all_programs if p.context and not p.bucket})
         longest = self.buckets[-1] if buckets else 0
-        positions = max(config.max_seq, longest, *(p.window for p in all_programs if p.window))
+        positions = max(config.max_seq, longest, *(p.context for p in all_programs if p.context))
         self.dimensions: Mapping[str, float] = config.dimensions() | {
             "max_seq": positions,
             "window": positions,
@@ -135,16 +135,16 @@ class _Planner:
         prompt, token = self.grouping.prompt, self.grouping.token
         for bucket in self.buckets:
             phase = PREFILL._replace(rows=bucket)
-            first, *more = prompt_windows(bucket, self.config.max_seq)
+            first, *more = prompt_context_buckets(bucket, self.config.max_seq)
             self._add_phase(phase, prompt, bucket, first)
-            for window in more:
-                self._add_phase(phase._replace(context=window), prompt, bucket, window)
+            for context in more:
+                self._add_phase(phase._replace(context=context), prompt, bucket, context)
         if not self.buckets:
             self._add_phase(PREFILL_CHUNK, replace(prompt, end=()))
             self._add_phase(PREFILL, prompt)
-        for window in self.windows:
-            self._add_phase(DECODE._replace(context=window), token, window=window)
-        if not self.windows:
+        for context in self.context_buckets:
+            self._add_phase(DECODE._replace(context=context), token, context=context)
+        if not self.context_buckets:
             self._add_phase(DECODE, token)
         if self.buckets:
             self._share_memory()
@@ -160,17 +160,17 @@ class _Planner:
         for name, place in places(sizes, formats, phases).items():
             buffers[name].at = place
 
-    def _add_phase(self, phase: Phase, chain: Chain, bucket: int | None = None, window: int | None = None) -> None:
+    def _add_phase(self, phase: Phase, chain: Chain, bucket: int | None = None, context: int | None = None) -> None:
         self.accesses[phase] = []
-        self.result.phases[phase] = list(self._calls(self.accesses[phase], chain, bucket, window))
+        self.result.phases[phase] = list(self._calls(self.accesses[phase], chain, bucket, context))
 
     def _calls(
-        self, accesses: list[LaunchAccess], chain: Chain, bucket: int | None, window: int | None
+        self, accesses: list[LaunchAccess], chain: Chain, bucket: int | None, context: int | None
     ) -> Iterator[PlannedCall]:
         phase = chained(self.family, chain, self.config.layers, self.policy)
         for group, placed in cover(phase, self.grouping.groups):
             entry = group.name if group else placed[0].part.name
-            sizes = itertools.product((bucket, None), (window, None))
+            sizes = itertools.product((bucket, None), (context, None))
             program = next(self.programs[key] for size in sizes if (key := (entry, *size)) in self.programs)
             layer = placed[0].layer if placed[0].inside else None
             accesses += (self._access(program.host, at, launch) for at in placed for launch in at.part.launches)

@@ -193,6 +193,6 @@ def _layer_slots() -> set[str]:
     return {slot for family in families.families().values() for slot in family.matrices}
 
 
-def _check_known(where: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        raise UserError(f"{where}: {name or 'nothing'} is unknown: {suggestion(name, known)}")
+def _check_known(where: str, name: str, names: list[str]) -> None:
+    if name not in names:
+        raise UserError(f"{where}: {name or 'nothing'} is unknown: {suggestion(name, names)}")

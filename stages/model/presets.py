@@ -1,4 +1,4 @@
-"""Published shapes for `model=random:<name>`: real sizes without real weights. `presets.toml` has them."""
+"""Shapes of published models for `model=random:<name>`, from `presets.toml`: real sizes without real weights."""
 
 import tomllib
 from pathlib import Path
@@ -10,4 +10,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     name: _LLAMA | shape
     for name, shape in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
-"""By name: a configuration as `config.json` has it."""
+"""Name -> a configuration as `config.json` has it."""

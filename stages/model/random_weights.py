@@ -26,7 +26,7 @@ RECIPE = 2
 """Changes whenever equal shapes give other weights."""
 
 _OUTLIERS = 1000
-"""One in so many channels is an outlier; each tensor has at least one."""
+"""One in this many channels is an outlier; each tensor has at least one."""
 
 _LARGER = (5.0, 20.0)
 """The range of an outlier's size, relative to other channels."""
@@ -63,8 +63,8 @@ def write_random_weights(config: Config, path: Path) -> None:
         return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, 2 * config.layers if residual else 1)
 
     with ThreadPoolExecutor() as pool:
-        window = _windowed(pool, tensor, list(enumerate(shapes.items())))
-        write_safetensors(path, random_tensors(config), window)
+        values = _computed_ahead(pool, tensor, list(enumerate(shapes.items())))
+        write_safetensors(path, random_tensors(config), values)
 
 
 def _channels(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) 
     return out
 
 
-def _windowed(pool: ThreadPoolExecutor, work: Callable, items: list) -> Iterator[np.ndarray]:
+def _computed_ahead(pool: ThreadPoolExecutor, work: Callable, items: list) -> Iterator[np.ndarray]:
     """Yield results in order, at most `AHEAD` computed in advance, so that memory stays bounded."""
     pending = [pool.submit(work, item) for item in items[:AHEAD]]
     for i in range(len(items)):

@@ -1,6 +1,6 @@
-"""What parts and plans compute, in numpy: the kernels' references, wired as the parts say.
+"""Computes parts and plans in numpy, by the kernels' references, wired as the parts describe.
 
-Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, head_dim]`, NaN where nothing was put.
+Tensors are in plain layout. A KV cache is `[positions, kv_heads, 2, head_dim]`, NaN where nothing was written.
 """
 
 from __future__ import annotations
@@ -24,48 +24,50 @@ Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
 HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "token_attention": slice(0, 2)}
-"""Kernels that write into rows of an interleaved cache, their last result, and which halves."""
+"""Kernels whose last result goes to rows of an interleaved cache -> the halves of each head that it goes to: 0 is K, 1
+is V."""
 
 
 def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
-    """Run the launches of a program's parts; `values` by slot, of what it reads, then also of what it writes."""
+    """Run the launches of a program's parts. `values`, by slot, has what they read, and gets what they write."""
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for launch in part.launches:
             run_launch(launch, {arg: wired[slot] for arg, slot in launch.args.items()}, sizes, values)
 
 
 def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: MutableMapping[str, np.ndarray]) -> None:
-    """One launch; `values` by what `slots` binds to its arguments."""
+    """Run one launch. `values` has what it reads, and gets what it writes, by the names that `slots` binds to its
+    arguments."""
     kernel = launch.kernel
-    known: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
-    known |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
+    inputs: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+    inputs |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     written = [slots[arg.name] for arg in kernel.args if arg.written]
     cache = next((values[slots[arg.name]] for arg in kernel.args if arg.name == "kv"), None)
     if cache is not None:
-        until = known["pos"] + known.get("seq", 1)
+        until = inputs["pos"] + inputs.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
-        known = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | known
-    for slot, result in zip(written, results(kernel, known), strict=True):
+        inputs = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | inputs
+    for slot, result in zip(written, results(kernel, inputs), strict=True):
         if kernel.name in HALVES and slot == written[-1]:
-            rows = values[slot][known["pos"] :][: known.get("rows", 1)]
+            rows = values[slot][inputs["pos"] :][: inputs.get("rows", 1)]
             halves = rows[:, :, HALVES[kernel.name]]
             halves[...] = result.reshape(halves.shape)
-        elif "apart" in known:
-            part = written_part(values[slot], known)
+        elif "apart" in inputs:
+            part = written_part(values[slot], inputs)
             part[...] = result.reshape(part.shape)
         else:
             values[slot] = result
 
 
-def results(kernel: Kernel, known: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-    """What a kernel writes, by its reference; `known`: what it is given, by the names of the reference's parameters."""
-    if "table" in known:
-        known = {**known, "x": np.atleast_2d(known["x"])}
+def results(kernel: Kernel, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """Return what a kernel writes, by its reference. `inputs`: by the names of the reference's parameters."""
+    if "table" in inputs:
+        inputs = {**inputs, "x": np.atleast_2d(inputs["x"])}
     parameters = inspect.signature(kernel.reference).parameters
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        out = kernel.reference(*(known[arg.name] for arg in kernel.args if not arg.written), cols=known["cols"])
+        out = kernel.reference(*(inputs[arg.name] for arg in kernel.args if not arg.written), cols=inputs["cols"])
     else:
-        out = kernel.reference(**{name: _shaped(name, known) for name in parameters if name in known})
+        out = kernel.reference(**{name: _shaped(name, inputs) for name in parameters if name in inputs})
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -73,15 +75,14 @@ def _half(cache: np.ndarray, which: int, until: int) -> np.ndarray:
     return cache[:until, :, which].reshape(until, -1)
 
 
-def _shaped(name: str, known: Mapping[str, Any]) -> Any:
-    """New rows of K and V go into a cache head by head."""
-    one_row = name in ("k", "v") and known[name].ndim == 1
-    return known[name].reshape(known["kv_heads"], -1) if one_row else known[name]
+def _shaped(name: str, inputs: Mapping[str, Any]) -> Any:
+    """Return an input; a new row of K or V for a cache by heads."""
+    one_row = name in ("k", "v") and inputs[name].ndim == 1
+    return inputs[name].reshape(inputs["kv_heads"], -1) if one_row else inputs[name]
 
 
 class Model:
-    """A model's phases, call by call. `plans` and `programs` as in a manifest and from `stages.model.grouping`;
-    `tensor(name, shape)` gives a weight or table of a logical shape."""
+    """Runs a model's phases, call by call."""
 
     def __init__(
         self,
@@ -91,7 +92,14 @@ class Model:
         tensor: Callable[[str, tuple[int, ...]], np.ndarray],
         positions: int,
     ) -> None:
-        """`positions`: of the KV caches, at least as many as will be used."""
+        """Take a model.
+
+        Args:
+            plans: As in a manifest.
+            programs: From `stages.model.grouping`.
+            tensor: `tensor(name, shape)` returns a weight or table of a logical shape.
+            positions: The KV caches' positions, at least as many as will be used.
+        """
         self._plans, self._dimensions, self._tensor = plans, dimensions, tensor
         self._programs = {program.name: program for program in programs}
         self._positions = positions
@@ -104,8 +112,12 @@ class Model:
         ids: Sequence[int],
         watch: Callable[[PlannedCall, Values, Values], object] = lambda call, before, after: None,
     ) -> np.ndarray:
-        """Process tokens; returns the logits, f32 `[vocab]`. `watch(call, before, after)` gets what a call's slots held
-        before and hold after it, without weights and tables."""
+        """Process tokens. Return the logits, f32 `[vocab]`.
+
+        Args:
+            watch: `watch(call, before, after)` gets the content of each call's slots before and after it, without
+                weights and tables.
+        """
         sizes = {**self._dimensions, "seq": len(ids), "pos": self.position}
         sizes |= dict.fromkeys(("max_seq", "window"), self._positions)
         self._buffers["tokens"] = np.asarray(ids, np.int32)
@@ -133,10 +145,10 @@ class Model:
             return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, bfloat16))
         size = math.prod(shape)
         first = (sizes["seq"] - 1) * size if view == LAST_ROW else 0
-        held = self._buffers.get(name)
-        if held is None or held.size < first + size:
+        content = self._buffers.get(name)
+        if content is None or content.size < first + size:
             return np.full(shape, np.nan, bfloat16)
-        return held.reshape(-1)[first : first + size].reshape(shape)
+        return content.reshape(-1)[first : first + size].reshape(shape)
 
     def _logical(self, dims: Sequence[Dim], shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self._positions, *shape[1:]) if dims[0] == "max_seq" else shape

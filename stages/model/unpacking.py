@@ -53,16 +53,16 @@ def unpacking_part(family: str, key: PartKey, policy: Policy) -> Part:
     joined = joined_weights(family) if key.unpacks == UNPACK_JOINED else ()
     shared = shared_weights(family, policy) if joined else ()
     products = _products(family, key.name, policy)
-    joined_with = {weight: whole for whole in joined for weight in whole.parts}
+    joined_of = {weight: entry for entry in joined for weight in entry.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
     b = PartBuilder()
     for slot in _packed_slots(stored_slots(family_parts(family).PARTS[key.name](), policy), policy):
-        whole, target = joined_with.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
-        weight = replace(whole.slot, format=slot.format)
+        source, target = joined_of.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
+        weight = replace(source.slot, format=slot.format)
         buffer = f"{UNPACKED}{target.name}"
         out = replace(target, name=_unpacked_slot(target.name, policy), role="output", buffer=buffer, joins=())
         b.slots += [new for new in (weight, out) if new not in b.slots]
-        kernel, scalars = whole.unpack(slot, slot.name in shared)
+        kernel, scalars = source.unpack(slot, slot.name in shared)
         place = {"to": (target.joins or (slot.name,)).index(slot.name), "apart": max(len(target.joins), 1)}
         args = {"weight": weight.name, "out": out.name}
         b.launch(format_kernel(unpack_kernel(kernel, policy.matmul), slot.format), args, **scalars, **place)

@@ -64,7 +64,8 @@ def page(figures: Figures) -> Page:
         details(_phase_title(figures, name), *_time_line(figures, name), opened=not at)
         for at, name in enumerate(prompts)
     ]
-    shown.add("Time lines of prompts", first, details(f"{len(others)} other sizes", *others))
+    more = [details(f"{len(others)} other sizes", *others)] if others else []
+    shown.add("Time lines of prompts", first, *more)
     shown.add("DDR by slot", *_traffic(figures))
     shown.add("What launches take of the array", *_array(figures))
     if "counted" in figures:
@@ -220,27 +221,28 @@ def _array(figures: Figures) -> Iterator[Markup]:
         shown = (_launches(same, opened=same is longest) for same in alike.values())
         programs[name] = details(title, *shown, opened=name == opened)
     yield programs.pop(opened)
-    yield details(f"{len(programs)} other programs", *programs.values())
+    if programs:
+        yield details(f"{len(programs)} other programs", *programs.values())
 
 
 def _launches(launches: Sequence[Figures], opened: bool) -> Markup:
     """Return launches of one kernel and tiling, which take the same of the array for other slots."""
-    one = launches[0]
+    first = launches[0]
     spent = sum(launch["milliseconds"] for launch in launches)
-    title = f"{one['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(one)}" + (
-        f"; {one['tiling']}" if one["tiling"] else ""
+    title = f"{first['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(first)}" + (
+        f"; {first['tiling']}" if first["tiling"] else ""
     )
     columns = [Column("limit"), Column("taken", right=True), Column("of", right=True), Column("share", right=True)]
     rows = [
         (use["limit"], use["used"], use["available"], f"{use['used'] / use['available']:.0%}")
-        for use in one["limits_taken"]
+        for use in first["limits_taken"]
     ]
-    herds = ", ".join(f"{columns} x {rows}" for columns, rows in one["herds"])
+    herds = ", ".join(f"{columns} x {rows}" for columns, rows in first["herds"])
     return details(
         title,
-        _drawing([Tile(*tile) for tile in one["tiles"]], f"The array in {one['kernel']}: herds of {herds} cores"),
+        _drawing([Tile(*tile) for tile in first["tiles"]], f"The array in {first['kernel']}: herds of {herds} cores"),
         _buffers(launches),
-        details("Limits", table(columns, rows, f"What {one['kernel']} takes of each limit, where it takes most")),
+        details("Limits", table(columns, rows, f"What {first['kernel']} takes of each limit, where it takes most")),
         opened=opened,
     )
 
@@ -250,11 +252,11 @@ def _buffers(launches: Sequence[Figures]) -> Markup:
     columns = [Column("memory"), Column("holds"), Column("bytes", right=True), Column("copies", right=True)]
     rows = []
     for same in zip(*(launch["buffers"] for launch in launches), strict=True):
-        one = same[0]
-        slots = " or ".join(dict.fromkeys(" + ".join(each["slots"]) for each in same))
-        holds = f"{slots}, {'from' if one['way'] == 'in' else 'to'} DDR" if slots else "stays in the array"
-        where = "each core" if one["memory"] == "L1" else f"on {one['tiles']} memory tiles"
-        rows.append((f"{one['memory']}, {where}", holds, f"{one['bytes']:,}", one["copies"]))
+        first = same[0]
+        slots = " or ".join(dict.fromkeys(" + ".join(buffer["slots"]) for buffer in same))
+        holds = f"{slots}, {'from' if first['way'] == 'in' else 'to'} DDR" if slots else "stays in the array"
+        where = "each core" if first["memory"] == "L1" else f"on {first['tiles']} memory tiles"
+        rows.append((f"{first['memory']}, {where}", holds, f"{first['bytes']:,}", first["copies"]))
     return table(columns, rows, f"Buffers of {launches[0]['kernel']}")
 
 
@@ -296,10 +298,10 @@ BY = ("estimated", "counted")
 
 def _counted(counted: Figures) -> Iterator[Markup]:
     rows = [
-        (name, launch["launch"], slot, *(f"{each[by][way]:,}" for by in BY for way in (0, 1)))
+        (name, launch["launch"], slot, *(f"{bytes_of[by][way]:,}" for by in BY for way in (0, 1)))
         for name, launches in counted["programs"].items()
         for launch in launches
-        for slot, each in launch["slots"].items()
+        for slot, bytes_of in launch["slots"].items()
     ]
     differ = sum(row[3:5] != row[5:7] for row in rows)
     yield note(
@@ -313,7 +315,7 @@ def _counted(counted: Figures) -> Iterator[Markup]:
     for name, figures in counted["programs"].items():
         for launch in figures:
             calls = (launch["calls"][by] for by in BY)
-            moved = (sum(sum(each[by]) for each in launch["slots"].values()) for by in BY)
+            moved = (sum(sum(bytes_of[by]) for bytes_of in launch["slots"].values()) for by in BY)
             launches.append((name, launch["launch"], *(f"{number:,}" for number in (*calls, *moved, launch["macs"]))))
     yield table(columns, launches, "Calls of tile functions and bytes of DDR, estimated and counted, one call")
     columns = [Column("program"), Column("launch"), Column("slot"), Column("read", right=True)]

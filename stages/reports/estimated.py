@@ -13,7 +13,17 @@ from stages.estimate.phases import commands, host_work
 from stages.estimate.price import Priced, price
 from stages.estimate.work import HOST_COPY, SUBMISSION, Amount, Time, spend
 from stages.model.config import Config
-from stages.model.grouping import WINDOW, Group, Placed, Program, chained, cover, programs, prompt_windows, windows
+from stages.model.grouping import (
+    CONTEXT_BUCKET,
+    Group,
+    Placed,
+    Program,
+    chained,
+    context_buckets,
+    cover,
+    programs,
+    prompt_context_buckets,
+)
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import UNPACKED
 from stages.targets.npu2.groupings import GROUPINGS
@@ -68,7 +78,7 @@ class Estimate:
         machine: Machine,
         policy: Policy = BF16,
         depth: int = DEPTH,
-        positions: int = WINDOW,
+        positions: int = CONTEXT_BUCKET,
         second_copy: bool = False,
     ) -> None:
         self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
@@ -83,14 +93,14 @@ class Estimate:
     @property
     def window(self) -> int:
         """The context bucket of a token after `depth` others, where the device attends."""
-        return windows(self.depth + 1)[-1]
+        return context_buckets(self.depth + 1)[-1]
 
     @cached_property
     def programs(self) -> list[Program]:
         """Device programs."""
         of = self.config.family, self.grouping, self.buckets, self.policy
         prompts = [p for p in programs(*of, self.positions) if p.bucket]
-        tokens = [p for p in programs(*of, self.window) if not p.bucket and p.window in (None, self.window)]
+        tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
         return [p for p in (*prompts, *tokens) if not p.host]
 
     @cached_property
@@ -115,7 +125,7 @@ class Estimate:
     def prompts(self) -> Iterator[tuple[str, int, int]]:
         """Yield name, bucket and window (context bucket) of every prompt that has programs."""
         for bucket in self.buckets:
-            first, *more = prompt_windows(bucket, self.positions)
+            first, *more = prompt_context_buckets(bucket, self.positions)
             yield f"prompt of {bucket}", bucket, first
             yield from ((f"last {bucket} of a prompt of {window}", bucket, window) for window in more)
 
@@ -166,7 +176,7 @@ class Estimate:
         candidates = (
             p for p in self.programs if p.entry == group.name and p.bucket == (bucket if group.prompt else None)
         )
-        return next(p.name for p in candidates if not (bucket and window) or p.window in (None, window))
+        return next(p.name for p in candidates if not (bucket and window) or p.context in (None, window))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
         """Return the module's `host_traffic`, with the weights that the host unpacks for a prompt."""

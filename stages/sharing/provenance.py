@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def statement(project: Project, steps: Iterable[Step], recipe: Mapping[str, Any]
                 ],
             },
             "runDetails": {
-                "builder": {"id": "urn:llama-npu2", "version": {name: version(name) for name in PACKAGES}},
+                "builder": {
+                    "id": "urn:llama-npu2",
+                    "version": {name: version(name) for name in PACKAGES if name != "xdsl" or find_spec(name)},
+                },
                 "byproducts": [
                     _resource(label, project.sha256(label)) for label in sorted(outputs) if is_native(label)
                 ],

@@ -163,8 +163,8 @@ class Exchange:
         before = read_json(path).get("pushed", "") if path.is_file() else ""
         if newest.pushed < before:
             raise UserError(
-                f"remote {self.store.remote.url}: {self.name} was pushed at {newest.pushed}, the directory here at {before}: "
-                f"remove {path} to go back"
+                f"remote {self.store.remote.url}: {self.name} was pushed at {newest.pushed}, "
+                f"the directory here at {before}: remove {path} to go back"
             )
         return newest
 

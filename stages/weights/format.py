@@ -36,7 +36,7 @@ class PanelRows:
     pack: Callable[[np.ndarray], np.ndarray]
     """Packs some of the rows, a multiple of `panel_rows` but for the last, into panels."""
     first: int = 0
-    """Where the first panel goes, as the number of a panel of the packed matrix."""
+    """The number of the first panel in the packed matrix."""
     step: int = 1
     """How many panels after one the next goes."""
     shares: int = 1
@@ -78,7 +78,7 @@ class Format:
 
     name: str
     dtype: str
-    """Of the elements."""
+    """The dtype of the elements."""
     quantise: Callable[[np.ndarray], np.ndarray]
     """Values `[..., n]` (f32, f16 or bf16) -> stored elements `[..., row_elements + ceil(n / values) * elements]`."""
     dequantise: Callable[[np.ndarray, int], np.ndarray]

@@ -74,7 +74,7 @@ class Grouped:
         return PANEL_ROWS * self.group * self.numbers.bits // 8
 
     def groups_of(self, stored_bytes: int) -> int:
-        """Return the groups of a row of so many bytes as stored."""
+        """Return the groups of a row that has `stored_bytes` bytes as stored."""
         return (stored_bytes - self.header) // (self.scales + self.group)
 
     def stored(self, factors: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:

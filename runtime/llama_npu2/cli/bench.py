@@ -404,8 +404,8 @@ def cold_start(directory: str, llm: Llama, running: Running) -> Iterator[Result]
     prompt = llm.tokenizer.decode([int(i) for i in np.arange(40, 40 + count)]) or "hello"
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, "-c", _RUN, directory, prompt, "--raw", "--max-tokens=2"]
-    command += to_arguments(running, Running)
+    command = [sys.executable, "-c", _RUN, "run", directory, prompt, "--raw", "--max-tokens=2"]
+    command += to_arguments(running, Running, command="run")
     first, loaded, pipe = Result("cold start", "s"), Result("load", "s"), subprocess.PIPE
     peaks: list[int] = []
     for _ in range(running.repeats):

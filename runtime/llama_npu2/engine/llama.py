@@ -148,7 +148,6 @@ class Llama(Engine):
     ) -> Iterator[Completion]:
         """Yield `n` replies, each when it is whole. The prompt is processed once.
 
-
         A reply to a seed depends on its number alone, not on `n`. With `prompt_logprobs` all of the prompt is
         processed, at the cost of `score`. Arguments and errors are those of `generate`.
         """

@@ -50,8 +50,8 @@ def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     named[FINAL_NORM] = ("emb",)
     if not config.tied:
         named[head(config)] = VOCABULARY
-    known = config.dimensions()
-    return {name: tuple(int(known[dim]) for dim in shape) for name, shape in named.items()}
+    sizes = config.dimensions()
+    return {name: tuple(int(sizes[dim]) for dim in shape) for name, shape in named.items()}
 
 
 def head(config: Config) -> str:

@@ -144,8 +144,9 @@ def _open(fields: ConfigFields) -> Callable[[Tensors, str, Shape], Held | None]:
     groups = fields.values.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise fields.fail("config_groups", "must be an object of objects")
-    made = [_scheme(group, f"{fields.where}.config_groups.{name}") for name, group in groups.items()]
-    schemes = [scheme for scheme in made if scheme]
+    schemes = [
+        scheme for name, group in groups.items() if (scheme := _scheme(group, f"{fields.where}.config_groups.{name}"))
+    ]
 
     def held(tensors: Tensors, name: str, shape: Shape) -> Held | None:
         stem = name.removesuffix("weight")

@@ -137,8 +137,8 @@ class GgufFile:
         """Return where a tensor is. Raise UserError for another shape, an unknown type or a file that ends early."""
         place, where = self._places[name], f"{self.path}: tensor {name}"
         if place.type not in TYPES:
-            known = ", ".join(kind.name for kind in TYPES.values())
-            raise UserError(f"{where} is {REFUSED.get(place.type, f'of type {place.type}')}: only {known} are read")
+            readable = ", ".join(kind.name for kind in TYPES.values())
+            raise UserError(f"{where} is {REFUSED.get(place.type, f'of type {place.type}')}: only {readable} are read")
         kind = TYPES[place.type]
         if place.shape != shape:
             raise UserError(f"{where} has shape {list(place.shape)}, the metadata imply {list(shape)}")

@@ -29,7 +29,7 @@ _SHORTEST = {"tensors": 8 + 4 + 4 + 8, "values": 8 + 4 + 1}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is."""
+    """The place of a tensor in a file."""
 
     shape: tuple[int, ...]
     """The outermost dimension first."""

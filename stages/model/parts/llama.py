@@ -20,15 +20,18 @@ from stages.model.policy import EMBEDDING
 
 @dataclass(frozen=True)
 class _Rows:
-    """What differs between a prompt (matrices of `seq` rows) and a token (vectors)."""
+    """The rows that a part computes: those of a prompt, as matrices, or a token's, as a vector."""
 
     rows: Dim
     product: str
+    """The kernel of its products."""
 
     def act(self, *width: Dim) -> Shape:
+        """Return the shape of an activation."""
         return (self.rows, *width) if self.rows != 1 else width
 
     def project(self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim) -> None:
+        """Launch a product."""
         rows: dict[str, Any] = {"rows": self.rows} if self.product == "gemm" else {}
         b.launch(self.product, {"x": x, "weight": weight, "out": out}, cols=cols, out_cols=out_cols, **rows)
 
@@ -51,22 +54,26 @@ JOINED = (
     _joined("w_qkv", "qkv_dim", {"wq": 0, "wk": "q_dim", "wv": "qk_dim"}),
     _joined("w_gate_up", "ffn_pair_dim", {"w_gate": 0, "w_up": 1}, paired=True),
 )
-_QKV, _GATE_UP = (each.slot for each in JOINED)
+_QKV, _GATE_UP = (joined.slot for joined in JOINED)
 
 
 def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
-    """The cache of the NPU: a row per position, K and V of a head together, so that attention needs one stream."""
+    """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
     return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=True)
 
 
 def _window(b: PartBuilder) -> str:
-    """The first rows of that cache."""
+    """Add the first rows of the NPU's KV cache: those of a context bucket."""
     return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
 
 
 def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
-    """RMS norm, Q/K/V projections, rotary embedding of Q and K: 13 slots, 6 launches. `interleave`: K and V go straight
-    into rows of the interleaved cache, and queries say where they are, which comes with their angles: 12 slots."""
+    """Build the RMS norm, the Q/K/V projections and the rotary embedding of Q and K.
+
+    Args:
+        interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
+            which comes with its angles.
+    """
     b = PartBuilder()
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w = _weight(b, "norm_w")
@@ -101,8 +108,11 @@ def _norm_qkv_rope(name: str, rows: _Rows, interleave: bool = False) -> Part:
 
 
 def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
-    """Output projection, residual, RMS norm, SwiGLU feed-forward, residual: 15 slots, 8 launches. `paired`: gate and up
-    are one product with SwiGLU in it (12 slots, 6 launches)."""
+    """Build output projection, residual, RMS norm, SwiGLU feed-forward network and residual.
+
+    Args:
+        paired: Whether gate and up are one product that includes SwiGLU.
+    """
     b = PartBuilder()
     res1 = _project_attended(b, rows, "scratch")
     swiglu = _normed_swiglu(b, rows, res1, "scratch", paired)
@@ -111,7 +121,7 @@ def _o_ffn(name: str, rows: _Rows, paired: bool = False) -> Part:
 
 
 def _project_attended(b: PartBuilder, rows: _Rows, role: str) -> str:
-    """Output projection of attention and residual: 5 slots, 2 launches. Returns the sum's."""
+    """Add the output projection of attention, and the residual. Return the slot of the sum, which has this role."""
     attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
     wo = _weight(b, "wo")
     proj = b.slot("proj", rows.act("emb"), "scratch")
@@ -123,7 +133,7 @@ def _project_attended(b: PartBuilder, rows: _Rows, role: str) -> str:
 
 
 def _normed_swiglu(b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool) -> str:
-    """RMS norm, gate, up and SwiGLU: 7 slots, 4 launches; 4 and 2 if they are `paired`. Returns its result's."""
+    """Add RMS norm, gate, up and SwiGLU; `paired` as in `_o_ffn`. Return the result's slot, which has this role."""
     norm_w = _weight(b, "ffn_norm_w")
     normed = b.slot("normed2", rows.act("emb"), "scratch")
     if paired:
@@ -146,7 +156,7 @@ def _normed_swiglu(b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool)
 
 
 def _project_down(b: PartBuilder, rows: _Rows, swiglu: str, residual: str) -> None:
-    """Down projection and residual: 3 slots, 2 launches."""
+    """Add the down projection and the residual."""
     w_down = _weight(b, "w_down")
     down = b.slot("down", rows.act("emb"), "scratch")
     output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
@@ -155,14 +165,14 @@ def _project_down(b: PartBuilder, rows: _Rows, swiglu: str, residual: str) -> No
 
 
 def _o_add() -> Part:
-    """The first part of `o_ffn`, of a prompt."""
+    """Build the first third of a prompt's `o_ffn`."""
     b = PartBuilder()
     _project_attended(b, _PROMPT, "output")
     return b.build("o_add")
 
 
 def _gate_up(paired: bool = False) -> Part:
-    """The second one: 8 slots, 4 launches; `paired`: 5 and 2."""
+    """Build the second third of a prompt's `o_ffn`."""
     b = PartBuilder()
     x = b.slot("res1", _PROMPT.act("emb"), "input")
     _normed_swiglu(b, _PROMPT, x, "output", paired)
@@ -170,7 +180,7 @@ def _gate_up(paired: bool = False) -> Part:
 
 
 def _down_add() -> Part:
-    """The last one: 5 slots, 2 launches."""
+    """Build the last third of a prompt's `o_ffn`."""
     b = PartBuilder()
     swiglu = b.slot("swiglu", _PROMPT.act("ffn"), "input")
     residual = b.slot("res1", _PROMPT.act("emb"), "input")
@@ -179,16 +189,16 @@ def _down_add() -> Part:
 
 
 _ATTENDED = "attn_out.{turn}"
-"""The buffer of a token's attention: read and written, one layer's and the next one's, by one program."""
+"""The buffer of a token's attention. One program reads that of a layer and writes that of the next."""
 
 
 def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
-    """A token's row between layers."""
+    """Add a token's row between layers."""
     return b.slot(name, ("emb",), "input", buffer="x.{turn}")
 
 
 def _norm_qkv_gemv() -> Part:
-    """Of a token's row: RMS norm, Q, K and V as one product: 4 slots, 1 launch."""
+    """Build the RMS norm of a token's row with Q, K and V, as one product."""
     b = PartBuilder()
     x, norm_w = _residual_row(b), _weight(b, "norm_w")
     b.slots.append(_QKV)
@@ -202,8 +212,13 @@ def _normed_product(b: PartBuilder, kernel: str, x: str, norm: str, weight: str,
 
 
 def _o_ffn_gemvs(fused: bool = False) -> Part:
-    """Behind a token's attention: output projection and residual, RMS norm with gate and up as one product and SwiGLU
-    in it, down and residual: 9 slots, 3 launches. `fused`: all from the norm on as one: 8 slots, 2 launches."""
+    """Build what follows a token's attention, as three products.
+
+    They are output projection and residual; RMS norm, gate, up and SwiGLU; down and residual.
+
+    Args:
+        fused: Whether everything from the norm on is one launch.
+    """
     b = PartBuilder()
     attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
     wo, x = _weight(b, "wo"), _residual_row(b, "x_residual")
@@ -231,8 +246,8 @@ _HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
 
 
 def _flash_attn() -> Part:
-    """Causal attention of a prompt's rows over the first positions of an interleaved cache that has their K and V: 3
-    slots, 1 launch."""
+    """Build causal attention of a prompt's rows over the first positions of the interleaved cache, which has their K
+    and V already."""
     b = PartBuilder()
     q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
     kv = _window(b)
@@ -242,14 +257,15 @@ def _flash_attn() -> Part:
 
 
 def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
-    """Slots of new queries, and of the keys and values that go into a cache."""
+    """Add the slots of new queries, and of the keys and values that are appended to a cache."""
     q = b.slot("q", rows.act("q_dim"), "input", buffer="q_roped")
     k = b.slot("k", rows.act("kv_dim"), "input", buffer="k_roped")
     return q, {"k": k, "v": b.slot("v", rows.act("kv_dim"), "input")}
 
 
 def _attend_panels(name: str, rows: _Rows, kernel: str, **scalars: Dim) -> Part:
-    """Append new rows of K and V to a cache in panels, which the host's attention streams, then attend over it."""
+    """Build a part that appends new rows of K and V to a cache in panels, which the host's attention streams, then
+    attends over it."""
     b = PartBuilder()
     q, new = _new_rows(b, rows)
     block = ("kv_blocks", "kv_heads", "kv_block_positions")
@@ -266,7 +282,7 @@ def _attend_panels(name: str, rows: _Rows, kernel: str, **scalars: Dim) -> Part:
 
 
 def _decode_attn_kv() -> Part:
-    """Append the newest K and V to the interleaved cache, then attend over it."""
+    """Build a part that appends a token's K and V to the interleaved cache, then attends over it."""
     b = PartBuilder()
     q, new = _new_rows(b, _TOKEN)
     kv = _interleaved(b, "output")
@@ -277,8 +293,8 @@ def _decode_attn_kv() -> Part:
 
 
 def _token_attn() -> Part:
-    """Rotate a token's Q and K, and attend over the first positions of an interleaved cache and what goes into it: 5
-    slots, 1 launch. The position comes with the rotation's angles."""
+    """Build a part that rotates a token's Q and K, writes K and V to the interleaved cache and attends over the cache's
+    first positions and them, as one launch. The position comes with the rotation's angles."""
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")
@@ -301,7 +317,7 @@ def _embed(name: str, kernel: str) -> Part:
 
 
 def _final_norm() -> Part:
-    """The last RMS norm, of the one row whose logits are wanted."""
+    """Build the last RMS norm, of the row whose logits are computed."""
     b = PartBuilder()
     args = {
         "x": b.slot("x", ("emb",), "input", buffer="x.{turn}", view=LAST_ROW),
@@ -313,13 +329,13 @@ def _final_norm() -> Part:
 
 
 def _vocabulary(b: PartBuilder, x: str) -> dict[str, str]:
-    """Its projection's arguments. Logits stay f32: rounding them to bf16 makes ties."""
+    """Add the slots of the LM head, and return its arguments. Logits stay f32: rounding them to bf16 makes ties."""
     weight = b.slot("w_vocab", VOCABULARY, "weight", buffer="{head}")
     return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32")}
 
 
 def _lm_head(name: str, kernel: str) -> Part:
-    """Vocabulary projection of one normed row."""
+    """Build the LM head of one normed row."""
     b = PartBuilder()
     x = b.slot("x", ("emb",), "input", buffer="final_normed")
     b.launch(kernel, _vocabulary(b, x), out_cols="vocab", cols="emb")
@@ -327,7 +343,7 @@ def _lm_head(name: str, kernel: str) -> Part:
 
 
 def _norm_lm_head() -> Part:
-    """The last RMS norm and vocabulary projection of a token's row: 4 slots, 1 launch."""
+    """Build the last RMS norm and the LM head of a token's row, as one launch."""
     b = PartBuilder()
     x, norm = _residual_row(b), b.slot("final_norm_w", ("emb",), "weight", buffer=FINAL_NORM)
     args = {"norm": norm, **_vocabulary(b, x)}
@@ -356,7 +372,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "final_norm": _final_norm,
     "lm_head_gemv": lambda: _lm_head("lm_head_gemv", "gemv_f32"),
     "norm_lm_head": _norm_lm_head,
-    # Where the vocabulary matrix lies in rows, the host's.
+    # On the host, if the vocabulary matrix is in the layout for the array.
     "lm_head_rows": lambda: _lm_head("lm_head_rows", "gemv_rows_f32"),
 }
 
@@ -364,10 +380,11 @@ PAIRED: dict[str, Callable[[], Part]] = {
     "o_ffn": lambda: _o_ffn("o_ffn", _PROMPT, paired=True),
     "gate_up": lambda: _gate_up(paired=True),
 }
-"""Parts of a prompt where weights that the host unpacks for it are one matrix: eight rows of each in turn."""
+"""Parts of a prompt in place of those of `PARTS` if the host unpacks gate and up for it into one matrix, in which eight
+rows of each alternate."""
 
 SHARED = ("w_gate", "w_up", "w_down")
-"""Of a feed-forward network, all that it has."""
+"""Slots of all weights of the feed-forward network."""
 
 FUSED: dict[str, Callable[[], Part]] = {"o_ffn_gemvs": lambda: _o_ffn_gemvs(fused=True)}
-"""Parts of a token where cores of a launch can share those."""
+"""Parts of a token in place of those of `PARTS` if the cores of a launch can share the weights of `SHARED`."""

@@ -1,6 +1,6 @@
-"""Where a model comes from: `model=demo | hub id | local directory | GGUF file | random:<shapes>`.
+"""The sources of models: `model=demo | hub id | local directory | GGUF file | random:<shapes>`.
 
-Every source ends as a path that `stages.model.checkpoint` opens.
+Every source provides a path that `stages.model.checkpoint` opens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from stages.model.sources.source import Listed, Source
 
 
 def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool = False) -> Source:
-    """The source that `model=` names. `elsewhere`: a name may be that of artifacts that are not here yet. Raises
-    UserError when it names nothing."""
+    """Return the source that `model=` names. UserError if it names nothing.
+
+    Args:
+        elsewhere: Whether a name may be that of artifacts that are not on this machine yet.
+    """
     if model == "demo":
         return LocalSource("demo", DEMO)
     if model.startswith("random:"):
@@ -71,12 +74,12 @@ def _random_source(shapes: str, artifacts: Path) -> RandomSource:
 
 
 def safe_name(text: str) -> str:
-    """A text as part of a directory's name."""
+    """Return a text with the characters that a directory's name can have."""
     return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "model"
 
 
 def config_of(source: Source) -> Config:
-    """Of a model whose weights may not be here: none are fetched or made. Raises UserError."""
+    """Return the configuration of a model without fetching a hub's weights, or making any. Raises UserError."""
     if isinstance(source, ArtifactsOnly):
         raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
     if isinstance(source, RandomSource):
@@ -86,13 +89,16 @@ def config_of(source: Source) -> Config:
         if CONFIG_FILES[0] not in files:
             raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
         return families.read_config(files[CONFIG_FILES[0]], DAMAGED)
-    held = container(source.fetch())
-    return parse_config(held.fields, held.where)
+    within = container(source.fetch())
+    return parse_config(within.fields, within.where)
 
 
 def known_family(source: Source, recorded: Path) -> Family:
-    """The family of a model before its checkpoint is there: by the configuration that `recorded` or the source has, the
-    first of the table where neither has one yet."""
+    """Return the family of a model before its checkpoint is on this machine.
+
+    It follows from the configuration that `recorded` or the source has. If neither has one yet, it is the first of the
+    table.
+    """
     for path in (recorded, *(p for p in source.files() if p.name == recorded.name)):
         if path.is_file():
             with contextlib.suppress(UserError):
@@ -101,8 +107,10 @@ def known_family(source: Source, recorded: Path) -> Family:
 
 
 def known_positions(source: Source, recorded: Path) -> int | None:
-    """How long a context the model knows, before its checkpoint is there; None where that is not known yet. `recorded`
-    as in `known_family`."""
+    """Return the longest context of a model before its checkpoint is on this machine; None if it is not known yet.
+
+    `recorded` as in `known_family`.
+    """
     if isinstance(source, RandomSource):
         return source.config.max_seq
     files = [recorded] if recorded.is_file() else []
@@ -115,12 +123,14 @@ def known_positions(source: Source, recorded: Path) -> int | None:
 
 
 def quantised(source: Source, recorded: Path) -> bool:
-    """Whether a checkpoint may hold quantised weights, as far as that is known without them. `recorded`: its
-    configuration, where it was seen before."""
+    """Return whether a checkpoint may hold quantised weights, as far as its configuration tells.
+
+    `recorded` has the configuration if it was read before.
+    """
     if isinstance(source, GgufSource):
         return True
     files = [recorded] if isinstance(source, HubSource) and recorded.is_file() else []
-    # Whoever builds is told why it cannot be had.
+    # A build will say why the configuration cannot be read.
     with contextlib.suppress(UserError):
         files = files or source.config_files()
         return any(path.name != recorded.name or read_json(path).get("quantization_config") for path in files)
@@ -128,8 +138,11 @@ def quantised(source: Source, recorded: Path) -> bool:
 
 
 def record_checkpoint(source: Source, digest: Callable[[Path], str | None], ignore: Sequence[str], work: Path) -> None:
-    """Step action: check the checkpoint, in which tensors that match a pattern of `ignore` may be besides the model's;
-    write its configuration and what identifies its content."""
+    """Check the checkpoint, and write its configuration and what identifies its content (step action).
+
+    Args:
+        ignore: Patterns of tensors that it may have besides the model's.
+    """
     opened = Checkpoint.open(source.fetch(), ignore)
     write_json(work / CONFIG, opened.fields)
     write_json(
@@ -139,7 +152,7 @@ def record_checkpoint(source: Source, digest: Callable[[Path], str | None], igno
 
 
 def copy_tokenizer(source: Source, work: Path) -> None:
-    """Step action: write the tokenizer's files, each checked to be readable, and to be harmless to whoever runs it."""
+    """Write the tokenizer's files, of which each is checked to be readable and harmless (step action)."""
     (work / "tokenizer").mkdir()
     checkpoint = source.fetch()
     for name, content in container(checkpoint).tokenizer().items():

@@ -1,4 +1,4 @@
-"""Artifacts whose checkpoint is not on this machine."""
+"""A source whose checkpoint is not on this machine, only its artifacts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.model.sources.source import Listed
 
 @dataclass(frozen=True)
 class ArtifactsOnly:
-    """A name under `artifacts/` whose source is not on this machine: usable as it is, not rebuildable."""
+    """A name below `artifacts/` whose checkpoint is not on this machine: it can be used, not rebuilt."""
 
     name: str
     pinned = False

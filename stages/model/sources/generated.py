@@ -1,4 +1,4 @@
-"""Random weights, generated on this machine."""
+"""A source of random weights, generated on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stages.weights.blobs import safetensors_bytes
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Seeded random weights in given shapes, generated once; for size and speed work."""
+    """Seeded random weights of given shapes, generated once, to measure sizes and speed."""
 
     name: str
     raw_config: Mapping[str, Any]
@@ -45,37 +45,37 @@ class RandomSource:
 
     @property
     def config(self) -> Config:
-        """Raises UserError."""
+        """The configuration. Raises UserError."""
         return parse_config(self.raw_config, f"model=random:{self.name}")
 
     def inventory(self) -> Mapping[str, Listed]:
-        if self._made:
+        if self._is_complete:
             return listed(path for path in self.directory.iterdir() if path.is_file())
-        with tempfile.TemporaryDirectory() as beside:
-            write_byte_tokenizer(self.config, Path(beside))
-            sizes = {path.name: path.stat().st_size for path in Path(beside).iterdir()}
+        with tempfile.TemporaryDirectory() as temporary:
+            write_byte_tokenizer(self.config, Path(temporary))
+            sizes = {path.name: path.stat().st_size for path in Path(temporary).iterdir()}
         sizes[SINGLE] = safetensors_bytes(random_tensors(self.config))
         return {name: Listed(size, here=False) for name, size in sizes.items()}
 
     @property
-    def _wanted(self) -> str:
+    def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     @property
     def _stamp(self) -> Path:
-        """Says what the weights were made from."""
+        """The file with the digest of what the weights were made from."""
         return self.directory / GENERATED
 
     @property
-    def _made(self) -> bool:
+    def _is_complete(self) -> bool:
         try:
-            return read_regular(self._stamp, len(self._wanted)).decode() == self._wanted
+            return read_regular(self._stamp, len(self._digest)).decode() == self._digest
         except (OSError, ValueError):
             return False
 
     def fetch(self) -> Path:
         config = self.config
-        if self._made:
+        if self._is_complete:
             return self.directory
         require_space(self.directory, safetensors_bytes(random_tensors(config)), f"model=random:{self.name}")
         with (
@@ -85,5 +85,5 @@ class RandomSource:
             (temporary / "config.json").write_text(json.dumps(dict(self.raw_config), indent=2))
             write_random_weights(config, temporary / SINGLE)
             write_byte_tokenizer(config, temporary)
-            (temporary / self._stamp.name).write_text(self._wanted)
+            (temporary / self._stamp.name).write_text(self._digest)
         return self.directory

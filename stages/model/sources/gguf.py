@@ -1,4 +1,4 @@
-"""A GGUF file on this machine."""
+"""A source that is a GGUF file on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face hub."""
+"""A source that is a repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HubSource:
 
         try:
             info = HfApi().model_info(self.repo, revision=self.revision, timeout=10, token=False)
-        except Exception:  # whatever keeps it from being seen without a token
+        except Exception:  # any failure means that it cannot be seen without a token
             return False
         return not info.private and not info.gated
 
@@ -60,7 +60,7 @@ class HubSource:
 
         with self._explained():
             info = HfApi().model_info(self.repo, revision=self.revision, files_metadata=True)
-        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         return {
             name: Listed(sizes[name], isinstance(try_to_load_from_cache(self.repo, name, revision=info.sha), str))
             for name in filter_repo_objects(sizes, allow_patterns=list(_PATTERNS))
@@ -70,12 +70,12 @@ class HubSource:
         from huggingface_hub import snapshot_download
 
         with self._explained():
-            wanted = list(patterns)
-            return Path(snapshot_download(self.repo, revision=self.revision, allow_patterns=wanted, tqdm_class=Bar))
+            path = snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns), tqdm_class=Bar)
+        return Path(path)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """What the hub's client raises, as UserError."""
+        """Turn what the hub's client raises into UserError."""
         from huggingface_hub import constants, errors
 
         where = f"model {self.repo} (revision {self.revision})"

@@ -1,4 +1,4 @@
-"""A checkpoint directory on this machine."""
+"""A source that is a checkpoint directory on this machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LocalSource:
 
     def files(self) -> list[Path]:
         names = {*CONFIG_FILES, SINGLE, INDEX, *TOKENIZER_FILES}
-        found = {*self.directory.glob("*.safetensors"), *(self.directory / n for n in names)}
-        return sorted(p for p in found if p.is_file())
+        paths = {*self.directory.glob("*.safetensors"), *(self.directory / name for name in names)}
+        return sorted(path for path in paths if path.is_file())
 
     def config_files(self) -> list[Path]:
         return [path for path in self.files() if path.name in CONFIG_FILES]

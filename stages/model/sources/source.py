@@ -1,4 +1,4 @@
-"""What every source of a model offers."""
+"""The interface of sources of models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Listed:
-    """A file of a checkpoint. `here`: on this machine already."""
+    """A file of a checkpoint."""
 
     nbytes: int
     here: bool
+    """Whether it is on this machine already."""
 
 
 class Source(Protocol):
@@ -21,30 +22,31 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Directory name below `artifacts/`."""
+        """The name of its directory below `artifacts/`."""
 
     def identity(self) -> Mapping[str, Any]:
-        """What the user asked for; part of the build key."""
+        """Return what the user asked for, as JSON. It is part of the build key."""
 
     @property
     def pinned(self) -> bool:
-        """Whether identity and files decide on the content: what a hub calls by a branch's name may change."""
+        """Whether identity and files determine the content. That of a hub's branch may change."""
 
     def is_public(self) -> bool:
-        """Whether anybody may have its weights, as far as that is known. A hub is asked."""
+        """Return whether anybody may have its weights, as far as that is known. A hub is asked."""
 
     def files(self) -> list[Path]:
-        """Local files whose content decides whether the checkpoint changed (none for remote and generated ones)."""
+        """Return the local files that make up the checkpoint; none for remote and generated ones."""
 
     def config_files(self) -> list[Path]:
-        """Those of `CONFIG_FILES`, without the weights; none where there are no such files. Raises UserError."""
+        """Return those of `CONFIG_FILES` that it has, without fetching weights. Raises UserError."""
 
     def fetch(self) -> Path:
         """Make the checkpoint present on this machine and return its path. Raises UserError."""
 
     def inventory(self) -> Mapping[str, Listed]:
-        """The files that `fetch` leaves here, without fetching them. Raises UserError."""
+        """Return the files that `fetch` would leave on this machine, by name. Raises UserError."""
 
 
 def listed(files: Iterable[Path]) -> dict[str, Listed]:
+    """Return the inventory of files on this machine."""
     return {path.name: Listed(path.stat().st_size, here=True) for path in files}

@@ -15,7 +15,7 @@ import numpy as np
 
 from llama_npu2 import Llama, UserError
 from llama_npu2.engine.sampling import log_softmax
-from llama_npu2.errors import first_line
+from llama_npu2.errors import reason
 
 TEXT = Path(__file__).with_name("evaluation.txt")
 """Questions, facts and short stories, written for this project."""
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"text={path}: {first_line(error)}: give a text file") from None
+        raise UserError(f"text={path}: {reason(error)}: give a text file") from None
 
 
 def windows(ids: Sequence[int], count: int, longest: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_npu2.errors import UserError, first_line
+from llama_npu2.errors import UserError, first_line, reason
 from llama_npu2.schema import load_json, record, text
 
 SHIPPED = Path(__file__).with_name("prompts.txt")
@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         # Not splitlines: it splits at some characters that may be inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: {first_line(error)}: give a text file with a prompt per line") from None
+        raise UserError(f"{where}: {reason(error)}: give a text file with a prompt per line") from None
     read = _from_json if path.suffix == JSON_LINES else Prompt
     prompts: dict[str, Prompt] = {}
     for number, line in enumerate(lines, 1):

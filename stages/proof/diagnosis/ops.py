@@ -165,7 +165,7 @@ def _launches(
                 slots=slots,
                 names=names,
                 buffers={arg: bound[name] for arg, name in names.items()},
-                window=program.window,
+                window=program.context,
                 kernel_set=HOST_SET if program.host else target.kernel_set,
             )
             index += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llama_npu2 import load
 from llama_npu2.artifact.storage import File
-from stages.engine.objects import asked
+from stages.engine.objects import listed_objects
 from stages.engine.places import CACHE, CONFIG, MODULES
 from stages.graph import Build
 from stages.model.artifact_weights import ArtifactWeights
@@ -48,7 +48,7 @@ def _library(build: Build, program: str, work: Path) -> Path:
     keys = [part.key for entry in entries for part in entry.parts]
     modules.write_module(build.directory, program, work, keys, [], policy.text, policy.kv, policy.matmul, fused=False)
     module = work / MODULES / f"{program}{modules.SUFFIX}"
-    for source in sorted({source for source, *_ in asked(module).values()}):
+    for source in sorted({listed.source for listed in listed_objects(module).values()}):
         objects.write_objects(
             source, [module.with_suffix(".json")], build.artifacts / CACHE, work, **modules.expected(source)
         )

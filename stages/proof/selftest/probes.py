@@ -63,8 +63,8 @@ def _seeded(name: str, shape: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([*name.encode(), *shape])
 
 
-def _normal(name: str, arg: Arg, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
-    values = _seeded(name + arg.name, shape).normal(size=shape) * scale
+def _normal(name: str, arg: Arg, shape: tuple[int, ...]) -> np.ndarray:
+    values = _seeded(name + arg.name, shape).normal(size=shape)
     return values.astype(bfloat16 if arg.format == "bf16" else np.float32)
 
 

@@ -34,11 +34,6 @@ def note(*text: object) -> Markup:
     return tag("p", *text)
 
 
-def preformatted(text: str, label: str) -> Markup:
-    """Return text with its blanks and line ends."""
-    return scrolling(tag("pre", text), label)
-
-
 def facts(pairs: Mapping[str, object]) -> Markup:
     """Return the few figures, by name, that a reader looks for first."""
     return tag("dl", *(tag("div", tag("dt", key), tag("dd", value)) for key, value in pairs.items()), class_="facts")

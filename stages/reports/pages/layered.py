@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
@@ -10,6 +11,8 @@ _SWEEPS = 6
 """Passes over all columns that bring nodes near their neighbours."""
 _CHAIN = 8
 """Nodes from which on a chain is drawn downwards in one column."""
+_TALL = 16
+"""Nodes of a column at most."""
 _SEVERAL = 3
 """Nodes that share this many predecessors get lines through a joint."""
 JOINT = "\0"
@@ -52,7 +55,7 @@ def layout(graph: Graph) -> dict[str, tuple[int, float]]:
 
     A node is in the column after its last predecessor, moved right as far as its successors allow; a long chain stays
     in one column. Columns are sorted by the mean row of neighbours (the barycentre heuristic of Sugiyama, Tagawa and
-    Toda, 1981) and centred.
+    Toda, 1981), and split where they are too tall.
     """
     after: dict[str, list[str]] = {node: [] for node in graph}
     for node, before in graph.items():
@@ -67,23 +70,32 @@ def layout(graph: Graph) -> dict[str, tuple[int, float]]:
         if after[node]:
             column[node] = min(column[name] - (heads[name] != heads[node]) for name in after[node])
     columns = [[node for node in graph if column[node] == at] for at in range(max(column.values(), default=-1) + 1)]
-    tallest = max(map(len, columns), default=0)
-    row: dict[str, float] = {}
-
-    def place(nodes: Sequence[str]) -> None:
-        row.update({node: at + (tallest - len(nodes)) / 2 for at, node in enumerate(nodes)})
+    row = {node: at - len(nodes) / 2 for nodes in columns for at, node in enumerate(nodes)}
 
     def wanted(node: str) -> tuple[float, int, int]:
         near = [row[name] for name in (*graph[node], *after[node]) if heads[name] != heads[node]]
         return (mean(near) if near and heads[node] == node else row[heads[node]], order[heads[node]], order[node])
 
-    for nodes in columns:
-        place(nodes)
     for sweep in range(_SWEEPS):
         for nodes in columns if sweep % 2 else reversed(columns):
             nodes.sort(key=wanted)
-            place(nodes)
-    return {node: (column[node], row[node]) for node in graph}
+            row |= {node: at - len(nodes) / 2 for at, node in enumerate(nodes)}
+    return _placed([part for nodes in columns for part in _split(nodes)])
+
+
+def _split(nodes: Sequence[str]) -> list[Sequence[str]]:
+    """Split a column that is too tall into several, side by side."""
+    size = math.ceil(len(nodes) / math.ceil(len(nodes) / _TALL))
+    return [nodes[start : start + size] for start in range(0, len(nodes), size)]
+
+
+def _placed(columns: Sequence[Sequence[str]]) -> dict[str, tuple[int, float]]:
+    tallest = max(map(len, columns), default=0)
+    return {
+        node: (at, row + (tallest - len(nodes)) / 2)
+        for at, nodes in enumerate(columns)
+        for row, node in enumerate(nodes)
+    }
 
 
 def _heads(graph: Graph, after: Graph) -> dict[str, str]:

@@ -28,7 +28,8 @@
     const { width = 0, height = 0 } = drawing.viewBox.baseVal || {};
     const frame = drawing.parentElement;
     const before = drawing.getBoundingClientRect();
-    const room = Math.min(frame.clientWidth, (Math.max(0.75 * innerHeight, 200) * width) / height || Infinity);
+    if (!before.width) return;  // it is not shown
+    const room = Math.min(frame.clientWidth, (Math.max(0.75 * innerHeight - 8, 200) * width) / height || Infinity);
     const fitted = width ? Math.min(room, width) : frame.clientWidth;
     const now = step ? Math.min(Math.max(before.width * step, width ? 100 : fitted), 8 * (width || fitted)) : fitted;
     drawing.setAttribute("width", !width && now === fitted ? "100%" : now);

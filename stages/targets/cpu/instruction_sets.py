@@ -1,8 +1,8 @@
 """The instruction sets that kernels are compiled for, one object each, and the code that chooses between them.
 
-A source that includes `vec.h` is compiled for each set, by `kernel_src/cpu/one_isa.h`; one that includes `amx.h` also for
-processors with tiles. Any other source has one object. The program holds all of them, so it runs on every machine of
-its architecture.
+A source that includes `vec.h` is compiled for each set, by `kernel_src/cpu/one_isa.h`; one that includes `amx.h` also
+for processors with tiles. Any other source has one object. The program holds all of them, so it runs on every machine
+of its architecture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sets_of(stem: str) -> tuple[str, ...]:
 
 
 def objects_of(stem: str) -> list[str]:
-    """Return the objects of a source: `<kernel set>/<stem>.<instruction set>` for each set, or `<kernel set>/<stem>`."""
+    """Return the objects of a source: `<kernel set>/<stem>.<instruction set>` each, or `<kernel set>/<stem>`."""
     return [f"{HOST_SET}/{stem}.{name}" for name in sets_of(stem)] or [f"{HOST_SET}/{stem}"]
 
 

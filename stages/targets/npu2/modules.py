@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from stages.engine.places import CONFIG, MODULES
 from stages.estimate import price
 from stages.kernels import Kernel, Tiling
 from stages.model.families import read_config
-from stages.model.grouping import WINDOW, Program
+from stages.model.grouping import CONTEXT_BUCKET, Program
 from stages.model.grouping import programs as derive_programs
 from stages.model.part import Launch, Part
 from stages.model.policy import BF16, Policy, parse_policy
@@ -38,9 +38,12 @@ Dimensions = Mapping[str, int | float]
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Return the version of xDSL, which prints the text."""
-    return f"xdsl {version('xdsl')}"
+def fingerprint() -> str | None:
+    """Return the version of xDSL, which prints the text; None without it."""
+    try:
+        return f"xdsl {version('xdsl')}"
+    except PackageNotFoundError:
+        return None
 
 
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "grouping": options["grouping"],
         "entry": program.entry,
         "bucket": program.bucket,
-        "window": program.window,
+        "window": program.context,
         "weights": options["weights"],
         # `npu.matmul=` is for prefill only.
         "matmul": options["matmul"] if program.bucket else BF16.matmul,
@@ -120,8 +123,8 @@ def _module(directory: Path, grouping: str, entry: str, sizes: tuple[int | None,
     config = read_config(directory / CONFIG)
     bucket, window = sizes
     buckets = [bucket] if bucket else ()
-    programs = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or WINDOW)
-    program = next(p for p in programs if p.entry == entry and p.window == window)
+    programs = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or CONTEXT_BUCKET)
+    program = next(p for p in programs if p.entry == entry and p.context == window)
     return build_module(program, config.dimensions())
 
 
@@ -228,7 +231,7 @@ def build_module(program: Program, dimensions: Dimensions) -> Module:
         UserError: Names the hardware limit that a shape breaks.
     """
     rows = program.bucket or 1
-    sizes = {**dimensions, "seq": rows, "max_seq": rows, "window": program.window or 0, "pos": 0}
+    sizes = {**dimensions, "seq": rows, "max_seq": rows, "window": program.context or 0, "pos": 0}
     launches = list(_launches(program, sizes))
     tilings = [_tile(kernel, scalars) for kernel, _, scalars in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from stages.engine.object_cache import CachedObject, cached_object
-from stages.engine.objects import compile_object, source_file, wanted
+from stages.engine.objects import compile_object, flags_by_object, source_file
 from stages.engine.objects import write_objects as write
 from stages.engine.places import KERNELS
 from stages.targets.npu2 import stack
@@ -43,7 +43,7 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path)
     """
     if fingerprint() is None:
         need_npu_tools()
-    return write(source, wanted(source, modules), partial(compile_tile, source, cache), work)
+    return write(source, flags_by_object(source, modules), partial(compile_tile, source, cache), work)
 
 
 def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str]) -> CachedObject:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from stages.engine.object_cache import CachedObject, cached_object
-from stages.engine.objects import compile_object, source_file, wanted
+from stages.engine.objects import compile_object, flags_by_object, source_file
 from stages.engine.objects import write_objects as write
 from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import need_host_compiler
@@ -37,7 +37,7 @@ HEADERS = tuple(KERNELS / name for name in ("sim/device.hpp", "sim/aie_api/aie.h
 
 def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path) -> list[Path]:
     """Write the objects of one source that modules ask for (step action). Return the project's files that were read."""
-    return write(source, wanted(source, modules), partial(compile_tile, source, cache), work)
+    return write(source, flags_by_object(source, modules), partial(compile_tile, source, cache), work)
 
 
 def options(checks: bool = True, more: Sequence[str] = ()) -> tuple[str, ...]:

@@ -1,0 +1,62 @@
+"""Which worker of xdist runs which tests: those of a file together, and files that take long first.
+
+What takes long is known from the last run. The tests of the host's kernels are divided by instruction set, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+_KEY = "llama-npu2/seconds"
+_KERNELS = ("amx", "avx512bf16", "avx2", "portable", "neon")
+
+_seconds: Counter[str] = Counter()
+
+
+def unit(nodeid: str) -> str:
+    """Return a name for the tests that one worker runs, one after the other."""
+    file, _, rest = nodeid.partition("::")
+    parameters = rest.partition("[")[2].removesuffix("]").split("-")
+    return " ".join([file, *(isa for isa in _KERNELS if "_kernels" in file and isa in parameters)])
+
+
+class _LongestFirst(OrderedDict[str, dict[str, bool]]):
+    """Tests by unit. The unit that takes longest is taken out first; one that is not known counts by its tests."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        super().__init__()
+        self._known = seconds
+
+    def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
+        name = max(self, key=lambda name: self._known.get(name, len(self[name])))
+        return name, self.pop(name)
+
+
+class _Balanced(LoadScopeScheduling):
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        self.workqueue = _LongestFirst(config.cache.get(_KEY, {}) if config.cache else {})
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return _Balanced(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[unit(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if config.cache and not hasattr(config, "workerinput"):
+        known = config.cache.get(_KEY, {})
+        config.cache.set(_KEY, known | {name: round(seconds, 1) for name, seconds in _seconds.items()})
