@@ -135,7 +135,8 @@ def _need_tools() -> None:
 def _need_tools_of_probes() -> None:
     """Raises UserError."""
     _build.need_tools()
-    _probes.need_tools()
+    if _probes:
+        _probes.need_tools()
 
 
 def _run(name: str, build: Build, *names: str) -> TaskFailed | bool | None:
