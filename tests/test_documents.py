@@ -136,6 +136,11 @@ def test_sentences_are_short(page: Path) -> None:
     assert statistics.mean(words) <= 18 and words[int(0.9 * len(words))] <= 30
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_merge_is_left_open(page: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
+
+
 def test_readme_is_short_and_keeps_its_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
