@@ -292,6 +292,37 @@ except BrokenPipeError:
     assert (run.stdout, run.stderr) == ("broken\n", "")
 
 
+@pytest.mark.parametrize("moment", ["os.register_at_fork(after_in_parent=leave)\nfork()", "Leaving()"])
+def test_a_reader_that_leaves_when_nothing_can_be_raised(moment: str) -> None:
+    """Python drops exceptions of callbacks around a fork and of `__del__`; the process ends all the same."""
+    script = f"""
+import os, signal, time
+from stages.engine.streams import end_with_readers
+end_with_readers()
+def leave():
+    os.kill(os.getpid(), signal.SIGPIPE)
+    time.sleep(0.01)
+def fork():
+    if not os.fork():
+        os._exit(0)
+class Leaving:
+    def __del__(self):
+        leave()
+input()
+{moment}
+time.sleep(60)
+"""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": path}
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    assert process.stdin and process.stdout
+    process.stdout.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.wait(timeout=30) == CLOSED
+
+
 FULL = "error: the output cannot be written: No space left on device: make room, or write it elsewhere\n"
 
 

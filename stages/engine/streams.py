@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
@@ -113,10 +114,11 @@ def end_with_readers() -> None:
 
     Python ignores SIGPIPE; without this, printing fails with a traceback.
     """
-    owner = os.getpid()
+    owner, ignored = os.getpid(), False
 
     def end(*_: object) -> None:
-        if not (gone := [output for output in (1, 2, for_answers()) if output is not None and _has_no_reader(output)]):
+        gone = [output for output in (1, 2, for_answers()) if output is not None and _has_no_reader(output)]
+        if not gone and not ignored:
             return  # it was a network connection: writing to it raises an error
         _discard(gone)
         if os.getpid() == owner:
@@ -125,7 +127,17 @@ def end_with_readers() -> None:
         if os.getppid() == owner:
             os.kill(owner, signal.SIGPIPE)  # this is a step in a process of its own, which noticed first
 
+    def end_again(unraisable: sys.UnraisableHookArgs) -> None:
+        """Python only prints what is raised while it forks or deletes an object: end as soon as that is over."""
+        nonlocal ignored
+        if os.getpid() != owner or not isinstance(unraisable.exc_value, SystemExit):
+            sys.__unraisablehook__(unraisable)
+            return
+        ignored = True
+        threading.Timer(0.01, os.kill, (owner, signal.SIGPIPE)).start()
+
     signal.signal(signal.SIGPIPE, end)
+    sys.unraisablehook = end_again
     atexit.register(_end_at_exit)
 
 
