@@ -1,6 +1,6 @@
 """Write the reference pages that follow from the code: commands, options and Python.
 
-`python docs/generate.py` writes them; `tests/test_documents.py` fails where they are not current.
+`python docs/generate.py` writes them; `tests/pages/test_documents.py` fails where they are not current.
 """
 
 from __future__ import annotations

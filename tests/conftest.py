@@ -33,7 +33,7 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
-from tests import browser
+from tests.support import browser
 
 pytest_plugins = ["tests.support.left_out", "tests.support.balanced"]
 
@@ -171,7 +171,7 @@ def demo(artifacts: Path) -> Path:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
     """One shared object with all host kernels, made by the first of the parallel workers that needs it."""
-    from tests.cpu_kernels_util import build
+    from tests.support.cpu_kernels_util import build
 
     shared = artifacts.with_name("cpu_kernels")
     shared.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def look_at(chromium: Any) -> browser.Look:
-    """What is wrong with a page: see `tests/browser.py`."""
+    """What is wrong with a page: see `tests/support/browser.py`."""
     return partial(browser.look_at, chromium)
 
 

@@ -20,7 +20,7 @@ from random import Random
 from llama_npu2.errors import UserError
 from llama_npu2.trust import envelopes
 from tests.fuzz.mutate import mutated_bytes, mutated_json
-from tests.hostile import Refused, World
+from tests.support.hostile import Refused, World
 
 CORPUS = Path(__file__).with_name("corpus")
 ARTIFACTS = "LLAMA_NPU2_FUZZED"
@@ -440,7 +440,7 @@ def _conversation(scratch: Path) -> Iterator[Run]:
 def _world() -> World:
     """A built directory among documents, pushed to a remote. Raises UserError."""
     from tests.conftest import write_checkpoint
-    from tests.hostile import ACTIONS, compile_all, reply
+    from tests.support.hostile import ACTIONS, compile_all, reply
 
     manifests()  # raises UserError
     world = World(Path(_held.enter_context(tempfile.TemporaryDirectory(prefix="fuzzed-"))))
@@ -473,7 +473,7 @@ def _json_below_artifacts() -> dict[str, bytes]:
 def _commands(scratch: Path) -> Iterator[Run]:
     """A command on a directory of which one file is damaged: which one, the damaged content decides. What is done is
     right, and nothing outside changes."""
-    from tests.hostile import ACTIONS, compile_all, run
+    from tests.support.hostile import ACTIONS, compile_all, run
 
     pristine = _world()
     manifest = (pristine.directory / "manifest.json").read_bytes()

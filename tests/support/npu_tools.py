@@ -10,7 +10,7 @@ from pathlib import Path
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import toolchain
 from tests.conftest import ROOT
-from tests.objects import PEANO_OBJECT
+from tests.support.objects import PEANO_OBJECT
 
 
 def forget_tools() -> None:
@@ -29,7 +29,7 @@ LEAVE = f"""
 def leave(args, edit):
     sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "runtime")!r}]
     import re
-    from tests.npu_ir import write_made
+    from tests.support.npu_ir import write_made
     mlir = pathlib.Path("air.mlir").read_text()
     function = args[args.index("--xclbin-instance-name") + 1]
     change = eval(edit, dict(re=re))

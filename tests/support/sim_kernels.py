@@ -8,7 +8,7 @@ from ml_dtypes import bfloat16
 from stages.air import AirModule
 from stages.model.config import position_rows
 from stages.weights.constants import HEAD_POSITION
-from tests.sim_support import run
+from tests.support.sim_support import run
 
 ULP = 2.0**-7
 

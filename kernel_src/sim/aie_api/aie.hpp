@@ -3,7 +3,7 @@
 // Arithmetic is that of AIE2P: products of bf16 are exact in f32, accumulators are f32, and a bf16 value appears only
 // where an accumulator is converted, in the rounding mode of the tile (`floor` until a kernel sets another).
 // What AIE2P lacks is missing here too: f32 x f32 products, vectors above 1024 bits, scalar bf16 arithmetic.
-// Everything in `aie::sim` and below `detail` is the stand-in's own; tests/test_aie_api.py compares the rest with the
+// Everything in `aie::sim` and below `detail` is the stand-in's own; tests/npu/test_aie_api.py compares the rest with the
 // declarations of the real headers.
 #pragma once
 

@@ -1,0 +1,192 @@
+"""The same bits for any number of threads, any chunks of a prompt, and a row of a prompt computed as a token: random
+cases of the host kernels, in every instruction set this machine has, and models from prompt to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2 import load
+from llama_npu2.artifact.dtypes import DTYPES
+from stages.kernels import KV_FORMATS, format_kernel
+from stages.kernels.grouped import GROUPED
+from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
+from stages.weights.formats import formats
+from tests.conftest import ODD_WIDTHS, build, write_checkpoint
+from tests.support.cpu_kernels_util import BF16, Kernels, guarded, machine_isas, output
+
+THREADS = (1, 2, 3, 4)
+CASES = 120
+"""Of each kind in each instruction set."""
+
+
+class Case:
+    """A random case: one whole prompt by one team, its rows in random pieces by others."""
+
+    def __init__(self, teams: Sequence[Kernels], seed: int) -> None:
+        self.teams, self.rng = teams, np.random.default_rng(seed)
+
+    def __call__(self, kernel: str, *arguments: object) -> None:
+        self.teams[int(self.rng.integers(len(self.teams)))](kernel, *arguments)
+
+    def size(self, most: int) -> int:
+        """1 to `most`, small ones more often."""
+        return int(most ** self.rng.random())
+
+    def normal(self, *shape: int) -> np.ndarray:
+        """bf16 of magnitudes that differ from row to row."""
+        values = self.rng.standard_normal(shape, np.float32)
+        return guarded((values * 2.0 ** self.rng.integers(-3, 4, (*shape[:-1], 1))).astype(BF16))
+
+    def pieces(self, rows: int) -> Iterator[slice]:
+        at = 0
+        while at < rows:
+            count = min(self.size(rows), rows - at)
+            yield slice(at, at + count)
+            at += count
+
+
+@pytest.fixture(scope="module", params=machine_isas())
+def teams(request: pytest.FixtureRequest, library: Path) -> Iterator[list[Kernels]]:
+    made = [Kernels(library, request.param, threads) for threads in THREADS]
+    yield made
+    for team in made:
+        team.close()
+
+
+def assert_same(one: np.ndarray, other: np.ndarray) -> None:
+    assert one.tobytes() == other.tobytes()
+
+
+def halves(values: np.ndarray, sign: int) -> np.ndarray:
+    """With a second half like the first: products of rows with both signs cancel, and what is left of them is what
+    another order of the sum would change."""
+    half = values.shape[-1] // 2
+    values[..., half : 2 * half] = values[..., :half] * values.dtype.type(sign)
+    return values
+
+
+def compare_products(case: Case, name: str, epilogue: str) -> None:
+    rows, cols, out_cols = case.size(60), case.size(2500), case.size(200)
+    x, residual = halves(case.normal(rows, cols), 1), case.normal(rows, out_cols)
+    values = [halves(case.normal(out_cols, cols), -1) for _ in range(1 + (epilogue == "_silu"))]
+    weights = [guarded(formats()[name].pack(each, "panels")) for each in values]
+    matrix, vector = (format_kernel(kernel + epilogue, name) for kernel in ("gemm", "gemv"))
+
+    def product(part: slice, out: np.ndarray, one: bool) -> None:
+        rest = [guarded(residual[part])] if epilogue == "_add" else []
+        if one:
+            case(vector, *weights, guarded(x[part]), *rest, out, out_cols, cols)
+        else:
+            case(matrix, guarded(x[part]), *weights, *rest, out, len(out), cols, out_cols)
+
+    whole = output((rows, out_cols))
+    product(slice(0, rows), whole, False)
+    for part in case.pieces(rows):
+        out = output((part.stop - part.start, out_cols))
+        product(part, out, len(out) == 1)
+        assert_same(out, whole[part])
+
+
+@pytest.mark.parametrize("name", ["bf16", "w8a8", *(stored.name for stored in GROUPED)])
+def test_products(teams: list[Kernels], name: str) -> None:
+    for seed in range(CASES):
+        compare_products(Case(teams, seed), name, ("", "_add", "_silu")[seed % 3])
+
+
+def attended(
+    case: Case, stored: str, tensors: Sequence[np.ndarray], head_dim: int, first: int, pieces: Iterator[slice]
+) -> bytes:
+    """Q, K, V bf16 `[positions, heads * head_dim]`: rows from `first` on, in pieces; a piece of one row is a token."""
+    q, k, v = tensors
+    heads, kv_heads = (tensor.shape[1] // head_dim for tensor in (q, k))
+    append, attend, decode = (
+        format_kernel(name, stored)
+        for name in ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
+    )
+    form, blocks = formats()[stored], -(-len(k) // KV_BLOCK_POSITIONS)
+    widths = (head_dim, -(-head_dim // PANEL_ROWS) * PANEL_ROWS)
+    shapes = [form.stored_shape((blocks * kv_heads, KV_BLOCK_POSITIONS, width)) for width in widths]
+    cache = [guarded(np.full(shape, -1, DTYPES[form.dtype])) for shape in shapes]
+    made = []
+    for part in (slice(0, first), *(slice(first + p.start, first + p.stop) for p in pieces)):
+        count, pos = part.stop - part.start, part.start
+        case(append, guarded(k[part]), guarded(v[part]), *cache, count, pos, kv_heads, head_dim)
+        made.append(output((count, heads * head_dim)))
+        name, seq = (decode, ()) if count == 1 else (attend, (count,))
+        case(name, guarded(q[part]), *cache, made[-1], *seq, pos, heads, kv_heads, head_dim)
+    return np.concatenate(made[1:]).tobytes()
+
+
+def compare_attention(case: Case, stored: str) -> None:
+    kv_heads, group, head_dim = case.size(4), case.size(9), 2 * case.size(64)
+    first, rows = case.size(700), 1 + case.size(299)
+    tensors = [case.normal(first + rows, n * head_dim) for n in (kv_heads * group, kv_heads, kv_heads)]
+    whole = attended(case, stored, tensors, head_dim, first, iter([slice(0, rows)]))
+    assert attended(case, stored, tensors, head_dim, first, case.pieces(rows)) == whole
+
+
+@pytest.mark.parametrize("stored", KV_FORMATS.values())
+def test_attention(teams: list[Kernels], stored: str) -> None:
+    for seed in range(CASES):
+        compare_attention(Case(teams, seed), stored)
+
+
+def compare_rows(case: Case) -> None:
+    rows, heads, half = case.size(60), case.size(8), case.size(64)
+    cols = heads * 2 * half
+    x, up, scale = case.normal(rows, cols), case.normal(rows, cols), case.normal(cols)
+    table = guarded(case.rng.standard_normal((rows, 2 * half), np.float32))
+
+    def results(part: slice) -> list[np.ndarray]:
+        count, mine, other = part.stop - part.start, guarded(x[part]), guarded(up[part])
+        made = [output((count, cols)) for _ in range(4)]
+        case("rms_norm", mine, scale, made[0], count, cols, 1e-5)
+        case("rope", mine, table, made[1], count, part.start, heads, 2 * half)
+        case("silu_and_mul", mine, other, made[2], count, cols)
+        case("add", mine, other, made[3], count, cols)
+        return made
+
+    whole = results(slice(0, rows))
+    for part in case.pieces(rows):
+        for out, all_rows in zip(results(part), whole, strict=True):
+            assert_same(out, all_rows[part])
+
+
+def test_rows_of_norm_rotation_and_activation(teams: list[Kernels]) -> None:
+    for seed in range(CASES):
+        compare_rows(Case(teams, seed))
+
+
+MODELS = {
+    "": {"head_dim": 32, "max_position_embeddings": 700},
+    "odd": ODD_WIDTHS | {"max_position_embeddings": 700},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "kv"),
+    [*((model, "bf16", kv) for model in MODELS for kv in KV_FORMATS), ("", "int4", "bf16"), ("odd", "w8a8", "bf16")],
+)
+def test_logits(tmp_path: Path, artifacts: Path, model: str, weights: str, kv: str) -> None:
+    """A prompt at once, in chunks, and token by token, with 1 to 4 threads."""
+    checkpoint = tmp_path / f"same_bits{model}{weights}"
+    config = write_checkpoint(checkpoint, dtype=bfloat16, **MODELS[model])
+    directory = build(checkpoint, artifacts, weights=weights, kv=kv)
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, config.vocab, 600).tolist()
+    seen = set()
+    for threads in THREADS:
+        llm = load(directory, threads)
+        llm.prefill(ids[:-1])
+        for start, *ends in ([0, 600], [0, 1, 257, 600], [599, 600], [300, *range(301, 601)], [0, 255, 256, 599, 600]):
+            llm.rewind(start)
+            for begin, end in zip([start, *ends], ends, strict=False):
+                logits = llm.decode(ids[begin]) if end == begin + 1 else llm.prefill(ids[begin:end])
+            seen.add(logits.tobytes())
+        llm.close()
+    assert len(seen) == 1

@@ -1,0 +1,185 @@
+"""Host kernels of grouped weights against numpy, in every instruction set this machine has and for odd shapes, and
+products of prompts against those of tokens, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stages.kernels import kernels as all_kernels
+from stages.kernels.grouped import GROUPED
+from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16
+from tests.support.cpu_kernels_util import BF16, U32, Teams, U, guarded, machine_isas, output
+
+NAMES = [stored.name for stored in GROUPED]
+SHAPES = [(1, 1), (16, 32), (7, 33), (48, 64), (130, 100), (33, 577), (257, 96), (64, 2048), (9, 31)]
+EVERY_NUMBER = [
+    *((form, np.arange(-128, 128, dtype=np.int8)) for form in (int8, int8_f32, int8_f32_16)),
+    (int4_f32, np.arange(16, dtype=np.uint8)),
+]
+
+
+@pytest.fixture(scope="module", params=machine_isas())
+def teams(request, library):
+    """Each call is done by every team, with equal bits."""
+    teams = Teams(library, request.param, (1, 3))
+    yield teams
+    teams.close()
+
+
+def weight(rng, name, rows, cols):
+    """Panels, and the values that they hold."""
+    stored = formats()[name].quantise(rng.standard_normal((rows, cols), np.float32))
+    return guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
+
+
+def activations(rng, *shape):
+    return guarded(rng.standard_normal(shape, np.float32).astype(BF16))
+
+
+def fixed(x):
+    """Rows of x in fixed point, as the products take them: blocks of 512 with 15 bits each."""
+    out = np.array(x, np.float64)
+    for first in range(0, x.shape[-1], 512):
+        block = out[..., first : first + 512]
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        unit = 2.0 ** (np.floor(np.log2(largest, where=largest > 0, out=np.zeros_like(largest))) - 13)
+        block[...] = np.rint(block / unit) * unit
+    return out
+
+
+def assert_product(out, x, wide, rounded=True):
+    x64, w64 = fixed(x), np.asarray(wide, np.float64)
+    exact, size = x64 @ w64.T, np.abs(x64) @ np.abs(w64).T
+    # A minimum is subtracted from products that are up to fifteen times as large as their difference.
+    limit = (U if rounded else 0) * np.abs(exact) + 16 * (8 + w64.shape[1] ** 0.5) * U32 * size + 1e-30
+    assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("weight", [1, -1])
+def test_largest_sums_fit(teams, name, sign, weight):
+    """Largest numbers and scales, or minima, and the bf16 with most bits, 255 * 2^6 in fixed point: in groups, and in a
+    block of 512."""
+    cols, rows = 576, 16
+    weights = np.full((rows, cols), weight, np.float32)
+    weights[:, ::32] = 0  # what is all the same has no minimum
+    stored = formats()[name].quantise(weights)
+    panels, wide = guarded(formats()[name].arrange(stored, "panels")), formats()[name].dequantise(stored, cols)
+    x, out, one = guarded(np.full((2, cols), sign * 255 / 128, BF16)), output((2, rows)), output(rows)
+    teams(f"{name}_gemm", x, panels, out, 2, cols, rows)
+    teams(f"{name}_gemv", panels, guarded(x[0]), one, rows, cols)
+    assert_product(out, x, wide)
+    np.testing.assert_array_equal(one.view(np.uint16), out[0].view(np.uint16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_products(teams, name, rows, cols):
+    rng = np.random.default_rng(rows * cols)
+    panels, wide = weight(rng, name, rows, cols)
+    for count in (1, 2, 7, 13):
+        x, out, one = activations(rng, count, cols), output((count, rows)), output((count, rows))
+        teams(f"{name}_gemm", x, panels, out, count, cols, rows)
+        assert_product(out, x, wide)
+        for r in range(count):
+            teams(f"{name}_gemv", panels, guarded(x[r]), one[r], rows, cols)
+        np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
+    exact = output(rows, np.float32)
+    teams(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
+    assert_product(exact, x[0], wide, rounded=False)
+    np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+def test_rows_of_many_tasks_are_those_of_one(teams, name):
+    """More rows than a task of any instruction set has, in panels that are no whole group."""
+    rng = np.random.default_rng(7)
+    rows, cols, count = 151, 129, 600
+    panels, _ = weight(rng, name, rows, cols)
+    x, whole = activations(rng, count, cols), output((count, rows))
+    teams(f"{name}_gemm", x, panels, whole, count, cols, rows)
+    for first, last in ((0, 1), (1, 40), (40, 43), (43, 556), (556, 600)):
+        some = output((last - first, rows))
+        teams(f"{name}_gemm", guarded(x[first:last]), panels, some, last - first, cols, rows)
+        np.testing.assert_array_equal(some.view(np.uint16), whole[first:last].view(np.uint16))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+def test_more_outputs_than_are_kept(teams, name):
+    """Of vectors: chunks of results are written where they belong, also over the residual, and no further."""
+    rng = np.random.default_rng(8)
+    rows, cols = 9005, 33
+    panels, _ = weight(rng, name, rows, cols)
+    x, expected, out = activations(rng, 1, cols), output((1, rows)), output(rows)
+    teams(f"{name}_gemm", x, panels, expected, 1, cols, rows)
+    teams(f"{name}_gemv", panels, x[0], out, rows, cols)
+    np.testing.assert_array_equal(out.view(np.uint16), expected[0].view(np.uint16))
+    residual, added = activations(rng, rows), output((1, rows))
+    teams(f"{name}_gemm_add", x, panels, residual, added, 1, cols, rows)
+    out[:] = residual
+    teams(f"{name}_gemv_add", panels, x[0], out, out, rows, cols)
+    np.testing.assert_array_equal(out.view(np.uint16), added[0].view(np.uint16))
+
+
+@pytest.mark.parametrize("rows, cols", [*SHAPES, (40, 5000)])
+def test_integer_products_are_the_reference(teams, rows, cols):
+    """Of every instruction set, bit for bit, but for what follows a product by the exponential function."""
+    rng = np.random.default_rng(rows * cols)
+    stored = formats()["w8a8"].quantise(rng.standard_normal((rows, cols), np.float32))
+    panels = guarded(formats()["w8a8"].arrange(stored, "panels"))
+    for count in (1, 7, 300 if rows * cols < 1000 else 13):
+        x, residual = activations(rng, count, cols), activations(rng, count, rows)
+        x[0, rng.integers(cols)] = 1000  # an outlier
+        x[count // 2] = 0
+        sizes = {"rows": count, "cols": cols, "out_cols": rows}
+        for name, rest in (("w8a8_gemm", ()), ("w8a8_gemm_add", (residual,))):
+            out = output((count, rows))
+            teams(name, x, panels, *rest, out, *sizes.values())
+            expected = all_kernels()[name].reference(x, stored, *rest, cols=cols)
+            np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+        exact, expected = output(rows, np.float32), all_kernels()["w8a8_gemv_f32"].reference(stored, x[0], cols=cols)
+        teams("w8a8_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
+        np.testing.assert_array_equal(exact.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_integer_products_of_what_is_not_finite_are_not(teams, value):
+    panels, _ = weight(np.random.default_rng(0), "w8a8", 33, 40)
+    x, out = guarded(np.ones(40, BF16)), output(33)
+    x[3] = value
+    teams("w8a8_gemv", panels, x, out, 33, 40)
+    assert not np.isfinite(out.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "w8a8"])
+@pytest.mark.parametrize("vocab, cols", [(5, 1), (33, 100), (64, 577)])
+def test_embed(teams, name, vocab, cols):
+    rng = np.random.default_rng(cols)
+    panels, wide = weight(rng, name, vocab, cols)
+    tokens, out = guarded(np.array([vocab - 1, 0, vocab, -1], np.int32)), output((4, cols))
+    teams(f"{name}_embed", tokens, panels, out, 4, cols, vocab)
+    assert (
+        np.abs(out[:2].astype(np.float32) - wide[[vocab - 1, 0]]) <= 2 * U * np.abs(wide[[vocab - 1, 0]]) + 1e-6
+    ).all()
+    assert not out[2:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("form, numbers", EVERY_NUMBER, ids=[form.FORMAT.name for form, _ in EVERY_NUMBER])
+def test_every_number(teams, form, numbers):
+    """With scales and minima of both signs, where values are exact in bf16. -128 too, which quantising never makes and
+    a file may hold."""
+    grouped, name = form.GROUPED, form.FORMAT.name
+    numbers = np.resize(numbers, (16, 2, grouped.group))
+    row = np.arange(16)[:, None, None]
+    scales = ((-1) ** row * 2.0 ** (row % 5 - 2)).repeat(2, axis=1)
+    minima = scales * np.random.default_rng(0).integers(-100, 100, scales.shape)
+    stored = grouped.scaled(np.concatenate([scales, minima][: grouped.scale_values], axis=-1), numbers)
+    cols = numbers[0].size
+    wide, panels = form.FORMAT.dequantise(stored, cols), guarded(form.FORMAT.arrange(stored, "panels"))
+    product, rows = output((cols, 16)), output((16, cols))
+    teams(f"{name}_gemm", guarded(np.eye(cols, dtype=BF16)), panels, product, cols, cols, 16)
+    np.testing.assert_array_equal(product.astype(np.float32).T, wide)
+    teams(f"{name}_embed", guarded(np.arange(16, dtype=np.int32)), panels, rows, 16, cols, 16)
+    np.testing.assert_array_equal(rows.astype(np.float32), wide)

@@ -1,0 +1,396 @@
+"""Stitched modules and traffic estimates, checked on structure: wiring, symbols, roles, counts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from dataclasses import replace
+
+import pytest
+from xdsl.dialects import func, scf
+from xdsl.dialects.builtin import MemRefType, ModuleOp, StringAttr
+from xdsl.ir import BlockArgument, SSAValue
+
+from llama_npu2.errors import UserError
+from stages import air
+from stages.air import limits
+from stages.air.access import accesses
+from stages.air.analysis import launches, moves, trip_count, walk_ops
+from stages.air.dialect import ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
+from stages.kernels import elementwise, flash_attention, gemm, gemv, kernels, rope
+from stages.model.config import Config
+from stages.model.grouping import programs
+from stages.model.part import Slot
+from stages.model.policy import parse_policy
+from stages.targets.npu2 import TARGET
+from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.modules import Module, build_module, step_descriptors
+from tests.conftest import outputs_of_two_runs
+from tests.support.npu_shapes import BUCKETS, DEMO, JUDGED, MODELS, device_program, device_programs, layout
+
+LLAMA = MODELS["llama-3.2-1b"]
+
+
+def module(name: str, grouping: str, model: str = "llama-3.2-1b", bucket: int = 2048) -> Module:
+    return build_module(device_program(name, grouping, bucket), MODELS[model].dimensions())
+
+
+def described(made: Module) -> dict[str, dict]:
+    return {slot["name"]: slot for slot in made.described_slots()}
+
+
+def wiring(made: Module) -> list[list[str]]:
+    """Per launch, the function arguments it is given."""
+    assert all(isinstance(arg, BlockArgument) for launch in made.air.launches for arg in launch.args)
+    return [[str(arg.name_hint) for arg in launch.args] for launch in made.air.launches]
+
+
+def test_a_layer_of_a_prompt_is_three_programs_wired_by_slot_and_launches_that_settle_them() -> None:
+    attend, up, down = (module(name, "fused") for name in ("prefill_attend", "prefill_up", "prefill_down"))
+    assert wiring(attend) == [
+        ["res1"],
+        ["norm_w", "x_in", "normed"],
+        ["normed", "wq", "q"],
+        ["normed", "wk", "k"],
+        ["normed", "wv", "kv"],
+        ["q", "lut_q", "q_roped"],
+        ["k", "lut_k", "kv"],
+        ["q_roped", "kv_window", "attn_out"],
+        ["attn_out", "wo", "proj"],
+        ["x_in", "proj", "res1"],
+    ]
+    assert wiring(up) == [
+        ["ffn_norm_w", "res1", "normed2"],
+        ["normed2", "w_gate", "gate"],
+        ["normed2", "w_up", "up"],
+        ["gate", "up", "swiglu"],
+    ]
+    assert wiring(down) == [["swiglu", "w_down", "down"], ["res1", "down", "output"]]
+    passed = [("input", ["x_in", "kv_window"]), ("output", ["kv", "res1"])]
+    passed += [("input", ["res1"]), ("output", ["swiglu"]), ("input", ["swiglu", "res1"]), ("output", ["output"])]
+    for made, (role, names) in zip((attend, attend, up, up, down, down), passed, strict=True):
+        assert [name for name, slot in described(made).items() if slot["role"] == role] == names
+
+
+def test_decode_joins_a_layer_with_the_next() -> None:
+    wired = wiring(module("decode_layer", "fused"))
+    assert len(wired) == 14
+    assert wired[7] == ["res1", "down", "output"] and "output" in wired[8] and "wq" in wired[9]
+    last = module("decode_last", "fused")
+    settling, *behind = wiring(last)
+    assert behind[8] == ["final_norm_w", "output", "normed"]
+    partitions = behind[9:]
+    assert all(names == ["w_vocab", "normed", "logits"] for names in partitions) and settling == ["logits"]
+
+
+@pytest.fixture(scope="module", params=[(model, grouping) for model in MODELS for grouping in GROUPINGS], ids="-".join)
+def modules(request: pytest.FixtureRequest) -> tuple[Config, list[Module]]:
+    """A model and its modules in a grouping, for all buckets. Not to be changed by a test."""
+    model, grouping = request.param
+    config = MODELS[model]
+    return config, [build_module(program, config.dimensions()) for program in device_programs(grouping, *BUCKETS)]
+
+
+def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
+    """In resets of the array: else its second dispatch begins with the image that its first one ended on, which is not
+    loaded again. In steps of every core."""
+    for built in modules[1]:
+        assert len(built.air.launches) % 2 == 0, built.program.name
+        assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_no_core_is_told_its_step(grouping: str) -> None:
+    """Steps share descriptors, and the compiler tells cores of all these at once: one then waits for ever for what it
+    missed."""
+    for program in device_programs(grouping, 512):
+        assert not any(map(tells_its_step, build_module(program, DEMO.dimensions()).air.launches)), program.name
+
+
+def tells_its_step(launch: LaunchOp) -> bool:
+    """Whether a core computes with the position in the grid, apart from addresses."""
+    herds = [op for op in launch.walk() if isinstance(op, HerdOp)]
+    given = [arg for herd in herds for arg in herd.body_args if not isinstance(arg.type, MemRefType)]
+    return any(reaches_a_call(arg) for arg in given)
+
+
+def reaches_a_call(value: SSAValue) -> bool:
+    uses = [use.operation for use in value.uses]
+    return any(isinstance(op, func.CallOp) or any(map(reaches_a_call, op.results)) for op in uses)
+
+
+def core_steps(made: air.AirModule) -> list[int]:
+    """Of the innermost loops of cores."""
+    loops = [
+        op for herd in made.module.walk() if isinstance(herd, HerdOp) for op in herd.walk() if isinstance(op, scf.ForOp)
+    ]
+    inner = [loop for loop in loops if not any(isinstance(op, scf.ForOp) for op in loop.walk() if op is not loop)]
+    return [trip_count(loop, "") for loop in inner]
+
+
+def test_an_odd_number_of_steps_is_taken_where_there_is_no_other() -> None:
+    tiling = gemv.tile(64, 1056)
+    assert 1056 // tiling.chunk == 3, "chunks of whole vectors: 3, 11 or 33"
+    assert gemv.tile(64, 3072).chunk == 768, "not a third, which would fit"
+    assert gemv.tile(4096, 3072, "f32", blocked=False).chunk == 512, "not 768, which no descriptor takes beside rows"
+    assert elementwise.tile("add", 8 * 9, 1024).inner_steps == 2, "rows in halves, not three of nine at a time"
+    assert elementwise.tile("add", 8 * 9, 32).inner_steps == 1
+
+
+CUT = {
+    "gemv of 64 rows": (lambda: gemv.build(gemv.tile(64, 256)), "memref<8x8x256xbf16, 1"),
+    "gemm of 48 columns": (lambda: gemm.build(gemm.tile(512, 256, 48)), "memref<8x64x48xbf16, 1"),
+    "a head of its own": (
+        lambda: flash_attention.build(flash_attention.tile(128, 8, 8, 64)),
+        "memref<8x128x64xbf16, 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_what_the_compiler_cuts_has_no_dimension_of_one_element(case: str) -> None:
+    """mlir-air takes such a dimension for its neighbour, and each column then moves what all of them should."""
+    made, buffer = CUT[case]
+    text = air.to_mlir(made().module)
+    assert buffer in text
+    air.check(air.parse_mlir(text))
+    with pytest.raises(UserError, match="a dimension of one element between DDR and L2"):
+        air.check(air.parse_mlir(text.replace(buffer, buffer.replace("<8x", "<8x1x"))))
+
+
+def test_settling_is_added_and_taken_away() -> None:
+    module = build_module(device_program("flash_attn", "separate"), DEMO.dimensions()).air.module
+    assert air.settles(module) and len(launches(module)) == 2
+    air.toggle_settling(module)
+    assert not air.settles(module) and len(launches(module)) == 1
+    air.toggle_settling(module)
+    assert air.settles(module)
+    air.check(module)
+    assert [(a.slot, a.written, a.runs.elements) for a in accesses(launches(module)[0], "")] == [
+        ("attn_out", False, 32),
+        ("attn_out", True, 32),
+    ], "64 bytes, onto themselves"
+
+
+def declarations(made: air.AirModule) -> list[func.FuncOp]:
+    return [op for op in made.module.body.block.ops if isinstance(op, func.FuncOp) and op.is_declaration]
+
+
+def test_every_model_maps_with_distinct_symbols(modules: tuple[Config, list[Module]]) -> None:
+    for built in modules[1]:
+        declared = declarations(built.air)
+        levels = [op for op in built.air.module.walk() if isinstance(op, SegmentOp | HerdOp | ChannelOp)]
+        names = [op.sym_name.data for op in (*declared, *levels, built.air.function)]  # type: ignore[union-attr]
+        assert len(names) == len(set(names))
+        symbols = {op.sym_name.data: op.attributes["link_with"] for op in declared}
+        objects = {variant.object for variant in built.variants}
+        assert {link.data for link in symbols.values() if isinstance(link, StringAttr)} == objects
+        for herd in (op for op in levels if isinstance(op, HerdOp)):
+            calls = [op for op in herd.walk() if isinstance(op, func.CallOp)]
+            linked = {herd.attributes["link_with"]} if "link_with" in herd.attributes else set()
+            assert {symbols[op.callee.string_value()] for op in calls} == linked
+
+
+def test_prefill_slots_follow_the_bucket_and_weights_do_not(modules: tuple[Config, list[Module]]) -> None:
+    dims = modules[0].dimensions()
+    made = {(built.program.entry, built.program.bucket): built for built in modules[1]}
+    layers = [built for (entry, _), built in made.items() if entry == "prefill_attend"]
+    assert [attend.program.bucket for attend in layers] in ([], list(BUCKETS))
+    for attend in layers:
+        down = made["prefill_down", attend.program.bucket]
+        bucket, slots = attend.program.bucket, described(attend)
+        assert slots["kv"]["shape"] == [bucket, 2 * dims["kv_dim"]]
+        assert slots["lut_q"]["shape"] == [bucket, dims["placed_head_dim"]] and slots["lut_q"]["dtype"] == "f32"
+        assert layout(attend.program, "norm_w") == "plain"
+        assert described(down)["output"]["shape"] == [bucket, dims["emb"]]
+        assert described(down)["w_down"]["shape"] == [dims["emb"], dims["ffn"]]
+        assert layout(down.program, "w_down") == "blocks"
+
+
+def test_prefill_and_decode_share_one_copy_of_the_weights() -> None:
+    thirds = (weights(module(f"prefill_{name}", "fused")) for name in ("attend", "up", "down"))
+    prefill = functools.reduce(operator.or_, thirds)
+    assert len(prefill) == 9 and prefill == weights(module("decode_layer", "fused"))
+
+
+def weights(made: Module) -> dict[str, tuple[Slot, dict, str]]:
+    """What a weight is bound to, its shape, its layout."""
+    slots = {slot.name: slot for slot in made.program.slots if slot.role == "weight"}
+    return {name: (slot, described(made)[name], layout(made.program, name)) for name, slot in slots.items()}
+
+
+def test_vocabulary_rows_are_padded_for_weight_and_logits_alike() -> None:
+    slots = described(module("lm_head_gemv", "separate", "demo"))
+    assert slots["logits"]["shape"] == [2048] and slots["w_vocab"]["shape"] == [2048, 256]
+
+
+def test_a_later_chunk_reads_a_window_and_writes_its_own_rows() -> None:
+    """Through the smallest window it is the program of a prompt from position 0 on."""
+    found = [p for p in device_programs("fused", 128, positions=1000) if p.entry == "prefill_attend"]
+    assert [(p.name, p.context) for p in found] == [
+        ("prefill_attend.128", 128),
+        ("prefill_attend.128.1024", 1024),
+    ]
+    slots = described(build_module(found[1], MODELS["demo"].dimensions()))
+    assert [slots[name]["shape"] for name in ("kv", "kv_window", "x_in")] == [[128, 256], [1024, 256], [128, 256]]
+
+
+def test_tilings_state_themselves_in_one_line() -> None:
+    for program in device_programs("fused", 512):
+        for tiling in build_module(program, MODELS["smollm2-360m"].dimensions()).tilings:
+            assert "herd" in str(tiling) and "\n" not in str(tiling)
+
+
+def test_text_is_the_same_on_every_run() -> None:
+    script = (
+        "import sys, hashlib; from stages.targets.npu2.modules import build_module\n"
+        "from tests.support.npu_shapes import MODELS, device_programs\n"
+        "made = [build_module(program, MODELS['demo'].dimensions()) for program in device_programs('fused')]\n"
+        "sys.stdout.write(hashlib.sha256(''.join(m.text() for m in made).encode()).hexdigest())"
+    )
+    assert len(outputs_of_two_runs(script)) == 1
+
+
+def add(rows: int, cols: int) -> air.AirModule:
+    kernel = kernels()["add"]
+    assert kernel.tiling and kernel.program
+    return kernel.program(kernel.tiling({"rows": rows, "cols": cols}))
+
+
+def test_a_slot_of_another_shape_is_refused() -> None:
+    parts = [(add(128, 64), {"a": "x", "b": "y", "out": "sum"}), (add(64, 64), {"a": "sum", "b": "z", "out": "out"})]
+    with pytest.raises(TypeError, match=r"slot sum: add\.out is memref<128x64xbf16>, add\.a is memref<64x64xbf16>"):
+        air.stitch("f", ["x", "y", "sum", "z", "out"], parts)
+
+
+def test_one_symbol_with_two_signatures_is_refused() -> None:
+    first, second = (add(128, 64) for _ in range(2))
+    declarations(second)[0].attributes["link_with"] = StringAttr("other.o")
+    slots = ("a", "b", "out")
+    with pytest.raises(TypeError, match="declared twice"):
+        air.stitch("f", slots, [(made, {name: name for name in slots}) for made in (first, second)])
+
+
+def channels(made: Module) -> list[str]:
+    return [op.sym_name.data for op in made.air.module.walk() if isinstance(op, ChannelOp)]
+
+
+def reserved(made: Module) -> list[str]:
+    """Of them those that nothing uses."""
+    return [name for name in channels(made) if name.startswith("channel_")]
+
+
+def test_channels_keep_their_ends_when_stitched() -> None:
+    made = module("o_ffn", "separate")
+    ops = list(made.air.module.walk())
+    declared = [name for name in channels(made) if name not in reserved(made)]
+    ends = {op.chan_name.string_value() for op in ops if isinstance(op, ChannelPutOp | ChannelGetOp)}
+    assert len(declared) == 4 and ends == set(declared), "one for each product"
+
+
+def test_a_prompt_reserves_names_of_channels_for_the_launch_that_has_most() -> None:
+    """One for each tile of each transfer at least; a token's program needs none."""
+    made = module("prefill_attend", "fused")
+    found = reserved(made)
+    assert found == [f"channel_{n}" for n in range(len(found))]
+    for launch in made.air.launches:
+        (herd,) = walk_ops(launch, HerdOp)
+        inside, all_moves = (sum(1 for _ in moves(op)) for op in (herd, launch))
+        assert len(found) >= inside * math.prod(herd.shape()) + all_moves - inside
+    assert not reserved(module("decode_layer", "fused"))
+
+
+def test_block_floating_point_is_what_prompts_are_multiplied_with() -> None:
+    """Gate and up are one launch then, whatever the weights are stored in. Tokens know nothing of it."""
+    for weights in ("bf16", "int4"):
+        exact, fast = (
+            {p.name: p for p in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights, matmul=matmul))}
+            for matmul in ("bf16", "bfp16")
+        )
+        thirds = ("prefill_attend.128", "prefill_up.128", "prefill_down.128")
+        launched = [launch.kernel.name for third in thirds for part in fast[third].parts for launch in part.launches]
+        assert [name for name in launched if "gemm" in name] == [
+            *("bfp16_gemm", "bfp16_gemm", "bfp16_gemm_kv"),
+            *("bfp16_gemm", "bfp16_gemm_swiglu", "bfp16_gemm"),
+        ]
+        tokens = [name for name, program in exact.items() if not program.host and program.bucket is None]
+        assert tokens and all(exact[name] == fast[name] for name in tokens)
+
+
+def test_unknown_grouping_is_refused() -> None:
+    with pytest.raises(UserError, match="fused"):
+        TARGET.grouping("all")
+
+
+def test_traffic_of_a_product_counted_by_hand() -> None:
+    tiling = gemm.tile(1024, 256, 256)
+    (traffic,) = air.count(gemm.build(tiling))
+    # Two blocks of 512 rows: x once, the weight per block; four row blocks of 128 columns are one broadcast each.
+    assert traffic.read == {"x": 2 * 1024 * 256, "weight": 2 * 2 * 256 * 256}
+    assert traffic.written == {"out": 2 * 1024 * 256}
+    assert tiling.macs == 1024 * 256 * 256
+    tile = tiling.tile_m * tiling.tile_n
+    assert traffic.calls == tiling.macs // (tile * tiling.tile_k) + 2 * 1024 * 256 // tile, "a start and an end each"
+
+
+def test_traffic_of_a_vector_product_counts_the_broadcast_once_per_step() -> None:
+    tiling = gemv.tile(512, 256)
+    (traffic,) = air.count(gemv.build(tiling))
+    assert traffic.read == {"weight": 2 * 512 * 256, "x": 2 * 256 * tiling.steps[0]} and tiling.macs == 512 * 256
+    assert traffic.calls == tiling.macs // (tiling.tile_m * tiling.chunk) + 2 * 512 // tiling.tile_m
+
+
+def test_rope_writes_half_of_the_interleaved_slot() -> None:
+    (traffic,) = air.count(rope.build(rope.tile(128, 2, 64, rope.KEYS)))
+    assert traffic.written == {"out": 2 * 128 * 128}
+
+
+@pytest.mark.parametrize("steps, reason", [(2, ""), (3, ""), (4, ""), (5, "in 5 steps a core takes its 3 buffers")])
+def test_a_core_of_many_odd_steps_is_refused(steps: int, reason: str) -> None:
+    b = air.Builder("copy", {"x": air.memref_type((64 * steps,)), "out": air.memref_type((64 * steps,))})
+    with b.launch(), b.segment(), b.herd(1, 1), b.loop(steps) as i, b.alloc(air.L1, (64,)) as (tile,):
+        b.dma(tile, b.args["x"].at((i * 64, 64, 1)))
+        b.dma(b.args["out"].at((i * 64, 64, 1)), tile)
+    refused_for(reason, b.finish().module)
+
+
+@pytest.mark.parametrize("again, reason", [(1, ""), (2, "needs 256 of bytes out of a buffer of L2")])
+def test_a_memory_tile_sends_what_it_is_given_once(again: int, reason: str) -> None:
+    b = air.Builder("copy", {"x": air.memref_type((64,)), "out": air.memref_type((again * 64,))})
+    with b.launch(), b.segment(), b.alloc(air.L2, (64,)) as (stays,):
+        b.dma(stays, b.args["x"].at((0, 64, 1)))
+        with b.loop(again) as i, b.herd(1, 1), b.alloc(air.L1, (64,)) as (tile,):
+            b.dma(tile, stays.at((0, 64, 1)))
+            b.dma(b.args["out"].at((i * 64, 64, 1)), tile)
+    refused_for(reason, b.finish().module)
+
+
+def refused_for(reason: str, module: ModuleOp) -> None:
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            air.check(module)
+    else:
+        air.check(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket", "steps"),
+    [("demo", 128, 4), ("llama-3.2-1b", 128, 4), ("llama-3.1-8b", 512, 4), ("llama-3.2-1b", 2048, 1)],
+)
+def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket: int, steps: int) -> None:
+    """Steps of a core over 8192 and 14336 inputs go in a dimension of the descriptor. Steps that go in two dimensions
+    share none."""
+    found = programs("llama", GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
+    (layer,) = (program for program in found if program.bucket and not program.host and program.context == bucket)
+    module = build_module(layer, JUDGED[name].dimensions())
+    assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2
+
+
+@pytest.mark.parametrize("tile_k", [32, 64])
+@pytest.mark.parametrize("cols", [2048, 8192, 14336])
+def test_a_loop_is_cut_where_no_dimension_is_left(cols: int, tile_k: int) -> None:
+    """By the module's text, as the tiling says of itself."""
+    tiling = replace(gemm.tile(128, cols, 2048, bfp16=True), tile_k=tile_k)
+    (launch,) = launches(gemm.build(tiling).module)
+    assert step_descriptors(launch) == tiling.weight_descriptors

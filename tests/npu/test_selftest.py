@@ -1,0 +1,601 @@
+"""The bring-up ladder on the stand-in: green in full, and with each fault it names the rung and the cause."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2 import trust
+from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.devices.sim import SimProgram
+from llama_npu2.devices.xrt import session
+from stages.engine.places import CONFIG
+from stages.model.families import read_config
+from stages.model.grouping import programs
+from stages.proof.selftest import faults, ladder, measure, raw, report
+from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
+from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
+from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
+from stages.proof.selftest.trial import judge
+from stages.targets.npu2.groupings import GROUPINGS
+from tests.conftest import ROOT, build, doit, ran
+from tests.npu import test_npu2_build
+from tests.support import pyxrt_standin
+from tests.support.pyxrt_standin import install
+
+BUCKETS = (64, 128)
+
+
+@pytest.fixture(scope="session")
+def simulated(artifacts: Path) -> Path:
+    """`artifacts` with the probes and the demo model for the simulator."""
+    build("demo", artifacts, target="npu2-sim", buckets="64,128")
+    run = doit("probe:manifest", f"artifacts={artifacts}", "target=npu2-sim", "npu.buckets=64,128")
+    assert run.returncode == 0, run.stdout + run.stderr
+    made = artifacts / "selftest/npu2-sim"
+    # As the command does behind the build.
+    trust.mark_own(made, (made / "manifest.json").read_bytes())
+    return artifacts
+
+
+@pytest.fixture(scope="session")
+def on_npu(simulated: Path) -> Setup:
+    """What the stand-in takes for artifacts of `npu2`."""
+    opened = [Manifest.open(simulated / name / "npu2-sim") for name in ("selftest", "demo")]
+    config = read_config(opened[1].directory / CONFIG)
+    made = programs(config.family, GROUPINGS["fused"], BUCKETS)
+    return Setup(*map(as_npu2, opened), config, made, threads=1, repeats=1)
+
+
+def as_npu2(manifest: Manifest) -> Manifest:
+    told = {"kernel": "main", "instruction_bytes": 4096, "milliseconds": 1.0}
+    described = {name: spec if spec["host"] else {**spec, **told} for name, spec in manifest.programs.items()}
+    return replace(manifest, target={**manifest.target, "name": "npu2", "device": "xrt"}, programs=described)
+
+
+@pytest.fixture
+def short(on_npu: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """Without the rungs that take long and which a test does not reach for."""
+    monkeypatch.setattr(measure, "TIMED", ())
+    few = [probes()[name] for name in ("add", "rope_kv", "silu_and_mul", "gemm_kv")]
+    monkeypatch.setattr(ladder, "tile_functions", lambda: few)
+    return on_npu
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(session.tempfile, "gettempdir", lambda: str(tmp_path))
+    yield
+    gc.collect()
+    world = pyxrt_standin.WORLD
+    assert world.alive() == {}, "something of the device was not released"
+    assert world.violations == []
+    lock = tmp_path / session.LOCK
+    if lock.exists():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    sys.modules.pop("pyxrt", None)
+
+
+def results(found: Outcome) -> dict[str, set[str]]:
+    by_rung: dict[str, set[str]] = {}
+    for rung in found.rungs:
+        by_rung.setdefault(rung.rung, set()).add(rung.result)
+    return by_rung
+
+
+# Right
+
+
+def test_all_rungs_hold(on_npu: Setup) -> None:
+    install()
+    said: list[Rung] = []
+    found = run_ladder(on_npu, said.append)
+    assert said == found.rungs
+    assert found.failed is None, found.failed
+    expected = {name: {PASSED} for name in (faults.DEVICE, faults.CONTEXT, faults.KERNEL, faults.TILE, faults.LISTS)}
+    expected |= {name: {PASSED} for name in (faults.SWITCH, faults.TIMES, faults.HEAP, faults.PROGRAM, faults.LAYER)}
+    expected |= {faults.PROMPT: {PASSED}, faults.TOKEN: {PASSED}, faults.WATCHDOG: {SKIPPED}}
+    assert list(results(found)) == list(expected), "in this order"
+    assert results(found) == expected
+    tried = {rung.what.partition(":")[0] for rung in found.rungs if rung.rung == faults.TILE}
+    kernels = {"add", "rms_norm", "silu_and_mul", "rope", "rope_kv", "gemv", "gemv_f32", "gemm", "gemm_kv"}
+    assert tried >= kernels | {"flash_attention", "gemm_bfp16"}
+    assert found.times.keys() == set(measure.TIMED)
+    # Of the simulator's times, of which some differences may be lost in the noise.
+    assert "ddr_gbps" in found.measured
+    assert found.observed["heap"]["runs"] > 100
+    assert found.observed["programs"].keys() == {
+        *("prefill_attend.64", "prefill_up.64", "prefill_down.64"),
+        *("rms_gemv_rope", "decode_layer", "decode_last"),
+    }
+
+
+def test_every_kernel_of_the_array_is_tried() -> None:
+    """By its tile functions: every C++ source of a device program."""
+    device = [p for grouping in GROUPINGS.values() for p in programs("llama", grouping, [64]) if not p.host]
+    used = {launch.kernel.source for p in device for part in p.parts for launch in part.launches}
+    tried = {launch.kernel.source for probe in ladder.tile_functions() for launch in probe.program.parts[0].launches}
+    assert tried == used
+
+
+def test_the_simulator_climbs_what_it_can(simulated: Path) -> None:
+    run = doit("selftest", f"artifacts={simulated}", "target=npu2-sim", "npu.buckets=64,128", "repeats=1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ran(run) == set(), "all was built"
+    assert "passed   tile function, gemm: " in run.stdout
+    assert "passed   token, tokens of demo" in run.stdout
+    assert "checks passed" in run.stdout
+    assert faults.DEVICE not in run.stdout.split()
+    content = json.loads((simulated / "selftest/npu2-sim/report.json").read_text())
+    assert content["measured"] == {}, "a simulator's times are not the NPU's"
+    assert content["about"]["model"] == "demo"
+
+
+def test_selftest_is_the_arrays(artifacts: Path) -> None:
+    run = doit("selftest", f"artifacts={artifacts}", "target=cpu")
+    assert run.returncode
+    assert run.stderr == "error: selftest: target cpu runs no programs on the NPU: add target=npu2\n"
+
+
+# Failure
+
+
+def corrupted(
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    change: Callable[[np.ndarray], None],
+    since: int = 1,
+    until: int = 999,
+) -> None:
+    """The last slot of a program, which is a result, is changed behind its executions from the `since`-th on."""
+    count = itertools.count(1)
+
+    def wrong(name: str, out: np.ndarray) -> None:
+        if name == program and since <= next(count) <= until:
+            change(out)
+
+    behind_every_run(monkeypatch, wrong)
+
+
+def behind_every_run(monkeypatch: pytest.MonkeyPatch, do: Callable[[str, np.ndarray], None]) -> None:
+    """`do` gets a program's name and what its last slot holds, as bf16."""
+    run = SimProgram.run
+
+    def more(self: SimProgram, addresses: Sequence[int], **named: Any) -> None:
+        run(self, addresses, **named)
+        out = (ctypes.c_uint16 * (self.slot_bytes[-1] // 2)).from_address(addresses[-1])
+        do(self.name, np.ctypeslib.as_array(out).view(bfloat16))
+
+    monkeypatch.setattr(SimProgram, "run", more)
+
+
+def garbage(values: np.ndarray) -> None:
+    values.view(np.uint8)[:] ^= 0x2A
+
+
+def zeros(values: np.ndarray) -> None:
+    values[:] = 0
+
+
+def no_numbers(values: np.ndarray) -> None:
+    values[::7] = np.nan
+
+
+def last_bit(values: np.ndarray) -> None:
+    values.view(np.uint16)[:64] ^= 1
+
+
+def elsewhere(values: np.ndarray) -> None:
+    """Into the V half of the cache."""
+    values[64] = 3
+
+
+NO_CONTEXT = "DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-22): Invalid argument"
+
+
+def no_context(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str) -> None:
+    def refuse(*_: Any) -> Any:
+        raise kind(said)
+
+    monkeypatch.setattr(sys.modules["pyxrt"], "hw_context", refuse)
+
+
+def no_runs(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
+    """The heap for instructions is full."""
+    init, count = pyxrt_standin.run.__init__, itertools.count(1)
+
+    def full(self: Any, kernel: Any) -> None:
+        if next(count) >= since:
+            raise RuntimeError("DRM_IOCTL_AMDXDNA_CREATE_BO IOCTL failed (err=-28): No space left on device")
+        init(self, kernel)
+
+    monkeypatch.setattr(pyxrt_standin.run, "__init__", full)
+
+
+def no_list(monkeypatch: pytest.MonkeyPatch, error: str, longer_than: int = 0) -> None:
+    """Run lists, or those that are long, fail."""
+    wait = pyxrt_standin.runlist.wait
+
+    def failing(self: Any) -> None:
+        wait(self)
+        if len(self.runs) > longer_than:
+            raise RuntimeError(error)
+
+    monkeypatch.setattr(pyxrt_standin.runlist, "wait", failing)
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ran after another one computes garbage when its turn comes again."""
+    order = []
+
+    def switched(name: str, out: np.ndarray) -> None:
+        order.append(name)
+        if order[-3:] == ["rms_norm", measure.BASE, "rms_norm"]:
+            garbage(out)
+
+    behind_every_run(monkeypatch, switched)
+
+
+Inject = Callable[[pytest.MonkeyPatch], object]
+
+BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
+    "no device": ({"vanish": 1}, None, faults.DEVICE, "gone", "No such device"),
+    "no bindings": ({}, lambda m: m.setitem(sys.modules, "pyxrt", None), faults.DEVICE, "no bindings", "pyxrt"),
+    "older XRT": ({}, lambda m: no_context(m, TypeError, "no overload"), faults.CONTEXT, "old bindings", "overload"),
+    "no context": ({}, lambda m: no_context(m, RuntimeError, NO_CONTEXT), faults.CONTEXT, "failed", "CREATE_HWCTX"),
+    "no memory": ({"fail_alloc": 1}, None, faults.KERNEL, "no memory", "Cannot allocate"),
+    "deadline": ({"time_out": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),
+    "hang": ({"hang": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),
+    "second dispatch": (
+        {},
+        lambda m: corrupted(m, measure.BASE, garbage, 2),
+        faults.KERNEL,
+        "later dispatch",
+        "dispatch 2: out: .* of 512 values",
+    ),
+    "vanishes": ({"vanish": 50}, None, faults.TILE, "gone", "No such device"),
+    "tile function hangs": ({"hang": 5}, None, faults.TILE, "timeout", "did not finish in time"),
+    "wrong numbers": (
+        {},
+        lambda m: corrupted(m, "add", garbage),
+        faults.TILE,
+        "wrong",
+        r"out: \d+ of 16384 values, at \d+ ",
+    ),
+    "zeros": ({}, lambda m: corrupted(m, "silu_and_mul", zeros), faults.TILE, "zeros", "all 49152 values are zero"),
+    "never computed": ({}, lambda m: corrupted(m, "add", no_numbers), faults.TILE, "no numbers", "2341 of 16384"),
+    "a race": ({}, lambda m: corrupted(m, "silu_and_mul", last_bit, 3), faults.TILE, "unsteady", "dispatch 3: .*64 of"),
+    "wrong place": ({}, lambda m: corrupted(m, "rope_kv", elsewhere), faults.TILE, "elsewhere", "1 values written"),
+    "stale": ({}, lambda m: corrupted(m, "gemm_kv", zeros, 2), faults.TILE, "later dispatch", "dispatch 2: .*zero"),
+    "refuses a second ELF": (
+        {"fail_config": "DRM_IOCTL_AMDXDNA_CONFIG_HWCTX IOCTL failed (err=-12): Cannot allocate memory"},
+        None,
+        faults.SWITCH,
+        "refused",
+        "CONFIG_HWCTX",
+    ),
+    "forgets": ({}, forgetful, faults.SWITCH, "later dispatch", "dispatch 2"),
+    "program": ({}, lambda m: corrupted(m, "decode_layer", garbage), faults.PROGRAM, "wrong", "relative error"),
+    "program again": (
+        {},
+        lambda m: corrupted(m, "rms_gemv_rope", garbage, 2),
+        faults.PROGRAM,
+        "later dispatch",
+        "dispatch 2",
+    ),
+    "layer": ({}, lambda m: corrupted(m, "decode_layer", garbage, 4, 4), faults.LAYER, "wrong", "decode: "),
+    "prompt": ({}, lambda m: corrupted(m, "prefill_down", garbage, 7), faults.PROMPT, "wrong", "relative error"),
+    "token": ({}, lambda m: corrupted(m, "decode_last", garbage, 5), faults.TOKEN, "wrong", "token 2: "),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_fault_is_named(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    switches, inject, rung, cause, detail = BREAKS[name]
+    install(**switches)
+    if inject:
+        inject(monkeypatch)
+    found = run_ladder(short)
+    broken = found.failed
+    assert broken is not None
+    assert (broken.rung, broken.cause) == (rung, cause), broken
+    assert broken is found.rungs[-1], "it stops there"
+    assert re.search(detail, broken.detail), broken.detail
+    known = fault(rung, cause)
+    assert (broken.meaning, broken.remedy) == (known.meaning, known.remedy)
+    assert "\n" not in f"{broken.detail}{broken.meaning}{broken.remedy}"
+    if inject is None and name == "no bindings":
+        install()
+
+
+def test_a_kernel_of_another_name(short: Setup) -> None:
+    install()
+    named = {name: {**program, "kernel": "other"} for name, program in short.probes.programs.items()}
+    broken = run_ladder(replace(short, probes=replace(short.probes, programs=named))).failed
+    assert broken and (broken.rung, broken.cause) == (faults.CONTEXT, "no kernel"), broken
+
+
+LISTS: dict[str, tuple[dict[str, Any], Inject, str]] = {
+    "no run lists": ({"runlist": False}, lambda m: None, "none"),
+    "firmware refuses": ({}, lambda m: no_list(m, "runlist failed execution (err=-95)"), "failed"),
+    "lists hang": ({}, lambda m: no_list(m, "failed (ERT_CMD_STATE_TIMEOUT)"), "timeout"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_run_lists_can_be_done_without(short: Setup, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    switches, inject, cause = LISTS[name]
+    install(**switches)
+    inject(monkeypatch)
+    found = run_ladder(short)
+    assert found.failed is None, found.failed
+    (limited,) = (rung for rung in found.rungs if rung.result == LIMITED)
+    assert (limited.rung, limited.cause) == (faults.LISTS, cause)
+    assert found.observed["run_lists"] is False
+    assert ladder.NO_LISTS not in os.environ, "what the runtime was told ends with the climb"
+
+
+def test_heap_is_counted(short: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    original, counts = ladder._Ladder.heap, []
+
+    def heap(self: Any) -> str:
+        with pytest.MonkeyPatch.context() as inner:
+            no_runs(inner, 34)
+            counts.append(original(self))
+        return str(counts[0])
+
+    monkeypatch.setattr(ladder._Ladder, "heap", heap)
+    found = run_ladder(short)
+    assert found.failed is None
+    assert found.observed["heap"]["runs"] == 33
+    assert "No space left" in found.observed["heap"]["refused"]
+
+
+# What may reset the device
+
+
+@pytest.fixture
+def risky(short: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """Every submission takes a fifth of a second, by the clock that there is."""
+    ticks = itertools.count()
+    monkeypatch.setattr(raw, "clock", lambda: 0.2 * next(ticks))
+    # Its ELF takes seconds on the simulator, and its results are not looked at.
+    quick = {**short.probes.programs, WATCHDOG: short.probes.programs["rate_add"]}
+    return replace(short, risky=True, probes=replace(short.probes, programs=quick))
+
+
+ENDED = "runlist failed execution (ERT_CMD_STATE_TIMEOUT)"
+
+
+def test_watchdog_bites_where_it_must(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    no_list(monkeypatch, ENDED, 10)
+    monkeypatch.setattr(ladder, "LISTED", 4)
+    found = run_ladder(risky)
+    assert found.failed is None, found.failed
+    seen = found.observed["watchdog"]
+    assert seen["run_seconds"] == pytest.approx(0.2)
+    assert seen["command_of_1_s"].startswith("5 runs")
+    assert seen["command_of_1_s"].endswith("done")
+    assert "15 runs, ended after" in seen["command_of_3_s"]
+
+
+def test_watchdog_bites_too_early(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    no_list(monkeypatch, ENDED, 4)
+    monkeypatch.setattr(ladder, "LISTED", 4)
+    broken = run_ladder(risky).failed
+    assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "timeout"), broken
+    assert broken.detail.startswith("5 runs")
+
+
+def test_device_does_not_come_back(risky: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = install()
+    wait = pyxrt_standin.runlist.wait
+
+    def fatal(self: Any) -> None:
+        wait(self)
+        if len(self.runs) > 10:
+            world.vanish = 1
+            raise RuntimeError(ENDED)
+
+    monkeypatch.setattr(pyxrt_standin.runlist, "wait", fatal)
+    monkeypatch.setattr(ladder, "LISTED", 4)
+    broken = run_ladder(risky).failed
+    assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "not recovered"), broken
+
+
+# The table
+
+
+def test_every_entry_is_two_lines_of_its_own() -> None:
+    texts = [text for entry in FAULTS.values() for text in (entry.meaning, entry.remedy)]
+    assert all(text and "\n" not in text and len(text) < 160 and not text.endswith(".") for text in texts)
+    meanings = [entry.meaning for entry in FAULTS.values()]
+    assert len(set(meanings)) == len(meanings)
+
+
+def test_a_cause_without_an_entry_is_a_refusal() -> None:
+    assert isinstance(fault(faults.TIMES, "no kernel"), Fault)
+    assert fault(faults.TIMES, "no kernel") is fault(faults.TIMES, "failed")
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("one, first: did not finish in time on the NPU (ERT_CMD_STATE_TIMEOUT)", "timeout"),
+        ("ERT_CMD_STATE_ABORT after 0.1 s", "failed"),
+        ("the NPU cannot be opened: Could not open device with index '0'", "gone"),
+        ("the NPU driver has no 64 MiB more beside the 0 MiB in use: (err=-12)", "no memory"),
+        ("Unable to find group idx for given kernel: main:add", "no kernel"),
+    ],
+)
+def test_cause_of_what_is_said(said: str, cause: str) -> None:
+    assert cause_of(said) == cause
+
+
+def test_judging_needs_no_more_than_the_bound() -> None:
+    want, off = {"out": np.array([1.0, np.nan, 3.0])}, {"out": np.array([0.5, 0.0, 0.0])}
+    right = {"out": np.array([1.5, 0.0, 3.0], np.float32)}
+    assert judge([right, right], want, off).cause == ""
+    for index, value, cause in ((0, 1.6, "wrong"), (1, 1.0, "elsewhere"), (2, np.nan, "no numbers"), (2, 2.9, "wrong")):
+        wrong = {"out": right["out"].copy()}
+        wrong["out"][index] = value
+        assert judge([wrong, wrong], want, off).cause == cause
+        assert judge([right, wrong], want, off).cause == "later dispatch"
+    other = {"out": np.array([1.2, 0.0, 3.0], np.float32)}
+    assert judge([right, other], want, off).cause == "unsteady"
+
+
+# Measuring
+
+
+def times_of_a_machine() -> dict[str, float]:
+    """Of one whose constants are round numbers."""
+    submission, configuration, core, step = 80e-6, 40e-6, 5e-6, 20e-6
+    cost = {"launch_row": configuration + 8 * core, "launch_array": configuration + 32 * core}
+    times = {f"{kind}_{n}": submission + n * cost[kind] for kind in cost for n in (FEW, MANY)}
+    base = times[measure.BASE]
+    times |= {f"step_array_{n}": base + n * step for n in (FEW, MANY)}
+    for count in STREAMS:
+        source: Any = probes()[f"stream_{count}"].source
+        times[f"stream_{count}"] = base + source.bytes / min(8e9 * count, 60e9)
+    for name in RATES:
+        rate: Any = probes()[name].source
+        times[name] = base + rate.calls * 1000 / (measure.CLOCK_GHZ * 1e9)
+    return times
+
+
+def test_constants_are_those_of_the_machine() -> None:
+    found = measure.constants(times_of_a_machine())
+    expected = {"submission_us": 80, "configuration_us": 40, "configuration_core_us": 5, "grid_step_us": 20}
+    expected |= {"stream_gbps": 8, "ddr_gbps": 60, "read_4_gbps": 32, "gemm_cycles": 1000}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value), name
+    gemm: Any = probes()["rate_gemm"].source
+    assert found["macs_bf16"] == pytest.approx(gemm.macs / 1000)
+    assert found["macs_bf16_x_bfp16"] == pytest.approx(gemm.macs / 1000)
+    assert 0 < found["vector_cycles"] < 1000
+    assert found["silu_and_mul_values_per_cycle"] == pytest.approx(probes()["rate_silu_and_mul"].source.values / 1000)  # type: ignore[union-attr]
+
+
+def test_noise_measures_nothing() -> None:
+    times = dict.fromkeys(times_of_a_machine(), 1e-4)
+    assert measure.constants(times).keys() == {"submission_us"}
+    assert measure.constants({}) == {}
+    part = {name: value for name, value in times_of_a_machine().items() if not name.startswith("launch_array")}
+    assert "configuration_us" not in measure.constants(part)
+
+
+# The report
+
+NAMES = ("jane", "janes-laptop", "janes-laptop.home.example", "/home/jane doe", "/home/jane doe/llama")
+
+
+def test_report_says_nothing_of_who_and_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report.getpass, "getuser", lambda: "jane")
+    monkeypatch.setattr(report.socket, "gethostname", lambda: "janes-laptop.home.example")
+    monkeypatch.setattr(report.Path, "home", lambda: Path("/home/jane doe"))
+    monkeypatch.setattr(report.Path, "cwd", lambda: Path("/home/jane doe/llama"))
+    text = "/home/jane doe/llama/artifacts/x.elf cannot be loaded by jane@janes-laptop (in file:///home/jane/y.so:3)"
+    rung = Rung("context", "an ELF", BROKEN, text, 0.1, "failed", "m", "see https://example.org/a/b")
+    found = Outcome([rung], {}, {"step_us": 1.5}, {"heap": {"refused": "~/x/heap and /opt/xilinx/xrt/lib"}})
+    rows = [{"what": "pyxrt", "found": "yes", "version": "/opt/xilinx/xrt/python/pyxrt.so"}]
+    content = report.report(found, rows, {"model": "janes"})
+    path = report.write(tmp_path, content)
+    for written in (path.read_text(), path.with_suffix(".txt").read_text()):
+        for name in ("jane ", "jane@", "janes-laptop", "doe", "/home", "/opt", "xilinx", "~/"):
+            assert name not in written, name
+        assert "https://example.org/a/b" in written, "an address of a page may stay"
+        assert "x.elf" in written
+        assert "pyxrt.so" in written
+    assert json.loads(path.read_text())["measured"] == {"step_us": 1.5}
+
+
+def test_report_of_a_real_climb_names_nobody(short: Setup, tmp_path: Path) -> None:
+    install(fail_config="/dev/accel/accel0 is busy")
+    from dataclasses import asdict
+
+    from stages.commands import doctor
+
+    content = report.report(run_ladder(short), [asdict(row) for row in doctor.report()], {"target": "npu2"})
+    path = report.write(tmp_path, content)
+    page = path.with_suffix(".txt").read_text()
+    assert page.startswith("broken at context switch: ")
+    assert "  meaning: " in page
+    assert "  try: " in page
+    for written in (path.read_text(), page):
+        for name in report.names_of_here():
+            assert not re.search(rf"(?<!\w){name}(?!\w)", written), name
+        assert str(short.probes.directory) not in written
+
+
+def test_report_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(report.UserError, match=r"report\.json cannot be written: .*artifacts="):
+        report.write(tmp_path / "file", {"rungs": [], "about": {}, "measured": {}, "observed": {}, "machine": []})
+
+
+# As a user would
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, simulated: Path) -> dict[str, str]:
+    """An environment with everything that builds for the NPU, and with bindings."""
+    root = tmp_path / "fakes"
+    (root / "simulated").mkdir(parents=True)
+    for name in ("demo", "selftest"):
+        for library in (simulated / name / "npu2-sim/elf").iterdir():
+            os.link(library, root / "simulated" / library.name)
+    made = test_npu2_build.install(
+        root, test_npu2_build.FAKE_PEANO, test_npu2_build.FAKE_AIRCC, test_npu2_build.FAKE_AIRCC
+    )
+    return made | {"SIMULATED": str(root / "simulated")}
+
+
+def bindings(checkout: Path, tmp_path: Path, **switches: Any) -> dict[str, str]:
+    (checkout / "pyxrt.py").write_text("import tests.support.pyxrt_standin\n")
+    path = f"{checkout}{os.pathsep}{ROOT}"
+    return {"PYTHONPATH": path, "PYXRT_STANDIN": json.dumps(switches), "TMPDIR": str(tmp_path)}
+
+
+COMMAND = ("selftest", "model=models/demo", "target=npu2", "npu.buckets=64", "repeats=1")
+
+
+def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
+    """Built by the tools, copied into a checkout on a machine that has none: nothing is built, the ladder climbs."""
+    first = doit(*COMMAND, cwd=built, env=fakes | bindings(built, tmp_path))
+    assert {"probe:module:add", "probe:object:aie2p/gemm", "probe:elf:stream_16", "probe:manifest"} <= ran(first)
+    assert "checks passed" in first.stdout
+    other = tmp_path / "other"
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    for name in ("demo", "selftest"):
+        shutil.copytree(built / "artifacts" / name / "npu2", other / "artifacts" / name / "npu2")
+    (tmp_path / "empty").mkdir()
+    nothing = dict.fromkeys(("PEANO_INSTALL_DIR", "AIE_API_INCLUDE", "CXX", "PATH"), str(tmp_path / "empty"))
+    (other / "artifacts/selftest/npu2/report.json").unlink()
+    again = doit(*COMMAND, cwd=other, env=nothing | bindings(other, tmp_path, time_out=1))
+    assert again.returncode
+    assert "probe:" not in again.stderr
+    assert "broken   first kernel" in again.stdout
+    assert "meaning: the smallest program hangs" in again.stdout
+    content = json.loads((other / "artifacts/selftest/npu2/report.json").read_text())
+    assert content["rungs"][-1]["cause"] == "timeout"
+    assert str(other) not in json.dumps(content)

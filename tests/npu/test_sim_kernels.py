@@ -1,0 +1,339 @@
+"""Every NPU kernel, executed from its MLIR on the simulator, against its numpy reference.
+
+Bounds follow from bf16, not from what was seen. Both sides round to bf16 at the same places, so where f32 arithmetic
+inside differs by less than half a unit, a result differs by at most one unit in the last place: 2^-7 of its value.
+What is added to that is the f32 arithmetic's own error, bounded per kernel below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from stages.air import AirModule
+from stages.kernels import (
+    add,
+    elementwise,
+    flash_attention,
+    gemm,
+    gemv,
+    kernels,
+    rms_norm,
+    rope,
+    silu_and_mul,
+    token_attention,
+)
+from stages.model.config import position_rows
+from stages.weights.constants import POSITION
+from stages.weights.formats import bfp16
+from stages.weights.formats.bf16 import pad_rows, to_blocks
+from tests.support.sim_kernels import ULP, assert_close, attention_case, empty, execute, random
+from tests.support.sim_support import run
+
+F32 = 2.0**-23
+NO_SILU = 2.0**-118
+"""More than 87 exp(-87): what the array makes at most of gates whose activation is nothing."""
+
+
+def by_element(name: str, rows: int, cols: int) -> AirModule:
+    build = kernels()[name].program
+    assert build
+    return build(elementwise.tile(name, rows, cols))
+
+
+def magnitude(x: np.ndarray) -> np.ndarray:
+    return np.abs(x.astype(np.float64))
+
+
+def execute_two(made: AirModule, *arrays: np.ndarray) -> list[np.ndarray]:
+    """The last two slots after a run."""
+    slots, _ = run(made.module, arrays)
+    return slots[-2:]
+
+
+SHAPES = [(128, 256), (1, 2048), (128, 576), (1, 960), (24, 48)]
+
+
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_add(rows: int, cols: int) -> None:
+    a, b = random(rows, cols, seed=1), random(rows, cols, seed=2)
+    got = execute(by_element("add", rows, cols), a, b, empty(rows, cols))
+    assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
+
+
+@pytest.mark.parametrize("rows, cols", [(64, 768), (1, 1536), (8, 48), (3, 32)])
+def test_silu_and_mul(rows: int, cols: int) -> None:
+    gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
+    gate.reshape(-1)[:40] = np.linspace(-100, 100, 40)
+    got = execute(by_element("silu_and_mul", rows, cols), gate, up, empty(rows, cols))
+    with np.errstate(over="ignore"):
+        want = silu_and_mul.reference(gate, up)
+    # Rounded are the exponential, silu, its product, and the reference: half a unit each.
+    assert_close(got, want, 2 * ULP * magnitude(want) + NO_SILU * magnitude(up))
+
+
+def test_silu_of_every_number() -> None:
+    """All finite bf16: within the exponential's rounding and silu's."""
+    gate = np.arange(2**16, dtype=np.uint16).view(bfloat16)
+    gate[~np.isfinite(gate.astype(np.float32))] = 0
+    up = np.ones_like(gate)
+    made = by_element("silu_and_mul", 16, 2**12)
+    got = execute(made, gate.reshape(16, -1), up.reshape(16, -1), empty(16, 2**12)).reshape(-1)
+    with np.errstate(over="ignore"):
+        wide = gate.astype(np.float64)
+        exact = wide / (1 + np.exp(-wide))
+    # What the exponential is off by counts in proportion to its part of 1 + e, and less than it where that is all.
+    small = np.exp(-np.abs(wide))
+    part = np.where(wide < 0, 1, small) / (1 + small)
+    assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
+
+
+@pytest.mark.parametrize(
+    "rows, cols, scale", [(128, 256, 3.0), (1, 576, 3.0), (16, 3072, 3.0), (8, 48, 3.0), (8, 64, 0.003)]
+)
+def test_rms_norm(rows: int, cols: int, scale: float) -> None:
+    """The smallest scale is that of epsilon's root."""
+    x, weight = random(rows, cols, seed=5, scale=scale), random(cols, seed=6)
+    got = execute(rms_norm.build(rms_norm.tile(rows, cols, 1e-5)), x, weight, empty(rows, cols))
+    want = rms_norm.reference(x, weight, 1e-5)
+    # Two roundings in a row: a unit of the first becomes at most two of the second.
+    assert_close(got, want, 2 * ULP * magnitude(want))
+
+
+@pytest.mark.parametrize(
+    "window, heads, kv_heads, head_dim", [(128, 4, 2, 64), (256, 9, 3, 64), (128, 10, 1, 32), (128, 10, 10, 64)]
+)
+def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """At the first position, inside a tile of keys, at its end and at the window's. What lies behind is not seen, and
+    what the cache has at the position itself is not either."""
+    width = kv_heads * head_dim
+    x, kv = random(heads * head_dim + 2 * width, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
+    made = token_attention.build(token_attention.tile(window, heads, kv_heads, head_dim))
+    for position in (0, 37, 63, window - 1):
+        table = token_table(position, head_dim)
+        seen = kv.copy()
+        seen[position:] = 1000
+        arrays = (x, table[0], seen.reshape(window, -1), empty(heads * head_dim), empty(2 * width))
+        out, row = execute_two(made, *arrays)
+        k, v = (kv[:, :, which].reshape(window, -1) for which in (0, 1))
+        tables = np.repeat(table, position + 1, axis=0)
+        want, want_row = token_attention.reference(x[None], tables, position, k, v, heads, kv_heads)
+        got = row.reshape(want_row.shape)
+        assert_close(got, want_row, ULP * magnitude(want_row) + 2.0**-15)
+        assert (got[:, 1] == x[-width:].reshape(kv_heads, head_dim)).all(), "V is copied"
+        # Weights are rounded to bf16, and so are rotated values and the result; values are of size 1.
+        assert_close(out, want, ULP * magnitude(want) + 2 * ULP)
+
+
+def token_table(position: int, head_dim: int) -> np.ndarray:
+    """A row of angles, and the position behind it."""
+    table = np.zeros((1, head_dim + POSITION // 2), np.float32)
+    angles = np.random.default_rng(11).uniform(-4, 4, head_dim // 2)
+    table[0, :head_dim] = np.concatenate([np.cos(angles), np.sin(angles)])
+    table.view(np.int32)[0, head_dim] = position
+    return table
+
+
+@pytest.mark.parametrize(
+    "rows, heads, head_dim, out",
+    [
+        (128, 4, 64, rope.ROWS),
+        (1, 9, 64, rope.ROWS),
+        (16, 3, 32, rope.ROWS),
+        (128, 2, 64, rope.KEYS),
+        (16, 8, 128, rope.KEYS),
+        (128, 4, 64, rope.QUERIES),
+        (16, 3, 96, rope.QUERIES),
+    ],
+)
+def test_rope(rows: int, heads: int, head_dim: int, out: str) -> None:
+    x, angles = random(rows, heads * head_dim, seed=7), np.random.default_rng(8).normal(size=(rows, head_dim // 2)) * 50
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    placed = np.concatenate([table, position_rows(70000, rows)], axis=1)
+    tiling = rope.tile(rows, heads, head_dim, out)
+    got = execute(rope.build(tiling), x, table if out == rope.ROWS else placed, empty(rows, tiling.out_width))
+    if out == rope.KEYS:
+        pairs = got.reshape(rows, heads, 2, head_dim)
+        assert np.isnan(pairs[:, :, 1].astype(np.float32)).all(), "rope wrote where V goes"
+        got = pairs[:, :, 0].reshape(rows, -1)
+    if out == rope.QUERIES:
+        by_head = [t.reshape(rows, heads, -1) for t in (got, rope.reference_queries(x, placed, 0, head_dim))]
+        assert by_head[0][..., head_dim:].tobytes() == by_head[1][..., head_dim:].tobytes()
+        assert (
+            70000 + np.arange(rows) == by_head[0][..., head_dim : head_dim + 2].copy().view(np.int32)[..., 0].T
+        ).all()
+        got = by_head[0][..., :head_dim].reshape(rows, -1)
+    want = rope.reference(x, table, 0, head_dim)
+    # Cosine and sine in two bf16: 2^-17 of each product; a pair's products are at most |x1| + |x2|.
+    halves = magnitude(x).reshape(rows, heads, 2, -1).sum(axis=2, keepdims=True).repeat(2, axis=2).reshape(rows, -1)
+    assert_close(got, want, ULP * magnitude(want) + 2.0**-16 * halves)
+
+
+def product_bound(x: np.ndarray, weight: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """f32 sums of n products in any order differ by at most n * 2^-23 of the sum of magnitudes."""
+    return ULP * magnitude(want) + weight.shape[1] * F32 * (magnitude(x) @ magnitude(weight).T)
+
+
+def run_gemm(tiling: gemm.Tiling, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    width = tiling.out_width * (2 if tiling.head_dim else 1)
+    packed = bfp16.FORMAT.pack(weight, "pairs") if tiling.bfp16 else to_blocks(weight)
+    out = empty(tiling.rows, width)
+    got = execute(gemm.build(tiling), x, packed, out)
+    if tiling.head_dim is None:
+        return got
+    halves = got.reshape(tiling.rows, -1, 2, tiling.head_dim)
+    assert np.isnan(halves[:, :, 0].astype(np.float32)).all(), "the product wrote where K goes"
+    return halves[:, :, 1].reshape(tiling.rows, -1)
+
+
+@pytest.mark.parametrize(
+    "rows, cols, out_cols, options, x_chunk",
+    [
+        (128, 256, 256, {}, None),
+        (128, 256, 512, {}, 256),
+        (64, 64, 32, {}, None),
+        (128, 576, 192, {}, None),
+        (128, 224, 176, {}, None),
+        (128, 256, 128, {"head_dim": 64}, None),
+        (64, 64, 64, {"head_dim": 32}, None),
+        (128, 768, 256, {}, 256),
+        (64, 192, 96, {}, 96),
+    ],
+    ids=str,
+)
+def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int | None) -> None:
+    """Also with other chunks of `x` than `tile` chooses, all of it at once too."""
+    tiling = gemm.tile(rows, cols, out_cols, **options)
+    tiling = replace(tiling, x_chunk=x_chunk, tile_k=min(tiling.tile_k, 32)) if x_chunk else tiling
+    x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)
+    got, want = run_gemm(tiling, x, weight), gemm.reference(x, weight)
+    assert_close(got, want, product_bound(x, weight, want))
+
+
+def in_block_float(values: np.ndarray) -> np.ndarray:
+    return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
+
+
+@pytest.mark.parametrize(
+    "rows, cols, out_cols, options",
+    [
+        (64, 64, 32, {}),
+        (128, 256, 256, {}),
+        (192, 720, 176, {}),
+        (64, 48, 64, {"head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_gemm_in_block_floating_point(rows: int, cols: int, out_cols: int, options: dict) -> None:
+    """The core makes of `x` what the host makes of the weight. Also where streams of the weight end inside lines."""
+    x, weight = random(rows, cols, seed=11), random(out_cols, cols, seed=12)
+    got = run_gemm(gemm.tile(rows, cols, out_cols, **options, bfp16=True), x, weight)
+    block_x, block_weight = in_block_float(x), in_block_float(weight)
+    want = gemm.reference(block_x, block_weight)
+    assert_close(got, want, product_bound(block_x, block_weight, want))
+    assert (want != gemm.reference(x, weight)).mean() > 0.3
+
+
+@pytest.mark.parametrize("bfp16", [False, True])
+@pytest.mark.parametrize("rows, cols, out_cols", [(64, 64, 32), (128, 240, 144)])
+def test_gemm_swiglu(rows: int, cols: int, out_cols: int, bfp16: bool) -> None:
+    """The bits of two products and their activation, each a launch of its own."""
+    x, weight = random(rows, cols, seed=21), random(2 * out_cols, cols, seed=22, scale=0.2)
+    weight[:8] *= 20
+    gate, up = (part.reshape(out_cols, cols) for part in weight.reshape(-1, 2, 8, cols).transpose(1, 0, 2, 3))
+    got = run_gemm(gemm.tile(rows, cols, 2 * out_cols, bfp16=bfp16, swiglu=True), x, weight)
+    alone = [run_gemm(gemm.tile(rows, cols, out_cols, bfp16=bfp16), x, each) for each in (gate, up)]
+    assert got.tobytes() == execute(by_element("silu_and_mul", rows, out_cols), *alone, empty(rows, out_cols)).tobytes()
+
+
+@pytest.mark.parametrize(
+    "out_cols, cols, dtype, blocked",
+    [
+        (256, 256, "bf16", True),
+        (256, 768, "bf16", True),
+        (192, 576, "bf16", True),
+        (2000, 256, "f32", False),
+        (500, 192, "bf16", False),
+    ],
+)
+def test_gemv(out_cols: int, cols: int, dtype: str, blocked: bool) -> None:
+    tiling = gemv.tile(out_cols, cols, dtype, blocked)
+    weight, x = random(out_cols, cols, seed=13), random(cols, seed=14)
+    kind, reference = {"bf16": (bfloat16, gemv.reference), "f32": (np.float32, gemv.reference_f32)}[dtype]
+    packed = to_blocks(weight) if blocked else pad_rows(weight)
+    got = execute(gemv.build(tiling), packed, x, empty(tiling.padded, dtype=kind))
+    assert (got[out_cols:] == 0).all(), "padded rows have logits"
+    want = reference(weight, x)
+    bound = product_bound(x[None], weight, want[None])[0]
+    assert_close(got[:out_cols], want, bound if dtype == "bf16" else bound - ULP * magnitude(want))
+
+
+ATTENTION = [
+    (128, 128, 4, 2, 64, 0, 1.0),
+    (96, 96, 9, 3, 64, 0, 2.0),
+    (32, 128, 32, 8, 64, 96, 1.0),
+    (64, 256, 6, 2, 128, 37, 1.0),
+    (16, 64, 2, 2, 32, 0, 5.0),
+    (64, 128, 6, 2, 96, 1, 1.0),
+    (128, 256, 2, 1, 64, 128, 12.0),
+]
+
+
+@pytest.mark.parametrize("seq, window, heads, kv_heads, dim, pos, scale", ATTENTION)
+def test_flash_attention(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> None:
+    """From any position on."""
+    q, k, v, kv = attention_case(seq, window, heads, kv_heads, dim, pos, scale)
+    tiling = flash_attention.tile(seq, heads, kv_heads, dim, window)
+    got = execute(flash_attention.build(tiling), q, kv, empty(seq, heads * dim))
+    want = flash_attention.reference_placed(q, k, v, pos, heads, kv_heads)
+    # Weights carry an error of half a unit (2^-8) in numerator and sum alike, and what the sums of a score are rounded
+    # by, up to 2^-16 of the largest (times ln 2).
+    own = q.reshape(seq, heads, -1)[..., :dim]
+    weight_error = 2.0**-8 + 2.0**-12 + score_bound(own, k, dim) * 2.0**-16
+    spread = flash_attention.reference_placed(q, k, np.abs(v), pos, heads, kv_heads)
+    assert_close(got, want, ULP * magnitude(want) + 2 * weight_error * magnitude(spread))
+    # Three independent roundings of at most 2^-9 in the root mean square: weights, result, reference.
+    error = np.linalg.norm(got.astype(np.float64) - want.astype(np.float64))
+    assert error < 2.0**-8 * np.linalg.norm(want.astype(np.float64))
+
+
+def score_bound(q: np.ndarray, k: np.ndarray, dim: int) -> float:
+    """No scaled score is larger (Cauchy-Schwarz)."""
+    longest = [np.linalg.norm(t.astype(np.float64).reshape(-1, dim), axis=1).max() for t in (q, k)]
+    return float(longest[0] * longest[1] / np.sqrt(dim))
+
+
+def test_attention_reads_nothing_past_a_position() -> None:
+    """Changing later keys and values leaves earlier rows alone, to the byte."""
+    tiling = flash_attention.tile(128, 4, 2, 64)
+    q, _, _, kv = attention_case(128, 128, 4, 2, 64, 0, 1.0)
+    changed = kv.copy()
+    changed[77:] = random(51, kv.shape[1], seed=99, scale=100)
+    out = [execute(flash_attention.build(tiling), q, t, empty(128, 256)) for t in (kv, changed)]
+    assert out[0][:77].tobytes() == out[1][:77].tobytes()
+    assert out[0][77:].tobytes() != out[1][77:].tobytes()
+
+
+def test_a_query_that_is_no_number_has_no_result() -> None:
+    """And takes no other's."""
+    tiling = flash_attention.tile(128, 4, 2, 64)
+    q, _, _, kv = attention_case(128, 128, 4, 2, 64, 0, 1.0)
+    bad = q.copy()
+    bad[50, 3] = np.nan
+    good, out = (execute(flash_attention.build(tiling), t, kv, empty(128, 256)) for t in (q, bad))
+    assert not np.isfinite(out[50, :64].astype(np.float32)).any()
+    out[50, :64] = good[50, :64]
+    assert out.tobytes() == good.tobytes()
+
+
+def test_attention_gives_the_same_bytes_through_every_window() -> None:
+    """Also for fewer rows at a time, from any position on."""
+    q, _, _, kv = attention_case(128, 512, 3, 1, 64, 0, 1.0)
+    whole = execute(flash_attention.build(flash_attention.tile(128, 3, 1, 64)), q, kv[:128].copy(), empty(128, 192))
+    for first, rows, window in ((0, 128, 512), (64, 64, 128), (37, 64, 256)):
+        made = flash_attention.build(flash_attention.tile(rows, 3, 1, 64, window))
+        got = execute(made, q[first : first + rows], kv[:window].copy(), empty(rows, 192))
+        assert got.tobytes() == whole[first : first + rows].tobytes()
