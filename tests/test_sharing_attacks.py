@@ -413,6 +413,12 @@ def test_other_things_in_the_place_of_files(
         machine.build()
 
 
+def test_why_the_only_offer_cannot_be_read_is_said(folder: Path, tmp_path: Path) -> None:
+    instead(folder, "artifacts/*/*/*.json", os.mkfifo)
+    with pytest.raises(UserError, match="is not a regular file"):
+        Machine(tmp_path / "b").pull(str(folder))
+
+
 def test_an_object_of_wrong_content_is_mended_by_the_next_push(folder: Path, tmp_path: Path, become: Become) -> None:
     (damaged, *_) = sorted(path for path in folder.glob("objects/*/*/*") if path.stat().st_size)
     right = damaged.read_bytes()
@@ -495,7 +501,7 @@ class _Server(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(1 << 20))
         self.end_headers()
         with contextlib.suppress(OSError):
-            for _ in range(30):
+            for _ in range(200):
                 self.wfile.write(b"x")
                 self.wfile.flush()
                 time.sleep(0.1)
