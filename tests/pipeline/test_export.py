@@ -174,6 +174,19 @@ def test_offsets_beyond_the_file_are_refused(members: str, offset: int, tmp_path
         Manifest.open(damaged)
 
 
+def test_a_member_that_is_longer_than_the_file_is_refused(tmp_path: Path) -> None:
+    whole, artifact = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(artifact, "w") as file:
+        file.writestr("manifest.json", "{}")
+        file.infolist()[0].file_size = file.infolist()[0].compress_size = 1 << 30
+    with zipfile.ZipFile(whole, "w") as file:
+        file.writestr("__main__.py", "")
+    damaged = tmp_path / "damaged.pyz"
+    damaged.write_bytes(artifact.getvalue() + whole.getvalue())
+    with pytest.raises(UserError, match=r"manifest.json is not stored as it is\): copy it again"):
+        Manifest.open(damaged)
+
+
 def test_what_is_not_as_built_is_not_exported(demo: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(demo, tmp_path / "copy")
     with (copy / "weights/head.safetensors").open("r+b") as file:

@@ -121,14 +121,19 @@ def test_what_no_lock_guards_stays_while_it_is_new(root: Path) -> None:
     assert {path for item in unneeded(root) if not remove(root, item) for path in item.paths} == {fresh}
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_build_that_fails_while_it_waits_leaves_what_another_one_makes(held: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stays", ["nothing", "another process holds the lock", "it was there", "it was accepted"])
+def test_which_directory_a_failed_build_leaves(stays: str, tmp_path: Path) -> None:
     directory, lock = tmp_path / "artifacts/model/cpu", ProcessLock(tmp_path / "artifacts/.locks/model-cpu.lock")
-    leftovers = Leftovers(directory, directory / "build/work", lock, tmp_path / "artifacts/.digests.json", Path("plan"))
-    write(directory / "build/half", "of another process, unless this one holds the lock")
-    lock.held = held
+    if stays == "it was there":
+        write(directory / "notes")
+    accepted = directory / "build/accepted"
+    leftovers = Leftovers(directory, directory / "build/work", lock, tmp_path / "artifacts/.digests.json", accepted)
+    write(directory / "build/half")
+    if stays == "it was accepted":
+        write(accepted)
+    lock.held = stays != "another process holds the lock"
     leftovers.remove(failed=True)
-    assert directory.exists() != held
+    assert (directory / "build/half").exists() == (stays != "nothing")
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:

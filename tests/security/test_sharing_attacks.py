@@ -363,7 +363,7 @@ def test_nothing_is_done_through_links(folder: Path, tmp_path: Path) -> None:
         remote.read("name", 9)
     with pytest.raises(UserError):
         list(remote.blocks("name", 0, 4))
-    assert not [name for name in remote.names("") if name.startswith("way/")]
+    assert not [name for name in remote.names("") if name.startswith("way/")] and remote.names("way") == []
     remote.put({"name": b"new"})
     remote.remove("name")
     assert all_below(documents) == before and not (folder / "name").is_symlink()
@@ -411,6 +411,12 @@ def test_other_things_in_the_place_of_files(
         except UserError as error:
             assert str(error).isprintable()
         machine.build()
+
+
+def test_why_the_only_offer_cannot_be_read_is_said(folder: Path, tmp_path: Path) -> None:
+    instead(folder, "artifacts/*/*/*.json", os.mkfifo)
+    with pytest.raises(UserError, match="is not a regular file"):
+        Machine(tmp_path / "b").pull(str(folder))
 
 
 def test_an_object_of_wrong_content_is_mended_by_the_next_push(folder: Path, tmp_path: Path, become: Become) -> None:
@@ -495,7 +501,7 @@ class _Server(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(1 << 20))
         self.end_headers()
         with contextlib.suppress(OSError):
-            for _ in range(30):
+            for _ in range(200):
                 self.wfile.write(b"x")
                 self.wfile.flush()
                 time.sleep(0.1)
