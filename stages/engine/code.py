@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from stages.engine.places import ROOT, RUNTIME
 
 _OWN = {"stages": ROOT, "llama_npu2": RUNTIME}
 """The project's packages, and the directories that they are in."""
+
+_PARSING = threading.Lock()
 
 Import = tuple[int, str, str]
 """Level (0: absolute), module, and the name that is imported from it (empty: the module itself)."""
@@ -72,9 +75,15 @@ class Code:
             yield from _members(name, path.parent)
 
 
+def parse(source: bytes) -> ast.Module:
+    """Return a module's syntax tree. Python 3.11 fails where two threads make trees at the same time (cpython #106905)."""
+    with _PARSING:
+        return ast.parse(source)
+
+
 def imports(source: bytes) -> Iterator[Import]:
     """Yield every import of a module but those for type checkers only."""
-    for node in _executed(ast.parse(source)):
+    for node in _executed(parse(source)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -19,6 +19,7 @@ import xxhash
 
 from llama_npu2.artifact.regular import read_regular
 from llama_npu2.schema import load_json, mapping, string
+from stages.engine.code import parse
 from stages.engine.places import ROOT
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def definitions(source: bytes) -> dict[str, str]:
     """
     lines = source.splitlines()
     owners = [OUTSIDE] * len(lines)
-    for name, first, last in _spans(ast.parse(source).body, ""):
+    for name, first, last in _spans(parse(source).body, ""):
         owners[first - 1 : last] = [name] * (last - first + 1)
     states: dict[str, xxhash.xxh3_64] = {}
     for owner, line in zip(owners, lines, strict=True):

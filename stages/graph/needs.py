@@ -39,7 +39,7 @@ from stages.weights.blobs import PAGE, safetensors_bytes
 from stages.weights.format import PACKED_AT_ONCE
 from stages.weights.formats import formats
 
-CODE = 3.69e6
+CODE = 2.27e6
 """Bytes of programs, objects (in the artifacts and in the cache), receipts and manifest on target cpu with bf16
 weights: `doit du` of the demo model, g++ 12."""
 

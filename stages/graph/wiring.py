@@ -80,6 +80,8 @@ class Wiring:
 
     PREFIX = ""
     """The beginning of the steps' names."""
+    BEFORE_COMPILERS: tuple[str, ...] = ("tokenizer",)
+    """The steps that refuse a model: before they have run, nothing is compiled for it."""
     BEFORE_TOOLS: tuple[str, ...] = ("weights", "tokenizer", f"elf:{HOST}")
     """Steps that run before those that need foreign tools, so that without the tools all else is built and one line
     names them."""
@@ -258,7 +260,7 @@ class Wiring:
             arguments=target.modules.expected(source),
             tool=room.fingerprint,
             machine_key=target.built_on,
-            after=self.BEFORE_TOOLS if target.foreign_tools else (),
+            after=self.BEFORE_TOOLS if target.foreign_tools else self.BEFORE_COMPILERS,
         )
 
     def _program(self, library: Library, module: Step) -> Step:

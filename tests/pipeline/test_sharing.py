@@ -23,7 +23,7 @@ from stages.sharing import remotes
 from stages.sharing.records import Blob, check_labels
 from stages.sharing.remotes import Remote, RemoteError, open_remote
 from stages.sharing.store import Damaged, Store
-from tests.support.machines import Machine
+from tests.support.machines import Machine, url  # noqa: F401 - a fixture
 
 
 def as_user(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:

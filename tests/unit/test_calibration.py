@@ -15,7 +15,6 @@ from ml_dtypes import bfloat16
 
 from llama_npu2 import load
 from llama_npu2.engine.trace import TracedCall
-from stages.commands import quality
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.model import calibration
@@ -24,6 +23,7 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.policy import parse_policy
 from stages.model.sources import LocalSource
 from stages.proof.comparison import divergence
+from stages.proof.comparison.rounded import ours
 from stages.weights import feedback
 from stages.weights.formats import formats
 from tests.conftest import build, doit, ran, snapshot, write_checkpoint
@@ -221,11 +221,11 @@ def test_quality_is_that_of_what_is_packed(model: Path, made: Path) -> None:
     text = model.with_name("text.txt")
     given = {"model": model, "artifacts": made.parents[1], "weights": "int4", "calibrate": text, "target": "cpu"}
     wanted = Build(parse_options({name: str(value) for name, value in given.items()}))
-    (ours,) = quality._ours(wanted, Checkpoint.open(model), [parse_policy("int4")])
+    (found,) = ours(wanted, Checkpoint.open(model), [parse_policy("int4")])
     packed = ArtifactWeights(made)
-    assert (ours.name, ours.bits) == ("int4, calibrated", packed.bits)
+    assert (found.name, found.bits) == ("int4, calibrated", packed.bits)
     for name in packed.shapes:
-        np.testing.assert_array_equal(ours.values(name), packed.values(name))
+        np.testing.assert_array_equal(found.values(name), packed.values(name))
 
 
 def test_bytes_do_not_depend_on_threads(model: Path, made: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Probes(Build):
 
 class _ProbeWiring(Wiring):
     PREFIX = "probe:"
-    BEFORE_TOOLS = ()
+    BEFORE_COMPILERS = BEFORE_TOOLS = ()
 
     def steps(self) -> Iterator[Step]:
         libraries = [Library(probe.name, self.target, (probe.program,)) for probe in probes().values()]
