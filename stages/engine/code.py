@@ -76,7 +76,7 @@ class Code:
 
 
 def parse(source: bytes) -> ast.Module:
-    """Return a module's syntax tree. Python 3.11 fails where two threads make trees at the same time (cpython #106905)."""
+    """Return a syntax tree. Python 3.11 fails where two threads make trees at the same time (cpython #106905)."""
     with _PARSING:
         return ast.parse(source)
 

@@ -113,7 +113,7 @@ def test_an_edited_tiling_compiles_nothing(built: Path) -> None:
     kernel = built / "stages/kernels/gemm.py"
     kernel.write_text(kernel.read_text().replace("CHUNK = 256", "CHUNK = 128"))
     tasks = ran(doit(*COMPILE, cwd=built))
-    assert tasks and all(task == "plan" or task.startswith("module:") for task in tasks)
+    assert tasks and not [task for task in tasks if task != "plan" and not task.startswith("module:")]
 
 
 def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: F811 - arguments of tests are fixtures
 """What machines make for one another: what is taken, what is not, and what a remote can do to a build."""
 
 from __future__ import annotations

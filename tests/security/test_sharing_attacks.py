@@ -476,7 +476,9 @@ class _Server(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(1 << 62))
-        self.send_header("Accept-Ranges", "bytes" if "/ranges" in self.path or "/more" in self.path else "none")
+        self.send_header(
+            "Accept-Ranges", "bytes" if "/ranges" in self.path or self.path.startswith("/more") else "none"
+        )
         self.end_headers()
 
     def do_GET(self) -> None:

@@ -193,10 +193,10 @@ def test_activations_are_those_of_the_runtime(made: Path) -> None:
     with llm.trace(watch):
         llm.prefill(ids)
     llm.close()
-    for layer, ours in enumerate(found):
+    for layer, runtime_rows in enumerate(found):
         left = np.load(made / calibration.activations_file(layer + 1)).view(bfloat16)[0].astype(np.float32)
         # Both round to bf16 between kernels, sums are in other orders.
-        assert np.sqrt(np.square(ours - left).mean()) < 0.02 * left.std()
+        assert np.sqrt(np.square(runtime_rows - left).mean()) < 0.02 * left.std()
 
 
 def test_later_layers_make_good_what_earlier_ones_lost(

@@ -1,4 +1,4 @@
-"""The instruction sets that kernels are compiled for, one object each, and the code that chooses between them.
+"""The instruction sets that kernels are compiled for, one object each.
 
 A source that includes `vec.h` is compiled for each set, by `kernel_src/cpu/one_isa.h`; one that includes `amx.h` also
 for processors with tiles. Any other source has one object. The program holds all of them, so it runs on every machine
@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import platform
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from stages.engine.places import KERNELS
-from stages.kernels import HOST_SET, Kernel
-from stages.targets.cpu.prototypes import parameters
+
+SOURCES = KERNELS / "cpu"
+"""The folder of the host's kernels. Objects depend on this module, so it imports no description of a kernel."""
 
 LANES = {"amx": 16, "avx512bf16": 16, "avx2": 8, "portable": 4}
 """Instruction set, best first -> f32 lanes of its vector registers."""
@@ -32,7 +32,7 @@ def _included(path: Path) -> frozenset[str]:
 
 def sets_of(stem: str) -> tuple[str, ...]:
     """Return the instruction sets that a source has an object for, best first. None for one that is not divided."""
-    source = KERNELS / HOST_SET / f"{stem}.cc"
+    source = SOURCES / f"{stem}.cc"
     headers = _included(source) if source.is_file() else ()
     if "vec.h" not in headers:
         return ()
@@ -43,7 +43,7 @@ def sets_of(stem: str) -> tuple[str, ...]:
 
 def objects_of(stem: str) -> list[str]:
     """Return the objects of a source: `<kernel set>/<stem>.<instruction set>` each, or `<kernel set>/<stem>`."""
-    return [f"{HOST_SET}/{stem}.{name}" for name in sets_of(stem)] or [f"{HOST_SET}/{stem}"]
+    return [f"{SOURCES.name}/{stem}.{name}" for name in sets_of(stem)] or [f"{SOURCES.name}/{stem}"]
 
 
 def options(source: Path, isa: str) -> list[str]:
@@ -53,25 +53,3 @@ def options(source: Path, isa: str) -> list[str]:
     defined = {"ISA": isa, "ISA_LANES": LANES[isa], "ISA_AMX": int(isa == "amx"), "KERNEL_FILE": f'"{source}"'}
     macros = [f"-D{name}={value}" for name, value in defined.items()]
     return [*macros, "-x", "c++", str(source.parent / "one_isa.h")]
-
-
-def dispatch(kernels: Iterable[Kernel]) -> str:
-    """Return C++ that defines each kernel that is divided: it calls the one for this machine."""
-    divided = [(kernel, sets) for kernel in kernels if (sets := sets_of(kernel.source))]
-    if not divided:
-        return ""
-    return "\n".join(
-        ['#include "isa.h"', "", "static const Isa isa = chosen_isa();", "", *map(_choice, *zip(*divided, strict=True))]
-    )
-
-
-def _choice(kernel: Kernel, sets: tuple[str, ...]) -> str:
-    names = [*(arg.name for arg in kernel.args), *(param.name for param in kernel.scalars), "worker"]
-    call = f"({', '.join(names)})"
-    declared = [f"KERNEL void {kernel.name}_{name}({parameters(kernel)});" for name in sets]
-    # A set that has no object of its own has the code of the next one.
-    worse = {name: next(s for s in list(LANES)[i:] if s in sets) for i, name in enumerate(LANES)}
-    cases = [f"  case Isa::{name}: return {kernel.name}_{worse[name]}{call};" for name in LANES]
-    return "\n".join(
-        [*declared, f"void {kernel.name}({parameters(kernel)}) {{", "  switch (isa) {", *cases, "  }", "}", ""]
-    )

@@ -9,11 +9,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from stages.engine.places import KERNELS
-from stages.kernels import HOST_SET
+from stages.targets.cpu.instruction_sets import SOURCES
 from stages.targets.cpu.toolchain import FLAGS, host_compiler_fingerprint, need_host_compiler
 
-HEADER = KERNELS / HOST_SET / "system.h"
+HEADER = SOURCES / "system.h"
 
 _lock = threading.Lock()
 _owner = os.getpid()
