@@ -121,7 +121,7 @@ class OneLineReporter(ConsoleReporter):
         if fail.report and message not in self._said:
             # Tasks that run at the same time may miss the same tool.
             self._said.add(message)
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
 
     def complete_run(self) -> None:
         if self._display:

@@ -122,7 +122,7 @@ def say(text: str) -> None:
 def waiting(text: str) -> Iterator[None]:
     """Say, within the context, that this process waits for another one."""
     if _shown is None or _is_elsewhere(_shown):
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
         yield
     else:
         with _shown.waiting(text):

@@ -207,7 +207,7 @@ class Step:
                 tree.remove(work)
             free_memory()
         if fetched is not None:
-            print(f"{self.name}: fetched", file=sys.stderr, flush=True)
+            print(f"{self.name}: fetched\n", end="", file=sys.stderr, flush=True)  # one write: threads share the stream
             return
         self.project.durations.note(self.name, time.monotonic() - started)
         if shared:
