@@ -136,9 +136,7 @@ def main(arguments: list[str] | None = None, artifacts: str | None = None) -> in
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         _discard_output(errors=False)
-        print(
-            f"error: the output cannot be written: {error.strerror}: make room, or write it elsewhere", file=sys.stderr
-        )
+        print(f"error: {errors.unwritable(error)}", file=sys.stderr)
         return 1
 
 
@@ -168,7 +166,7 @@ def _run(given: list[str], artifacts: str | None) -> int:
 
 
 def _discard_output(errors: bool = True) -> None:
-    """What still waits to be written would fail again when Python ends. `errors`: also on standard error."""
+    """Send buffered output nowhere: writing it would fail again when Python ends. `errors`: standard error, too."""
     with Path(os.devnull).open("wb") as nowhere:
         for stream in (sys.stdout, *([sys.stderr] if errors else [])):
             with contextlib.suppress(OSError, AttributeError):  # of a stream that is no file, or none

@@ -24,6 +24,13 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def closest(name: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar of `names` if its similarity, from 0 to 1, reaches `cutoff`."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, names, 1, cutoff)), None)
+
+
 def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
     """Return the remedy for an unknown name: a question for the nearest name, or a list of all.
 
@@ -32,16 +39,19 @@ def suggestion(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
         names: all names.
         cutoff: the similarity, from 0 to 1, that the nearest name must reach.
     """
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, names, 1, cutoff)
-    return f"did you mean {close[0]}?" if close else f"one of {', '.join(names)}"
+    close = closest(name, names, cutoff)
+    return f"did you mean {close}?" if close else f"one of {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, at most 200 characters of it, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def unwritable(error: OSError) -> str:
+    """Return the message for output that cannot be written."""
+    return f"the output cannot be written: {error.strerror}: make room, or write it elsewhere"
 
 
 def reason(error: OSError | UnicodeDecodeError) -> str:

@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def missing() -> str:
-    """What this Python lacks, and how to get it; empty if it is fit."""
+    """Return a message about what this Python lacks and how to get it; empty if nothing is missing."""
     if sys.version_info < LEAST:
         return "this is Python {}.{}, at least {}.{} is needed".format(*sys.version_info[:2], *LEAST)
     names = [name for name in PACKAGES if find_spec(name) is None]

@@ -10,10 +10,9 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, closest
 
 Group = TypeVar("Group", bound="Checked")
 Values = Sequence[str] | Callable[[], Sequence[str]]
@@ -131,8 +130,8 @@ class Checked:
 
 def nearest(name: str, known: Sequence[str], ending: str = "") -> str:
     """Return a hint to the most similar name, with this ending, or to all names."""
-    close = get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {close[0]}{ending}?" if close else f"choose among {', '.join(known)}"
+    close = closest(name, known)
+    return f"did you mean {close}{ending}?" if close else f"choose among {', '.join(known)}"
 
 
 def _listed(values: Values) -> tuple[str, ...]:
@@ -253,7 +252,7 @@ def _bias(pair: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Running(Checked):
-    """What a run takes of the machine."""
+    """The options of a run that concern the machine."""
 
     threads: int = option(
         0, "compute on this many threads of the CPU", *MODELS, unset="one for each CPU of this process", least=0
@@ -286,7 +285,7 @@ class Signers(Checked):
 
 @dataclass(frozen=True)
 class Once(Checked):
-    """What the runtime takes besides, for one run."""
+    """The other options of the runtime, for one run."""
 
     trust: str = option(
         "",

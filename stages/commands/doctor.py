@@ -1,4 +1,4 @@
-"""What of the tools and the hardware is here, what each is needed for, how to get it, and what therefore works."""
+"""`doit doctor`: which tools and hardware this machine has, what each is for, how to get it, and what works here."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _amount(what: str, found: int, wanted: int, needed_for: str) -> Row:
 
 
 def conclusions(rows: Sequence[Row]) -> dict[str, str]:
-    """What can be done here -> `yes`, or `no: ` and what is missing."""
+    """Return `yes` for each thing that can be done here, or `no: ` and the names of the missing rows."""
     works = {row.what: row.works for row in rows}
 
     def verdict(*needed: str) -> str:

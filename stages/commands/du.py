@@ -81,7 +81,7 @@ def _total(paths: Iterable[Path]) -> int:
 
 
 def _hub_folders(held: Iterable[ArtifactDirectory]) -> list[Path]:
-    """Of the hub's cache, those of the checkpoints that are built here."""
+    """Return the folders of the hub's cache with checkpoints that are built here."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 

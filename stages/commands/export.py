@@ -104,7 +104,7 @@ def _add(archive: ZipFile, name: str, size: int, content: Iterable[bytes]) -> No
 
 
 def _member(name: str) -> ZipInfo:
-    """The same whenever it is made, and by whom."""
+    """Return a zip entry that does not depend on time or user."""
     member = ZipInfo(name)
     member.create_system, member.external_attr = 3, 0o644 << 16
     return member

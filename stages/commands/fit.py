@@ -29,7 +29,7 @@ CHECKED = 512
 
 @dataclass(frozen=True)
 class Machine:
-    """What is left here. Bytes."""
+    """The free disk and memory of this machine, in bytes."""
 
     disk: int
     memory: int
@@ -48,7 +48,7 @@ class Machine:
         return cls(shutil.disk_usage(existing).free, available, None if limit == resource.RLIM_INFINITY else limit)
 
     def lacks(self, needs: Needs, context: int) -> list[str]:
-        """What there is too little of to build, and to run with so many positions."""
+        """Return the names of the resources that do not suffice to build, or to run with `context` positions."""
         short = {
             "disk": needs.disk > self.disk,
             "memory to build": needs.build > self.memory,
@@ -71,7 +71,7 @@ def run(build: Build) -> None:
 
 
 def policies(build: Build) -> list[Policy]:
-    """What `weights=` says, or each format that the target has kernels for."""
+    """Return the policy of `weights=`, or one for each format that the target has kernels for."""
     if build.options.weights:
         return [build.policy]
     formats = (name for name in matrix_formats() if build.target.runs(name))

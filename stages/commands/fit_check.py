@@ -1,4 +1,4 @@
-"""What a build and a run really take, for `doit fit measure=1`: of a build of its own, which is removed again."""
+"""Measures what a build and a run take, for `doit fit measure=1`. The build is its own, and is removed again."""
 
 from __future__ import annotations
 

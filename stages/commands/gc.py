@@ -30,11 +30,12 @@ _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays of all that is not needed: `unit` h, d, w: as young as that; K, M, G, T: the newest that are not more
-    than that together; none: so many, the newest of each kind."""
+    """Decides which unneeded items stay."""
 
     number: int
     unit: str
+    """`h`, `d`, `w`: items that are no older stay. `K`, `M`, `G`, `T`: the newest stay, up to this size
+    together. Empty: this many stay, the newest of each kind."""
 
     @classmethod
     def parse(cls, text: str) -> Keep:

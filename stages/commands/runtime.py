@@ -28,7 +28,7 @@ def run_runtime(arguments: Sequence[str]) -> TaskFailed | None:
 
 
 def captured_runtime(arguments: Sequence[str]) -> str | TaskFailed:
-    """What it writes to standard output. It prints its own error line."""
+    """Return the standard output of the runtime, which prints its own error line."""
     done = subprocess.run(_command(arguments), env=python_environment(), stdout=subprocess.PIPE, text=True)
     return _failure(done.returncode) if done.returncode else done.stdout
 

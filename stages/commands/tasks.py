@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from doit import doit_cmd
 from doit.exceptions import TaskFailed
 
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, closest
 from stages.commands.words import GENERATE, WITH_NAMES, command_line, commands_of
 from stages.engine.doit_tasks import COMPLETE, FIRST, NAMES, command_task, doit_task
 from stages.graph import Build
@@ -43,8 +42,8 @@ def _check_known(words: Sequence[str]) -> None:
     known = [*COMMANDS, GENERATE, *groups, *_steps]
     for word in words:
         if word not in known and word[0] != "-" and not {*"*?./"} & {*word}:
-            close = get_close_matches(word, known, 1)
-            hint = f"did you mean {close[0]}?" if close else "doit list shows both"
+            close = closest(word, known)
+            hint = f"did you mean {close}?" if close else "doit list shows both"
             raise UserError(f"{word} is neither a command nor a step: {hint}")
 
 
@@ -129,12 +128,12 @@ _SPECIAL = {"compile": _compile, "estimate": _estimate, "quality": _quality, "se
 
 
 def _need_tools() -> None:
-    """What is to run has to be built as a whole: before anything is, it is said what that lacks. Raises UserError."""
+    """Refuse a command before anything is built for it if a tool is missing. Raises UserError."""
     _build.need_tools()
 
 
 def _need_tools_of_probes() -> None:
-    """Raises UserError."""
+    """Refuse the selftest if a tool for the model or for the probes is missing. Raises UserError."""
     _build.need_tools()
     if _probes:
         _probes.need_tools()

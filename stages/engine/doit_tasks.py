@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from stages.engine.display import Display
 
 LAST = "last"
-"""In `meta` of a step's task: how many seconds it took last, or None."""
+"""In `meta` of a step's task: the seconds that its last run took, or None."""
 COMPLETE = "complete"
-"""In `meta` of a command's: the directory that is up to date behind it."""
+"""In `meta` of a command's task: the directory that is up to date after it."""
 
 FIRST = "first"
-"""In `meta` of a command's: raises UserError where the command cannot be done, before any step runs for it."""
+"""In `meta` of a command's task: a function that raises UserError, before any step runs, if it is impossible."""
 
 Action = Callable[..., TaskFailed | bool | None]
 
 _SPOKEN = {"io": {"capture": False}}
-"""In a task: what it prints is shown, and doit keeps no copy, for which it would put streams of its own in between."""
+"""In a task: its output is shown as it comes. doit keeps no copy, for which it would replace the streams."""
 
 NAMES = "names"
 """`pos_arg` of a task that takes words of the command line: its action gets them one by one."""
@@ -135,7 +135,7 @@ class OneLineReporter(ConsoleReporter):
 
 @contextlib.contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Outside of tasks doit prints a traceback of all but its own errors."""
+    """Turn a UserError outside of tasks into an error of doit's own; of any other, doit prints a traceback."""
     try:
         yield
     except UserError as error:
@@ -147,14 +147,14 @@ def _is_step(task: Any) -> bool:
 
 
 def _needed(tasks: Mapping[str, Any], selected: Iterable[str]) -> list[Any]:
-    """What is selected, and what that depends on."""
-    found: dict[str, Any] = {}
+    """Return the selected tasks and those that they depend on."""
+    needed: dict[str, Any] = {}
     todo = list(selected)
     while todo:
-        if (name := todo.pop()) not in found:
-            found[name] = tasks[name]
+        if (name := todo.pop()) not in needed:
+            needed[name] = tasks[name]
             todo += tasks[name].task_dep
-    return list(found.values())
+    return list(needed.values())
 
 
 def _interrupted(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -229,7 +229,7 @@ class UpToDate:
 
 
 def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
-    """A step as a doit task; who comes before it is derived from who writes what it reads."""
+    """Return a step as a doit task. It comes after the steps that write its inputs, and after those that it names."""
     maker = {output: other.name for other in steps for output in other.outputs}
     group, _, member = step.name.partition(":")
     last = step.project.durations.last
@@ -252,8 +252,14 @@ def doit_task(step: Step, steps: Iterable[Step]) -> dict[str, Any]:
 def command_task(
     action: Action, before: Sequence[Action], needs: Sequence[str], places: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """A doit task of what people ask for: `action` behind `before` and the tasks it `needs`. A user's mistake, or a
-    full disk, is a failed task with its one line. `places`: where it writes."""
+    """Return a command as a doit task. A user's mistake, or a full disk, fails the task with one line.
+
+    Args:
+        action: does what was asked for.
+        before: actions that run first.
+        needs: the tasks that come before.
+        places: the directories that it writes to, which messages about a full disk name.
+    """
     return {
         "actions": [partial(_reported, each, places) for each in (*before, action)],
         "task_dep": list(needs),

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
-from llama_npu2.errors import CLOSED, UserError
+from llama_npu2.errors import CLOSED, UserError, unwritable
 
 _answering: ContextVar[bool] = ContextVar("answering", default=False)
 
@@ -54,7 +54,7 @@ def _write_errors() -> Iterator[None]:
     except BrokenPipeError:
         pass
     except OSError as error:
-        raise UserError(f"the output cannot be written: {error.strerror}: make room, or write it elsewhere") from None
+        raise UserError(unwritable(error)) from None
 
 
 class _Parted:

@@ -8,7 +8,6 @@ that was opened. A link that is put there in the meantime has no effect either.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
+from llama_npu2.artifact.regular import READ, checked_regular
 from llama_npu2.errors import UserError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,12 +80,8 @@ class Tree:
         """
         path = PurePath(path)
         with self.opened(path.parent) as directory:
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path.name, flags, dir_fd=directory)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "is not a regular file", str(self.root / path))
-        return descriptor
+            descriptor = os.open(path.name, READ | os.O_NOFOLLOW, dir_fd=directory)
+        return checked_regular(descriptor, self.root / path)
 
     def open_own(self, path: str | PurePath) -> int:
         """Open a file for appending, made if there is none; return a descriptor that the caller closes.

@@ -120,7 +120,7 @@ class Kernel:
     source: str
     """Stem of the C++ file that defines it. One file may define several kernels."""
     reference: Callable[..., Any] = field(compare=False)
-    """The same computation in numpy."""
+    """The numpy function that computes the same."""
     stored: str = "bf16"
     """The format of its weights or of its KV cache."""
     attends: bool = False

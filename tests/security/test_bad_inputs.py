@@ -202,7 +202,7 @@ def test_a_refused_model_leaves_nothing(name: str, runner: tuple[str, ...], tmp_
 
 
 def test_a_refused_model_leaves_what_was_there(tmp_path: Path) -> None:
-    """Of another target, of another model, or nothing but a directory."""
+    """Artifacts of another target or another model stay, and so does an empty directory."""
     write_checkpoint(tmp_path / "model")
     CHECKPOINTS["other_architecture"][0](tmp_path / "model")
     artifacts = tmp_path / "artifacts"

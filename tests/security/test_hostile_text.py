@@ -28,7 +28,7 @@ from tests.fuzz.run import in_child
 MOST_MEMORY = 512 << 20
 """Bytes by which this process may grow."""
 MOST_SECONDS = 20
-"""Of the clock. Other programs run here as well."""
+"""Seconds of the clock, with room for other programs that run here as well."""
 MESSAGES = [{"role": "user", "content": "hi"}]
 ORDINARY = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 ANSWER = "[user]hi"

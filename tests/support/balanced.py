@@ -40,7 +40,7 @@ class _LongestFirst(OrderedDict[str, dict[str, bool]]):
 class _Balanced(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        self.workqueue = _LongestFirst(config.cache.get(_KEY, {}) if config.cache else {})
+        self.workqueue = _LongestFirst(config.cache.get(_KEY, {}) if getattr(config, "cache", None) else {})
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)
@@ -57,6 +57,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
-    if config.cache and not hasattr(config, "workerinput"):
+    if getattr(config, "cache", None) and not hasattr(config, "workerinput"):
         known = config.cache.get(_KEY, {})
         config.cache.set(_KEY, known | {name: round(seconds, 1) for name, seconds in _seconds.items()})

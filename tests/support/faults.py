@@ -37,7 +37,7 @@ def rounding(values: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """Of what one launch of one call left in a slot."""
+    """A change of the values that one launch of one call left in a slot."""
 
     change: Change
     phase: str

@@ -34,7 +34,7 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 
 SECONDS = 10
-"""Of CPU that an action may take. One that waits is stopped after `LONGEST_WAIT`: other programs run here as well."""
+"""Seconds of CPU that an action may take. A waiting one is stopped after `LONGEST_WAIT`, as other programs run here."""
 LONGEST_WAIT = 60
 MEMORY = 512 << 20
 """Bytes by which a process may grow."""

@@ -7,6 +7,9 @@ import os
 import stat
 from pathlib import Path
 
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags that open a file for reading, and never wait for the other end of a pipe."""
+
 LARGEST_JSON = 64 << 20
 """Most bytes of a JSON file that is read whole. The manifest of a model with a hundred layers has one MiB."""
 
@@ -25,7 +28,11 @@ def open_regular(path: Path) -> int:
     Raises:
         OSError: The file cannot be opened, or it is no regular file (EINVAL).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return checked_regular(os.open(path, READ), path)
+
+
+def checked_regular(descriptor: int, path: Path) -> int:
+    """Return a descriptor of a regular file. Any other is closed, and OSError (EINVAL) is raised for `path`."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))

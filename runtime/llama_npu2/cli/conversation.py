@@ -1,4 +1,4 @@
-"""What was said in a conversation, how much of it the model is still given, and the file that keeps it."""
+"""A conversation: its turns, the part of them that the model still gets, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conversation:
     forgotten: int = 0
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """What the model is given: `{"role", "content"}` each, a new question at the end."""
+        """Return the messages for the model, `{"role", "content"}` each, with a new question at the end."""
         return _messages(self.system, self.turns[self.forgotten :], question)
 
     def undo(self) -> Turn | None:

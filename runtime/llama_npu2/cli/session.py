@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from llama_npu2.cli import terminal
 from llama_npu2.cli.conversation import Conversation, Turn
 from llama_npu2.engine.llama import Llama
-from llama_npu2.errors import UserError
+from llama_npu2.errors import UserError, closest
 from llama_npu2.options import Sampling
 
 GREETING = "Type a message; /help lists commands, Ctrl-C stops an answer, /exit or end of input leaves."
@@ -35,7 +34,7 @@ class Session:
     """A conversation in the terminal."""
 
     number: int
-    """Of the answer among those to the same seed, counted by /regenerate."""
+    """Number of the answer among those to the same seed; /regenerate counts it up."""
     current: bool
     """Whether the KV cache holds this conversation, and nothing else."""
 
@@ -87,8 +86,8 @@ class Session:
             "stats": self._stats,
         }
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean /{close[0]}?" if close else "/help lists them"
+            close = closest(name, [*known])
+            hint = f"did you mean /{close}?" if close else "/help lists them"
             raise UserError(f"/{name} is no command: {hint} (//{name} sends it as a message)")
         return known[name]
 
@@ -135,7 +134,7 @@ class Session:
         return messages
 
     def _status(self, stopped: bool) -> str:
-        """What the last answer left, in a line."""
+        """Return a line about the last answer and the context that is left."""
         stats, notes = self.llm.stats, []
         if stopped:
             notes.append("stopped")

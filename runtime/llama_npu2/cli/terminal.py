@@ -57,7 +57,7 @@ def open_reader(commands: Sequence[str] = ()) -> Reader:
 
 
 class History:
-    """What was typed, a JSON string a line, in a file that only the user may read; none where none can be written."""
+    """The lines that were typed, each a JSON string, in a file that only the user may read, if one can be written."""
 
     def __init__(self, directory: Path | None) -> None:
         self._path = directory / "chat_history" if directory else None

@@ -35,7 +35,7 @@ def fingerprint() -> str:
 
 
 def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `write_module` takes for a library of these programs."""
+    """Return the arguments of `write_module` for a library of these programs."""
     return {
         "parts": [part.key for program in programs for part in program.parts],
         "support": _support(programs),
@@ -46,7 +46,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
 
 
 def launches(part: Part, fused: bool = True) -> tuple[Launch, ...]:
-    """What a program runs of a part. `fused`: launches that can be done in one are."""
+    """Return the launches of a part in a program. `fused`: launches that one kernel can do together are joined."""
     return fuse(part) if fused else part.launches
 
 

@@ -25,7 +25,7 @@ _SEARCHED = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GC
 
 
 def host_system() -> dict[str, str]:
-    """What of this machine the compiler's output may depend on, besides the compiler."""
+    """Return the properties of this machine that the compiler's output may depend on, besides the compiler."""
     searched = {name: os.environ[name] for name in _SEARCHED if name in os.environ}
     libc = " ".join(platform.libc_ver())
     return {"system": sys.platform, "machine": platform.machine(), "libc": libc, **searched}

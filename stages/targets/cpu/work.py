@@ -1,4 +1,4 @@
-"""What a launch on the host moves and multiplies at the least: what `doit profile` holds its time against."""
+"""The least that a launch on the host moves and multiplies. `doit profile` compares its time with that."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ FLOP = 2
 
 
 def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> dict[str, Any]:
-    """As the library says it: the kernel; `bytes` of its tensors, each moved once, as they lie in memory: of a call, of
-    each of its rows, of each position up to the last row's; `operations` of its products: of a call, of each row, of
-    each pair of a row and a position that it attends to."""
+    """Return the description of a launch that the library gives.
+
+    It has the kernel, and two lists of three numbers. `bytes` counts each tensor once, as it lies in memory: for a
+    call, for each of its rows, for each position up to the last row's. `operations` counts products: for a call, for
+    each row, for each pair of a row and a position that it attends to.
+    """
     moved = [0, 0, 0]
     for arg in launch.kernel.args:
         scope, size = _moved(part, launch, launch.args[arg.name], arg.written, dimensions)
@@ -45,7 +48,7 @@ def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Map
 
 
 def _values(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> int:
-    """Of the matrices that the rows of a launch are multiplied with."""
+    """Return the number of values of the matrices that the rows of a launch are multiplied with."""
     slots = [part.slot(name) for name in launch.reads()]
     if "tokens" in launch.args or all(slot.role == "weight" for slot in slots):
         return 0

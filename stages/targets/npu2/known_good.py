@@ -73,7 +73,7 @@ LEAST: dict[str, tuple[str, str]] = {
     "mlir_air": (COMPILERS[0].wheel[0], "what was checked first"),
     "mlir_aie": ("0.0.1.2026042300", "what was checked first"),
 }
-"""By tool: the oldest version that can work, and what needs it."""
+"""The oldest version of each tool that can work, and what needs it."""
 
 SHARED_CONTEXT = "2.23"
 """The first XRT whose bindings add a program to a context (`add_config`); before, each program has its own context."""
