@@ -26,11 +26,15 @@ constexpr int64_t range_positions = 2 * kv_block_positions;
 
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
+    float scalar;  // scores are divided by its root
+    int64_t sees;  // a row attends to so many positions, its own the last
     int64_t group() const { return heads / kv_heads; }
     int64_t dim_panels() const { return panel_count(head_dim); }
     int64_t padded_dim() const { return dim_panels() * panel_rows; }
     // Scores are kept in units of log2, so that exp2 suffices.
-    float scale() const { return 1.44269504f / sqrtf(static_cast<float>(head_dim)); }
+    float scale() const { return 1.44269504f / sqrtf(scalar); }
+    // The first position that a row at `pos` attends to.
+    int64_t first_seen(int64_t pos) const { return pos >= sees ? pos - sees + 1 : 0; }
 };
 
 template <class Format>
@@ -126,9 +130,9 @@ public:
         start_range(rows);
     }
 
-    // Joins what the tile's rows from `first` on found in a range, and starts the next one.
-    void finish_range(int64_t first, int64_t rows) {
-        for (int64_t r = first; r < rows; r++)
+    // Joins what the tile's rows first .. last - 1 found in a range, and starts the next one for all `rows`.
+    void finish_range(int64_t first, int64_t last, int64_t rows) {
+        for (int64_t r = first; r < last; r++)
             join(scratch_.rows[r], scratch_.totals + r * shape_.padded_dim(), state(r), sums(r), shape_.padded_dim());
         start_range(rows);
     }
@@ -139,8 +143,8 @@ public:
     }
 
     // The tile's rows from `row` on, which are at positions first, first + 1 .. with a group of heads each,
-    // attend the first `count` positions of a block that starts at position `begin`, as far as they are
-    // not later than their own. Meanwhile, block `next` is fetched into the cache, unless it is this one.
+    // attend the first `count` positions of a block that starts at position `begin`, as far as they
+    // see them. Meanwhile, block `next` is fetched into the cache, unless it is this one.
     void attend(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t begin, int64_t count) {
         for (int64_t at = 0; at < Format::header && next.k != block.k; at += 64) {
             __builtin_prefetch(next.k + at, 0, 2);
@@ -173,16 +177,21 @@ private:
         for (int64_t r = 0; r < rows; r++) scratch_.tops[r] = -INFINITY;
     }
 
-    // Rows at positions before the block, the first ones, are left out.
+    // Rows at positions before the block, the first ones, are left out, and the last ones that do not see so far back.
     // `rows` <= attended_rows rows, the first of which is the tile's row `row` and its head's row `offset`.
     NOINLINE void attend_rows(Block block, Block next, int64_t row, int64_t rows, int64_t first, int64_t offset,
                      int64_t begin, int64_t count) {
         const int64_t early = (begin - first) * shape_.group() - offset;  // rows at positions before the block
         if (early >= rows) return;
         if (early > 0) row += early, offset += early, rows -= early;
-        int64_t visible[attended_rows], most = 0;
+        // The first position whose rows see no position of the block.
+        const int64_t late = (begin + count + shape_.sees - 1 - first) * shape_.group() - offset;
+        if (late <= 0) return;
+        if (late < rows) rows = late;
+        int64_t hidden[attended_rows], visible[attended_rows], most = 0;
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t seen = first + (offset + r) / shape_.group() + 1 - begin;
+            const int64_t position = first + (offset + r) / shape_.group(), seen = position + 1 - begin;
+            hidden[r] = shape_.first_seen(position) - begin;
             visible[r] = seen < count ? seen : count;
             if (visible[r] > most) most = visible[r];
         }
@@ -191,7 +200,7 @@ private:
 #endif
         score(block.k, next.k - block.k, row, rows, most);
         for (int64_t r = 0; r < rows; r++)
-            scratch_.units[r] = weigh(row + r, visible[r], most, Format::scales(block.v),
+            scratch_.units[r] = weigh(row + r, hidden[r], visible[r], most, Format::scales(block.v),
                                       scratch_.scores + r * kv_block_positions,
                                       scratch_.weights + r * kv_block_positions);
         add_values(block.v, next.v - block.v, row, rows, most);
@@ -230,10 +239,11 @@ private:
         });
     }
 
-    // Scores of the first `count` positions, which have `scales`, to weights, 0 for the others up to `most`; returns the
-    // weights' unit.
-    float weigh(int64_t r, int64_t count, int64_t most, const float *scales, float *scores, X *weights) {
+    // Scores of the first `count` positions, which have `scales`, to weights, 0 for those before `hidden` and for the others
+    // up to `most`; returns the weights' unit.
+    float weigh(int64_t r, int64_t hidden, int64_t count, int64_t most, const float *scales, float *scores, X *weights) {
         for (int64_t i = count; i % lanes != 0; i++) scores[i] = -INFINITY;
+        for (int64_t i = 0; i < hidden; i++) scores[i] = -INFINITY;
         raise_top(r, count, scores);
         const float top = scratch_.tops[r], scale = shape_.scale();
         f32v sum = load<f32v>(scratch_.sums + r * lanes);

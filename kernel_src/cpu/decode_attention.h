@@ -1,4 +1,4 @@
-// Attention of the one query row at position pos over positions 0 .. pos of a KV cache (kv_cache.h); contains a barrier, if
+// Attention of the one query row at position pos over the positions up to pos that it sees, of a KV cache (kv_cache.h); contains a barrier, if
 // there are many. Included inside each instruction set.
 // q, out bf16 [heads * head_dim].
 // Positions are split into ranges that the team attends independently; the partial results are then
@@ -24,9 +24,11 @@ struct Task {
         return wanted < kv_heads ? wanted : kv_heads;
     }
 
-    static Task make(int64_t index, int64_t parts, int64_t positions, int64_t kv_heads) {
-        const int64_t range = index / parts, part = index % parts, begin = range * range_positions;
-        return {range, begin, begin + range_positions < positions ? begin + range_positions : positions,
+    // `seen`: the first position; its block is attended as a whole, and its range is the first.
+    static Task make(int64_t index, int64_t parts, int64_t seen, int64_t positions, int64_t kv_heads) {
+        const int64_t range = index / parts, part = index % parts;
+        const int64_t begin = (range + seen / range_positions) * range_positions, block = seen / kv_block_positions * kv_block_positions;
+        return {range, begin < block ? block : begin, begin + range_positions < positions ? begin + range_positions : positions,
                 kv_heads * part / parts, kv_heads * (part + 1) / parts};
     }
 };
@@ -71,7 +73,7 @@ void join_ranges(const AttentionShape &shape, Partials partials, int64_t ranges,
 template <class Tile>
 void store_heads(Tile &tile, const AttentionShape &shape, const Task &task, bf16 *out) {
     const int64_t rows = (task.kv_end - task.kv_begin) * shape.group(), first = task.kv_begin * shape.group();
-    tile.finish_range(0, rows);
+    tile.finish_range(0, rows, rows);
     for (int64_t r = 0; r < rows; r++) tile.store_row(r, out + (first + r) * shape.head_dim);
 }
 
@@ -80,13 +82,13 @@ template <class Kv>
 void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos, int64_t ranges,
                           Partials partials, Worker &worker) {
     typename Kv::Tile tile(shape, shape.heads, worker);
-    const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads);
+    const int64_t parts = Task::parts(ranges, shape.kv_heads, worker.threads), seen = shape.first_seen(pos);
     Chunks chunks(worker, ranges * parts, 1);
     int64_t index, next, unused;
     for (bool more = chunks.next(index, unused); more; index = next) {
-        const Task task = Task::make(index, parts, pos + 1, shape.kv_heads);
+        const Task task = Task::make(index, parts, seen, pos + 1, shape.kv_heads);
         more = chunks.next(next, unused);
-        const Task following = more ? Task::make(next, parts, pos + 1, shape.kv_heads) : task;
+        const Task following = more ? Task::make(next, parts, seen, pos + 1, shape.kv_heads) : task;
         const int64_t kv_heads = task.kv_end - task.kv_begin;
         tile.start(q + task.kv_begin * shape.group() * shape.head_dim, 1, kv_heads * shape.group(), 0);
         attend(tile, shape, kv, pos, task, following);
@@ -98,7 +100,7 @@ void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf1
 template <class Kv>
 void decode_attention(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf16 *out, int64_t pos,
                              Worker &worker) {
-    const int64_t ranges = (pos + range_positions) / range_positions, rows = ranges * shape.heads;
+    const int64_t ranges = pos / range_positions - shape.first_seen(pos) / range_positions + 1, rows = ranges * shape.heads;
     if (ranges == 1) return attend_ranges(shape, q, kv, out, pos, ranges, {}, worker);
     float *shared = worker.shared_scratch<float>(rows * (shape.padded_dim() + 2));
     const Partials partials = {reinterpret_cast<AttentionRow *>(shared + rows * shape.padded_dim()), shared};

@@ -13,14 +13,22 @@ INLINE void expect_lines(const T *first, int64_t count) {
     __builtin_prefetch(first + count - 1, written, 3);
 }
 
+// With the bias, if there is one, added before the sums are rounded.
 struct StoreBf16 {
     static constexpr int64_t weights = 1;
     bf16 *out;
     int64_t out_cols;
+    const bf16 *bias = nullptr;
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
+        if (bias != nullptr) return row_with_bias(sums, o, column, count);
         for (int64_t i = 0; i < count; i += lanes) store_bf16(o + i, load<f32v>(sums + i), count - i);
+    }
+
+    NOINLINE void row_with_bias(const float *sums, bf16 *o, int64_t column, int64_t count) const {
+        for (int64_t i = 0; i < count; i += lanes)
+            store_bf16(o + i, load<f32v>(sums + i) + load_bf16(bias + column + i, count - i), count - i);
     }
 };
 
@@ -54,11 +62,18 @@ struct SiluAndMul {
     static constexpr int64_t weights = 2;
     bf16 *out;
     int64_t out_cols;
+    int64_t activation;
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
+        if (activation != 0) return row_of_others(sums, o, count);
         for (int64_t i = 0; i < count; i += lanes)
             store_bf16(o + i, silu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
+    }
+
+    NOINLINE void row_of_others(const float *sums, bf16 *o, int64_t count) const {
+        for (int64_t i = 0; i < count; i += lanes)
+            store_bf16(o + i, gelu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
     }
 };
 

@@ -1,4 +1,4 @@
-// Causal attention of query rows pos .. pos + seq - 1 over positions 0 .. pos + seq - 1 of a KV cache in panels. Included
+// Causal attention of query rows pos .. pos + seq - 1 over the positions that they see of a KV cache in panels. Included
 // inside each instruction set.
 // q, out bf16 [seq][heads * head_dim]. Both products are bf16 with f32 accumulation; softmax is f32 and online; its
 // weights are rounded to bf16 before they meet V, relative to about the largest score so far of a range. With 8 bits, q by
@@ -18,9 +18,7 @@ void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf1
 
 template <class Format>
 void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
-                            int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                            Worker &worker) {
-    const AttentionShape shape = {heads, kv_heads, head_dim};
+                            int64_t seq, int64_t pos, const AttentionShape &shape, Worker &worker) {
     const KvPanels<Format> kv(shape, k, v);
     const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
     // Rows enough to pay for reading K and V, and few enough for their sums to stay in L2.
@@ -35,15 +33,20 @@ void flash_attention(const bf16 *q, const typename Format::Number *k, const type
         const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
         const int64_t start = first * stride + head * group * shape.head_dim;
         tile.start(q + start, count, group, stride);
-        for (int64_t begin = 0; begin < end; begin += kv_block_positions) {
+        const int64_t seen = shape.first_seen(pos + first) / kv_block_positions * kv_block_positions;
+        for (int64_t begin = seen; begin < end; begin += kv_block_positions) {
             const bool last = begin + kv_block_positions >= end;
             const int64_t block = last ? end - begin : kv_block_positions;
             const Place next = {head, last ? begin : begin + block};
             const KvBlock<Format> taken = kv.take(tile, {head, begin}, block, next);
             tile.attend(taken, kv.upcoming(tile, next), 0, count * group, pos + first, begin, block);
             const int64_t range = begin / range_positions * range_positions;
-            if (last || begin + block == range + range_positions)
-                tile.finish_range(range > pos + first ? (range - pos - first) * group : 0, count * group);
+            if (last || begin + block == range + range_positions) {
+                // Rows before the range, and those that do not see so far back, found nothing in it.
+                const int64_t seeing = begin + block + shape.sees - 1 - pos - first;
+                tile.finish_range(range > pos + first ? (range - pos - first) * group : 0,
+                                  (seeing < count ? seeing : count) * group, count * group);
+            }
         }
         store_rows(tile, shape, count * group, out + start);
     }

@@ -1,8 +1,10 @@
 // x @ weight^T with an epilogue:
 //   gemm       out = x @ weight^T
 //   gemm_add   out = bf16(x @ weight^T) + residual; residual may be out
-//   gemm_silu  out = silu_and_mul(bf16(x @ gate^T), bf16(x @ up^T))
-// x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], residual and out bf16 [rows][out_cols].
+//   gemm_bias  out = x @ weight^T + bias, rounded once
+//   gemm_silu  out = silu_and_mul(bf16(x @ gate^T), bf16(x @ up^T)), with the activation of that number
+// x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], residual and out bf16 [rows][out_cols], bias bf16
+// [out_cols].
 // f32 accumulation in the order of columns, whatever the number of rows and threads.
 #include "vec.h"
 #include "epilogue.h"
@@ -11,10 +13,10 @@
 
 namespace ISA {
 
-static void gemm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t cols,
+static void gemm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t rows, int64_t cols,
                  int64_t out_cols, Worker &worker) {
     const bf16 *weights[] = {weight};
-    Gemm<StoreBf16>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+    Gemm<StoreBf16>(x, weights, rows, cols, out_cols, {out, out_cols, bias}).run(worker);
 }
 
 static void gemm_add(const bf16 *x, const bf16 *weight, const bf16 *residual, bf16 *out, int64_t rows,
@@ -24,17 +26,22 @@ static void gemm_add(const bf16 *x, const bf16 *weight, const bf16 *residual, bf
 }
 
 static void gemm_silu(const bf16 *x, const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows,
-                      int64_t cols, int64_t out_cols, Worker &worker) {
+                      int64_t cols, int64_t out_cols, int64_t activation, Worker &worker) {
     using Epilogue = SiluAndMul<tile_panels / 2 * panel_rows>;
     const bf16 *weights[] = {gate, up};
-    Gemm<Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+    Gemm<Epilogue>(x, weights, rows, cols, out_cols, {out, out_cols, activation}).run(worker);
 }
 
 }  // namespace ISA
 
 KERNEL void gemm(const bf16 *x, const bf16 *weight_panels, bf16 *out, int64_t rows, int64_t cols,
                  int64_t out_cols, Worker &worker) {
-    ISA::gemm(x, weight_panels, out, rows, cols, out_cols, worker);
+    ISA::gemm(x, weight_panels, nullptr, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void gemm_bias(const bf16 *x, const bf16 *weight_panels, const bf16 *bias, bf16 *out,
+                      int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
+    ISA::gemm(x, weight_panels, bias, out, rows, cols, out_cols, worker);
 }
 
 KERNEL void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *residual, bf16 *out,
@@ -43,6 +50,6 @@ KERNEL void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *resid
 }
 
 KERNEL void gemm_silu(const bf16 *x, const bf16 *gate_panels, const bf16 *up_panels, bf16 *out,
-                      int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
-    ISA::gemm_silu(x, gate_panels, up_panels, out, rows, cols, out_cols, worker);
+                      int64_t rows, int64_t cols, int64_t out_cols, int64_t activation, Worker &worker) {
+    ISA::gemm_silu(x, gate_panels, up_panels, out, rows, cols, out_cols, activation, worker);
 }

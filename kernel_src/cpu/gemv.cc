@@ -2,8 +2,9 @@
 //   gemv       out = weight @ x
 //   gemv_f32   the same, not rounded
 //   gemv_add   out = bf16(weight @ x) + residual; residual may be out
-//   gemv_silu  out = silu_and_mul(bf16(gate @ x), bf16(up @ x))
-// weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], residual bf16 [out_cols], out bf16, for gemv_f32
+//   gemv_bias  out = weight @ x + bias, rounded once
+//   gemv_silu  out = silu_and_mul(bf16(gate @ x), bf16(up @ x)), with the activation of that number
+// weights bf16 panels (panels.h) of [out_cols][cols], x bf16 [cols], residual and bias bf16 [out_cols], out bf16, for gemv_f32
 // f32 [out_cols].
 // Bound by memory: each panel is read once, front to back, by one thread.
 #include "vec.h"
@@ -14,10 +15,10 @@
 
 namespace ISA {
 
-static void gemv(const bf16 *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
+static void gemv(const bf16 *weight, const bf16 *x, const bf16 *bias, bf16 *out, int64_t out_cols, int64_t cols,
                  Worker &worker) {
     const bf16 *weights[] = {weight};
-    gemv_panels(weights, x, out_cols, cols, StoreBf16{out, out_cols}, worker);
+    gemv_panels(weights, x, out_cols, cols, StoreBf16{out, out_cols, bias}, worker);
 }
 
 static void gemv_f32(const bf16 *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
@@ -33,16 +34,21 @@ static void gemv_add(const bf16 *weight, const bf16 *x, const bf16 *residual, bf
 }
 
 static void gemv_silu(const bf16 *gate, const bf16 *up, const bf16 *x, bf16 *out, int64_t out_cols,
-                      int64_t cols, Worker &worker) {
+                      int64_t cols, int64_t activation, Worker &worker) {
     const bf16 *weights[] = {gate, up};
-    gemv_panels(weights, x, out_cols, cols, SiluAndMul<panel_rows>{out, out_cols}, worker);
+    gemv_panels(weights, x, out_cols, cols, SiluAndMul<panel_rows>{out, out_cols, activation}, worker);
 }
 
 }  // namespace ISA
 
 KERNEL void gemv(const bf16 *weight_panels, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,
                  Worker &worker) {
-    ISA::gemv(weight_panels, x, out, out_cols, cols, worker);
+    ISA::gemv(weight_panels, x, nullptr, out, out_cols, cols, worker);
+}
+
+KERNEL void gemv_bias(const bf16 *weight_panels, const bf16 *x, const bf16 *bias, bf16 *out,
+                      int64_t out_cols, int64_t cols, Worker &worker) {
+    ISA::gemv(weight_panels, x, bias, out, out_cols, cols, worker);
 }
 
 KERNEL void gemv_f32(const bf16 *weight_panels, const bf16 *x, float *out, int64_t out_cols,
@@ -56,6 +62,6 @@ KERNEL void gemv_add(const bf16 *weight_panels, const bf16 *x, const bf16 *resid
 }
 
 KERNEL void gemv_silu(const bf16 *gate_panels, const bf16 *up_panels, const bf16 *x, bf16 *out,
-                      int64_t out_cols, int64_t cols, Worker &worker) {
-    ISA::gemv_silu(gate_panels, up_panels, x, out, out_cols, cols, worker);
+                      int64_t out_cols, int64_t cols, int64_t activation, Worker &worker) {
+    ISA::gemv_silu(gate_panels, up_panels, x, out, out_cols, cols, activation, worker);
 }

@@ -155,7 +155,7 @@ static void unpack_panels(const Format &format, const uint8_t *weight, const Res
 // Rows of tokens, zeros for one outside of the vocabulary.
 template <class Format>
 static void embed_lanes(const Format &format, const int32_t *tokens, const uint8_t *table, bf16 *out, int64_t rows,
-                        int64_t cols, int64_t vocab, Worker &worker) {
+                        int64_t cols, int64_t vocab, float scale, Worker &worker) {
     alignas(64) float values[group_inputs * most_lanes], row[group_inputs];
     Chunks chunks(worker, rows * format.groups, 16);
     for (int64_t at, end; chunks.next(at, end);)
@@ -168,6 +168,7 @@ static void embed_lanes(const Format &format, const int32_t *tokens, const uint8
             const int64_t inputs = cols - first < group_inputs ? cols - first : group_inputs;
             for (int64_t k = 0; k < inputs; k += lanes)
                 store_bf16(out + at / format.groups * cols + first + k, load<f32v>(row + k), inputs - k);
+            scale_row(out + at / format.groups * cols + first, inputs, scale);
         }
 }
 

@@ -36,8 +36,8 @@ static void unpack_bfp16(const int8_t *weight, int8_t *out, int64_t out_cols, in
 }
 
 static void embed_rows(const int32_t *tokens, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols,
-                       int64_t vocab, int64_t lanes, int64_t chunks, Worker &worker) {
-    embed_lanes(Stored(cols, lanes, chunks), tokens, bytes(weight), out, rows, cols, vocab, worker);
+                       int64_t vocab, float scale, int64_t lanes, int64_t chunks, Worker &worker) {
+    embed_lanes(Stored(cols, lanes, chunks), tokens, bytes(weight), out, rows, cols, vocab, scale, worker);
 }
 
 static void gemv_rows_f32(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,
@@ -64,8 +64,8 @@ UNPACK(unpack_shared_pairs_bfp16, unpack_bfp16, int8_t, int64_t, )
 UNPACK(unpack_shared_bfp16, unpack_bfp16, int8_t, )
 
 KERNEL void NAMED(embed_rows)(const int32_t *tokens, const int8_t *weight, bf16 *out, int64_t rows, int64_t cols,
-                              int64_t vocab, int64_t lanes, int64_t chunks, Worker &worker) {
-    ISA::embed_rows(tokens, weight, out, rows, cols, vocab, lanes, chunks, worker);
+                              int64_t vocab, float scale, int64_t lanes, int64_t chunks, Worker &worker) {
+    ISA::embed_rows(tokens, weight, out, rows, cols, vocab, scale, lanes, chunks, worker);
 }
 
 KERNEL void NAMED(gemv_rows_f32)(const int8_t *weight, const bf16 *x, float *out, int64_t out_cols, int64_t cols,

@@ -24,14 +24,15 @@ using Number = ISA::FORMAT::Number;
 
 KERNEL void NAMED(flash_attention_panels)(const bf16 *q, const Number *k_panels, const Number *v_panels, bf16 *out,
                                           int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                          Worker &worker) {
-    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, heads, kv_heads, head_dim, worker);
+                                          float scalar, int64_t sees, Worker &worker) {
+    const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees};
+    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, worker);
 }
 
 KERNEL void NAMED(decode_attention_panels)(const bf16 *q, const Number *k_panels, const Number *v_panels, bf16 *out,
                                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                           Worker &worker) {
-    const ISA::AttentionShape shape = {heads, kv_heads, head_dim};
+                                           float scalar, int64_t sees, Worker &worker) {
+    const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees};
     ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels), out, pos, worker);
 }
 

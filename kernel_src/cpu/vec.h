@@ -203,5 +203,11 @@ INLINE f32v exp2(f32v x) {
 // x * sigmoid(x).
 INLINE f32v silu(f32v x) { return x / (1.0f + exp2(x * -1.44269504f)); }
 
+// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): the tanh approximation of GELU.
+INLINE f32v gelu(f32v x) { return x / (1.0f + exp2(x * (0.044715f * x * x + 1.0f) * -2.30220819f)); }
+
+// The activation of this number in ACTIVATIONS of stages/kernels/silu_and_mul.py.
+INLINE f32v activate(f32v x, int64_t activation) { return activation == 0 ? silu(x) : gelu(x); }
+
 }  // namespace
 }  // namespace ISA

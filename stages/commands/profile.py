@@ -63,7 +63,7 @@ def estimates(build: Build, names: set[str]) -> dict[str, Any]:
 
     config = read_config(build.directory / CONFIG)
     grouping = build.target.grouping(build.grouping_name)
-    entries = programs(config.family, grouping, build.buckets, build.policy, build.positions)
+    entries = programs(config, grouping, build.buckets, build.policy, build.positions)
     return {
         program.name: price.description(build_module(program, config.dimensions()))
         for program in entries

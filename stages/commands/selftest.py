@@ -41,7 +41,7 @@ def _setup(probes: Probes) -> Setup:
         Manifest.open(probes.directory),
         Manifest.open(model.directory),
         config,
-        programs(config.family, grouping, model.buckets),
+        programs(config, grouping, model.buckets),
         model.bfp16,
         options.threads,
         options.repeats,

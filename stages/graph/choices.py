@@ -22,7 +22,7 @@ from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.sources import (
     ArtifactsOnly,
     Source,
-    known_family,
+    known_config,
     known_positions,
     quantised,
     resolve,
@@ -183,8 +183,8 @@ class Choices:
     @property
     def grouping(self) -> Grouping:
         """The grouping for the formats of the weights."""
-        family = known_family(self.source, self.directory / CONFIG).model_type
-        return self.target.grouping(self.grouping_name).of(family, self.policy)
+        config = known_config(self.source, self.directory / CONFIG)
+        return self.target.grouping(self.grouping_name).of(config, self.policy)
 
     @property
     def grouping_name(self) -> str:

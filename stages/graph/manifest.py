@@ -6,7 +6,6 @@ import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def write_manifest(
     described["model"] = {
         **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
         **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
-        **asdict(config),
+        **config.summary(),
         **{"max_seq": plan["context"], "longest": config.max_seq, "eos": end_tokens(directory, config)},
     }
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}

@@ -25,7 +25,7 @@ from stages.engine.places import python_environment
 from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.calibration import WINDOW, WINDOWS
-from stages.model.config import Config, rope_table
+from stages.model.config import ANGLES, Config, table
 from stages.model.grouping import Grouping, programs
 from stages.model.importers.directory import TOKENIZER_FILES
 from stages.model.packing import WRITERS, blobs
@@ -198,8 +198,7 @@ def locked_memory(
     Args:
         second_copy: whether the weights that the host unpacks for prompts are kept for every layer.
     """
-    family = families.of(config).model_type
-    host = {program.name for program in programs(family, grouping, buckets, policy) if program.host}
+    host = {program.name for program in programs(config, grouping, buckets, policy) if program.host}
     calls = [call for phase in plan.phases.values() for call in phase if call.program not in host]
     by_purpose: dict[str, set[str]] = {purpose: set() for purpose in ("weights", "KV cache", WORKING)}
     for name in {name for call in calls for name in call.names}:
@@ -247,7 +246,7 @@ def _packing_memory(form: str, layout: str) -> float:
 @functools.cache
 def _table_memory(config: Config) -> float:
     """Return the bytes per position that making the table of rotations takes."""
-    return peak_bytes(lambda: rope_table(config, SAMPLE)) / SAMPLE
+    return peak_bytes(lambda: table(config, ANGLES + next(iter(config.decoder.ropes)), SAMPLE)) / SAMPLE
 
 
 def own_memory() -> int:

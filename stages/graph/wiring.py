@@ -32,7 +32,7 @@ from stages.model import calibration
 from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.packing import pack_weights
 from stages.model.plan import write_plan
-from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_family, record_checkpoint
+from stages.model.sources import ArtifactsOnly, copy_tokenizer, known_config, record_checkpoint
 from stages.targets import Target, targets
 
 if TYPE_CHECKING:
@@ -112,11 +112,11 @@ class Wiring:
 
         Target cpu builds one of all host programs, for all targets; each device program has one.
         """
-        family = known_family(self.build.source, self.directory / CONFIG).model_type
+        config = known_config(self.build.source, self.directory / CONFIG)
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
         positions = self.build.positions if self.target.static else CONTEXT_BUCKET
-        all_programs = programs(family, self.grouping, self.build.buckets, policy, positions)
+        all_programs = programs(config, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in all_programs if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in all_programs if not p.host)]
 

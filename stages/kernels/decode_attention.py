@@ -7,15 +7,23 @@ import numpy as np
 from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, signature
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+def reference(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    scalar: float | None = None,
+    sees: int = flash_attention.ALL,
+) -> np.ndarray:
     """Return attention of one query, bf16 `[heads * head_dim]`.
 
     `q`: bf16 `[heads * head_dim]`; `k`, `v`: `[pos + 1, kv_heads * head_dim]`, as the cache holds them.
     """
-    return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads)[0]
+    return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads, scalar, sees)[0]
 
 
-_PARAMS = "pos heads kv_heads head_dim"
+_PARAMS = f"pos {flash_attention.PARAMS}"
 
 KERNELS = (
     signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="attention_kv", attends=True),

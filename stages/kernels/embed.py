@@ -4,22 +4,31 @@ stored once."""
 from __future__ import annotations
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from stages.kernels import Arg, signature
 
 
-def reference(tokens: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return the rows of `weight` for `tokens`, bf16 `[rows, cols]`; zeros for ids outside the vocabulary.
+def reference(tokens: np.ndarray, weight: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """Return the rows of `weight` for `tokens`, rounded and then multiplied by `scale`, bf16 `[rows, cols]`; zeros for
+    ids outside the vocabulary.
 
     `tokens`: int32 `[rows]`; `weight`: bf16 `[vocab, cols]`.
     """
     valid = (tokens >= 0) & (tokens < len(weight))
-    return np.where(valid[:, None], weight[np.where(valid, tokens, 0)], weight.dtype.type(0))
+    return scaled(np.where(valid[:, None], weight[np.where(valid, tokens, 0)], weight.dtype.type(0)), scale)
+
+
+def scaled(rows: np.ndarray, scale: float) -> np.ndarray:
+    """Return rows times `scale`, rounded once more."""
+    if scale == 1:
+        return rows
+    return (rows.astype(bfloat16).astype(np.float32) * np.float32(scale)).astype(bfloat16)
 
 
 TOKENS = Arg("tokens", "i32")
 
 KERNELS = (
-    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)), "rows cols vocab", reference),
-    signature("embed_rows", (TOKENS, Arg("weight", matrix=True)), "rows cols vocab", reference),
+    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)), "rows cols vocab scale:float", reference),
+    signature("embed_rows", (TOKENS, Arg("weight", matrix=True)), "rows cols vocab scale:float", reference),
 )

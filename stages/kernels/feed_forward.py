@@ -24,12 +24,21 @@ if TYPE_CHECKING:
     from stages.weights.format import Format
 
 
-def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+def reference(
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    x: np.ndarray,
+    norm: np.ndarray,
+    eps: float,
+    offset: float = 0.0,
+    once: int | bool = False,
+    activation: int = 0,
+) -> np.ndarray:
     """Return `x` plus the feed-forward network of its RMS norm, bf16 `[cols]`, rounded only after the sum.
 
     `gate_up`: `[2 * ffn, cols]`, gate's rows, then up's; `down`: `[cols, ffn]`; `x`, `norm`: bf16 `[cols]`.
     """
-    inner = gemv.reference_norm_swiglu(gate_up, x, norm, eps)
+    inner = gemv.reference_norm_swiglu(gate_up, x, norm, eps, offset, once, activation)
     return (x.astype(np.float32) + gemv.reference_f32(down, inner)).astype(x.dtype)
 
 
@@ -249,7 +258,7 @@ KERNELS = (
     signature(
         "feed_forward",
         (Arg("gate_up", matrix=True), Arg("down", matrix=True), "x", "norm"),
-        "cols ffn eps:float",
+        f"cols ffn {rms_norm.PARAMS} activation",
         reference,
         host=False,
     ),

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention (GQA) for prefill with online softmax (Dao et al. 2022), scale `1/sqrt(head_dim)`."""
+"""Causal grouped-query attention (GQA) for prefill with online softmax (Dao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -20,39 +20,73 @@ if TYPE_CHECKING:
     Pattern = tuple[tuple[Number, int, int], ...]
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
+PARAMS = "heads kv_heads head_dim scalar:float sees"
+"""The scalars of attention: scores are divided by the root of `scalar`, and a row attends to the last `sees` positions,
+its own included."""
+
+ALL = 1 << 31
+"""The least `sees` that leaves out nothing."""
+
+
+def reference(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pos: int,
+    heads: int,
+    kv_heads: int,
+    scalar: float | None = None,
+    sees: int = ALL,
+) -> np.ndarray:
     """Return attention, bf16 `[seq, heads * head_dim]`.
 
-    Row `r` of `q` is at position `pos + r` and attends to positions `0 .. pos + r`. `q`: bf16 `[seq, heads *
+    Row `r` of `q` is at position `pos + r` and attends to the last `sees` of positions `0 .. pos + r`. Without `scalar`
+    it is the head's size. `q`: bf16 `[seq, heads *
     head_dim]`; `k`, `v`: `[pos + seq, kv_heads * head_dim]`, as the cache holds them.
     """
     seq, length = len(q), len(k)
     group = heads // kv_heads
     by_group = q.astype(np.float32).reshape(seq, kv_heads, group, -1).transpose(1, 2, 0, 3)
     wide_k, wide_v = (t.astype(np.float32).reshape(length, kv_heads, 1, -1).transpose(1, 2, 0, 3) for t in (k, v))
-    scores = by_group @ wide_k.swapaxes(-1, -2) / np.sqrt(np.float32(by_group.shape[-1]))
-    scores[..., np.arange(length) > pos + np.arange(seq)[:, None]] = -np.inf
+    scores = by_group @ wide_k.swapaxes(-1, -2) / np.sqrt(np.float32(scalar or by_group.shape[-1]))
+    scores[..., ~visible(pos, seq, length, sees)] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(bfloat16)
 
 
-def rounded(q: np.ndarray, head_dim: int) -> np.ndarray:
+def visible(pos: int, seq: int, length: int, sees: int = ALL) -> np.ndarray:
+    """Return which of `length` positions each of `seq` rows attends to, bool `[seq, length]`."""
+    behind = pos + np.arange(seq)[:, None] - np.arange(length)
+    return (behind >= 0) & (behind < sees)
+
+
+def rounded(q: np.ndarray, scalar: float) -> np.ndarray:
     """Return queries with a core's rounding, in f32 at their own scale.
 
-    The core multiplies queries by `log2(e) / sqrt(head_dim)`, so that scores are exponents of two, and rounds to bf16.
+    The core multiplies queries by `log2(e) / sqrt(scalar)`, so that scores are exponents of two, and rounds to bf16.
     """
-    scale = np.float32(np.log2(np.e) / np.sqrt(head_dim))
+    scale = np.float32(np.log2(np.e) / np.sqrt(scalar))
     return (q.astype(np.float32) * scale).astype(bfloat16).astype(np.float32) / scale
 
 
-def reference_placed(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:
+def reference_placed(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pos: int,
+    heads: int,
+    kv_heads: int,
+    scalar: float | None = None,
+    sees: int = ALL,
+) -> np.ndarray:
     """Return `reference` of `rounded` queries that have their position after each head.
 
     `q`: bf16 `[seq, heads * (head_dim + HEAD_POSITION)]`.
     """
     queries = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
-    return reference(rounded(queries, queries.shape[-1]).reshape(len(q), -1), k, v, pos, heads, kv_heads)
+    scaled = rounded(queries, scalar or queries.shape[-1]).reshape(len(q), -1)
+    return reference(scaled, k, v, pos, heads, kv_heads, scalar, sees)
 
 
 @dataclass(frozen=True)
@@ -247,7 +281,7 @@ KERNELS = (
     signature(
         "flash_attention",
         ("q", "kv"),
-        "seq window pos heads kv_heads head_dim",
+        f"seq window pos {PARAMS}",
         reference_placed,
         attends=True,
         host=False,
@@ -258,7 +292,7 @@ KERNELS = (
         signature(
             "flash_attention_panels",
             ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
-            "seq pos heads kv_heads head_dim",
+            f"seq pos {PARAMS}",
             reference,
             source=format_kernel("attention", stored),
             stored=stored,

@@ -33,18 +33,23 @@ def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np
     return add.reference(residual, reference(x, weight))
 
 
-def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return SwiGLU of two rounded products."""
-    return silu_and_mul.reference(reference(x, gate), reference(x, up))
+def reference_bias(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Return the product plus `bias`, bf16 `[out_cols]`, rounded only after the sum."""
+    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T + bias.astype(np.float32)).astype(bfloat16)
 
 
-def reference_swiglu(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
+    """Return SwiGLU of two rounded products, or what it is with another activation."""
+    return silu_and_mul.reference(reference(x, gate), reference(x, up), activation)
+
+
+def reference_swiglu(x: np.ndarray, weight: np.ndarray, activation: int = 0) -> np.ndarray:
     """Return SwiGLU as `reference_silu`, with gate and up in one matrix.
 
     `weight`: bf16 `[2 * out_cols, cols]`, in which eight rows of the gate and eight rows of up alternate.
     """
     gate, up = (weight.reshape(-1, 2, limits.BLOCK, weight.shape[1])[:, half] for half in (0, 1))
-    return reference_silu(x, gate.reshape(-1, weight.shape[1]), up.reshape(-1, weight.shape[1]))
+    return reference_silu(x, gate.reshape(-1, weight.shape[1]), up.reshape(-1, weight.shape[1]), activation)
 
 
 TILE = 64
@@ -346,8 +351,18 @@ _BLOCK_FLOAT = Arg("weight", "bfp16", layouts={"aie2p": "pairs"}, matrix=True)
 KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
-    signature("gemm_silu", ("x", matrix("gate"), matrix("up")), _PARAMS, reference_silu, source="gemm"),
+    signature("gemm_bias", ("x", _WEIGHT, "bias"), _PARAMS, reference_bias, source="gemm"),
+    signature(
+        "gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"
+    ),
+    # Calibration multiplies like the array's prompts.
+    signature(
+        "gemm_kv_bias", ("x", _WEIGHT, "bias"), f"{_PARAMS} pos head_dim", reference_bias, source="gemm", host=False
+    ),
     _on_array("gemm", _BLOCK_FLOAT),
     *(_on_array("gemm_kv", weight, f"{_PARAMS} pos head_dim") for weight in (_WEIGHT, _BLOCK_FLOAT)),
-    *(_on_array("gemm_swiglu", weight, computed=reference_swiglu) for weight in (_WEIGHT, _BLOCK_FLOAT)),
+    *(
+        _on_array("gemm_swiglu", weight, f"{_PARAMS} activation", reference_swiglu)
+        for weight in (_WEIGHT, _BLOCK_FLOAT)
+    ),
 )

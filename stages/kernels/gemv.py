@@ -36,26 +36,43 @@ def reference_add(weight: np.ndarray, x: np.ndarray, residual: np.ndarray) -> np
     return add.reference(residual, reference(weight, x))
 
 
-def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return SwiGLU of two rounded products."""
-    return silu_and_mul.reference(reference(gate, x), reference(up, x))
+def reference_bias(weight: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Return the product plus `bias`, bf16 `[out_cols]`, rounded only after the sum."""
+    return (reference_f32(weight, x) + bias.astype(np.float32)).astype(bfloat16)
 
 
-def reference_norm(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray, activation: int = 0) -> np.ndarray:
+    """Return SwiGLU of two rounded products, or what it is with another activation."""
+    return silu_and_mul.reference(reference(gate, x), reference(up, x), activation)
+
+
+def reference_norm(
+    weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float, offset: float = 0.0, once: int | bool = False
+) -> np.ndarray:
     """Return the product with the RMS norm of `x`, whose weight is `norm`, bf16 `[cols]`."""
-    return reference(weight, rms_norm.reference(x, norm, eps))
+    return reference(weight, rms_norm.reference(x, norm, eps, offset, once))
 
 
-def reference_norm_f32(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+def reference_norm_f32(
+    weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float, offset: float = 0.0, once: int | bool = False
+) -> np.ndarray:
     """Return the product with the RMS norm of `x` without rounding it."""
-    return reference_f32(weight, rms_norm.reference(x, norm, eps))
+    return reference_f32(weight, rms_norm.reference(x, norm, eps, offset, once))
 
 
-def reference_norm_swiglu(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """Return SwiGLU of two products with the RMS norm of `x`. `weight`: `[2 * out_cols, cols]`, gate's rows, then
-    up's."""
+def reference_norm_swiglu(
+    weight: np.ndarray,
+    x: np.ndarray,
+    norm: np.ndarray,
+    eps: float,
+    offset: float = 0.0,
+    once: int | bool = False,
+    activation: int = 0,
+) -> np.ndarray:
+    """Return SwiGLU of two products with the RMS norm of `x`, or what it is with another activation. `weight`:
+    `[2 * out_cols, cols]`, gate's rows, then up's."""
     gate, up = np.split(weight, 2)
-    return reference_silu(gate, up, rms_norm.reference(x, norm, eps))
+    return reference_silu(gate, up, rms_norm.reference(x, norm, eps, offset, once), activation)
 
 
 TILE_BYTES = 16384
@@ -224,22 +241,25 @@ KERNELS = (
         "gemv", (_WEIGHT, "x"), _PARAMS, reference, tiling=lambda s: tile(s["out_cols"], s["cols"]), program=build
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
-    signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), _PARAMS, reference_silu, source="gemv"),
+    signature("gemv_bias", (_WEIGHT, "x", "bias"), _PARAMS, reference_bias, source="gemv"),
+    signature(
+        "gemv_silu", (matrix("gate"), matrix("up"), "x"), f"{_PARAMS} activation", reference_silu, source="gemv"
+    ),
     # Templates for `stages.kernels.grouped`: the array has these only for weights in formats that it reads as stored.
     *(
         signature(
             name,
             (Arg("weight", matrix=True), "x", "norm"),
-            f"{_PARAMS} eps:float",
+            f"{_PARAMS} {rms_norm.PARAMS}{more}",
             computes,
             writes=(Arg("out", dtype, written=True),),
             source="gemv",
             host=False,
         )
-        for name, computes, dtype in (
-            ("norm_gemv", reference_norm, "bf16"),
-            ("norm_gemv_swiglu", reference_norm_swiglu, "bf16"),
-            ("norm_gemv_f32", reference_norm_f32, "f32"),
+        for name, computes, dtype, more in (
+            ("norm_gemv", reference_norm, "bf16", ""),
+            ("norm_gemv_swiglu", reference_norm_swiglu, "bf16", " activation"),
+            ("norm_gemv_f32", reference_norm_f32, "f32", ""),
         )
     ),
     signature(

@@ -18,6 +18,7 @@ and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -82,11 +83,13 @@ Derived = Mapping[str, Callable[[Sizes], int]]
 def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     """Return the reference of `kernel` for stored weights: it dequantises them to f32, and rounds only the result."""
 
+    taken = {param.name for param in kernel.params} & inspect.signature(kernel.reference).parameters.keys()
+
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         args = [arg for arg in kernel.args if not arg.written]
-        cols = scalars.pop("cols")
+        cols = scalars["cols"]
         values = [stored.dequantise(t, cols) if arg.matrix else t for arg, t in zip(args, tensors, strict=False)]
-        return kernel.reference(*values, **scalars)
+        return kernel.reference(*values, **{name: scalars[name] for name in taken & scalars.keys()})
 
     return reference
 
@@ -114,10 +117,12 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
         products = [integer_product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
         if kernel.arg("out").format == "f32":
             return products[0]
+        if "bias" in inputs:
+            products[0] += inputs["bias"].astype(np.float32)
         rounded = [product.astype(bfloat16) for product in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
-        return rounded[0] if len(rounded) == 1 else silu_and_mul.reference(*rounded)
+        return rounded[0] if len(rounded) == 1 else silu_and_mul.reference(*rounded, scalars["activation"])
 
     return reference
 
@@ -173,7 +178,7 @@ def _feed_forward(stored: Format) -> Kernel:
 
     def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, **sizes: Any) -> np.ndarray:
         weights = stored.dequantise(gate_up, sizes["cols"]), stored.dequantise(down, sizes["ffn"])
-        return feed_forward.reference(*weights, x, norm, sizes["eps"])
+        return feed_forward.reference(*weights, x, norm, *(sizes[p.name] for p in kernel.params[2:]))
 
     return replace(
         kernel,

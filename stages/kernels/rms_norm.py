@@ -1,6 +1,7 @@
 """RMS norm over the last axis (Zhang & Sennrich 2019): `out = weight * x / sqrt(mean(x^2) + eps)`.
 
-It rounds where Hugging Face's LlamaRMSNorm rounds: before and after the product with the weight.
+It rounds where Hugging Face's LlamaRMSNorm rounds: before and after the product with the weight, or with `once` only
+after it, as Gemma does, whose weights are stored less one (`offset`). `norm_add` adds a norm to the residual stream.
 """
 
 from __future__ import annotations
@@ -14,18 +15,29 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, Cost, elementwise, lanes, signature
+from stages.kernels import BF16, Cost, add, elementwise, lanes, signature
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Number
 
 
-def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def reference(
+    x: np.ndarray, weight: np.ndarray, eps: float, offset: float = 0.0, once: int | bool = False
+) -> np.ndarray:
     """Return the norm of each row, bf16 `[rows, cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[cols]`."""
     wide = x.astype(np.float32)
     scale = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
-    normed = (wide * scale).astype(bfloat16).astype(np.float32)
-    return (normed * weight.astype(np.float32)).astype(bfloat16)
+    normed = wide * scale
+    if not once:
+        normed = normed.astype(bfloat16).astype(np.float32)
+    return (normed * (weight.astype(np.float32) + np.float32(offset))).astype(bfloat16)
+
+
+def reference_add(
+    x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float, offset: float = 0.0, once: int | bool = False
+) -> np.ndarray:
+    """Return `residual` plus the rounded norm of each row of `x`, bf16 `[rows, cols]`."""
+    return add.reference(residual, reference(x, weight, eps, offset, once))
 
 
 @dataclass(frozen=True)
@@ -93,13 +105,17 @@ def build(tiling: Tiling) -> AirModule:
     return b.finish()
 
 
+PARAMS = "eps:float offset:float once"
+"""The scalars of a norm."""
+
 KERNELS = (
     signature(
         "rms_norm",
         ("x", "weight"),
-        "rows cols eps:float",
+        f"rows cols {PARAMS}",
         reference,
         tiling=lambda s: tile(s["rows"], s["cols"], float(s["eps"])),
         program=build,
     ),
+    signature("norm_add", ("x", "residual", "weight"), f"rows cols {PARAMS}", reference_add, source="rms_norm"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from ml_dtypes import bfloat16
 
 from stages import air
 from stages.air import limits
-from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, signature
+from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, rms_norm, signature
 from stages.weights.constants import HEAD_POSITION, POSITION
 
 if TYPE_CHECKING:
@@ -39,6 +39,25 @@ def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int)
     positions = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(bfloat16)[:, :HEAD_POSITION]
     by_head = np.broadcast_to(positions[:, None], (*rotated.shape[:2], HEAD_POSITION))
     return np.concatenate([rotated, by_head], axis=-1).reshape(len(x), -1)
+
+
+def _normed(kernel: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Return the reference of a rotation of heads that are normed first."""
+
+    def reference(
+        x: np.ndarray,
+        table: np.ndarray,
+        weight: np.ndarray,
+        pos: int,
+        head_dim: int,
+        eps: float,
+        offset: float = 0.0,
+        once: int | bool = False,
+    ) -> np.ndarray:
+        heads = rms_norm.reference(x.reshape(len(x), -1, head_dim), weight, eps, offset, once)
+        return kernel(heads.reshape(x.shape), table, pos, head_dim)
+
+    return reference
 
 
 OUTS = ROWS, KEYS, QUERIES = "rows", "keys", "queries"
@@ -205,5 +224,16 @@ KERNELS = (
             program=build,
         )
         for name, computes, out in (("rope_kv", reference, KEYS), ("rope_q", reference_queries, QUERIES))
+    ),
+    *(
+        signature(
+            f"norm_{name}",
+            (*_READS, "weight"),
+            f"rows pos heads head_dim {rms_norm.PARAMS}",
+            _normed(computes),
+            source="rope",
+            host=name == "rope",
+        )
+        for name, computes in (("rope", reference), ("rope_kv", reference), ("rope_q", reference_queries))
     ),
 )

@@ -1,5 +1,6 @@
-"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding. The arguments may have any layout,
-if all have the same."""
+"""The activation of a gated feed-forward network (Shazeer 2020): SwiGLU's `silu(gate) * up`, or with the tanh
+approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32 inside, one rounding. The arguments may have any
+layout, if all have the same."""
 
 from __future__ import annotations
 
@@ -11,10 +12,21 @@ from ml_dtypes import bfloat16
 from stages.kernels import elementwise, lanes, signature
 
 
-def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Return `silu(gate) * up`. All are bf16 of one shape."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Names of activations. Kernels take their places here."""
+
+
+def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
+    """Return `activation(gate) * up`. All are bf16 of one shape.
+
+    The tanh approximation of GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+    """
     wide = gate.astype(np.float32)
-    return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
+    inner = wide
+    if ACTIVATIONS[activation] == "gelu_tanh":
+        inner = np.float32(2 * np.sqrt(2 / np.pi)) * (wide + np.float32(0.044715) * wide * wide * wide)
+    with np.errstate(over="ignore"):
+        return (wide / (1.0 + np.exp(-inner)) * up.astype(np.float32)).astype(bfloat16)
 
 
 _VECTORS: Mapping[int, int] = {64: 63, 32: 56, 16: 56}
@@ -35,7 +47,7 @@ KERNELS = (
     signature(
         "silu_and_mul",
         ("gate", "up"),
-        "rows cols",
+        "rows cols activation",
         reference,
         **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=vectors),
     ),

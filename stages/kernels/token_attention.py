@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 
 def reference(
-    x: np.ndarray, table: np.ndarray, pos: int, k: np.ndarray, v: np.ndarray, heads: int, kv_heads: int
+    x: np.ndarray,
+    table: np.ndarray,
+    pos: int,
+    k: np.ndarray,
+    v: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    scalar: float | None = None,
+    sees: int = flash_attention.ALL,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return attention, bf16 `[heads * head_dim]`, and the cache's row of `pos`, bf16 `[kv_heads, 2, head_dim]`.
 
@@ -31,7 +39,8 @@ def reference(
     """
     q, row = rope.reference_qkv(x, table, pos, heads, kv_heads, k.shape[1] // kv_heads)
     k, v = (np.concatenate([cached[:pos], row[:, half].reshape(1, -1)]) for half, cached in enumerate((k, v)))
-    return decode_attention.reference(flash_attention.rounded(q, row.shape[-1]), k, v, heads, kv_heads), row
+    scaled = flash_attention.rounded(q, scalar or row.shape[-1])
+    return decode_attention.reference(scaled, k, v, heads, kv_heads, scalar, sees), row
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ KERNELS = (
     signature(
         "token_attention",
         ("x", Arg("table", "f32"), "kv"),
-        "window pos heads kv_heads head_dim",
+        f"window pos {flash_attention.PARAMS}",
         reference,
         writes=("out", "row"),
         attends=True,

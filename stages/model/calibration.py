@@ -31,14 +31,15 @@ from llama_npu2.errors import UserError, first_line
 from stages.engine.files import file_digests, write_json
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
 from stages.engine.progress import Bar
-from stages.kernels import kernels
+from stages.kernels import embed, rms_norm
 from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
-from stages.model.config import TABLES
+from stages.model.config import Config, tables
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
 from stages.model.grouping import Placed
 from stages.model.part import Launch
-from stages.model.parts import part
+from stages.model.parts import layer_part
 from stages.model.reference import run_launch
 from stages.model.sources import Source
 from stages.weights import feedback
@@ -91,10 +92,15 @@ def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
     """Embed the windows of a text by the checkpoint's values, and record which text it was (step action)."""
     checkpoint, _ = _opened(source, directory)
     windows = _windows(directory, text, checkpoint.config)
-    embedding = checkpoint.tensor(families.of(checkpoint.config).embedding)
-    _save(work / source_file(0), embedding[windows].astype(bfloat16))
+    embedding = checkpoint.tensor(families.tensor(checkpoint.config, EMBEDDING))
+    _save(work / source_file(0), _scaled(embedding[windows], checkpoint.config))
     about = {"text": text.name, "sha256": file_digests(text)["sha256"], "tokens": windows.size}
     write_json(work / CALIBRATION, about)
+
+
+def _scaled(rows: np.ndarray, config: Config) -> np.ndarray:
+    """Return rows of the embedding as they enter the first layer."""
+    return embed.scaled(rows.astype(bfloat16), config.decoder.embed_scale)
 
 
 def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
@@ -145,8 +151,8 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
     Embedding and LM head may be one matrix. `threads`: 0 for all CPUs.
     """
     checkpoint, buffers = _opened(source, directory)
-    config, family = checkpoint.config, families.of(checkpoint.config)
-    head, embedding = family.head(config), family.embedding
+    config = checkpoint.config
+    head, embedding = (families.tensor(config, slot) for slot in (HEAD, EMBEDDING))
     stored: dict[str, np.ndarray] = {}
     form = formats()[buffers[head].format]
     if form.grid and checkpoint.stored_format(head) != form.name:
@@ -156,7 +162,7 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
     windows, form = _windows(directory, text, config), formats()[buffers[embedding].format]
     ids, places = np.unique(windows, return_inverse=True)
     rows = stored[embedding][ids] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[ids])
-    embedded = form.dequantise(rows, config.emb).astype(bfloat16)
+    embedded = _scaled(form.dequantise(rows, config.emb), config)
     _save(work / activations_file(0), embedded[places.reshape(windows.shape)])
     save_file(stored, work / HEAD_WEIGHTS)
 
@@ -164,12 +170,13 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
 def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, executor: Executor) -> np.ndarray:
     """Return the rounded LM head in elements of `form`. `leaving`: the activations after the last layer."""
     config = checkpoint.config
-    norm, norm_weight = kernels()["rms_norm"].reference, checkpoint.tensor("model.norm.weight")
-    products = _products([norm(x, norm_weight, config.eps) for x in leaving], executor)
+    last, weight = config.decoder.norm, checkpoint.tensor(families.tensor(config, FINAL_NORM))
+    normed = [rms_norm.reference(x, weight, config.eps, last.offset, last.once) for x in leaving]
+    products = _products(normed, executor)
     diagonal = np.einsum("ii->i", products)
     diagonal += np.float32(config.tied * _LOOKUPS) * diagonal.mean()
     correction = feedback.Correction(products, form.values)
-    head = checkpoint.tensor(families.of(config).head(config))
+    head = checkpoint.tensor(families.tensor(config, HEAD))
     return feedback.quantise(form, head, correction, executor.map)
 
 
@@ -201,7 +208,7 @@ class _Layer:
     def __post_init__(self) -> None:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
         self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length, "window": length}
-        self._shared: dict[str, np.ndarray] = {name: table(config, length) for name, table in TABLES.items()}
+        self._shared = tables(config, length)
         cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, bfloat16)
         self.windows: list[ChainMap[str, np.ndarray]] = [
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
@@ -221,7 +228,9 @@ class _Layer:
     def launches(self) -> Iterator[tuple[Launch, Slots]]:
         """Yield the launches of the layer with the buffers that are bound to their arguments."""
         for name in _LAYER:
-            placed = Placed(part(self.checkpoint.config.family, name), self.index, True)
+            config = self.checkpoint.config
+            rope = config.decoder.layers[self.index].mixer.rope.suffix
+            placed = Placed(layer_part(config, name, self.index), self.index, True, rope)
             for launch in placed.part.launches:
                 yield launch, {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}
 

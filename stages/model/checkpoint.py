@@ -14,7 +14,7 @@ from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.config import Config
-from stages.model.families import parse_config
+from stages.model.families import parse_config, stored_names, text_fields
 from stages.model.importers import PLAIN, Container, Held
 from stages.model.importers.directory import Directory
 from stages.model.importers.gguf import GgufFile
@@ -36,7 +36,7 @@ class Checkpoint:
 
     config: Config
     fields: Mapping[str, Any]
-    """Its configuration as the fields of a `config.json`."""
+    """Its configuration as the fields of a `config.json` that are about text."""
     files: Sequence[Path]
     """The files that hold weights and tokenizer."""
     held: Mapping[str, Held]
@@ -57,7 +57,7 @@ class Checkpoint:
             )
         held = _held(path, within, families.tensors(config))
         _check_others(within, held, (*families.of(config).ignored, *ignore))
-        return cls(config, within.fields, within.files(), held)
+        return cls(config, text_fields(within.fields, within.where), within.files(), held)
 
     def stored_format(self, name: str) -> str:
         """Return the format of a tensor: "bf16", "f16", "f32", or our format that holds its quantised values exactly.
@@ -96,7 +96,8 @@ def _held(path: Path, within: Container, shapes: Mapping[str, tuple[int, ...]]) 
     """Return every tensor of the model. Raises UserError."""
     held, missing = {}, []
     for name, shape in shapes.items():
-        tensor = within.held(name, shape)
+        named = (within.held(stored, shape) for stored in stored_names(name))
+        tensor = next(filter(None, named), None)
         if tensor is None:
             missing.append(name)
         elif tensor.shape != shape:

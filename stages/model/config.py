@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llama_npu2.errors import UserError
+from stages.model.decoder import Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
@@ -25,46 +26,61 @@ _TABLE_ROWS = 1 << 13
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Frequency scaling of the rotary embedding.
-
-    `llama3` is section "RoPE scaling" of the Llama 3.1 model code. `longrope` divides each frequency by one of
-    `factors`, whatever the position.
-    """
-
-    type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Config:
-    """Shapes and constants of a model."""
+    """A model: what it computes, and what a user of it must know."""
 
-    vocab: int
-    emb: int
-    """The hidden size."""
-    ffn: int
-    """The intermediate size: the inner width of the feed-forward network."""
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_seq: int
-    """The longest context, in tokens."""
-    eps: float
-    """The epsilon of RMS norms."""
-    rope_theta: float
-    rope_scaling: RopeScaling
-    tied: bool
-    """Whether the embedding is the LM head, too."""
-    eos: tuple[int, ...]
-    """The token ids that end a text."""
     family: str
     """The name of its family in `stages.model.families`."""
+    decoder: Decoder
+    max_seq: int
+    """The longest context, in tokens."""
+    eos: tuple[int, ...]
+    """The token ids that end a text."""
+
+    @property
+    def vocab(self) -> int:
+        return self.decoder.vocab
+
+    @property
+    def emb(self) -> int:
+        """The hidden size."""
+        return self.decoder.emb
+
+    @property
+    def ffn(self) -> int:
+        """The intermediate size: the inner width of the feed-forward network."""
+        return self.decoder.layers[0].feed_forward.inner
+
+    @property
+    def layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def heads(self) -> int:
+        return self.decoder.attention.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.decoder.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.decoder.attention.head_dim
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of RMS norms."""
+        return self.decoder.eps
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the LM head, too."""
+        return self.decoder.tied
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a manifest says of it."""
+        names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
+        return {name: getattr(self, name) for name in names}
 
     def dimensions(self) -> dict[str, int | float]:
         """Return the values of the dimension names that parts use."""
@@ -89,6 +105,21 @@ class Config:
             "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
             "eps": self.eps,
         }
+
+
+class Heads(NamedTuple):
+    """Sizes of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "longrope")
+"""Scalings of the rotary embedding that can be run."""
 
 
 class ConfigFields:
@@ -117,9 +148,13 @@ class ConfigFields:
             raise self.fail(name, f"must be a positive integer, and {limit}")
         return value
 
-    def positions(self, head_dim: int) -> int:
+    def whole(self, name: str, default: int) -> int:
+        """Return a whole number, which may be 0. Raises UserError."""
+        return 0 if self.values.get(name) == 0 else self.integer(name, default)
+
+    def positions(self, head_dim: int, default: int = 2048) -> int:
         """Return `max_position_embeddings`, which the size of the table of rotations bounds. Raises UserError."""
-        positions = self.integer("max_position_embeddings", 2048)
+        positions = self.integer("max_position_embeddings", default)
         most = LARGEST_TABLE // (head_dim * np.dtype(np.float32).itemsize)
         if positions > most:
             raise self.fail(
@@ -152,33 +187,114 @@ class ConfigFields:
             raise self.fail(name, f"must be token ids below the vocabulary size {vocab}")
         return tuple(ids)
 
-    def rope(self, max_seq: int, kinds: Sequence[str]) -> tuple[float, RopeScaling]:
-        """Return base and scaling of the rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's
-        `rope_parameters`, which holds both. Raises UserError."""
-        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        if not isinstance(nested, dict):
-            raise self.fail("rope_scaling", "must be an object or null")
-        inner = ConfigFields(nested, f"{self.where}: rope scaling")
-        theta = inner.number("rope_theta", self.number("rope_theta", 10000.0))
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind not in kinds:
-            raise self.fails("rope_scaling.rope_type", kind, f"only {', '.join(kinds)} are supported")
+    def heads(self, head_dim: int | None = None, kv_heads: int | None = None) -> Heads:
+        """Return the sizes of attention. Raises UserError.
+
+        Args:
+            head_dim: the default; None: the hidden size over the number of heads.
+            kv_heads: the default; None: the number of heads.
+        """
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", kv_heads or heads)
+        head_dim = self.integer("head_dim", head_dim or max(self.integer("hidden_size") // heads, 1))
+        if heads % kv_heads:
+            raise self.fail("num_key_value_heads", f"must divide num_attention_heads = {heads}")
+        if head_dim % 2:
+            raise self.fails("head_dim", head_dim, "must be even, rotary embedding pairs its halves")
+        return Heads(heads, kv_heads, head_dim)
+
+    def window(self, max_seq: int, default: int = 4096) -> int | None:
+        """Return the sliding window: `default` where the field is missing, None for null and for one as long as the
+        longest context. Raises UserError."""
+        if self.values.get("sliding_window", default) is None:
+            return None
+        window = self.integer("sliding_window", default)
+        return window if window < max_seq else None
+
+    def kinds(self, default: Sequence[str]) -> list[str]:
+        """Return `layer_types`, the kind of each layer. Raises UserError."""
+        kinds = self.values.get("layer_types")
+        kinds = list(default) if kinds is None else kinds
+        known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+        if not known or len(kinds) != len(default):
+            raise self.fail("layer_types", f"must be {len(default)} times {FULL} or {SLIDING}")
+        return kinds
+
+    def nested(self, name: str) -> ConfigFields:
+        """Return the fields of an object; none where it is missing or null. Raises UserError."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(name, "must be an object or null")
+        return ConfigFields(value or {}, f"{self.where}: {name}")
+
+    def rope(self, max_seq: int, head_dim: int, theta: float = 10000.0) -> Rope:
+        """Return the rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which
+        holds both. Raises UserError.
+
+        Args:
+            theta: the default of `rope_theta`.
+        """
+        nested = self.nested("rope_parameters" if self.values.get("rope_parameters") else "rope_scaling")
+        nested.where = f"{self.where}: rope scaling"
+        return nested.rope_of(nested.number("rope_theta", self.number("rope_theta", theta)), max_seq, head_dim)
+
+    def rope_of(self, theta: float, max_seq: int, head_dim: int, kind: str = "") -> Rope:
+        """Return the rotary embedding with the scaling that these fields describe. Raises UserError."""
+        scaling = self._rope_scaling(max_seq)
+        if scaling.factors and len(scaling.factors) != head_dim // 2:
+            raise self.fail("short_factor", f"must have {head_dim // 2} factors, one for each pair of head_dim")
+        return Rope(theta, scaling, kind)
+
+    def _rope_scaling(self, max_seq: int) -> RopeScaling:
+        self.require({"partial_rotary_factor": (1, None)})
+        kind = self.values.get("rope_type", self.values.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise self.fails("rope_type", kind, f"only {', '.join(ROPE_TYPES)} are supported")
         if kind == "default":
-            return theta, RopeScaling()
+            return RopeScaling()
         if kind == "linear":
-            return theta, RopeScaling("linear", inner.number("factor"))
+            return RopeScaling("linear", self.number("factor"))
         if kind == "longrope":
-            return theta, RopeScaling("longrope", factors=inner._same_factors())
+            return RopeScaling("longrope", factors=self._same_factors())
         scaling = RopeScaling(
             "llama3",
-            inner.number("factor"),
-            inner.number("low_freq_factor"),
-            inner.number("high_freq_factor"),
-            inner.integer("original_max_position_embeddings", max_seq),
+            self.number("factor"),
+            self.number("low_freq_factor"),
+            self.number("high_freq_factor"),
+            self.integer("original_max_position_embeddings", max_seq),
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise inner.fail("high_freq_factor", "must be greater than low_freq_factor")
-        return theta, scaling
+            raise self.fail("high_freq_factor", "must be greater than low_freq_factor")
+        return scaling
+
+    def config(
+        self,
+        family: str,
+        layers: Sequence[Layer],
+        max_seq: int,
+        *,
+        tied: bool,
+        eos: tuple[int, ...] = (),
+        **fields: Any,
+    ) -> Config:
+        """Return the configuration of a model with these layers. Raises UserError.
+
+        Args:
+            tied: the default.
+            eos: the default.
+            fields: others of `Decoder`.
+        """
+        vocab = self.integer("vocab_size", most=MOST_TOKENS)
+        decoder = Decoder(
+            vocab=vocab,
+            emb=self.integer("hidden_size"),
+            layers=tuple(layers),
+            eps=self.number("rms_norm_eps", 1e-6),
+            tied=self.boolean("tie_word_embeddings", tied),
+            **fields,
+        )
+        ends = self.token_ids("eos_token_id", vocab) if "eos_token_id" in self.values else eos
+        return Config(family, decoder, max_seq, ends)
 
     def _same_factors(self) -> tuple[float, ...]:
         """Return the factors of a `longrope` that is equal for long and short texts and leaves attention as it is."""
@@ -192,11 +308,11 @@ class ConfigFields:
         return tuple(factors)
 
 
-def inverse_frequencies(config: Config) -> np.ndarray:
+def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Return the rotation per position of each pair, float64 `[head_dim / 2]`, with the scaling applied."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse: np.ndarray = config.rope_theta**-exponent
-    scaling = config.rope_scaling
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    inverse: np.ndarray = rope.theta**-exponent
+    scaling = rope.scaling
     if scaling.type == "linear":
         return inverse / scaling.factor
     if scaling.type == "longrope":
@@ -210,11 +326,6 @@ def inverse_frequencies(config: Config) -> np.ndarray:
     return inverse
 
 
-def token_table(config: Config, positions: int) -> np.ndarray:
-    """Return `rope_table` with each row's position after it: float32 `[positions, head_dim + POSITION / 2]`."""
-    return np.concatenate([rope_table(config, positions), position_rows(0, positions)], axis=1)
-
-
 def position_rows(first: int, count: int) -> np.ndarray:
     """Return positions from `first` on: float32 `[count, POSITION / 2]`, each row the bits of an int32, then zeros."""
     rows = np.zeros((count, POSITION // 2), np.int32)
@@ -222,10 +333,10 @@ def position_rows(first: int, count: int) -> np.ndarray:
     return rows.view(np.float32)
 
 
-def rope_table(config: Config, positions: int) -> np.ndarray:
+def rope_table(rope: Rope, head_dim: int, positions: int) -> np.ndarray:
     """Return float32 `[positions, head_dim]`; row `p` has the cosines, then the sines, of position `p`'s angles."""
-    inverse, half = inverse_frequencies(config), config.head_dim // 2
-    table = np.empty((positions, config.head_dim), np.float32)
+    inverse, half = inverse_frequencies(rope, head_dim), head_dim // 2
+    table = np.empty((positions, head_dim), np.float32)
     for first in range(0, positions, _TABLE_ROWS):
         rows = table[first : first + _TABLE_ROWS]
         angles = np.arange(first, first + len(rows), dtype=np.float64)[:, None] * inverse
@@ -234,5 +345,19 @@ def rope_table(config: Config, positions: int) -> np.ndarray:
     return table
 
 
-TABLES: Mapping[str, Callable[[Config, int], np.ndarray]] = {"rope_table": rope_table, "token_table": token_table}
-"""Tables that programs read rows of, by buffer; each is a function of configuration and number of positions."""
+ANGLES, PLACED_ANGLES = "rope_table", "token_table"
+"""The beginning of the names of tables: of rotations, and of rotations with each row's position after it."""
+
+
+def table(config: Config, name: str, positions: int) -> np.ndarray:
+    """Return a table that programs read rows of, by the name of its buffer: float32 `[positions, head_dim]`, for
+    `PLACED_ANGLES` `[positions, head_dim + POSITION / 2]`."""
+    begin, _, kind = name.partition(".")
+    rows = rope_table(config.decoder.ropes[f".{kind}" if kind else ""], config.head_dim, positions)
+    return np.concatenate([rows, position_rows(0, positions)], axis=1) if begin == PLACED_ANGLES else rows
+
+
+def tables(config: Config, positions: int) -> dict[str, np.ndarray]:
+    """Return every table by its name."""
+    names = (f"{begin}{suffix}" for suffix in config.decoder.ropes for begin in (ANGLES, PLACED_ANGLES))
+    return {name: table(config, name, positions) for name in names}

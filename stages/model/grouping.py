@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llama_npu2.artifact.plan import LAST_ROW, WHOLE, BufferRef
-from stages.model.part import Part, Slot
-from stages.model.parts import joins, layer_part, part
+from stages.model.config import Config
+from stages.model.part import Part, PartKey, Slot
+from stages.model.parts import joins, key_of, layer_part
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import unpacked
 
@@ -59,9 +60,9 @@ class Grouping:
         """Whether the device attends for a token."""
         return any(group.windowed and not group.prompt for group in self.groups)
 
-    def of(self, family: str, policy: Policy) -> Grouping:
+    def of(self, config: Config, policy: Policy) -> Grouping:
         """Return the grouping for a policy: this one or `joined`."""
-        return self.joined if self.joined and joins(family, policy) else self
+        return self.joined if self.joined and joins(config, policy) else self
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,27 @@ class Placed:
     """From 0; the number of layers for parts after the last."""
     inside: bool
     """Whether it is one of the layers' parts."""
+    rope: str = ""
+    """The end of the name of the layer's tables."""
 
     @property
     def unpacks(self) -> bool:
         """Whether it makes the weights of a part after it."""
         return bool(self.part.key.unpacks)
 
-    def reference(self, slot: Slot, head: str = "") -> BufferRef:
-        """Return the buffer that is bound to a slot, as the part sees it. `head`: the tensor of the LM head."""
+    def reference(self, slot: Slot) -> BufferRef:
+        """Return the buffer that is bound to a slot, as the part sees it."""
         turns = {"turn": self.layer % 2, "next": (self.layer + 1) % 2}
-        return BufferRef(slot.buffer.format(layer=self.layer, head=head, **turns), slot.view)
+        return BufferRef(slot.buffer.format(layer=self.layer, rope=self.rope, **turns), slot.view)
 
     def shared_reference(self, slot: Slot) -> BufferRef:
         """Return what parts of one program share a slot by: `reference`, where in decode the last row is all rows."""
         reference = self.reference(slot)
         return reference._replace(view=WHOLE) if reference.view == LAST_ROW else reference
 
-    def buffer(self, slot: Slot, head: str = "") -> str:
+    def buffer(self, slot: Slot) -> str:
         """Return the name of the buffer that is bound to a slot."""
-        return self.reference(slot, head).name
+        return self.reference(slot).name
 
 
 @dataclass(frozen=True)
@@ -148,19 +151,28 @@ def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
     return [first, *sorted(size for size in others if size >= PROMPT_CONTEXT_BUCKET and size > first), last]
 
 
-def chained(family: str, chain: Chain, layers: int, policy: Policy = BF16) -> list[Placed]:
-    """Return the parts of a phase of a model with `layers` layers, in order."""
-    start = [Placed(part(family, name, policy), 0, False) for name in chain.start]
-    body = [Placed(inner, i, True) for i in range(layers) for inner in _layer(family, chain, i, policy)]
-    return [*start, *body, *(Placed(part(family, name, policy), layers, False) for name in chain.end)]
+def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0) -> list[Placed]:
+    """Return the parts of a phase of a model, in order. `layers`: how many layers, if not as many as it has; those past
+    the last are like the last."""
+    count, last = layers or config.layers, config.layers - 1
+
+    def outside(names: Iterable[str], layer: int) -> Iterator[Placed]:
+        return (Placed(layer_part(config, name, 0, policy), layer, False) for name in names)
+
+    body = [
+        Placed(inner, i, True, config.decoder.layers[min(i, last)].mixer.rope.suffix)
+        for i in range(count)
+        for inner in _layer(config, chain, i, policy)
+    ]
+    return [*outside(chain.start, 0), *body, *outside(chain.end, count)]
 
 
-def _layer(family: str, chain: Chain, layer: int, policy: Policy) -> Iterator[Part]:
+def _layer(config: Config, chain: Chain, layer: int, policy: Policy) -> Iterator[Part]:
     if not chain.unpacks:
-        yield from (layer_part(family, name, layer, policy) for name in chain.layer)
+        yield from (layer_part(config, name, layer, policy) for name in chain.layer)
         return
     for name in chain.layer:
-        yield from filter(None, unpacked(family, name, policy, chain.unpacks))
+        yield from filter(None, unpacked(config, key_of(config, name, layer), policy, chain.unpacks))
 
 
 def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:
@@ -170,7 +182,7 @@ def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Gr
     """
     longest_first = sorted(groups, key=lambda group: -len(group.parts))
     places = [place for place, placed in enumerate(phase) if not placed.unpacks]
-    names = tuple(phase[place].part.name for place in places)
+    names = tuple(str(phase[place].part.key._replace(variant="")) for place in places)
     at = begin = 0
     while at < len(places):
         group = next((g for g in longest_first if names[at : at + len(g.parts)] == g.parts), None)
@@ -181,37 +193,54 @@ def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Gr
         begin = end
 
 
+def entry_of(group: Group | None, placed: Sequence[Placed]) -> str:
+    """Return the name of the function of a program: the group's, and what tells its parts from those of other
+    layers."""
+    if group is None:
+        return placed[0].part.name
+    return str(PartKey(group.name, "_".join(dict.fromkeys(at.part.key.variant for at in placed if at.part.key.variant))))
+
+
 _LAYERS = 3
 """The fewest layers that programs are derived from: the first, one in the middle and the last."""
 
 
 def programs(
-    family: str, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = CONTEXT_BUCKET
+    config: Config, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = CONTEXT_BUCKET
 ) -> list[Program]:
     """Return every program, those of groups first.
 
     A prompt's groups have one for each bucket; groups that attend over the KV cache have one for each context bucket,
-    those of a prompt one for each bucket and context bucket. Programs do not depend on a model's other sizes, only on
-    the layers that a policy names. TypeError where a group cannot be one program, because it would need other slots at
-    another place.
+    those of a prompt one for each bucket and context bucket. Layers of one kind share theirs. Programs do not depend on
+    how many layers there are, only on their kinds and on those that a policy names. TypeError where a group cannot be
+    one program, because it would need other slots at another place.
 
     Args:
         positions: positions of the KV cache.
     """
-    grouping = grouping.of(family, policy)
+    grouping = grouping.of(config, policy)
     joined: dict[str, Program] = {}
+    group_of: dict[str, Group] = {}
     # One layer after those that the policy names: it is like all others.
-    layers = max(_LAYERS, policy.layers + 1)
+    layers = max(_LAYERS, policy.layers + 1, config.layers if len(config.decoder.kinds) > 1 else 0)
     for chain in (grouping.prompt, grouping.token):
-        calls = list(cover(chained(family, chain, layers, policy), grouping.groups))
+        calls = list(cover(chained(config, chain, policy, layers), grouping.groups))
         for position, (group, placed) in enumerate(calls):
-            program = _join(group, placed, [later for _, parts in calls[position + 1 :] for later in parts])
+            following = calls[position + 1 : position + 1 + _READERS]
+            program = _join(group, placed, [later for _, parts in following for later in parts])
+            if group:
+                group_of[program.entry] = group
             before = joined.setdefault(program.entry, program)
             if before.wiring != program.wiring:
                 raise TypeError(f"program {program.entry} binds its slots in two ways")
             joined[program.entry] = _with_results_of_both(before, program)
-    of_groups = [sized for group in grouping.groups for sized in _sized(joined[group.name], group, buckets, positions)]
+    entries = ((group, entry) for group in grouping.groups for entry, of in group_of.items() if of == group)
+    of_groups = [sized for group, entry in entries for sized in _sized(joined[entry], group, buckets, positions)]
     return of_groups + [program for program in joined.values() if program.host]
+
+
+_READERS = 24
+"""Calls after one that may read its results: more than two layers have."""
 
 
 def _sized(program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
@@ -251,7 +280,7 @@ def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]
         slot = slots[name]
         if slot.role == "output" and not (slot.keeps or name in results or _is_read(later, reference.name)):
             slots[name] = replace(slot, role="scratch")
-    name = group.name if group else placed[0].part.name
+    name = entry_of(group, placed)
     parts = tuple(at.part for at in placed)
     return Program(name, name, parts, tuple(slots.values()), tuple(wiring), host=group is None)
 

@@ -16,7 +16,7 @@ from stages.engine.progress import Bar
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
-from stages.model.config import TABLES
+from stages.model.config import table
 from stages.model.importers import PLAIN
 from stages.model.sources import Source
 from stages.weights.blobs import PAGE, Tensor, write_safetensors
@@ -100,7 +100,7 @@ def _contents(
         buffer = buffers[name]
         stored = formats()[buffer.format]
         if buffer.kind == "table":
-            yield stored.pack(TABLES[name](checkpoint.config, buffer.shape[0]), buffer.layout)
+            yield stored.pack(table(checkpoint.config, name, buffer.shape[0]), buffer.layout)
         elif calibrated.keys() >= {*tensors_of(name)}:
             rows = [read_calibrated(calibrated[tensor], tensor) for tensor in tensors_of(name)]
             yield stored.arrange(np.concatenate(rows), buffer.layout)

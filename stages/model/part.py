@@ -30,10 +30,12 @@ def resolved(shape: Iterable[Dim | float], dimensions: Mapping[str, float]) -> t
 
 
 class PartKey(NamedTuple):
-    """Names a part of a family. As text, which names programs and C functions, `o_ffn__w_down__int8`."""
+    """Names a part of a model. As text, which names programs and C functions, `o_ffn__w_down__int8`."""
 
     name: str
-    """The family's name of it."""
+    """The name of what it computes."""
+    variant: str = ""
+    """What tells it from the same part of other layers."""
     overrides: tuple[tuple[str, str], ...] = ()
     """Slots whose format differs from the policy's, each with its format."""
     unpacks: str = ""
@@ -41,7 +43,12 @@ class PartKey(NamedTuple):
 
     def __str__(self) -> str:
         formats = (f"__{slot}__{name}" for slot, name in self.overrides)
-        return "".join([f"{self.unpacks}_" if self.unpacks else "", self.name, *formats])
+        return "".join([self.kind, f"__{self.variant}" if self.variant else "", *formats])
+
+    @property
+    def kind(self) -> str:
+        """The name without what differs from layer to layer."""
+        return f"{self.unpacks}_{self.name}" if self.unpacks else self.name
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,8 @@ class Slot:
     format: str = "bf16"
     buffer: str = ""
     """The name of the buffer that is bound to it. `{layer}` stands for the part's layer, `{turn}` and `{next}` for the
-    parity of this layer and the next (two activations take turns, so that no launch reads and writes one), `{head}` for
-    the tensor of the LM head."""
+    parity of this layer and the next (two activations take turns, so that no launch reads and writes one), `{rope}`
+    for the end of the name of the layer's tables."""
     view: str = WHOLE
     """The rows of that buffer that the part sees: a view of `llama_npu2.artifact.plan`."""
     keeps: bool = False
@@ -162,9 +169,6 @@ class PartBuilder:
             if slot_formats[args[arg.name]] != arg.format:
                 raise TypeError(f"launch of {name}: {arg.name} is {arg.format}, slot {args[arg.name]} is not")
         self.launches.append(Launch(kernel, args, scalars))
-
-    def build(self, name: str) -> Part:
-        return self.build_keyed(PartKey(name))
 
     def build_keyed(self, key: PartKey) -> Part:
         return Part(key, tuple(self.slots), tuple(self.launches))

@@ -27,11 +27,20 @@ from llama_npu2.artifact.plan import (
 from stages.engine.files import write_json
 from stages.engine.places import CONFIG, PACKING, PLAN
 from stages.kernels import HOST_SET
-from stages.model import families
 from stages.model.buffers import Buffer
 from stages.model.config import Config
 from stages.model.families import read_config
-from stages.model.grouping import Chain, Grouping, Placed, Program, chained, cover, programs, prompt_context_buckets
+from stages.model.grouping import (
+    Chain,
+    Grouping,
+    Placed,
+    Program,
+    chained,
+    cover,
+    entry_of,
+    programs,
+    prompt_context_buckets,
+)
 from stages.model.lifetimes import LaunchAccess, places
 from stages.model.part import Dim, Launch, Slot, resolved
 from stages.model.policy import BF16, Policy, parse_policy
@@ -115,10 +124,8 @@ class _Planner:
     ) -> None:
         self.config, self.kernel_set, self.policy = config, kernel_set, policy
         self.buckets = sorted(buckets)
-        family = families.of(config)
-        self.family, self.head = family.model_type, family.head(config)
-        self.grouping = grouping.of(self.family, policy)
-        all_programs = programs(self.family, grouping, self.buckets, policy, config.max_seq)
+        self.grouping = grouping.of(config, policy)
+        all_programs = programs(config, grouping, self.buckets, policy, config.max_seq)
         self.programs = {(p.entry, p.bucket, p.context): p for p in all_programs}
         self.context_buckets = sorted({p.context for p in all_programs if p.context and not p.bucket})
         longest = self.buckets[-1] if buckets else 0
@@ -167,9 +174,9 @@ class _Planner:
     def _calls(
         self, accesses: list[LaunchAccess], chain: Chain, bucket: int | None, context: int | None
     ) -> Iterator[PlannedCall]:
-        phase = chained(self.family, chain, self.config.layers, self.policy)
+        phase = chained(self.config, chain, self.policy)
         for group, placed in cover(phase, self.grouping.groups):
-            entry = group.name if group else placed[0].part.name
+            entry = entry_of(group, placed)
             sizes = itertools.product((bucket, None), (context, None))
             program = next(self.programs[key] for size in sizes if (key := (entry, *size)) in self.programs)
             layer = placed[0].layer if placed[0].inside else None
@@ -179,7 +186,7 @@ class _Planner:
     def _access(self, host: bool, at: Placed, launch: Launch) -> LaunchAccess:
         rows = {slot.name for slot in at.part.slots if slot.shape[0] == "seq"} if host else set()
         reads, writes, partly = (
-            frozenset(at.buffer(at.part.slot(slot), self.head) for slot in slots)
+            frozenset(at.buffer(at.part.slot(slot)) for slot in slots)
             for slots in (launch.reads(), launch.writes(), launch.writes() & rows)
         )
         return LaunchAccess(host, reads, writes, partly)
@@ -188,7 +195,7 @@ class _Planner:
         references: dict[str, BufferRef] = {}
         for at, wired in zip(placed, program.wiring, strict=True):
             for slot in at.part.slots:
-                reference = self._reference(program, at.reference(slot, self.head), slot)
+                reference = self._reference(program, at.reference(slot), slot)
                 self._require(program, at, slot, reference, bucket)
                 references.setdefault(wired[slot.name], reference)
         return tuple(references[slot.name] for slot in program.slots)

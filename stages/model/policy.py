@@ -17,14 +17,12 @@ from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
+from stages.model.decoder import EMBEDDING, HEAD, MATRICES
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
 VOCAB = "vocab"
 """The name of the embedding and the LM head together, which are one tensor where they are tied."""
-
-EMBEDDING = "w_embed"
-"""The slot of the embedding, which can be an exception from `VOCAB` where they are not tied."""
 
 _VOCAB_FORMATS = {"int4": "int6"}
 """The format of the vocabulary matrices where it is not that of the other weights. They react most to rounding: with 4
@@ -139,7 +137,7 @@ def parse_policy(text: str, kv: str = "bf16", matmul: str = "bf16") -> Policy:
         slot, *layers = where.split(".")
         _check_known(f"weights={text}", slot, _slots())
         # No model has a thousand layers.
-        if layers and not (slot in _layer_slots() and all(re.fullmatch("[0-9]{1,3}", layer) for layer in layers)):
+        if layers and not (slot in MATRICES and all(re.fullmatch("[0-9]{1,3}", layer) for layer in layers)):
             raise UserError(f"weights={text}: {where}: weights of layers are named as in w_down.0.1")
         _check_known(f"weights={text}", name, matrix_formats())
         if layers:
@@ -154,24 +152,25 @@ def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy
 
     Matrices in other formats than quantised ones that are `usable` are bf16.
     """
-    family, layers = families.of(checkpoint.config), range(checkpoint.config.layers)
+    config, layers = checkpoint.config, range(checkpoint.config.layers)
 
     def held(tensor: str) -> str:
         name = checkpoint.stored_format(tensor)
         return name if name not in PLAIN and usable(name) else "bf16"
 
-    by_layer = {slot: [held(name.format(layer=layer)) for layer in layers] for slot, name in family.matrices.items()}
-    usual = {slot: _most(names) for slot, names in by_layer.items()}
+    names = {slot: families.tensor(config, slot) for slot in MATRICES}
+    by_layer = {slot: [held(name.format(layer=layer)) for layer in layers] for slot, name in names.items()}
+    usual = {slot: _most(of_slot) for slot, of_slot in by_layer.items()}
     matrices = _most(usual.values())
     exceptions = {slot: name for slot, name in usual.items() if name != matrices}
     in_layers = {
         LayerSlot(slot, layer): name
-        for slot, names in by_layer.items()
-        for layer, name in enumerate(names)
+        for slot, of_slot in by_layer.items()
+        for layer, name in enumerate(of_slot)
         if name != usual[slot]
     }
-    exceptions[VOCAB] = held(family.head(checkpoint.config))
-    if (embedding := held(family.embedding)) != exceptions[VOCAB]:
+    exceptions[VOCAB] = held(families.tensor(config, HEAD))
+    if (embedding := held(families.tensor(config, EMBEDDING))) != exceptions[VOCAB]:
         exceptions[EMBEDDING] = embedding
     return Policy(matrices, exceptions, in_layers=in_layers)
 
@@ -186,11 +185,7 @@ def matrix_formats() -> list[str]:
 
 
 def _slots() -> list[str]:
-    return sorted({VOCAB, EMBEDDING, *_layer_slots()})
-
-
-def _layer_slots() -> set[str]:
-    return {slot for family in families.families().values() for slot in family.matrices}
+    return sorted({VOCAB, EMBEDDING, *MATRICES})
 
 
 def _check_known(where: str, name: str, names: list[str]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,8 @@ from ml_dtypes import bfloat16
 
 from stages.model import families
 from stages.model.config import Config
+from stages.model.decoder import ADDED, BIASES
+from stages.model.part import resolved
 from stages.weights.blobs import Tensor, write_safetensors
 
 RECIPE = 2
@@ -33,6 +34,9 @@ _LARGER = (5.0, 20.0)
 
 _DEGREES = 5
 """Degrees of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
+
+_BIAS = np.float32(0.1)
+"""The standard deviation of biases."""
 
 CHUNK = 1 << 22
 """Values that are generated at a time."""
@@ -49,21 +53,24 @@ def random_tensors(config: Config) -> list[Tensor]:
 def write_random_weights(config: Config, path: Path) -> None:
     """Write seeded weights.
 
-    Rows have a mean square of `1 / fan_in` on average, vectors of 1, so that activations keep their scale through the
+    Rows have a mean square of `1 / fan_in` on average, norms multiply by values of mean square 1, so that activations keep their scale through the
     layers.
     """
-    family, shapes = families.of(config), families.tensors(config)
+    sizes, offset = config.dimensions(), np.float32(config.decoder.norm.offset)
 
-    def tensor(item: tuple[int, tuple[str, tuple[int, ...]]]) -> np.ndarray:
-        seed, (name, shape) = item
+    def tensor(item: tuple[int, families.Weight]) -> np.ndarray:
+        seed, weight = item
+        shape = resolved(weight.shape, sizes)
+        if weight.slot in BIASES:
+            return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(bfloat16)
         if len(shape) == 1:
             # All norms from one seed: outliers stay in their channels.
-            return _channels(np.random.default_rng(0), shape[0]).astype(bfloat16)
-        residual = any(fnmatchcase(name, pattern) for pattern in family.residual)
-        return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, 2 * config.layers if residual else 1)
+            return (_channels(np.random.default_rng(0), shape[0]) - offset).astype(bfloat16)
+        added = 2 * config.layers if weight.slot in ADDED else 1
+        return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, added)
 
     with ThreadPoolExecutor() as pool:
-        values = _computed_ahead(pool, tensor, list(enumerate(shapes.items())))
+        values = _computed_ahead(pool, tensor, list(enumerate(families.weights(config))))
         write_safetensors(path, random_tensors(config), values)
 
 

@@ -23,7 +23,11 @@ Values = dict[str, np.ndarray]
 Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
-HALVES = {"rope_kv": slice(0, 1), "gemm_kv": slice(1, 2), "token_attention": slice(0, 2)}
+HALVES = {
+    **dict.fromkeys(("rope_kv", "norm_rope_kv"), slice(0, 1)),
+    **dict.fromkeys(("gemm_kv", "gemm_kv_bias"), slice(1, 2)),
+    "token_attention": slice(0, 2),
+}
 """Kernels whose last result goes to rows of an interleaved cache -> the halves of each head that it goes to: 0 is K, 1
 is V."""
 
@@ -65,7 +69,8 @@ def results(kernel: Kernel, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]
         inputs = {**inputs, "x": np.atleast_2d(inputs["x"])}
     parameters = inspect.signature(kernel.reference).parameters
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        out = kernel.reference(*(inputs[arg.name] for arg in kernel.args if not arg.written), cols=inputs["cols"])
+        scalars = {param.name: inputs[param.name] for param in kernel.params}
+        out = kernel.reference(*(inputs[arg.name] for arg in kernel.args if not arg.written), **scalars)
     else:
         out = kernel.reference(**{name: _shaped(name, inputs) for name in parameters if name in inputs})
     return out if isinstance(out, tuple) else (out,)

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from stages.kernels import format_kernel
 from stages.kernels.unpacking import unpack_kernel
+from stages.model.config import Config
 from stages.model.part import UNPACK_JOINED, Joined, Part, PartBuilder, PartKey, Slot
-from stages.model.parts import family_parts, joined_weights, part, shared_weights, with_overrides
+from stages.model.parts import joined_weights, part, plain_part, shared_weights, with_overrides
 from stages.model.policy import BF16, Policy
 from stages.model.stored import stored, stored_slots
 
@@ -21,14 +22,12 @@ UNPACKED = "unpacked."
 """The names of the buffers of unpacked weights begin so."""
 
 
-def keyed_part(family: str, key: PartKey, policy: Policy) -> Part:
-    """Return the part that a key names. KeyError if the family has none of that name."""
-    if key.unpacks:
-        return unpacking_part(family, key, policy)
-    return part(family, key.name, policy, key.overrides)
+def keyed_part(config: Config, key: PartKey, policy: Policy) -> Part:
+    """Return the part that a key names. KeyError if there is none of that name."""
+    return unpacking_part(config, key, policy) if key.unpacks else part(config, key, policy)
 
 
-def unpacked(family: str, name: str, policy: Policy, how: str) -> tuple[Part | None, Part]:
+def unpacked(config: Config, key: PartKey, policy: Policy, how: str) -> tuple[Part | None, Part]:
     """Return a part whose products take `policy.matmul`, and the part that unpacks its weights for it.
 
     The latter is None where there is nothing to unpack.
@@ -36,7 +35,7 @@ def unpacked(family: str, name: str, policy: Policy, how: str) -> tuple[Part | N
     Args:
         how: `UNPACK` or `UNPACK_JOINED`.
     """
-    unpacking, products = unpacking_part(family, PartKey(name, unpacks=how), policy), _products(family, name, policy)
+    unpacking, products = unpacking_part(config, key._replace(unpacks=how), policy), _products(config, key, policy)
     buffers = {slot.name: slot.buffer for slot in unpacking.slots if slot.role == "output"}
 
     def bound(slot: Slot) -> Slot:
@@ -47,16 +46,18 @@ def unpacked(family: str, name: str, policy: Policy, how: str) -> tuple[Part | N
 
 
 @functools.cache
-def unpacking_part(family: str, key: PartKey, policy: Policy) -> Part:
+def unpacking_part(config: Config, key: PartKey, policy: Policy) -> Part:
     """Return the part that unpacks the weights of another; it has no launches where there are none to unpack."""
     policy = with_overrides(policy, key.overrides)
-    joined = joined_weights(family) if key.unpacks == UNPACK_JOINED else ()
-    shared = shared_weights(family, policy) if joined else ()
-    products = _products(family, key.name, policy)
+    joined = joined_weights(config) if key.unpacks == UNPACK_JOINED else ()
+    shared = shared_weights(policy) if joined else ()
+    products = _products(config, key, policy)
     joined_of = {weight: entry for entry in joined for weight in entry.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}
     b = PartBuilder()
-    for slot in _packed_slots(stored_slots(family_parts(family).PARTS[key.name](), policy), policy):
+    plain = plain_part(config, key)
+    assert plain
+    for slot in _packed_slots(stored_slots(plain, policy), policy):
         source, target = joined_of.get(slot.name, Joined(slot, {slot.name: 0})), targets[slot.name]
         weight = replace(source.slot, format=slot.format)
         buffer = f"{UNPACKED}{target.name}"
@@ -69,15 +70,15 @@ def unpacking_part(family: str, key: PartKey, policy: Policy) -> Part:
     return b.build_keyed(key)
 
 
-def _products(family: str, name: str, policy: Policy) -> Part:
-    """Return a part with the weights of its products in the format of `policy.matmul`; weights that the family has as
+def _products(config: Config, key: PartKey, policy: Policy) -> Part:
+    """Return a part with the weights of its products in the format of `policy.matmul`; weights that parts may have as
     pairs are one slot where both are unpacked."""
-    module = family_parts(family)
-    plain, paired = module.PARTS[name](), getattr(module, "PAIRED", {}).get(name)
+    plain, paired = plain_part(config, key), plain_part(config, key, paired=True)
+    assert plain
     if paired:
         packed = {slot.name for slot in _packed_slots(stored_slots(plain, policy), policy)}
-        if {weight for slot in paired().slots for weight in slot.joins} <= packed:
-            plain = paired()
+        if {weight for slot in paired.slots for weight in slot.joins} <= packed:
+            plain = paired
     return plain if policy.matmul == BF16.matmul else stored(plain, Policy(policy.matmul))
 
 

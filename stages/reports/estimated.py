@@ -81,7 +81,7 @@ class Estimate:
         positions: int = CONTEXT_BUCKET,
         second_copy: bool = False,
     ) -> None:
-        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config.family, policy)
+        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config, policy)
         self.buckets, self.machine, self.policy = buckets, machine, policy
         self.depth, self.positions, self.second_copy = depth, positions, second_copy
 
@@ -98,7 +98,7 @@ class Estimate:
     @cached_property
     def programs(self) -> list[Program]:
         """Device programs."""
-        of = self.config.family, self.grouping, self.buckets, self.policy
+        of = self.config, self.grouping, self.buckets, self.policy
         prompts = [p for p in programs(*of, self.positions) if p.bucket]
         tokens = [p for p in programs(*of, self.window) if not p.bucket and p.context in (None, self.window)]
         return [p for p in (*prompts, *tokens) if not p.host]
@@ -163,7 +163,7 @@ class Estimate:
     def stretches(self, bucket: int | None = None, window: int = 0) -> Iterator[Stretch]:
         """Yield the stretches of a prompt in a bucket (and a context bucket that is not its first), or of a token."""
         chain = self.grouping.prompt if bucket else self.grouping.token
-        chained_parts = chained(self.config.family, chain, self.config.layers, self.policy)
+        chained_parts = chained(self.config, chain, self.policy)
         parts = [placed for placed in chained_parts if not (self.second_copy and placed.unpacks)]
         calls = cover(parts, self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):

@@ -1,7 +1,7 @@
-"""The table of model families, one module each: their configurations and their tensors.
+"""The table of model families, one module each: what a `config.json` describes, and where a checkpoint's tensors are.
 
-What a family computes stands in a module of the same name in `stages.model.parts`. Every module of this package that
-has `FAMILY` is in the table: to add a family is to add a module.
+A family reads its configuration into a decoder (`stages.model.decoder`), from which everything else is derived. Every
+module of this package that has `FAMILY` is in the table: to add a family is to add a module.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, VOCABULARY
+from stages.model.part import Shape, resolved
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,18 +29,14 @@ class Family:
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFields], Config]
     """Returns the configuration of a checkpoint, or raises UserError that names the field that cannot be run."""
-    tensors: Callable[[Config], dict[str, tuple[int, ...]]]
-    """Returns name and shape of all tensors that a checkpoint must hold, in model order."""
-    embedding: str
-    """The tensor of the embedding."""
-    head: Callable[[Config], str]
-    """Returns the tensor of the LM head."""
-    ignored: tuple[str, ...]
-    """Patterns of tensors that old exporters wrote next to the weights."""
-    residual: tuple[str, ...]
-    """Patterns of tensors whose products are added to the residual stream; random ones are kept small."""
-    matrices: Mapping[str, str]
-    """For each slot of a layer's matrices the name of the tensor, with `{layer}` in it."""
+    tensors: Mapping[str, str]
+    """The tensor of each slot of weights, with `{layer}` in those of layers."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that exporters write next to the weights."""
+    wrapped: tuple[str, ...] = ()
+    """Architectures that have this family's fields in `text_config`, next to a part that does not see text."""
+    title: str = ""
+    """What people call it."""
 
 
 @functools.cache
@@ -57,11 +55,11 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     fields = ConfigFields(values, where)
     architectures, model_type = values.get("architectures"), values.get("model_type")
     if architectures:
-        by_architecture = {name: family for family in families().values() for name in family.architectures}
+        by_architecture = {name: f for f in families().values() for name in (*f.architectures, *f.wrapped)}
         family = next((family for name, family in by_architecture.items() if architectures == [name]), None)
         if family is None:
             raise fields.fails("architectures", architectures, f"only {', '.join(by_architecture)} is supported")
-        if model_type not in (None, family.model_type):
+        if architectures[0] in family.architectures and model_type not in (None, family.model_type):
             raise fields.fails("model_type", model_type, f"only {family.model_type} is supported")
         return family
     if model_type not in [*families()]:
@@ -69,9 +67,24 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     return families()[model_type]
 
 
+_OUTER = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Fields that a configuration with `text_config` may have outside of it. The outer ones count."""
+
+
+def text_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a `config.json` that are about text, without the others of a wrapped one. Raises
+    UserError."""
+    family = family_of(values, where)
+    if values.get("architectures") and values["architectures"][0] in family.wrapped:
+        inner = ConfigFields(values, where).nested("text_config").values
+        outer = {name: values[name] for name in _OUTER if values.get(name) is not None}
+        return {**inner, **outer, "architectures": [family.architectures[0]], "model_type": family.model_type}
+    return dict(values)
+
+
 def parse_config(values: Mapping[str, Any], where: str) -> Config:
     """Return the configuration in the fields of a `config.json`, the file `where` in messages. Raises UserError."""
-    return family_of(values, where).parse(ConfigFields(values, where))
+    return family_of(values, where).parse(ConfigFields(text_fields(values, where), where))
 
 
 def read_config(path: Path, remedy: str = REMEDY) -> Config:
@@ -85,13 +98,47 @@ def of(config: Config) -> Family:
     return families()[config.family]
 
 
+class Weight(NamedTuple):
+    """A tensor of a model."""
+
+    slot: str
+    layer: int | None
+    name: str
+    shape: Shape
+    """In dimension names."""
+
+
+def weights(config: Config) -> Iterator[Weight]:
+    """Yield every tensor of a model, in model order. An embedding that is the LM head too comes once."""
+    names, decoder = of(config).tensors, config.decoder
+    yield Weight(EMBEDDING, None, names[EMBEDDING], VOCABULARY)
+    for number, layer in enumerate(decoder.layers):
+        yield from (Weight(slot, number, names[slot].format(layer=number), shape) for slot, shape in layer.slots())
+    yield Weight(FINAL_NORM, None, names[FINAL_NORM], ("emb",))
+    if not decoder.tied:
+        yield Weight(HEAD, None, names[HEAD], VOCABULARY)
+
+
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a model, in model order."""
-    return of(config).tensors(config)
+    sizes = config.dimensions()
+    return {weight.name: resolved(weight.shape, sizes) for weight in weights(config)}
+
+
+def tensor(config: Config, slot: str) -> str:
+    """Return the tensor of a slot, with `{layer}` in those of layers."""
+    return of(config).tensors[EMBEDDING if slot == HEAD and config.tied else slot]
 
 
 def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a decoded token reads in full: all but an embedding that is not the LM head as well."""
-    family = of(config)
-    gathered = {family.embedding} - {family.head(config)}
+    gathered = {tensor(config, EMBEDDING)} - {tensor(config, HEAD)}
     return {name: shape for name, shape in tensors(config).items() if name not in gathered}
+
+
+def stored_names(name: str) -> Iterator[str]:
+    """Yield the names that a tensor may have in a checkpoint: its own, and those inside of a wrapped model."""
+    yield name
+    yield f"language_model.{name}"
+    if name.startswith("model."):
+        yield f"model.language_model.{name.removeprefix('model.')}"

@@ -6,6 +6,7 @@ Every source provides a path that `stages.model.checkpoint` opens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from stages.engine.places import CHECKPOINT, CONFIG
 from stages.model import families
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import Config
-from stages.model.families import Family, family_of, parse_config
+from stages.model.families import parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
 from stages.model.presets import PRESETS
 from stages.model.sources.artifacts_only import ArtifactsOnly
@@ -93,17 +94,29 @@ def config_of(source: Source) -> Config:
     return parse_config(within.fields, within.where)
 
 
-def known_family(source: Source, recorded: Path) -> Family:
-    """Return the family of a model before its checkpoint is on this machine.
+def known_config(source: Source, recorded: Path) -> Config:
+    """Return the configuration of a model before its checkpoint is on this machine.
 
-    It follows from the configuration that `recorded` or the source has. If neither has one yet, it is the first of the
-    table.
+    It is the one that `recorded` or the source has. If neither has one that can be read, it is a Llama's: a build will
+    say why it cannot be read.
     """
-    for path in (recorded, *(p for p in source.files() if p.name == recorded.name)):
-        if path.is_file():
-            with contextlib.suppress(UserError):
-                return family_of(read_json(path), str(path))
-    return next(iter(families.families().values()))
+    if isinstance(source, RandomSource):
+        return source.config
+    files = [path for path in (*source.files(), recorded) if path.name == recorded.name and path.is_file()]
+    with contextlib.suppress(UserError):
+        files = files or [path for path in source.config_files() if path.name == recorded.name]
+        return _read_once(files[0], files[0].stat().st_mtime_ns) if files else _a_llama()
+    return _a_llama()
+
+
+@functools.cache
+def _read_once(path: Path, changed: int) -> Config:
+    return families.read_config(path)
+
+
+@functools.cache
+def _a_llama() -> Config:
+    return parse_config(PRESETS["llama-3.2-1b"], "model=random:llama-3.2-1b")
 
 
 def known_positions(source: Source, recorded: Path) -> int | None:

@@ -13,7 +13,8 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.errors import UserError
 from stages.model.checkpoint import Checkpoint
-from stages.model.config import Config, RopeScaling, inverse_frequencies
+from stages.model.config import Config, inverse_frequencies
+from stages.model.decoder import Rope
 from stages.model.families import tensors, token_tensors
 from stages.model.importers.gguf import ROPE_FACTORS, rotary_order, tensor_name
 from stages.model.importers.gguf_blocks import TYPES
@@ -41,7 +42,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
                 inside = tensor.astype(bfloat16)[slice(None) if order is None else order]
                 raw = inside.view(np.uint8).reshape(len(inside), -1)
                 writer.add_tensor(tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        if config.rope_scaling.type != "default":
+        if config.decoder.attention.rope.scaling.type != "default":
             writer.add_tensor(ROPE_FACTORS, _frequency_factors(config))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -113,13 +114,14 @@ def _describe(writer: Any, config: Config) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.decoder.attention.rope.theta)
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
 def _frequency_factors(config: Config) -> np.ndarray:
     """Return what llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
-    unscaled = replace(config, rope_scaling=RopeScaling())
-    factors: np.ndarray = inverse_frequencies(unscaled) / inverse_frequencies(config)
+    rope = config.decoder.attention.rope
+    scaled = inverse_frequencies(rope, config.head_dim)
+    factors: np.ndarray = inverse_frequencies(Rope(rope.theta), config.head_dim) / scaled
     return factors.astype(np.float32)

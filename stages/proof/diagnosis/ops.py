@@ -126,7 +126,7 @@ def ops(build: Build, manifest: Manifest, unfused: str = "") -> dict[Phase, list
 
     def phase(name: Phase, calls: Sequence[PlannedCall]) -> Iterator[list[Op]]:
         chain = _chain(build.grouping, name)
-        placed = cover(chained(config.family, chain, config.layers, build.policy), build.grouping.groups)
+        placed = cover(chained(config, chain, build.policy), build.grouping.groups)
         for at, (call, (_, parts)) in enumerate(zip(calls, placed, strict=True)):
             program, target = programs[call.program]
             yield list(_launches(name, at, call, parts, program, target, call.program != unfused))

@@ -32,7 +32,8 @@ def _swiglu(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None
             same = gate.args["x"] == up.args["x"] and gate.scalars == up.scalars
             if same and both == (silu.args["gate"], silu.args["up"]) and _only_here(part, both):
                 args = {"x": gate.args["x"], "gate": gate.args["weight"], "up": up.args["weight"]}
-                return 3, Launch(kernels()[f"{gate.kernel.name}_silu"], args | {"out": silu.args["out"]}, gate.scalars)
+                scalars = gate.scalars | {"activation": silu.scalars["activation"]}
+                return 3, Launch(kernels()[f"{gate.kernel.name}_silu"], args | {"out": silu.args["out"]}, scalars)
     return None
 
 

@@ -88,7 +88,7 @@ def write_module(
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
     policy = parse_policy(weights, kv, matmul)
-    found = [keyed_part(config.family, key, policy) for key in parts]
+    found = [keyed_part(config, key, policy) for key in parts]
     path = work / MODULES / f"{library}{SUFFIX}"
     path.parent.mkdir(parents=True)
     path.write_text(cpu_source(found, dimensions, fused))

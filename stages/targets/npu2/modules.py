@@ -123,7 +123,7 @@ def _module(directory: Path, grouping: str, entry: str, sizes: tuple[int | None,
     config = read_config(directory / CONFIG)
     bucket, window = sizes
     buckets = [bucket] if bucket else ()
-    programs = derive_programs(config.family, GROUPINGS[grouping], buckets, policy, window or CONTEXT_BUCKET)
+    programs = derive_programs(config, GROUPINGS[grouping], buckets, policy, window or CONTEXT_BUCKET)
     program = next(p for p in programs if p.entry == entry and p.context == window)
     return build_module(program, config.dimensions())
 

@@ -1,0 +1,189 @@
+"""What a model computes, as data. A family's file makes it from `config.json`; parts, programs, plans, weights, the
+reference and what judges them are derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from stages.kernels.flash_attention import ALL
+from stages.kernels.silu_and_mul import ACTIVATIONS
+from stages.model.part import Shape
+
+SILU, GELU_TANH = ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm."""
+
+    offset: float = 0.0
+    """A number that is added to the stored weight."""
+    once: bool = False
+    """Whether only the result is rounded. If not, the normalised value is rounded before the product with the weight,
+    too."""
+
+    @property
+    def scalars(self) -> dict[str, str | float]:
+        """The scalars of a launch that computes it."""
+        return {"eps": "eps", "offset": self.offset, "once": int(self.once)}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of the rotary embedding.
+
+    `llama3` is section "RoPE scaling" of the Llama 3.1 model code. `longrope` divides each frequency by one of
+    `factors`, whatever the position.
+    """
+
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The angles of a rotary embedding."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling()
+    kind: str = ""
+    """The end of its tables' names, which tells those of different layers apart."""
+
+    @property
+    def suffix(self) -> str:
+        return f".{self.kind}" if self.kind else ""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with a rotary embedding."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    scalar: float
+    """Scores are divided by its square root."""
+    window: int | None = None
+    """The last positions that a row attends to, its own included; None: all."""
+    qk_norm: Norm | None = None
+    """The norm of each head of Q and K before the rotation."""
+    biased: bool = False
+    """Whether Q, K and V have biases."""
+
+    @property
+    def sees(self) -> int:
+        """The positions that a row attends to."""
+        return self.window or ALL
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A gated feed-forward network."""
+
+    inner: int
+    activation: str = SILU
+    """One of `ACTIVATIONS`."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer of positions and a feed-forward network, each added to the residual stream."""
+
+    mixer: Attention
+    feed_forward: FeedForward
+    norm: Norm = Norm()
+    """All norms of the layer but those of heads."""
+    sandwich: bool = False
+    """Whether the results of the mixer and of the network are normed before they are added, besides their inputs."""
+
+    def slots(self) -> Iterator[tuple[str, Shape]]:
+        """Yield the slots of its weights with their shapes, in model order."""
+        mixer = self.mixer
+        yield from ((slot, LAYER_SLOTS[slot]) for slot in ("norm_w", "wq", "wk", "wv"))
+        optional = {"bq": mixer.biased, "bk": mixer.biased, "bv": mixer.biased}
+        optional |= {"q_norm_w": mixer.qk_norm, "k_norm_w": mixer.qk_norm}  # type: ignore[dict-item]
+        yield from ((slot, LAYER_SLOTS[slot]) for slot, there in optional.items() if there)
+        after = (["attn_norm_w"], ["down_norm_w"]) if self.sandwich else ([], [])
+        names = ["wo", *after[0], "ffn_norm_w", "w_gate", "w_up", "w_down", *after[1]]
+        yield from ((slot, LAYER_SLOTS[slot]) for slot in names)
+
+
+LAYER_SLOTS: Mapping[str, Shape] = {
+    "norm_w": ("emb",),
+    "wq": ("q_dim", "emb"),
+    "wk": ("kv_dim", "emb"),
+    "wv": ("kv_dim", "emb"),
+    "bq": ("q_dim",),
+    "bk": ("kv_dim",),
+    "bv": ("kv_dim",),
+    "q_norm_w": ("head_dim",),
+    "k_norm_w": ("head_dim",),
+    "wo": ("emb", "q_dim"),
+    "attn_norm_w": ("emb",),
+    "ffn_norm_w": ("emb",),
+    "w_gate": ("ffn", "emb"),
+    "w_up": ("ffn", "emb"),
+    "w_down": ("emb", "ffn"),
+    "down_norm_w": ("emb",),
+}
+"""The slots of a layer's weights with their shapes in dimension names."""
+
+MATRICES = tuple(slot for slot, shape in LAYER_SLOTS.items() if len(shape) == 2)
+"""The slots of a layer's matrices."""
+
+ADDED = ("wo", "w_down")
+"""The slots of matrices whose products are added to the residual stream."""
+
+BIASES = ("bq", "bk", "bv")
+
+EMBEDDING, FINAL_NORM, HEAD = "w_embed", "final_norm_w", "w_vocab"
+"""The slots of weights outside of the layers."""
+
+VOCABULARY: Shape = ("vocab", "emb")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer."""
+
+    vocab: int
+    emb: int
+    """The hidden size."""
+    layers: tuple[Layer, ...]
+    eps: float
+    """The epsilon of RMS norms."""
+    tied: bool
+    """Whether the embedding is the LM head, too."""
+    norm: Norm = Norm()
+    """The last one."""
+    embed_scale: float = 1.0
+    """A factor of rows of the embedding, but not of the LM head."""
+
+    @cached_property
+    def _digest(self) -> int:
+        return hash((self.vocab, self.emb, self.layers, self.eps, self.tied, self.norm, self.embed_scale))
+
+    def __hash__(self) -> int:
+        return self._digest
+
+    @cached_property
+    def attention(self) -> Attention:
+        """A layer's attention: sizes are the same in all layers."""
+        return self.layers[0].mixer
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different layers, in the order in which they come first."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def ropes(self) -> dict[str, Rope]:
+        """The rotary embeddings by the ends of their tables' names."""
+        return {layer.mixer.rope.suffix: layer.mixer.rope for layer in self.kinds}

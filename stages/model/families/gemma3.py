@@ -1,0 +1,108 @@
+"""Gemma 3 (Gemma Team 2025), its text part: norms around both halves of a layer, windows in most layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ml_dtypes import bfloat16
+
+from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
+from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
+from stages.model.families import Family
+from stages.model.families.llama import IGNORED, TENSORS, of_layer
+
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
+    "partial_rotary_factor": (1, None),
+}
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+"""Fields of transformers' class. Configurations of text within others leave many out."""
+
+_NORM = Norm(offset=1.0, once=True)
+"""Weights are stored less one."""
+
+_LOCAL = "local"
+
+
+def parse(fields: ConfigFields) -> Config:
+    """Return the configuration of a `Gemma3ForCausalLM`. Raises UserError that names field and value."""
+    fields.require(_REQUIRED)
+    fields = ConfigFields(_DEFAULTS | fields.values, fields.where)
+    heads = fields.heads()
+    max_seq = fields.positions(heads.head_dim)
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    pattern = fields.integer("sliding_window_pattern")
+    kinds = fields.kinds([SLIDING if (layer + 1) % pattern else FULL for layer in range(count)])
+    scalar = fields.number("query_pre_attn_scalar")
+    feed_forward = FeedForward(fields.integer("intermediate_size"), GELU_TANH)
+    if SLIDING in kinds and fields.values["sliding_window"] is None:
+        raise fields.fail("sliding_window", f"must be a number where layer_types has {SLIDING}")
+    windows = {FULL: None, SLIDING: fields.window(max_seq)}
+    layers = {
+        kind: Layer(
+            Attention(*heads, rope, scalar=scalar, window=windows[kind], qk_norm=_NORM),
+            feed_forward,
+            norm=_NORM,
+            sandwich=True,
+        )
+        for kind, rope in _ropes(fields, max_seq, heads.head_dim).items()
+    }
+    return fields.config(
+        "gemma3_text",
+        [layers[kind] for kind in kinds],
+        max_seq,
+        tied=True,
+        norm=_NORM,
+        # As transformers rounds it for a model in bf16.
+        embed_scale=float(bfloat16(math.sqrt(fields.integer("hidden_size")))),
+    )
+
+
+def _ropes(fields: ConfigFields, max_seq: int, head_dim: int) -> dict[str, Any]:
+    """Return the rotary embedding of each kind of layer. Only that of global layers is scaled by `rope_scaling`."""
+    own = {kind: fields.nested("rope_parameters").nested(kind) for kind in (FULL, SLIDING)}
+    full = ConfigFields(own[FULL].values | fields.nested("rope_scaling").values, f"{fields.where}: rope scaling")
+    theta = full.number("rope_theta", fields.number("rope_theta", 1e6))
+    local_theta = own[SLIDING].number("rope_theta", fields.number("rope_local_base_freq", 1e4))
+    return {
+        FULL: full.rope_of(theta, max_seq, head_dim),
+        SLIDING: own[SLIDING].rope_of(local_theta, max_seq, head_dim, _LOCAL),
+    }
+
+
+_NAMES = {
+    "q_norm_w": of_layer("self_attn.q_norm.weight"),
+    "k_norm_w": of_layer("self_attn.k_norm.weight"),
+    "attn_norm_w": of_layer("post_attention_layernorm.weight"),
+    "ffn_norm_w": of_layer("pre_feedforward_layernorm.weight"),
+    "down_norm_w": of_layer("post_feedforward_layernorm.weight"),
+}
+
+FAMILY = Family(
+    "gemma3_text",
+    ("Gemma3ForCausalLM",),
+    parse,
+    TENSORS | _NAMES,
+    (*IGNORED, "*vision_tower.*", "*multi_modal_projector.*"),
+    wrapped=("Gemma3ForConditionalGeneration",),
+    title="Gemma 3",
+)

@@ -1,0 +1,448 @@
+"""The parts of a decoder, built from the description of a layer (`stages.model.decoder`).
+
+Names of parts and slots and their order follow mlir-air's example for Llama-3.2-1B (MIT licence,
+https://github.com/Xilinx/mlir-air/tree/e972f2942d41123f161276b27f991ef10da2a2e6/programming_examples/llms/llama32_1b),
+so that its figures can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
+from stages.kernels.silu_and_mul import ACTIVATIONS
+from stages.model import families
+from stages.model.buffers import JOIN
+from stages.model.config import ANGLES, PLACED_ANGLES, Config
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Layer
+from stages.model.part import Dim, Joined, PartBuilder, Shape, Slot
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that a part computes: those of a prompt, as matrices, or a token's, as a vector."""
+
+    rows: Dim
+    product: str
+    """The kernel of its products."""
+
+    def act(self, *width: Dim) -> Shape:
+        """Return the shape of an activation."""
+        return (self.rows, *width) if self.rows != 1 else width
+
+    def project(
+        self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim, **bias: str
+    ) -> None:
+        """Launch a product. `bias`: the slot of the bias, if there is one."""
+        rows: dict[str, Any] = {"rows": self.rows} if self.product == "gemm" else {}
+        kernel = f"{self.product}_bias" if bias else self.product
+        b.launch(kernel, {"x": x, "weight": weight, "out": out, **bias}, cols=cols, out_cols=out_cols, **rows)
+
+
+_PROMPT = _Rows("seq", "gemm")
+_TOKEN = _Rows(1, "gemv")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a part is built from."""
+
+    config: Config
+    layer: Layer
+    """The layer; for a part outside of the layers any one."""
+
+    def weight(self, b: PartBuilder, name: str) -> str:
+        """Add the slot of a layer's weight."""
+        return b.slot(name, LAYER_SLOTS[name], "weight", buffer=families.tensor(self.config, name))
+
+    def joined(self) -> tuple[Joined, Joined]:
+        """Return the weights that parts may have as one slot: Q, K and V; gate and up."""
+        return (
+            self._joined("w_qkv", "qkv_dim", {"wq": 0, "wk": "q_dim", "wv": "qk_dim"}),
+            self._joined("w_gate_up", "ffn_pair_dim", {"w_gate": 0, "w_up": 1}, paired=True),
+        )
+
+    def _joined(self, name: str, rows: str, parts: dict[str, Dim], paired: bool = False) -> Joined:
+        tensors = JOIN.join(families.tensor(self.config, part) for part in parts)
+        return Joined(Slot(name, (rows, "emb"), "weight", buffer=tensors, joins=tuple(parts)), parts, paired)
+
+    @property
+    def attention(self) -> dict[str, Dim | float]:
+        """The scalars of attention."""
+        mixer = self.layer.mixer
+        sizes: dict[str, Dim | float] = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
+        return {**sizes, "scalar": mixer.scalar, "sees": mixer.sees}
+
+    @property
+    def activation(self) -> dict[str, Dim | float]:
+        """The scalar of a gated activation."""
+        return {"activation": ACTIVATIONS.index(self.layer.feed_forward.activation)}
+
+
+def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
+    """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
+    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=True)
+
+
+def _window(b: PartBuilder) -> str:
+    """Add the first rows of the NPU's KV cache: those of a context bucket."""
+    return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
+
+
+def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartBuilder:
+    """Build the RMS norm, the Q/K/V projections and the rotary embedding of Q and K.
+
+    Args:
+        interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
+            which comes with its angles.
+    """
+    b, mixer = PartBuilder(), d.layer.mixer
+    x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
+    norm_w = d.weight(b, "norm_w")
+    normed = b.slot("normed", rows.act("emb"), "scratch")
+    weights, biases, results = {}, {}, {}
+    for which, width in (("q", "q_dim"), ("k", "kv_dim"), ("v", "kv_dim")):
+        weights[which] = d.weight(b, f"w{which}")
+        if mixer.biased:
+            biases[which] = {"bias": d.weight(b, f"b{which}")}
+        if which != "v":
+            results[which] = b.slot(which, rows.act(width), "scratch")
+    v = _interleaved(b, "output", FROM_POSITION) if interleave else b.slot("v", rows.act("kv_dim"), "output")
+    norms = {which: d.weight(b, f"{which}_norm_w") for which in ("q", "k")} if mixer.qk_norm else {}
+    buffer = f"{PLACED_ANGLES if interleave else ANGLES}{{rope}}"
+    angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
+    tables = {which: b.slot(f"lut_{which}", angles, "table", format="f32", buffer=buffer) for which in ("q", "k")}
+    q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
+    k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
+    args = {"x": x, "weight": norm_w, "out": normed}
+    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    for which, width in (("q", "q_dim"), ("k", "kv_dim")):
+        rows.project(b, normed, weights[which], results[which], "emb", width, **biases.get(which, {}))
+    if interleave:
+        args, sizes = {"x": normed, "weight": weights["v"], "out": v}, {"cols": "emb", "out_cols": "kv_dim"}
+        args |= biases.get("v", {})
+        product = "gemm_kv_bias" if mixer.biased else "gemm_kv"
+        b.launch(product, args, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
+    else:
+        rows.project(b, normed, weights["v"], v, "emb", "kv_dim", **biases.get("v", {}))
+    for which, out, heads in (("q", q_roped, "heads"), ("k", k_roped, "kv_heads")):
+        rope = {"q": "rope_q", "k": "rope_kv"}[which] if interleave else "rope"
+        args, scalars = {"x": results[which], "table": tables[which], "out": out}, {}
+        if mixer.qk_norm:
+            rope, args, scalars = f"norm_{rope}", args | {"weight": norms[which]}, mixer.qk_norm.scalars
+        b.launch(rope, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim", **scalars)
+    return b
+
+
+def _o_ffn(d: Described, rows: _Rows, paired: bool = False) -> PartBuilder:
+    """Build output projection, residual, RMS norm, gated feed-forward network and residual.
+
+    Args:
+        paired: Whether gate and up are one product that includes the activation.
+    """
+    b = PartBuilder()
+    res1 = _project_attended(d, b, rows, "scratch")
+    swiglu = _normed_swiglu(d, b, rows, res1, "scratch", paired)
+    _project_down(d, b, rows, swiglu, res1)
+    return b
+
+
+def _add(d: Described, b: PartBuilder, rows: _Rows, residual: str, product: str, out: str, norm: str) -> None:
+    """Add a product, or its norm, to the residual stream. `norm`: the slot of the norm's weight, or nothing."""
+    if norm:
+        args = {"x": product, "residual": residual, "weight": norm, "out": out}
+        b.launch("norm_add", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    else:
+        b.launch("add", {"a": residual, "b": product, "out": out}, rows=rows.rows, cols="emb")
+
+
+def _project_attended(d: Described, b: PartBuilder, rows: _Rows, role: str) -> str:
+    """Add the output projection of attention, and the residual. Return the slot of the sum, which has this role."""
+    attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
+    wo = d.weight(b, "wo")
+    proj = b.slot("proj", rows.act("emb"), "scratch")
+    norm = d.weight(b, "attn_norm_w") if d.layer.sandwich else ""
+    x_residual = b.slot("x_residual", rows.act("emb"), "input", buffer="x.{turn}")
+    res1 = b.slot("res1", rows.act("emb"), role)
+    rows.project(b, attn_out, wo, proj, "q_dim", "emb")
+    _add(d, b, rows, x_residual, proj, res1, norm)
+    return res1
+
+
+def _normed_swiglu(d: Described, b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool) -> str:
+    """Add RMS norm, gate, up and the activation; `paired` as in `_o_ffn`. Return the result's slot, which has this
+    role."""
+    norm_w = d.weight(b, "ffn_norm_w")
+    normed = b.slot("normed2", rows.act("emb"), "scratch")
+    _, gate_up = d.joined()
+    if paired:
+        b.slots.append(gate_up.slot)
+    else:
+        w_gate = d.weight(b, "w_gate")
+        gate = b.slot("gate", rows.act("ffn"), "scratch")
+        w_up = d.weight(b, "w_up")
+        up = b.slot("up", rows.act("ffn"), "scratch")
+    swiglu = b.slot("swiglu", rows.act("ffn"), role)
+    args = {"x": x, "weight": norm_w, "out": normed}
+    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    if paired:
+        args = {"x": normed, "weight": gate_up.slot.name, "out": swiglu}
+        b.launch("gemm_swiglu", args, rows=rows.rows, cols="emb", out_cols="ffn", **d.activation)
+    else:
+        rows.project(b, normed, w_gate, gate, "emb", "ffn")
+        rows.project(b, normed, w_up, up, "emb", "ffn")
+        args = {"gate": gate, "up": up, "out": swiglu}
+        b.launch("silu_and_mul", args, rows=rows.rows, cols="ffn", **d.activation)
+    return swiglu
+
+
+def _project_down(d: Described, b: PartBuilder, rows: _Rows, swiglu: str, residual: str) -> None:
+    """Add the down projection and the residual."""
+    w_down = d.weight(b, "w_down")
+    down = b.slot("down", rows.act("emb"), "scratch")
+    norm = d.weight(b, "down_norm_w") if d.layer.sandwich else ""
+    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
+    rows.project(b, swiglu, w_down, down, "ffn", "emb")
+    _add(d, b, rows, residual, down, output, norm)
+
+
+def _o_add(d: Described) -> PartBuilder:
+    """Build the first third of a prompt's `o_ffn`."""
+    b = PartBuilder()
+    _project_attended(d, b, _PROMPT, "output")
+    return b
+
+
+def _gate_up(d: Described, paired: bool = False) -> PartBuilder:
+    """Build the second third of a prompt's `o_ffn`."""
+    b = PartBuilder()
+    x = b.slot("res1", _PROMPT.act("emb"), "input")
+    _normed_swiglu(d, b, _PROMPT, x, "output", paired)
+    return b
+
+
+def _down_add(d: Described) -> PartBuilder:
+    """Build the last third of a prompt's `o_ffn`."""
+    b = PartBuilder()
+    swiglu = b.slot("swiglu", _PROMPT.act("ffn"), "input")
+    residual = b.slot("res1", _PROMPT.act("emb"), "input")
+    _project_down(d, b, _PROMPT, swiglu, residual)
+    return b
+
+
+_ATTENDED = "attn_out.{turn}"
+"""The buffer of a token's attention. One program reads that of a layer and writes that of the next."""
+
+
+def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
+    """Add a token's row between layers."""
+    return b.slot(name, ("emb",), "input", buffer="x.{turn}")
+
+
+def _norm_qkv_gemv(d: Described) -> PartBuilder:
+    """Build the RMS norm of a token's row with Q, K and V, as one product."""
+    b = PartBuilder()
+    x, norm_w = _residual_row(b), d.weight(b, "norm_w")
+    joined, _ = d.joined()
+    b.slots.append(joined.slot)
+    qkv = b.slot("qkv", ("qkv_dim",), "output")
+    args = {"x": x, "norm": norm_w, "weight": joined.slot.name, "out": qkv}
+    b.launch("norm_gemv", args, cols="emb", out_cols="qkv_dim", **d.layer.norm.scalars)
+    return b
+
+
+def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
+    """Build what follows a token's attention, as three products.
+
+    They are output projection and residual; RMS norm, gate, up and activation; down and residual.
+
+    Args:
+        fused: Whether everything from the norm on is one launch.
+    """
+    b = PartBuilder()
+    attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
+    wo, x = d.weight(b, "wo"), _residual_row(b, "x_residual")
+    res1 = b.slot("res1", ("emb",), "scratch")
+    norm_w = d.weight(b, "ffn_norm_w")
+    _, gate_up = d.joined()
+    b.slots.append(gate_up.slot)
+    swiglu = "" if fused else b.slot("swiglu", ("ffn",), "scratch")
+    w_down = d.weight(b, "w_down")
+    output = b.slot("output", ("emb",), "output", buffer="x.{next}")
+    _added_product(b, attn_out, wo, x, res1, "q_dim")
+    scalars = {**d.layer.norm.scalars, **d.activation}
+    if fused:
+        args = {"x": res1, "norm": norm_w, "gate_up": gate_up.slot.name, "down": w_down, "out": output}
+        b.launch("feed_forward", args, cols="emb", ffn="ffn", **scalars)
+    else:
+        args = {"x": res1, "norm": norm_w, "weight": gate_up.slot.name, "out": swiglu}
+        b.launch("norm_gemv_swiglu", args, cols="emb", out_cols="ffn", **scalars)
+        _added_product(b, swiglu, w_down, res1, output, "ffn")
+    return b
+
+
+def _added_product(b: PartBuilder, x: str, weight: str, residual: str, out: str, cols: Dim) -> None:
+    b.launch("gemv_add", {"x": x, "weight": weight, "residual": residual, "out": out}, cols=cols, out_cols="emb")
+
+
+def _flash_attn(d: Described) -> PartBuilder:
+    """Build causal attention of a prompt's rows over the first positions of the interleaved cache, which has their K
+    and V already."""
+    b = PartBuilder()
+    q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
+    kv = _window(b)
+    out = b.slot("attn_out", ("seq", "q_dim"), "output")
+    b.launch("flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", window="window", pos="pos", **d.attention)
+    return b
+
+
+def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
+    """Add the slots of new queries, and of the keys and values that are appended to a cache."""
+    q = b.slot("q", rows.act("q_dim"), "input", buffer="q_roped")
+    k = b.slot("k", rows.act("kv_dim"), "input", buffer="k_roped")
+    return q, {"k": k, "v": b.slot("v", rows.act("kv_dim"), "input")}
+
+
+def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> PartBuilder:
+    """Build a part that appends new rows of K and V to a cache in panels, which the host's attention streams, then
+    attends over it."""
+    b = PartBuilder()
+    q, new = _new_rows(b, rows)
+    block = ("kv_blocks", "kv_heads", "kv_block_positions")
+    cache = {
+        f"{which}_panels": b.slot(
+            f"{which}_cache", (*block, width), "output", buffer=f"{which}_cache.{{layer}}", keeps=True
+        )
+        for which, width in (("k", "head_dim"), ("v", "padded_head_dim"))
+    }
+    out = b.slot("attn_out", rows.act("q_dim"), "output")
+    b.launch("append_kv_panels", new | cache, rows=rows.rows, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
+    b.launch(kernel, {"q": q, **cache, "out": out}, pos="pos", **d.attention, **scalars)
+    return b
+
+
+def _decode_attn_kv(d: Described) -> PartBuilder:
+    """Build a part that appends a token's K and V to the interleaved cache, then attends over it."""
+    b = PartBuilder()
+    q, new = _new_rows(b, _TOKEN)
+    kv = _interleaved(b, "output")
+    out = b.slot("attn_out", ("q_dim",), "output")
+    b.launch("append_kv", {**new, "kv": kv}, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
+    b.launch("decode_attention_kv", {"q": q, "kv": kv, "out": out}, pos="pos", **d.attention)
+    return b
+
+
+def _token_attn(d: Described) -> PartBuilder:
+    """Build a part that rotates a token's Q and K, writes K and V to the interleaved cache and attends over the cache's
+    first positions and them, as one launch. The position comes with the rotation's angles."""
+    b = PartBuilder()
+    qkv = b.slot("qkv", ("qkv_dim",), "input")
+    table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer=f"{PLACED_ANGLES}{{rope}}")
+    kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
+    out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
+    args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
+    b.launch("token_attention", args, window="window", pos="pos", **d.attention)
+    return b
+
+
+def _embed(d: Described, kernel: str) -> PartBuilder:
+    b = PartBuilder()
+    args = {
+        "tokens": b.slot("tokens", ("seq",), "input", format="i32"),
+        "weight": b.slot(EMBEDDING, VOCABULARY, "weight", buffer=families.tensor(d.config, EMBEDDING)),
+        "out": b.slot("x", ("seq", "emb"), "output", buffer="x.{turn}"),
+    }
+    b.launch(kernel, args, rows="seq", cols="emb", vocab="vocab", scale=d.config.decoder.embed_scale)
+    return b
+
+
+def _final_norm(d: Described) -> PartBuilder:
+    """Build the last RMS norm, of the row whose logits are computed."""
+    b = PartBuilder()
+    args = {
+        "x": b.slot("x", ("emb",), "input", buffer="x.{turn}", view=LAST_ROW),
+        "weight": _last_norm(d, b),
+        "out": b.slot("normed", ("emb",), "output", buffer="final_normed"),
+    }
+    b.launch("rms_norm", args, rows=1, cols="emb", **d.config.decoder.norm.scalars)
+    return b
+
+
+def _last_norm(d: Described, b: PartBuilder) -> str:
+    return b.slot(FINAL_NORM, ("emb",), "weight", buffer=families.tensor(d.config, FINAL_NORM))
+
+
+def _vocabulary(d: Described, b: PartBuilder, x: str) -> dict[str, str]:
+    """Add the slots of the LM head, and return its arguments. Logits stay f32: rounding them to bf16 makes ties."""
+    weight = b.slot(HEAD, VOCABULARY, "weight", buffer=families.tensor(d.config, HEAD))
+    return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32")}
+
+
+def _lm_head(d: Described, kernel: str) -> PartBuilder:
+    """Build the LM head of one normed row."""
+    b = PartBuilder()
+    x = b.slot("x", ("emb",), "input", buffer="final_normed")
+    b.launch(kernel, _vocabulary(d, b, x), out_cols="vocab", cols="emb")
+    return b
+
+
+def _norm_lm_head(d: Described) -> PartBuilder:
+    """Build the last RMS norm and the LM head of a token's row, as one launch."""
+    b = PartBuilder()
+    x, norm = _residual_row(b), _last_norm(d, b)
+    args = {"norm": norm, **_vocabulary(d, b, x)}
+    b.launch("norm_gemv_f32", args, out_cols="vocab", cols="emb", **d.config.decoder.norm.scalars)
+    return b
+
+
+Build = Callable[[Described], PartBuilder]
+
+BUILDERS: dict[str, Build] = {
+    "embed_tokens": lambda d: _embed(d, "embed"),
+    "embed_token_rows": lambda d: _embed(d, "embed_rows"),
+    "rms_gemms_rope": lambda d: _norm_qkv_rope(d, _PROMPT),
+    "rms_gemms_rope_kv": lambda d: _norm_qkv_rope(d, _PROMPT, interleave=True),
+    "rms_gemv_rope": lambda d: _norm_qkv_rope(d, _TOKEN),
+    "flash_attn": _flash_attn,
+    "flash_attn_panels": lambda d: _attend_panels(d, _PROMPT, "flash_attention_panels", seq="seq"),
+    "decode_attn_panels": lambda d: _attend_panels(d, _TOKEN, "decode_attention_panels"),
+    "decode_attn_kv": _decode_attn_kv,
+    "norm_qkv_gemv": _norm_qkv_gemv,
+    "token_attn": _token_attn,
+    "o_ffn_gemvs": _o_ffn_gemvs,
+    "o_ffn": lambda d: _o_ffn(d, _PROMPT),
+    "o_add": _o_add,
+    "gate_up": _gate_up,
+    "down_add": _down_add,
+    "o_gemv_ffn": lambda d: _o_ffn(d, _TOKEN),
+    "final_norm": _final_norm,
+    "lm_head_gemv": lambda d: _lm_head(d, "gemv_f32"),
+    "norm_lm_head": _norm_lm_head,
+    # On the host, if the vocabulary matrix is in the layout for the array.
+    "lm_head_rows": lambda d: _lm_head(d, "gemv_rows_f32"),
+}
+
+PAIRED: dict[str, Build] = {
+    "o_ffn": lambda d: _o_ffn(d, _PROMPT, paired=True),
+    "gate_up": lambda d: _gate_up(d, paired=True),
+}
+"""Parts of a prompt in place of those of `BUILDERS` if the host unpacks gate and up for it into one matrix, in which
+eight rows of each alternate."""
+
+SHARED = ("w_gate", "w_up", "w_down")
+"""Slots of all weights of the feed-forward network."""
+
+FUSED: dict[str, Build] = {"o_ffn_gemvs": lambda d: _o_ffn_gemvs(d, fused=True)}
+"""Parts of a token in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
+
+ATTENDS = ("flash_attn", "flash_attn_panels", "decode_attn_panels", "decode_attn_kv", "token_attn")
+"""Parts that a layer's window makes a difference to."""
+
+
+def variant(config: Config, name: str, layer: Layer) -> str:
+    """Return what tells a part of this layer from the same part of other layers: nothing where they are equal."""
+    windows = {other.mixer.window for other in config.decoder.kinds}
+    window = layer.mixer.window
+    return f"w{window}" if name in ATTENDS and window and len(windows) > 1 else ""
