@@ -22,13 +22,10 @@ struct StoreBf16 {
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
-        if (bias != nullptr) return row_with_bias(sums, o, column, count);
-        for (int64_t i = 0; i < count; i += lanes) store_bf16(o + i, load<f32v>(sums + i), count - i);
-    }
-
-    NOINLINE void row_with_bias(const float *sums, bf16 *o, int64_t column, int64_t count) const {
-        for (int64_t i = 0; i < count; i += lanes)
-            store_bf16(o + i, load<f32v>(sums + i) + load_bf16(bias + column + i, count - i), count - i);
+        for (int64_t i = 0; i < count; i += lanes) {
+            const f32v sum = load<f32v>(sums + i);
+            store_bf16(o + i, bias == nullptr ? sum : sum + load_bf16(bias + column + i, count - i), count - i);
+        }
     }
 };
 
@@ -66,14 +63,8 @@ struct SiluAndMul {
 
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
-        if (activation != 0) return row_of_others(sums, o, count);
         for (int64_t i = 0; i < count; i += lanes)
-            store_bf16(o + i, silu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
-    }
-
-    NOINLINE void row_of_others(const float *sums, bf16 *o, int64_t count) const {
-        for (int64_t i = 0; i < count; i += lanes)
-            store_bf16(o + i, gelu(rounded(sums + i)) * rounded(sums + group_columns + i), count - i);
+            store_bf16(o + i, activate(rounded(sums + i), activation) * rounded(sums + group_columns + i), count - i);
     }
 };
 

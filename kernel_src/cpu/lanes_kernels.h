@@ -10,6 +10,7 @@
 
 #include "vec.h"
 #include "block_float.h"
+#include "scale_row.h"
 #include "lanes.h"
 
 namespace ISA {

@@ -200,14 +200,12 @@ INLINE f32v exp2(f32v x) {
 #endif
 }
 
-// x * sigmoid(x).
-INLINE f32v silu(f32v x) { return x / (1.0f + exp2(x * -1.44269504f)); }
-
-// x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): the tanh approximation of GELU.
-INLINE f32v gelu(f32v x) { return x / (1.0f + exp2(x * (0.044715f * x * x + 1.0f) * -2.30220819f)); }
-
-// The activation of this number in ACTIVATIONS of stages/kernels/silu_and_mul.py.
-INLINE f32v activate(f32v x, int64_t activation) { return activation == 0 ? silu(x) : gelu(x); }
+// x * sigmoid(y), by the number of the activation in ACTIVATIONS of stages/kernels/silu_and_mul.py: 0 is SiLU with y = x,
+// 1 the tanh approximation of GELU with y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+INLINE f32v activate(f32v x, int64_t activation) {
+    const f32v y = activation == 0 ? x : x * (0.0713548163f * x * x + 1.59576912f);
+    return x / (1.0f + exp2(y * -1.44269504f));
+}
 
 }  // namespace
 }  // namespace ISA

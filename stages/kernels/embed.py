@@ -29,6 +29,11 @@ def scaled(rows: np.ndarray, scale: float) -> np.ndarray:
 TOKENS = Arg("tokens", "i32")
 
 KERNELS = (
-    signature("embed", (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)), "rows cols vocab scale:float", reference),
+    signature(
+        "embed",
+        (TOKENS, Arg("weight", layouts={"cpu": "panels"}, matrix=True)),
+        "rows cols vocab scale:float",
+        reference,
+    ),
     signature("embed_rows", (TOKENS, Arg("weight", matrix=True)), "rows cols vocab scale:float", reference),
 )

@@ -352,9 +352,7 @@ KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
     signature("gemm_bias", ("x", _WEIGHT, "bias"), _PARAMS, reference_bias, source="gemm"),
-    signature(
-        "gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"
-    ),
+    signature("gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"),
     # Calibration multiplies like the array's prompts.
     signature(
         "gemm_kv_bias", ("x", _WEIGHT, "bias"), f"{_PARAMS} pos head_dim", reference_bias, source="gemm", host=False

@@ -242,9 +242,7 @@ KERNELS = (
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
     signature("gemv_bias", (_WEIGHT, "x", "bias"), _PARAMS, reference_bias, source="gemv"),
-    signature(
-        "gemv_silu", (matrix("gate"), matrix("up"), "x"), f"{_PARAMS} activation", reference_silu, source="gemv"
-    ),
+    signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), f"{_PARAMS} activation", reference_silu, source="gemv"),
     # Templates for `stages.kernels.grouped`: the array has these only for weights in formats that it reads as stored.
     *(
         signature(

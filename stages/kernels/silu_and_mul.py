@@ -11,7 +11,6 @@ from ml_dtypes import bfloat16
 
 from stages.kernels import elementwise, lanes, signature
 
-
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Names of activations. Kernels take their places here."""
 

@@ -198,7 +198,9 @@ def entry_of(group: Group | None, placed: Sequence[Placed]) -> str:
     layers."""
     if group is None:
         return placed[0].part.name
-    return str(PartKey(group.name, "_".join(dict.fromkeys(at.part.key.variant for at in placed if at.part.key.variant))))
+    return str(
+        PartKey(group.name, "_".join(dict.fromkeys(at.part.key.variant for at in placed if at.part.key.variant)))
+    )
 
 
 _LAYERS = 3
@@ -206,7 +208,11 @@ _LAYERS = 3
 
 
 def programs(
-    config: Config, grouping: Grouping, buckets: Sequence[int] = (), policy: Policy = BF16, positions: int = CONTEXT_BUCKET
+    config: Config,
+    grouping: Grouping,
+    buckets: Sequence[int] = (),
+    policy: Policy = BF16,
+    positions: int = CONTEXT_BUCKET,
 ) -> list[Program]:
     """Return every program, those of groups first.
 

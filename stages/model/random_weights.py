@@ -53,8 +53,8 @@ def random_tensors(config: Config) -> list[Tensor]:
 def write_random_weights(config: Config, path: Path) -> None:
     """Write seeded weights.
 
-    Rows have a mean square of `1 / fan_in` on average, norms multiply by values of mean square 1, so that activations keep their scale through the
-    layers.
+    Rows have a mean square of `1 / fan_in` on average, and norms multiply by values of mean square 1, so that
+    activations keep their scale through the layers.
     """
     sizes, offset = config.dimensions(), np.float32(config.decoder.norm.offset)
 

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.grouping import Grouping, Program
+from stages.model.config import Config
+from stages.model.decoder import SILU, Norm
 from stages.model.part import Launch, Part
 from stages.model.policy import Policy
 
@@ -136,6 +138,30 @@ class Target:
                 "layers, or choose target=cpu"
             )
         return policy
+
+    def check(self, config: Config, positions: int) -> None:
+        """Raise UserError, which names the family and the target, for a model that the target cannot run.
+
+        Args:
+            positions: positions of the KV cache.
+        """
+        if not self.static:
+            return
+        layers, usual = config.decoder.kinds, Norm()
+        reasons = {
+            "norms of other kinds": any(norm != usual for norm in (config.decoder.norm, *(k.norm for k in layers))),
+            "norms of heads": any(layer.mixer.qk_norm for layer in layers),
+            "norms of results": any(layer.sandwich for layer in layers),
+            "biases": any(layer.mixer.biased for layer in layers),
+            "windows": any(layer.mixer.sees < positions for layer in layers),
+            "another scale of scores": any(layer.mixer.scalar != layer.mixer.head_dim for layer in layers),
+            "another activation": any(layer.feed_forward.activation != SILU for layer in layers),
+        }
+        if missing := [reason for reason, there in reasons.items() if there]:
+            raise UserError(
+                f"model family {config.family}: target {self.name} has no kernels for {', '.join(missing)} yet: "
+                "choose target=cpu"
+            )
 
     def _room(self, name: str) -> Any:
         return importlib.import_module(f"{__name__}.{self.name.replace('-', '_')}.{name}")

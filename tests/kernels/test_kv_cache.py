@@ -16,6 +16,7 @@ from llama_npu2.errors import UserError
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import parse_config
+from stages.model.part import PartKey
 from stages.model.parts import part
 from stages.model.plan import make_plan
 from stages.model.policy import parse_policy
@@ -33,8 +34,9 @@ def test_a_directory_says_what_its_cache_holds() -> None:
 
 @pytest.mark.parametrize("name", ["flash_attn_panels", "decode_attn_panels"])
 def test_parts_call_the_kernels_of_the_cache(name: str) -> None:
-    made = part("llama", name, INT8)
-    usual = [launch.kernel.name for launch in part("llama", name).launches]
+    config = parse_config(CONFIG, "test")
+    made = part(config, PartKey(name), INT8)
+    usual = [launch.kernel.name for launch in part(config, PartKey(name)).launches]
     assert [launch.kernel.name for launch in made.launches] == [f"int8_rows_{kernel}" for kernel in usual]
     assert {slot.format for slot in made.slots if slot.keeps} == {"int8_rows"}
     assert {slot.format for slot in made.slots if not slot.keeps} == {"bf16"}

@@ -46,7 +46,7 @@ _LOCAL = "local"
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Gemma3ForCausalLM`. Raises UserError that names field and value."""
     fields.require(_REQUIRED)
-    fields = ConfigFields(_DEFAULTS | fields.values, fields.where)
+    fields = ConfigFields({**_DEFAULTS, **fields.values}, fields.where)
     heads = fields.heads()
     max_seq = fields.positions(heads.head_dim)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
@@ -80,7 +80,7 @@ def parse(fields: ConfigFields) -> Config:
 def _ropes(fields: ConfigFields, max_seq: int, head_dim: int) -> dict[str, Any]:
     """Return the rotary embedding of each kind of layer. Only that of global layers is scaled by `rope_scaling`."""
     own = {kind: fields.nested("rope_parameters").nested(kind) for kind in (FULL, SLIDING)}
-    full = ConfigFields(own[FULL].values | fields.nested("rope_scaling").values, f"{fields.where}: rope scaling")
+    full = ConfigFields({**own[FULL].values, **fields.nested("rope_scaling").values}, f"{fields.where}: rope scaling")
     theta = full.number("rope_theta", fields.number("rope_theta", 1e6))
     local_theta = own[SLIDING].number("rope_theta", fields.number("rope_local_base_freq", 1e4))
     return {

@@ -32,9 +32,7 @@ class _Rows:
         """Return the shape of an activation."""
         return (self.rows, *width) if self.rows != 1 else width
 
-    def project(
-        self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim, **bias: str
-    ) -> None:
+    def project(self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim, **bias: str) -> None:
         """Launch a product. `bias`: the slot of the bias, if there is one."""
         rows: dict[str, Any] = {"rows": self.rows} if self.product == "gemm" else {}
         kernel = f"{self.product}_bias" if bias else self.product

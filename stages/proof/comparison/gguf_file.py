@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from llama_npu2 import UserError
 from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
+from stages.model.config import Config
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
@@ -80,14 +83,14 @@ def logits(
     Raises UserError without the verify extra.
     """
     torch, _ = _packages()
-    config, family = checkpoint.config, families.of(checkpoint.config)
-    embedding = values(family.embedding)
-    running = _embedded(embedding, exact, rounded)
+    config = checkpoint.config
+    embedding = values(families.tensor(config, EMBEDDING))
+    running = _embedded(config, embedding, exact, rounded)
     head = embedding if config.tied else None
     del embedding
     *_, norm = _through_layers(checkpoint, values, running, kv)
-    _run(norm, {"weight": values("model.norm.weight")}, running, norm)
-    head = values(family.head(config)) if head is None else head
+    _run(norm, {"weight": values(families.tensor(config, FINAL_NORM))}, running, norm)
+    head = values(families.tensor(config, HEAD)) if head is None else head
     for dtype, states in running.items():
         wide = _torch(head, dtype) if states else None
         for state in states:
@@ -105,34 +108,49 @@ def layer_outputs(
 
     Arguments and the order of texts are those of `logits`. Raises UserError without the verify extra.
     """
-    running = _embedded(values(families.of(checkpoint.config).embedding), exact, rounded)
+    config = checkpoint.config
+    running = _embedded(config, values(families.tensor(config, EMBEDDING)), exact, rounded)
     for _ in _through_layers(checkpoint, values, running, kv):
         yield [state[0].float().numpy() for states in running.values() for state in states]
 
 
-def _embedded(embedding: np.ndarray, exact: Sequence[Sequence[int]], rounded: Sequence[Sequence[int]]) -> Any:
-    """Return rows of the embedding, `[1, tokens, emb]` for each text, by dtype."""
+def _embedded(
+    config: Config, embedding: np.ndarray, exact: Sequence[Sequence[int]], rounded: Sequence[Sequence[int]]
+) -> Any:
+    """Return rows of the embedding as they enter the first layer, `[1, tokens, emb]` for each text, by dtype."""
     torch, _ = _packages()
-    texts = {torch.float32: exact, torch.bfloat16: rounded}
-    return {dtype: [_torch(embedding[None, ids], dtype) for ids in chosen] for dtype, chosen in texts.items()}
+    texts, scale = {torch.float32: exact, torch.bfloat16: rounded}, config.decoder.embed_scale
+    return {dtype: [_torch(embedding[None, ids], dtype) * scale for ids in chosen] for dtype, chosen in texts.items()}
 
 
 def _through_layers(
     checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str
 ) -> Iterator[Callable[[Any], Any]]:
     """Run texts from their embeddings to the input of the last norm, a layer for each item; each item is that norm."""
-    model, norm = _one_layer(checkpoint)
-    names = list(families.tensors(checkpoint.config))
+    names: dict[int | None, dict[str, str]] = {}
+    patterns = families.of(checkpoint.config).tensors
+    for weight in families.weights(checkpoint.config):
+        names.setdefault(weight.layer, {})[patterns[weight.slot].rpartition("{layer}.")[2]] = weight.name
+    models: dict[str, tuple[Any, Any]] = {}
 
-    def forward(state: Any) -> Any:
+    def forward(state: Any, model: Any) -> Any:
         cache = rounding_cache(kv)
         return model(inputs_embeds=state, use_cache=cache is not None, **cache_argument(model, cache))[0]
 
-    layers = tqdm(range(checkpoint.config.layers), desc="transformers, layer by layer", disable=None, leave=False)
-    for prefix in (f"model.layers.{layer}." for layer in layers):
-        weights = {name.removeprefix(prefix): values(name) for name in names if name.startswith(prefix)}
-        _run(model.layers[0], weights, running, forward)
+    kinds = _kinds(checkpoint)
+    for layer in tqdm(range(len(kinds)), desc="transformers, layer by layer", disable=None, leave=False):
+        if kinds[layer] not in models:
+            models[kinds[layer]] = _one_layer(checkpoint, kinds[layer])
+        model, norm = models[kinds[layer]]
+        weights = {inside: values(name) for inside, name in names[layer].items()}
+        _run(model.layers[0], weights, running, partial(forward, model=model))
         yield norm
+
+
+def _kinds(checkpoint: Checkpoint) -> list[str]:
+    """Return the kind of each layer as transformers has it; empty for models whose layers are all of one kind."""
+    _, config = _described(checkpoint)
+    return list(getattr(config, "layer_types", None) or [""] * checkpoint.config.layers)
 
 
 def rounding_cache(kv: str) -> Any:
@@ -160,12 +178,16 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
-def _one_layer(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Return a model of one layer and a vocabulary of one token, without its last norm, and that norm."""
-    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **tokens)
+def _one_layer(checkpoint: Checkpoint, kind: str) -> tuple[Any, Any]:
+    """Return a model of one layer of a kind and a vocabulary of one token, without its last norm, and that norm."""
+    changes = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | (
+        {"layer_types": [kind]} if kind else {}
+    )
+    architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **changes)
     model = architecture(config).eval().base_model
-    norm, model.norm = model.norm, _packages()[0].nn.Identity()
+    last = families.tensor(checkpoint.config, FINAL_NORM).split(".")[-2]
+    norm = getattr(model, last)
+    setattr(model, last, _packages()[0].nn.Identity())
     return model, norm
 
 

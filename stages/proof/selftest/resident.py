@@ -263,7 +263,8 @@ def _mapped(
 def by_element(name: str, kernel: str, calls: int) -> Resident:
     """Return the probe of add or silu_and_mul."""
     p = _tiling(kernel, rows=ROWS, cols=FFN)
-    reference = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}[kernel]
+    references: dict[str, Callable[..., Any]] = {"add": add.reference, "silu_and_mul": silu_and_mul.reference}
+    reference = references[kernel]
     more: dict[str, Any] = {
         "reference": lambda n, a, b: reference(a, b),
         "error": lambda want, a, b: bounds.silu(want) if kernel == "silu_and_mul" else np.zeros(want.shape),
