@@ -73,6 +73,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+A_LLAMA = parse_config(CONFIG, "test")
+"""A model whose programs are asked for, whatever its sizes."""
+
 ODD_WIDTHS: dict[str, Any] = {
     "hidden_size": 75,
     "intermediate_size": 101,

@@ -122,7 +122,9 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
         rounded = [product.astype(bfloat16) for product in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
-        return rounded[0] if len(rounded) == 1 else silu_and_mul.reference(rounded[0], rounded[1], scalars["activation"])
+        return (
+            rounded[0] if len(rounded) == 1 else silu_and_mul.reference(rounded[0], rounded[1], scalars["activation"])
+        )
 
     return reference
 

@@ -94,9 +94,9 @@ def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 def _held(path: Path, within: Container, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
     """Return every tensor of the model. Raises UserError."""
-    held, missing = {}, []
+    held, missing, wrapped = {}, [], "text_config" in within.fields
     for name, shape in shapes.items():
-        named = (within.held(stored, shape) for stored in stored_names(name))
+        named = (within.held(stored, shape) for stored in stored_names(name, wrapped))
         tensor = next(filter(None, named), None)
         if tensor is None:
             missing.append(name)

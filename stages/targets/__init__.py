@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
-from stages.model.grouping import Grouping, Program
 from stages.model.config import Config
 from stages.model.decoder import SILU, Norm
+from stages.model.grouping import Grouping, Program
 from stages.model.part import Launch, Part
 from stages.model.policy import Policy
 

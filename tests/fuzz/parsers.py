@@ -104,12 +104,12 @@ def _load_and_run(scratch: Path) -> Iterator[Run]:
 def _read_checkpoint(path: Path) -> None:
     """All that a build reads of one."""
     from stages.model.checkpoint import Checkpoint, container
-    from stages.model.config import rope_table
+    from stages.model.config import tables
 
     checkpoint = Checkpoint.open(path)
     for name in checkpoint.held:
         checkpoint.tensor(name)
-    rope_table(checkpoint.config, 2)
+    tables(checkpoint.config, 2)
     container(path).tokenizer()
 
 

@@ -26,7 +26,7 @@ from stages.model.policy import parse_policy
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module, step_descriptors
-from tests.conftest import outputs_of_two_runs
+from tests.conftest import A_LLAMA, outputs_of_two_runs
 from tests.support.npu_shapes import BUCKETS, DEMO, JUDGED, MODELS, device_program, device_programs, layout
 
 LLAMA = MODELS["llama-3.2-1b"]
@@ -305,7 +305,7 @@ def test_block_floating_point_is_what_prompts_are_multiplied_with() -> None:
     """Gate and up are one launch then, whatever the weights are stored in. Tokens know nothing of it."""
     for weights in ("bf16", "int4"):
         exact, fast = (
-            {p.name: p for p in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights, matmul=matmul))}
+            {p.name: p for p in programs(A_LLAMA, GROUPINGS["fused"], (128,), parse_policy(weights, matmul=matmul))}
             for matmul in ("bf16", "bfp16")
         )
         thirds = ("prefill_attend.128", "prefill_up.128", "prefill_down.128")
@@ -381,7 +381,7 @@ def refused_for(reason: str, module: ModuleOp) -> None:
 def test_steps_share_descriptors_as_far_as_a_queue_takes_them(name: str, bucket: int, steps: int) -> None:
     """Steps of a core over 8192 and 14336 inputs go in a dimension of the descriptor. Steps that go in two dimensions
     share none."""
-    found = programs("llama", GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
+    found = programs(A_LLAMA, GROUPINGS["fused"], (bucket,), parse_policy("int4", matmul="bfp16"))
     (layer,) = (program for program in found if program.bucket and not program.host and program.context == bucket)
     module = build_module(layer, JUDGED[name].dimensions())
     assert module.shared_steps == steps and module.options == [f"--air-runtime-loop-tiling-sizes={steps}"] * 2

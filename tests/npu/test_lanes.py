@@ -21,6 +21,7 @@ from stages.weights.constants import LANES
 from stages.weights.cut import PADDED_ROWS, SHARES, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import bfp16, formats, int4, int6, int8
+from tests.conftest import A_LLAMA
 from tests.support.cpu_kernels_util import BF16, Kernels, U, guarded, machine_isas, output
 from tests.support.npu_shapes import JUDGED, model
 from tests.support.sim_kernels import ULP, assert_close, empty, execute
@@ -113,7 +114,7 @@ def test_chunks_fit_and_are_few(form: Format, rows: int, cols: int) -> None:
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "smollm2-135m", "llama-3.1-8b", "wide"])
 def test_programs_of_tokens_keep_to_the_limits(name: str, weights: str) -> None:
     """Every program of a token, as the checks of the simulator have it."""
-    found = programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights))
+    found = programs(A_LLAMA, GROUPINGS["fused"], (128,), parse_policy(weights))
     for program in (each for each in found if not each.host and each.bucket is None):
         config = model(200064, 5120, 13824, 40, 40, 128) if name == "wide" else JUDGED[name]
         module = build_module(program, config.dimensions())

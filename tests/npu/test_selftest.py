@@ -33,7 +33,7 @@ from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outco
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
 from stages.proof.selftest.trial import judge
 from stages.targets.npu2.groupings import GROUPINGS
-from tests.conftest import ROOT, build, doit, ran
+from tests.conftest import A_LLAMA, ROOT, build, doit, ran
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
 from tests.support.pyxrt_standin import install
@@ -58,7 +58,7 @@ def on_npu(simulated: Path) -> Setup:
     """What the stand-in takes for artifacts of `npu2`."""
     opened = [Manifest.open(simulated / name / "npu2-sim") for name in ("selftest", "demo")]
     config = read_config(opened[1].directory / CONFIG)
-    made = programs(config.family, GROUPINGS["fused"], BUCKETS)
+    made = programs(config, GROUPINGS["fused"], BUCKETS)
     return Setup(*map(as_npu2, opened), config, made, threads=1, repeats=1)
 
 
@@ -128,7 +128,7 @@ def test_all_rungs_hold(on_npu: Setup) -> None:
 
 def test_every_kernel_of_the_array_is_tried() -> None:
     """By its tile functions: every C++ source of a device program."""
-    device = [p for grouping in GROUPINGS.values() for p in programs("llama", grouping, [64]) if not p.host]
+    device = [p for grouping in GROUPINGS.values() for p in programs(A_LLAMA, grouping, [64]) if not p.host]
     used = {launch.kernel.source for p in device for part in p.parts for launch in part.launches}
     tried = {launch.kernel.source for probe in ladder.tile_functions() for launch in probe.program.parts[0].launches}
     assert tried == used

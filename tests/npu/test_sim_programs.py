@@ -14,7 +14,7 @@ from ml_dtypes import bfloat16
 
 from llama_npu2.artifact.dtypes import DTYPES
 from stages.air import parse_mlir
-from stages.model.config import TABLES, Config, position_rows
+from stages.model.config import Config, position_rows, table
 from stages.model.grouping import Program
 from stages.model.part import Launch
 from stages.targets.npu2.modules import Module, build_module
@@ -41,7 +41,7 @@ def inputs(program: Program, config: Config, dims: dict[str, Any]) -> Values:
     rng, values = np.random.default_rng(5), {}
     for slot in program.slots:
         if slot.role == "table":
-            values[slot.name] = TABLES[slot.buffer](config, dims["max_seq"])
+            values[slot.name] = table(config, slot.buffer.format(rope=""), dims["max_seq"])
         elif slot.role in ("input", "weight"):
             shape = tuple(dims[d] if isinstance(d, str) else d for d in slot.shape)
             scale = 1 / math.sqrt(shape[-1]) if len(shape) == 2 and slot.role == "weight" else 1.0

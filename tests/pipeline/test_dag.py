@@ -118,7 +118,7 @@ def test_an_edited_tiling_compiles_nothing(built: Path) -> None:
 
 def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> None:
     """And syncs, which follow roles, with it; the program itself stays."""
-    family = built / "stages/model/parts/llama.py"
+    family = built / "stages/model/parts/builders.py"
     text = family.read_text()
     slot = 'gate = b.slot("gate", rows.act("ffn"), "scratch")'
     assert slot in text

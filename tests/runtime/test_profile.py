@@ -20,6 +20,7 @@ from llama_npu2.cli.profile import described, profile, summed
 from llama_npu2.devices.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
 from stages.model.families import parse_config, read_config
+from stages.model.part import PartKey
 from stages.model.parts import part
 from stages.model.plan import make_plan
 from stages.model.policy import parse_policy
@@ -104,7 +105,7 @@ def test_launches_move_weights_as_they_lie_in_memory(weights: str) -> None:
     plan = make_plan(config, targets()["cpu"].grouping("separate"), "cpu", policy=policy)
     totals: Counter[str] = Counter()
     for call in plan.phases[DECODE]:
-        placed = part(config.family, call.program, policy)
+        placed = part(config, PartKey(call.program), policy)
         moved = [described_launch(placed, launch, config.dimensions())["bytes"] for launch in launches(placed)]
         buffers = [plan.buffers[name] for name in call.names]
         read = sum(buffer.nbytes for buffer in buffers if buffer.kind == "weight")

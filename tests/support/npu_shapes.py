@@ -9,6 +9,7 @@ from stages.model.grouping import CONTEXT_BUCKET, Program, programs
 from stages.model.presets import PRESETS
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
+from tests.conftest import A_LLAMA
 
 
 def model(
@@ -49,7 +50,7 @@ def device_programs(grouping: str, *buckets: int, positions: int = 0) -> list[Pr
     """What runs on the array, a prompt's programs once per bucket (128 if none is given), in windows of a cache of so
     many positions: each just in its first, if nothing is said."""
     buckets = buckets or (CONTEXT_BUCKET,)
-    made = programs("llama", GROUPINGS[grouping], buckets, positions=positions or min(buckets))
+    made = programs(A_LLAMA, GROUPINGS[grouping], buckets, positions=positions or min(buckets))
     return [program for program in made if not program.host]
 
 

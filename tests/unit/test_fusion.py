@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from llama_npu2 import load
+from stages.model.part import PartKey
 from stages.model.parts import part
 from stages.targets.cpu.fusion import fuse
-from tests.conftest import doit, ran
+from tests.conftest import A_LLAMA, doit, ran
 
 
 def names(name: str) -> list[str]:
-    return [launch.kernel.name for launch in fuse(part("llama", name))]
+    return [launch.kernel.name for launch in fuse(part(A_LLAMA, PartKey(name)))]
 
 
 def test_what_is_joined() -> None:
@@ -23,7 +24,7 @@ def test_what_is_joined() -> None:
 
 
 def test_bound_as_the_separate_launches_were() -> None:
-    first, _, swiglu, last = fuse(part("llama", "o_ffn"))
+    first, _, swiglu, last = fuse(part(A_LLAMA, PartKey("o_ffn")))
     assert first.args == {"x": "attn_out", "weight": "wo", "residual": "x_residual", "out": "res1"}
     assert swiglu.args == {"x": "normed2", "gate": "w_gate", "up": "w_up", "out": "swiglu"}
     assert last.args == {"x": "swiglu", "weight": "w_down", "residual": "res1", "out": "output"}

@@ -23,6 +23,7 @@ from llama_npu2.errors import UserError
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
+from stages.model.decoder import Rope
 from stages.model.families import parse_config, tensors
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
@@ -108,11 +109,15 @@ def test_gguf_round_trip(changes: dict, tmp_path: Path) -> None:
     after = Checkpoint.open(tmp_path / "model.gguf", ())
     for name in tensors(config):
         np.testing.assert_array_equal(after.tensor(name).astype(bfloat16), before.tensor(name))
-    same = {"rope_scaling": config.rope_scaling, "eos": config.eos, "eps": config.eps}
-    assert dataclasses.replace(after.config, **same) == config
+    decoder = dataclasses.replace(after.config.decoder, layers=config.decoder.layers, eps=config.eps)
+    assert dataclasses.replace(after.config, decoder=decoder, eos=config.eos) == config
+    unscaled = [dataclasses.replace(c.decoder.attention, rope=Rope()) for c in (after.config, config)]
+    assert unscaled[0] == unscaled[1] and after.config.layers == config.layers
     assert after.config.eps == pytest.approx(config.eps, rel=1e-6)
-    frequencies = inverse_frequencies(after.config)
-    np.testing.assert_allclose(frequencies, inverse_frequencies(config), rtol=1e-6)
+    frequencies = inverse_frequencies(after.config.decoder.attention.rope, config.head_dim)
+    np.testing.assert_allclose(
+        frequencies, inverse_frequencies(config.decoder.attention.rope, config.head_dim), rtol=1e-6
+    )
 
 
 def test_gguf_tensors_of_two_types_and_f16(tmp_path: Path) -> None:

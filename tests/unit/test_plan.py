@@ -22,7 +22,7 @@ from stages.targets import targets
 from stages.targets.npu2 import modules
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.weights.formats import formats
-from tests.conftest import CONFIG
+from tests.conftest import A_LLAMA, CONFIG
 
 
 def config(**changes: Any):
@@ -38,13 +38,13 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def test_a_program_of_the_cpu_is_one_part() -> None:
-    for program in programs("llama", targets()["cpu"].grouping("separate")):
+    for program in programs(A_LLAMA, targets()["cpu"].grouping("separate")):
         (part,) = program.parts
         assert program.slots == part.slots and program.wiring == ({slot.name: slot.name for slot in part.slots},)
 
 
 def test_parts_that_bind_one_buffer_share_a_slot() -> None:
-    layer = named(programs("llama", GROUPINGS["fused"], [128]))["prefill_attend.128"]
+    layer = named(programs(A_LLAMA, GROUPINGS["fused"], [128]))["prefill_attend.128"]
     project, attend, add = layer.wiring
     assert attend == {"q": "q_roped", "kv_window": "kv_window", "attn_out": "attn_out"}, "the cache, seen in two ways"
     assert add["x_residual"] == project["x_in"] == "x_in"
@@ -55,9 +55,9 @@ def test_parts_that_bind_one_buffer_share_a_slot() -> None:
 
 
 def test_roles_follow_who_reads_next() -> None:
-    separate = named(programs("llama", GROUPINGS["separate"], [128]))
+    separate = named(programs(A_LLAMA, GROUPINGS["separate"], [128]))
     assert roles(separate["rms_gemms_rope.128"])["q_roped"] == "output"
-    last = named(programs("llama", GROUPINGS["fused"], [128]))["decode_last"]
+    last = named(programs(A_LLAMA, GROUPINGS["fused"], [128]))["decode_last"]
     assert (roles(last)["output"], roles(last)["normed"], roles(last)["logits"]) == ("scratch", "scratch", "output")
 
 
@@ -80,7 +80,7 @@ def test_any_neighbours_can_share_a_program() -> None:
         "attend_ffn.64",
     ] * 3
     for calls in plan.phases.values():
-        slots = named(programs("llama", own, [64]))
+        slots = named(programs(A_LLAMA, own, [64]))
         assert all(len(call.buffers) == len(slots[call.program].slots) for call in calls)
 
 
@@ -88,7 +88,7 @@ def test_a_group_that_would_write_its_input_is_refused() -> None:
     fused = GROUPINGS["fused"]
     two_layers = Group("two_layers", (*fused.prompt.layer, *fused.prompt.layer), prompt=True)
     with pytest.raises(TypeError):
-        programs("llama", replace(fused, groups=(two_layers, *fused.groups)), [64])
+        programs(A_LLAMA, replace(fused, groups=(two_layers, *fused.groups)), [64])
 
 
 ENDS = ("final_norm", "lm_head_gemv")
@@ -129,16 +129,16 @@ def test_products_are_joined_where_weights_are_stored_alike() -> None:
         ("int4,wv=int6", False),
         ("w8a8", False),
     ):
-        found = fused.of("llama", parse_policy(weights))
+        found = fused.of(A_LLAMA, parse_policy(weights))
         assert (found is fused.joined) == alike, weights
-    assert GROUPINGS["separate"].of("llama", parse_policy("int4")) is GROUPINGS["separate"]
+    assert GROUPINGS["separate"].of(A_LLAMA, parse_policy("int4")) is GROUPINGS["separate"]
 
 
 @pytest.mark.parametrize("weights, of_layer", [("int4", 4), ("int4,w_down=int8", 5)])
 def test_a_feed_forward_network_is_one_launch_where_it_is_stored_alike(weights: str, of_layer: int) -> None:
     launches = {
         program.name: sum(len(part.launches) for part in program.parts)
-        for program in programs("llama", GROUPINGS["fused"], (128,), parse_policy(weights))
+        for program in programs(A_LLAMA, GROUPINGS["fused"], (128,), parse_policy(weights))
         if not program.host
     }
     tokens = {"decode_first.128": 2, "decode_layer.128": of_layer, "decode_last": of_layer - 1}
@@ -195,7 +195,7 @@ def test_windows_of_a_cache_double_until_they_hold_it() -> None:
 def test_a_token_goes_on_in_another_buffer_than_it_came_in() -> None:
     """One program makes a layer's result and the next one's attention: what it reads it does not write."""
     fused, policy = GROUPINGS["fused"], parse_policy("int4")
-    for program in programs("llama", fused, (128,), policy):
+    for program in programs(A_LLAMA, fused, (128,), policy):
         if not program.host:
             bound = [slot for slot in program.slots if slot.role in ("input", "output")]
             assert len({(slot.buffer, slot.role) for slot in bound}) == len(bound), program.name

@@ -18,13 +18,14 @@ from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.families import parse_config
 from stages.model.grouping import programs
+from stages.model.part import PartKey
 from stages.model.parts import layer_part, part
 from stages.model.plan import make_plan
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
 from stages.model.unpacking import keyed_part
 from stages.proof.comparison import divergence
 from stages.targets import targets
-from tests.conftest import CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
+from tests.conftest import A_LLAMA, CONFIG, ODD_WIDTHS, build, doit, write_checkpoint
 
 CHOSEN = ["int8", "int6", "int4", "w8a8", "int4,vocab=bf16,w_down=int8", "int4,w_down.1=int8,wk.0=bf16"]
 
@@ -81,7 +82,7 @@ def test_what_cannot_be_chosen_is_refused(text: str, message: str) -> None:
 
 
 def test_parts_call_the_kernels_of_their_formats() -> None:
-    made = part("llama", "o_ffn", parse_policy("int4,w_down=int8"))
+    made = part(A_LLAMA, PartKey("o_ffn"), parse_policy("int4,w_down=int8"))
     names = [launch.kernel.name for launch in made.launches]
     assert names[0] == names[3] == "int4_gemm" and names[6] == "int8_gemm" and names[1] == "add"
     assert {slot.name: slot.format for slot in made.slots if slot.role == "weight"} == {
@@ -95,15 +96,15 @@ def test_parts_call_the_kernels_of_their_formats() -> None:
 
 def test_layers_of_other_formats_have_programs_of_their_own() -> None:
     policy = parse_policy("int4,w_down.1=int8,wo.1=bf16,wv.4=int6")
-    others = layer_part("llama", "o_ffn", 1, policy)
-    assert others.name == "o_ffn__wo__bf16__w_down__int8" and keyed_part("llama", others.key, policy) == others
+    others = layer_part(A_LLAMA, "o_ffn", 1, policy)
+    assert others.name == "o_ffn__wo__bf16__w_down__int8" and keyed_part(A_LLAMA, others.key, policy) == others
     assert [launch.kernel.name for launch in others.launches][::6] == ["gemm", "int8_gemm"]
-    assert layer_part("llama", "o_ffn", 4, policy) == part("llama", "o_ffn", policy)
+    assert layer_part(A_LLAMA, "o_ffn", 4, policy) == part(A_LLAMA, PartKey("o_ffn"), policy)
     grouping = targets()["cpu"].grouping("separate")
-    names = {program.name for program in programs("llama", grouping, policy=policy)}
+    names = {program.name for program in programs(A_LLAMA, grouping, policy=policy)}
     assert {"o_gemv_ffn", "o_gemv_ffn__wo__bf16__w_down__int8", "rms_gemv_rope__wv__int6"} <= names
     assert len(names) == 9 + 2 + 2
-    first = programs("llama", grouping, policy=parse_policy("int4,wo.0.1.2=int6"))
+    first = programs(A_LLAMA, grouping, policy=parse_policy("int4,wo.0.1.2=int6"))
     assert {"o_ffn", "o_ffn__wo__int6"} <= {program.name for program in first}, "the fourth layer is as all others"
 
 

@@ -136,9 +136,11 @@ def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in tensors(config).items() if name not in gathered}
 
 
-def stored_names(name: str) -> Iterator[str]:
+def stored_names(name: str, wrapped: bool) -> Iterator[str]:
     """Yield the names that a tensor may have in a checkpoint: its own, and those inside of a wrapped model."""
     yield name
+    if not wrapped:
+        return
     yield f"language_model.{name}"
     if name.startswith("model."):
         yield f"model.language_model.{name.removeprefix('model.')}"
