@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_npu2.errors import UserError
-from stages.kernels import Arg, signature
+from stages.kernels import Arg, flash_attention, rms_norm, signature
 from stages.kernels.append_kv import reference_panels
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.prototypes import prototypes
@@ -96,6 +96,70 @@ def test_add_is_the_rounded_sum(teams, rng, shape):
     teams("add", a, b, out, *shape)
     expected = (a.astype(np.float32) + b.astype(np.float32)).astype(BF16)
     np.testing.assert_array_equal(out.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("shape", ROWS_COLS)
+def test_gelu_and_mul(teams, rng, shape):
+    gate, up, out = normal(rng, *shape), normal(rng, *shape), output(shape)
+    gate[...] = (wide(gate) * 10).astype(BF16)
+    teams("silu_and_mul", gate, up, out, *shape, 1)
+    torch_gelu = 0.5 * wide(gate) * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide(gate) + 0.044715 * wide(gate) ** 3)))
+    np.testing.assert_allclose(wide(out), torch_gelu * wide(up), rtol=2 * U, atol=1e-4)
+
+
+@pytest.mark.parametrize("once", [0, 1])
+@pytest.mark.parametrize("head_dim", [10, 48, 128])
+def test_norms_of_heads_and_of_results(teams, rng, head_dim, once):
+    """Both are what the separate kernels make, bit for bit."""
+    rows, heads, pos, scalars = 5, 3, 7, (1e-5, 1.0, once)
+    x, weight = normal(rng, rows * heads, head_dim), guarded(rng.standard_normal(head_dim).astype(BF16))
+    table, normed = guarded(rope_table(pos + rows, head_dim)), output(x.shape)
+    teams("rms_norm", x, weight, normed, *x.shape, *scalars)
+    want = rms_norm.reference(x, weight, *scalars)
+    np.testing.assert_allclose(wide(normed), wide(want), rtol=2 * U, atol=1e-3)
+    rotated, expected = output(x.shape), output(x.shape)
+    teams("rope", normed, table, expected, rows, pos, heads, head_dim)
+    teams("norm_rope", x, table, weight, rotated, rows, pos, heads, head_dim, *scalars)
+    assert (rotated.view(np.uint16) == expected.view(np.uint16)).all()
+    residual, added, sums = normal(rng, *x.shape), output(x.shape), output(x.shape)
+    teams("add", residual, normed, sums, *x.shape)
+    teams("norm_add", x, residual, weight, added, *x.shape, *scalars)
+    assert (added.view(np.uint16) == sums.view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("rows, cols, out_cols", [(1, 33, 7), (3, 64, 48), (20, 75, 331)])
+def test_biases_are_added_before_rounding(teams, rng, rows, cols, out_cols):
+    x, weight = normal(rng, rows, cols), normal(rng, out_cols, cols)
+    bias = guarded((cols**0.5 * rng.standard_normal(out_cols)).astype(BF16))
+    out, row = output((rows, out_cols)), output(out_cols)
+    packed = guarded(formats()["bf16"].pack(np.asarray(weight), "panels"))
+    teams("gemm_bias", x, packed, bias, out, rows, cols, out_cols)
+    exact = wide(x) @ wide(weight).T + wide(bias)
+    assert (np.abs(wide(out) - exact) <= U * np.abs(exact) + 1e-5 * cols).all(), "rounded once"
+    teams("gemv_bias", packed, x[0], bias, row, out_cols, cols)
+    assert (row.view(np.uint16) == out[0].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("kv", ["", "int8_rows_"])
+@pytest.mark.parametrize("sees", [1, 2, 16, 17, 100, 127, 128, 129, 255, 256, 257, 300, 700])
+def test_windows(teams, rng, sees, kv):
+    """Against the reference; and a row is the same bits in a prompt, in its pieces and as a token."""
+    heads, kv_heads, head_dim, positions = 4, 2, 16, 600
+    sizes = (heads, kv_heads, head_dim, 24.0, sees)
+    stored = "int8_rows" if kv else "bf16"
+    k, v = (normal(rng, positions, kv_heads, head_dim) for _ in "kv")
+    panels = [guarded(np.ascontiguousarray(p)) for p in reference_panels(k, v, stored)]
+    q, whole = normal(rng, positions, heads * head_dim), output((positions, heads * head_dim))
+    teams(f"{kv}flash_attention_panels", q, *panels, whole, positions, 0, *sizes)
+    want = flash_attention.reference(q, k.reshape(positions, -1), v.reshape(positions, -1), 0, *sizes[:2], *sizes[3:])
+    assert np.abs(wide(whole) - wide(want)).max() < (0.1 if kv else 0.03)
+    for first, last in ((sees, min(sees + 40, positions)), (positions - 130, positions)):
+        first = min(first, positions - 1)
+        piece, token = output((last - first, heads * head_dim)), output(heads * head_dim)
+        teams(f"{kv}flash_attention_panels", q[first:last], *panels, piece, last - first, first, *sizes)
+        assert (piece.view(np.uint16) == whole[first:last].view(np.uint16)).all()
+        teams(f"{kv}decode_attention_panels", q[last - 1], *panels, token, last - 1, *sizes)
+        assert (token.view(np.uint16) == whole[last - 1].view(np.uint16)).all()
 
 
 @pytest.mark.parametrize("shape", ROWS_COLS)
@@ -631,11 +695,11 @@ def test_kernels_stay_inside_of_their_library(library):
 @pytest.mark.parametrize(
     "first_arg, params, compiles",
     [
-        (Arg("x"), "rows cols eps:float", True),
-        (Arg("x", "f32"), "rows cols eps:float", False),
-        (Arg("x", written=True), "rows cols eps:float", False),
-        (Arg("x"), "rows cols eps", False),
-        (Arg("x"), "rows eps:float", False),
+        (Arg("x"), "rows cols eps:float offset:float once", True),
+        (Arg("x", "f32"), "rows cols eps:float offset:float once", False),
+        (Arg("x", written=True), "rows cols eps:float offset:float once", False),
+        (Arg("x"), "rows cols eps offset:float once", False),
+        (Arg("x"), "rows eps:float offset:float once", False),
     ],
     ids=["as it is", "format", "written", "kind", "parameters"],
 )

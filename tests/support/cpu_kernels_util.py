@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from stages.engine.objects import compile_object, source_file
 from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
+from stages.kernels.flash_attention import ALL
 from stages.targets.cpu.dispatch import dispatch
 from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.objects import host_object
@@ -158,6 +160,7 @@ class Kernels:
     def call(self, name: str, *arguments) -> Call:
         """A call for `run`; keeps nothing alive but the slots."""
         kinds = _kinds(HOST[name]) if name in HOST else _TEAM_ENTRIES[name]
+        arguments = _all_arguments(HOST[name], arguments) if name in HOST else arguments
         slots = (ctypes.c_void_p * max(1, len(kinds)))()
         for i, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
             if kind == "tensor":
@@ -174,6 +177,22 @@ class Kernels:
 
     def __call__(self, name: str, *arguments) -> None:
         self.run(self.call(name, *arguments))
+
+
+USUAL = {"activation": 0, "offset": 0.0, "once": 0, "scale": 1.0, "sees": ALL}
+"""Scalars that calls may leave out, as a Llama has them; attention's `scalar` is the size of a head."""
+
+
+def _all_arguments(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
+    names = [*(arg.name for arg in kernel.args), *(scalar.name for scalar in kernel.scalars)]
+    if len(arguments) == len(names):
+        return list(arguments)
+    given = iter(arguments)
+    values: dict[str, Any] = {}
+    for name in names:
+        values[name] = values["head_dim"] if name == "scalar" else USUAL[name] if name in USUAL else next(given)
+    assert next(given, None) is None, f"{kernel.name} takes {names}"
+    return list(values.values())
 
 
 class Teams:
