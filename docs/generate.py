@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: commands, options and Python.
+"""Write the reference pages that follow from the code: commands, model families, options and Python.
 
 `python docs/generate.py` writes them; `tests/pages/test_documents.py` fails where they are not current.
 """
@@ -17,7 +17,11 @@ sys.path[:0] = [str(ROOT / "runtime"), str(ROOT)]
 from llama_npu2.__main__ import COMMANDS as OF_RUNTIME  # noqa: E402
 from llama_npu2.__main__ import GROUPS as GROUPS_OF_RUNTIME  # noqa: E402
 from llama_npu2.options import Option, options_of  # noqa: E402
+from llama_npu2.errors import UserError  # noqa: E402
 from stages.graph.options import COMMANDS, GROUPS, table, variables  # noqa: E402
+from stages.model.families import families, parse_config  # noqa: E402
+from stages.model.presets import PRESETS  # noqa: E402
+from stages.targets import Target, targets  # noqa: E402
 
 _MADE = "<!-- Made by docs/generate.py. -->\n"
 _API = (
@@ -33,7 +37,12 @@ _API = (
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its path below `docs/reference`."""
-    return {"commands.md": commands(), "options.md": options(), "python.md": python()}
+    return {
+        "commands.md": commands(),
+        "families.md": model_families(),
+        "options.md": options(),
+        "python.md": python(),
+    }
 
 
 def commands() -> str:
@@ -63,6 +72,33 @@ def commands() -> str:
         lines += [f"### llama-npu2 {name}\n", f"{sentence[0].upper()}{sentence[1:]}.\n"]
         lines += [f"Options: {flags}.\n"] if flags else []
     return "\n".join(lines)
+
+
+def model_families() -> str:
+    lines = [
+        "# Model families",
+        "",
+        "A family is a module of `stages/model/families`. A target that a family does not run on says so in one line.",
+        "",
+        "| family | `model_type` | architectures | targets | sizes for `model=random:` |",
+        "|---|---|---|---|---|",
+    ]
+    for family in families().values():
+        sizes = [name for name, fields in PRESETS.items() if fields["model_type"] == family.model_type]
+        architectures = ", ".join(f"`{name}`" for name in (*family.architectures, *family.wrapped))
+        runs = ", ".join(f"`{name}`" for name, target in targets().items() if _runs(target, sizes[:1]))
+        names = ", ".join(f"`{name}`" for name in sizes)
+        lines.append(f"| {family.title} | `{family.model_type}` | {architectures} | {runs} | {names} |")
+    return "\n".join([*lines, ""])
+
+
+def _runs(target: Target, sizes: list[str]) -> bool:
+    try:
+        for size in sizes:
+            target.check(parse_config(PRESETS[size], size), target.context)
+    except UserError:
+        return False
+    return True
 
 
 def options() -> str:

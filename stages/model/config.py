@@ -104,6 +104,7 @@ class Config:
             "kv_block_positions": KV_BLOCK_POSITIONS,
             "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
             "eps": self.eps,
+            "score_scalar": self.decoder.attention.scalar,
         }
 
 

@@ -69,7 +69,7 @@ class Attention:
     head_dim: int
     rope: Rope
     scalar: float
-    """Scores are divided by its square root."""
+    """Scores are divided by its square root. It is the same in all layers, as sizes are."""
     window: int | None = None
     """The last positions that a row attends to, its own included; None: all."""
     qk_norm: Norm | None = None

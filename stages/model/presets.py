@@ -4,10 +4,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    name: _LLAMA | shape
+    name: {**_LLAMA, **({} if "hidden_activation" in shape else {"hidden_act": "silu"}), **shape}
     for name, shape in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
 """Name -> a configuration as `config.json` has it."""

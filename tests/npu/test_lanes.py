@@ -236,7 +236,7 @@ def test_the_host_reads_a_vocabulary(kernels: Kernels, form: Format, vocab: int,
     wide, packed = form.dequantise(rounded, cols), guarded(form.arrange(rounded, "padded_lanes"))
     tokens = guarded(np.array([0, vocab - 1, vocab, -1, 17, 33], np.int32))
     rows = output((len(tokens), cols))
-    sizes = scalars(f"{form.name}_embed_rows", rows=len(tokens), cols=cols, vocab=vocab)
+    sizes = scalars(f"{form.name}_embed_rows", rows=len(tokens), cols=cols, vocab=vocab, scale=1.0)
     kernels(f"{form.name}_embed_rows", tokens, packed, rows, *sizes)
     known = np.where(((tokens >= 0) & (tokens < vocab))[:, None], wide[tokens.clip(0, vocab - 1)], 0)
     np.testing.assert_array_equal(rows, known.astype(BF16))

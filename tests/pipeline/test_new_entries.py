@@ -22,7 +22,7 @@ KERNEL_AND_FORMAT = {
     "kernel_src/cpu/unpack.cc": "cpu.cc",
     "kernel_src/aie2p/unpack.cc": "aie2p.cc",
 }
-FAMILY = {"stages/model/families/toy.py": "family.py", "stages/model/parts/toy.py": "parts.py"}
+FAMILY = {"stages/model/families/toy.py": "family.py"}
 
 
 def add(checkout: Path, place: str, text: str) -> None:

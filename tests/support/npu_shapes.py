@@ -35,7 +35,8 @@ BUCKETS = Options().bucket_list()
 DEMO = model(2000, 256, 768, 4, 2, 64, layers=4)
 """The shipped model's, but for a vocabulary that is no whole number of blocks."""
 
-MODELS = {"demo": DEMO, **{name: parse_config(fields, name) for name, fields in PRESETS.items()}}
+_LLAMAS = {name: fields for name, fields in PRESETS.items() if fields["model_type"] == "llama"}
+MODELS = {"demo": DEMO, **{name: parse_config(fields, name) for name, fields in _LLAMAS.items()}}
 
 
 JUDGED = {

@@ -46,7 +46,7 @@ def parse(fields: ConfigFields) -> Config:
     fields.require(REQUIRED)
     heads = fields.heads()
     max_seq = fields.positions(heads.head_dim)
-    attention = Attention(*heads, fields.rope(max_seq, heads.head_dim), scalar=heads.head_dim)
+    attention = Attention(*heads, fields.rope(max_seq, heads.head_dim), scalar=float(heads.head_dim))
     layer = Layer(attention, FeedForward(fields.integer("intermediate_size")))
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     return fields.config("llama", [layer] * count, max_seq, tied=False)

@@ -25,7 +25,7 @@ def parse(fields: ConfigFields) -> Config:
     attention = Attention(
         *heads,
         fields.rope(max_seq, heads.head_dim),
-        scalar=heads.head_dim,
+        scalar=float(heads.head_dim),
         # Without the field transformers has 4096; later releases say null.
         window=fields.window(max_seq),
     )

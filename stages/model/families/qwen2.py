@@ -18,7 +18,7 @@ def parse(fields: ConfigFields) -> Config:
     fields.require(_REQUIRED)
     heads = fields.heads()
     max_seq = fields.positions(heads.head_dim, 32768)
-    attention = Attention(*heads, fields.rope(max_seq, heads.head_dim), scalar=heads.head_dim, biased=True)
+    attention = Attention(*heads, fields.rope(max_seq, heads.head_dim), scalar=float(heads.head_dim), biased=True)
     return fields.config("qwen2", layers(fields, attention, max_seq), max_seq, tied=False)
 
 

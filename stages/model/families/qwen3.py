@@ -23,7 +23,7 @@ def parse(fields: ConfigFields) -> Config:
     heads = fields.heads(head_dim=128)
     max_seq = fields.positions(heads.head_dim, 32768)
     rope = fields.rope(max_seq, heads.head_dim)
-    attention = Attention(*heads, rope, scalar=heads.head_dim, qk_norm=Norm())
+    attention = Attention(*heads, rope, scalar=float(heads.head_dim), qk_norm=Norm())
     return fields.config("qwen3", layers(fields, attention, max_seq), max_seq, tied=False)
 
 

@@ -71,7 +71,7 @@ class Described:
         """The scalars of attention."""
         mixer = self.layer.mixer
         sizes: dict[str, Dim | float] = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
-        return {**sizes, "scalar": mixer.scalar, "sees": mixer.sees}
+        return {**sizes, "scalar": "score_scalar", "sees": mixer.sees}
 
     @property
     def activation(self) -> dict[str, Dim | float]:

@@ -14,21 +14,10 @@ def parse(fields: ConfigFields) -> Config:
     return replace(llama.parse(fields), family="toy")
 
 
-def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    return {renamed(name): shape for name, shape in llama.tensors(config).items()}
-
-
-def head(config: Config) -> str:
-    return renamed(llama.head(config))
-
-
 FAMILY = replace(
     llama.FAMILY,
     model_type="toy",
     architectures=("ToyForCausalLM",),
     parse=parse,
-    tensors=tensors,
-    embedding=renamed(llama.EMBED),
-    head=head,
-    matrices={slot: renamed(name) for slot, name in llama.FAMILY.matrices.items()},
+    tensors={slot: renamed(name) for slot, name in llama.TENSORS.items()},
 )
