@@ -16,8 +16,8 @@ sys.path[:0] = [str(ROOT / "runtime"), str(ROOT)]
 
 from llama_npu2.__main__ import COMMANDS as OF_RUNTIME  # noqa: E402
 from llama_npu2.__main__ import GROUPS as GROUPS_OF_RUNTIME  # noqa: E402
-from llama_npu2.options import Option, options_of  # noqa: E402
 from llama_npu2.errors import UserError  # noqa: E402
+from llama_npu2.options import Option, options_of  # noqa: E402
 from stages.graph.options import COMMANDS, GROUPS, table, variables  # noqa: E402
 from stages.model.families import families, parse_config  # noqa: E402
 from stages.model.presets import PRESETS  # noqa: E402

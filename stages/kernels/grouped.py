@@ -123,7 +123,9 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
         return (
-            rounded[0] if len(rounded) == 1 else silu_and_mul.reference(rounded[0], rounded[1], scalars.get("activation", 0))
+            rounded[0]
+            if len(rounded) == 1
+            else silu_and_mul.reference(rounded[0], rounded[1], scalars.get("activation", 0))
         )
 
     return reference

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, gemm, gemv, rms_norm, rope, silu_and_mul
+from stages.kernels import HOST_SET, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import (
@@ -295,11 +295,11 @@ def _bound_residual(case: Case) -> tuple[ErrorBound, ...]:
 
 
 def _bound_activation(case: Case, products: tuple[tuple[np.ndarray, ErrorBound], ...]) -> tuple[ErrorBound, ...]:
-    """Bound silu(gate) * up, whose slope is at most 1.1 in `gate`."""
+    """Bound silu(gate) * up, or gelu(gate) * up, whose slopes are at most 1.13 in `gate`."""
     (gate, of_gate), (up, of_up) = products
     g, u = np.abs(gate.astype(np.float32)), np.abs(up.astype(np.float32))
     result = np.abs(case.results[0].astype(np.float32).reshape(g.shape))
-    inputs = 1.1 * of_gate.limit * (u + of_up.limit) + g * of_up.limit
+    inputs = 1.13 * of_gate.limit * (u + of_up.limit) + g * of_up.limit
     if case.arithmetic.exponential:
         limit = inputs + u * _rounded_silu(gate.astype(np.float32), case.arithmetic)
         return (ErrorBound(limit + ulp(result + limit), np.ones(limit.shape)),)
@@ -353,15 +353,56 @@ def _bound_silu(case: Case) -> tuple[ErrorBound, ...]:
     return _bound_activation(case, ((gate, _no_error(gate.shape)), (up, _no_error(up.shape))))
 
 
+def _bound_biased_product(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound a product that is rounded only after its bias is added."""
+    x, weight, result = np.atleast_2d(case.inputs["x"]).astype(np.float32), case.weights["weight"], case.results[0]
+    size = np.abs(case.wide("bias")) + np.abs(np.atleast_2d(result).astype(np.float32))
+    error = U32 * size
+    if case.op.format != w8a8.FORMAT.name:
+        error = error + _product_error(case, x, weight)
+    return (_rounded(result, error.reshape(result.shape)),)
+
+
+def _bound_added_norm(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound a norm that is rounded and added to the residual stream."""
+    inputs, (result,) = case.inputs, case.results
+    normed = rms_norm.reference(*(inputs[name] for name in ("x", "weight", "eps", "offset", "once")))
+    of_norm = _norm(case, case.wide("x"), case.wide("weight"), normed)
+    limit = of_norm.limit.reshape(result.shape)
+    unit = ulp(np.abs(result.astype(np.float32)) + limit)
+    chance = np.ones(result.shape) if inputs["once"] == 0 else of_norm.chance.reshape(result.shape)
+    return (ErrorBound(np.where(limit > 0, limit + unit, 0), chance),)
+
+
+def _bound_normed_rotation(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound rotated heads that are normed first."""
+    inputs, (result,) = case.inputs, case.results
+    head_dim = inputs["head_dim"]
+    heads = np.atleast_2d(inputs["x"]).reshape(-1, head_dim)
+    normed = rms_norm.reference(heads, *(inputs[name] for name in ("weight", "eps", "offset", "once")))
+    of_norm = _norm(case, heads.astype(np.float32), case.wide("weight"), normed)
+    rows = normed.reshape(len(np.atleast_2d(inputs["x"])), -1)
+    last = _rotation(case, rows, inputs["table"][:, :head_dim], result.reshape(rows.shape))
+    first, second = np.split(of_norm.limit, 2, axis=-1)
+    carried = np.concatenate([first + second, first + second], axis=-1).reshape(rows.shape)
+    limit = (carried + last.limit + ulp(np.abs(result.astype(np.float32)).reshape(rows.shape) + carried)).reshape(
+        result.shape
+    )
+    return (ErrorBound(limit, np.ones(result.shape)),)
+
+
 def _bound_norm(case: Case) -> tuple[ErrorBound, ...]:
     return (_norm(case, case.wide("x"), case.wide("weight"), case.results[0]),)
 
 
 def _norm(case: Case, rows: np.ndarray, weight: np.ndarray, result: np.ndarray) -> ErrorBound:
-    """Bound a norm, which is rounded before and after the product with the weight; that product is exact."""
-    cols = rows.shape[-1]
+    """Bound a norm, which is rounded before and after the product with the weight; that product is exact. With `once`
+    it is rounded only after it."""
+    cols, weight = rows.shape[-1], weight + np.float32(case.inputs.get("offset", 0))
     normed = rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + case.inputs["eps"])
     error = (case.arithmetic.root + SURE * np.sqrt(cols) * U32) * np.abs(normed)
+    if case.inputs.get("once"):
+        return _rounded(result.reshape(normed.shape), np.abs(weight) * (error + 2 * U32 * np.abs(normed)))
     first = _rounded(normed, error)
     size = np.abs(result.astype(np.float32).reshape(normed.shape))
     limit = np.abs(weight) * first.limit
@@ -436,8 +477,10 @@ def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ..
     q = rows.reshape(len(np.atleast_2d(rows)), kv_heads, heads // kv_heads, -1)[..., : inputs["head_dim"]]
     k, v = (case.wide(which).reshape(len(inputs[which]), kv_heads, -1) for which in "kv")
     seq, (length, _, head_dim) = len(q), k.shape
-    scores, sizes = (_scores(*pair) for pair in ((q, k), (np.abs(q), np.abs(k))))
-    scores[..., np.arange(length) > inputs["pos"] + np.arange(seq)[:, None]] = -np.inf
+    scalar = inputs.get("scalar", head_dim)
+    scores, sizes = (_scores(a, b, scalar) for a, b in ((q, k), (np.abs(q), np.abs(k))))
+    seen = flash_attention.visible(inputs["pos"], seq, length, inputs.get("sees", flash_attention.ALL))
+    scores[..., ~seen] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     of_scaling = _score_error(ErrorBound(2 * U * np.abs(q), np.full(q.shape, arithmetic.query)), k, head_dim)
@@ -450,9 +493,9 @@ def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ..
     return (ErrorBound(error + unit, np.minimum(1, error / unit)),)
 
 
-def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+def _scores(q: np.ndarray, k: np.ndarray, scalar: float) -> np.ndarray:
     """`[kv_heads, group, seq, positions]`."""
-    scores: np.ndarray = np.einsum("sgmd,pgd->gmsp", q, k) / np.sqrt(q.shape[-1])
+    scores: np.ndarray = np.einsum("sgmd,pgd->gmsp", q, k) / np.sqrt(scalar)
     return scores
 
 
@@ -508,6 +551,9 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     "feed_forward": _bound_feed_forward,
     "silu_and_mul": _bound_silu,
     "rms_norm": _bound_norm,
+    "norm_add": _bound_added_norm,
+    "norm_rope": _bound_normed_rotation,
+    **dict.fromkeys(("gemm_bias", "gemv_bias"), _bound_biased_product),
     "rope_q": _bound_query_rotation,
     "token_attention": _bound_token_attention,
 }
