@@ -41,6 +41,13 @@ herd, which only waits and calls, and routines of scalar arithmetic (64 bytes ea
 
 assert STACK_BYTES % ALIGNMENT_BYTES == 0, "buffers begin after the stack"
 
+STATIC_BYTES = 512
+"""Bytes of L1 for a core's static data: tables of tile functions (128 bytes in attention), and constants that Peano
+keeps in memory. Of all default plans, those of some large models and of `int6` are others than without it."""
+
+BUFFER_BYTES = L1_BYTES - STACK_BYTES - STATIC_BYTES
+"""Bytes of L1 for buffers."""
+
 SHIM_CHANNELS = 2
 MEMTILE_CHANNELS = 6
 TILE_CHANNELS = 2
@@ -109,8 +116,8 @@ def require_multiple(what: str, size: str, value: int, step: int) -> None:
 
 
 def fits_l1(*buffers: int) -> bool:
-    """Return whether buffers of these byte sizes fit a core's data memory, together with the stack."""
-    return sum(buffers) + STACK_BYTES <= L1_BYTES
+    """Return whether buffers of these byte sizes fit a core's data memory, together with stack and static data."""
+    return sum(buffers) <= BUFFER_BYTES
 
 
 def copies(steps: int) -> int:

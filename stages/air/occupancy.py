@@ -183,7 +183,8 @@ class Segment:
         yield Use("herd rows", rows, limits.ROWS)
         # Every allocation has its own place for as long as the herd runs.
         size = sum(self.all_bytes(buffer) for buffer in analysis.allocations(herd, L1))
-        yield Use("L1 bytes (with stack)", size + limits.STACK_BYTES, limits.L1_BYTES)
+        taken = size + limits.STACK_BYTES + limits.STATIC_BYTES
+        yield Use("L1 bytes (with stack and static data)", taken, limits.L1_BYTES)
         tiles_differ = any(True for _ in analysis.walk_ops(herd, scf.IfOp))
         for tile in analysis.tiles(herd) if tiles_differ else [(0, 0)]:
             yield from self._tile_uses(herd, tile)

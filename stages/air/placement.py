@@ -28,7 +28,7 @@ class Tile:
     column: int
     row: int
     bytes: int
-    """Bytes of its memory, with the stack of a core."""
+    """Bytes of its memory, with stack and static data of a core."""
     channels_in: int
     channels_out: int
     descriptors: int
@@ -75,7 +75,7 @@ def _cores(segment: Segment) -> Iterator[Tile]:
             yield Tile(
                 column,
                 CORES + row,
-                uses["L1 bytes (with stack)"],
+                uses["L1 bytes (with stack and static data)"],
                 uses["compute tile DMA channels in"],
                 uses["compute tile DMA channels out"],
                 uses["compute tile descriptors"],

@@ -94,9 +94,9 @@ class Tiling:
 
     @property
     def room(self) -> int:
-        """Bytes of L1 for outputs: those that the stack, two chunks, `x` with its companion, and sums leave free."""
+        """Bytes of L1 for outputs: those that two chunks, `x` with its companion, and sums leave free for buffers."""
         sums = F32 * self.sums + BF16 * self.panels * self.cut.lanes
-        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
+        return limits.BUFFER_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
 
     @property
     def rows(self) -> Mapping[str, int]:

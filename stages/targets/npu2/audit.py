@@ -33,6 +33,7 @@ from stages.targets.npu2.compiled import (
     read_compiled,
 )
 from stages.targets.npu2.liveness import check_liveness
+from stages.targets.npu2.static import loaded_sections
 
 LOWERED = "npu.air.mlir"
 """The file of aircc with the configurations and commands that aiecc gets."""
@@ -60,6 +61,8 @@ class Findings:
     """Maximum for a memory tile."""
     core_descriptors: int = 0
     """Maximum for a compute tile."""
+    static_bytes: int = 0
+    """Maximum of static data of a core: tables of tile functions, and constants that Peano keeps in memory."""
     notes: list[str] = field(default_factory=list)
     """Remarks on what is correct but could be better."""
 
@@ -71,9 +74,16 @@ class Findings:
 PROGRAM_BYTES = 16 << 10
 """Program memory of a core."""
 
+OWN_MEMORY = 0x70000
+"""Address at which a core sees its own L1 (mlir-aie, `AIETargetModel.h`)."""
 
-def audit_made(program: str, module: ModuleOp, directory: Path, function: str) -> Findings:
-    """Audit a program from aircc's directory of temporary files. Raises UserError."""
+
+def audit_made(program: str, module: ModuleOp, directory: Path, function: str, linked: bool = True) -> Findings:
+    """Audit a program from aircc's directory of temporary files. Raises UserError.
+
+    Args:
+        linked: Whether Peano linked the cores; without it, their code and static data are not checked.
+    """
     try:
         lowered, addresses = ((directory / name).read_text() for name in (LOWERED, PLACED))
     except OSError as error:
@@ -84,10 +94,11 @@ def audit_made(program: str, module: ModuleOp, directory: Path, function: str) -
         raise UserError(f"{program}: {error}") from None
     findings = audit(program, module, compiled)
     # After a launch with a cascade, mlir-air of 2026-07-29 loads it again without cores, which nobody uses.
-    run = {configuration.name for configuration, _ in compiled.steps}
-    findings.notes += audit_buffers(program, {name: placed for name, placed in buffers.items() if name in run})
-    for core in sorted(directory.glob("*_core_*.elf")):
-        audit_core(program, core)
+    run = {configuration.name: configuration for configuration, _ in compiled.steps}
+    placed = {name: in_device for name, in_device in buffers.items() if name in run}
+    findings.notes += audit_buffers(program, placed)
+    if linked:
+        findings.static_bytes = audit_cores(program, run.values(), placed, directory)
     stream = next(iter(directory.glob(f"*_{function}.bin")), None)
     if stream is not None:
         findings.resets = audit_stream(program, stream.read_bytes(), findings.resets)
@@ -369,19 +380,49 @@ def _check_placed(where: str, row: int, buffers: Iterable[Buffer]) -> None:
     limits.require(where, "bytes of memory", end, limits.L2_BYTES if row == 1 else limits.L1_BYTES)
 
 
-def audit_core(program: str, core: Path) -> None:
-    """Check that the code of a core, linked by Peano, fits its program memory. Raises UserError."""
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.constants import SH_FLAGS
-    from elftools.elf.elffile import ELFFile
+def audit_cores(
+    program: str, configurations: Iterable[Configuration], placed: Mapping[str, Sequence[Buffer]], directory: Path
+) -> int:
+    """Check the ELF of every core of the configurations, and return the most bytes of static data in one.
 
-    try:
-        with core.open("rb") as file:
-            sections = list(ELFFile(file).iter_sections())
-    except ELFError as error:
-        raise UserError(f"{program}: {core.name} cannot be read: {error}") from None
-    code = sum(section["sh_size"] for section in sections if section["sh_flags"] & SH_FLAGS.SHF_EXECINSTR)
-    limits.require(f"{program}, {core.name}", "bytes of program memory", code, PROGRAM_BYTES)
+    aiecc names it `DEVICE_core_COLUMN_ROW.elf`, since July 2026 with `elfs_` before that (mlir-aie #3271). No other
+    check sees whether the code fits (until mlir-aie #3618), so a core without an ELF is refused.
+
+    Raises:
+        UserError: One line.
+    """
+    elfs = {path.stem.removeprefix("elfs_"): path for path in directory.rglob("*_core_*.elf") if path.is_file()}
+    cores = {
+        f"{made.name}_core_{core.column}_{core.row}": (made, core) for made in configurations for core in made.cores
+    }
+    if missing := sorted(cores.keys() - elfs.keys()):
+        found = len(cores) - len(missing)
+        raise UserError(f"{program}: aiecc left {found} ELFs of {len(cores)} cores, none of {missing[0]}, to audit")
+    largest = 0
+    for name, (made, core) in cores.items():
+        in_tile = [b for b in placed.get(made.name, ()) if (b.column, b.row) == (core.column, core.row)]
+        largest = max(largest, audit_core(program, elfs[name], in_tile))
+    return largest
+
+
+def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> int:
+    """Check that the code of a core, linked by Peano, fits its program memory, and that its static data lies in L1
+    apart from stack and buffers. Return the bytes of static data. Raises UserError."""
+    where = f"{program}, {core.name}"
+    sections = loaded_sections(core, where)
+    limits.require(where, "bytes of program memory", sum(s.bytes for s in sections if s.code), PROGRAM_BYTES)
+    taken = [("the stack", 0, limits.STACK_BYTES), *((b.name, b.address or 0, b.bytes) for b in buffers)]
+    for section in (s for s in sections if not s.code):
+        start = section.address - OWN_MEMORY
+        end = start + section.bytes
+        if not 0 <= start <= end <= limits.L1_BYTES:
+            raise UserError(f"{where}: {section.name} at {section.address:#x} is not in the core's own memory")
+        for name, begin, size in taken:
+            if begin < end and start < begin + size:
+                raise UserError(
+                    f"{where}: {section.name} at {start} of {section.bytes} bytes overlaps {name} at {begin}"
+                )
+    return sum(section.bytes for section in sections if not section.code)
 
 
 _WORDS = {0: 6, 3: 7, 4: 7, 6: 1, 8: 4}

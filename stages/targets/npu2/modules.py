@@ -25,6 +25,7 @@ from stages.model.grouping import programs as derive_programs
 from stages.model.part import Launch, Part
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.levels import level_of
 from stages.targets.npu2.objects import KERNEL_SET
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def sources(programs: Sequence[Program]) -> list[str]:
 
 
 def expected(source: str) -> dict[str, Any]:
-    """Return nothing: an object is asked for by its name and its flags."""
-    return {}
+    """Return the level at which Peano optimises a source; else an object is asked for by its name and its flags."""
+    return {"level": level_of(source)}
 
 
 def write_module(

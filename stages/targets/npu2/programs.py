@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -160,16 +161,39 @@ def link(job: Job, scratch: Path, failed_log: Path) -> str:
     status, log = _run(command_line(job), scratch)
     if status == -signal.SIGSEGV:
         # Some passes iterate in the order of addresses: the same module may pass at the second attempt.
-        shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
-        crashed = f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n"
-        status, log = _run(command_line(job), scratch)
-        log = crashed + log
+        status, log = _run_again(job, scratch, f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n")
+    if status and _NO_ROOM in log:
+        why = "no room after the buffers for static data, linked again with buffers one after the other"
+        status, log = _run_again(job, scratch, f"{log}\n{job.program}: {why}\n", _sequential(scratch))
     problem = _problem(job, status, log, scratch)
     if problem is None:
         return log
     header = f"{' '.join(command_line(job))}\nended with {status} after {time.monotonic() - started:.0f} s\n\n"
     _leave_log(failed_log, header + log)
     raise UserError(f"{job.program}: {problem}: the whole log is {failed_log}")
+
+
+_NO_ROOM = "will not fit in region 'data'"
+"""The linker's words where static data of a core finds no room. It puts it after the highest buffer, and the compiler
+deals buffers to four banks: the last can be full while others are not (until mlir-aie #3406)."""
+
+
+def _sequential(scratch: Path) -> Path:
+    """Return a new directory with an `aiecc` that puts buffers one after the other: aircc has no option for that."""
+    directory, driver = scratch / "sequential", aiecc()
+    assert driver
+    directory.mkdir()
+    script = directory / "aiecc"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(str(driver.path))} --alloc-scheme=basic-sequential "$@"\n')
+    script.chmod(0o755)
+    return directory
+
+
+def _run_again(job: Job, scratch: Path, log: str, *first: Path) -> tuple[int | None, str]:
+    """Run aircc once more, and return its exit status and both logs."""
+    shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
+    status, more = _run(command_line(job), scratch, *first)
+    return status, log + more
 
 
 def command_line(job: Job) -> list[str]:
@@ -183,14 +207,14 @@ def command_line(job: Job) -> list[str]:
     return [str(driver.path), *fixed, *names, f"--stack-size={limits.STACK_BYTES}", *compilers, *job.options]
 
 
-def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
-    """Run a command. Return its exit status (None after `TIME_LIMIT`) and its output."""
+def _run(command: Sequence[str], directory: Path, *first: Path) -> tuple[int | None, str]:
+    """Run a command. Return its exit status (None after `TIME_LIMIT`) and its output. `first`: see `environment`."""
     say(f"waiting for {Path(command[0]).name}")
     with (directory / "log").open("w+b") as log:
         child = subprocess.Popen(
             command,
             cwd=directory,
-            env=environment(),
+            env=environment(*first),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -210,9 +234,10 @@ def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
         return status, log.read().decode(errors="replace")
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which aircc finds aiecc: on PATH, where wheels do not put it."""
-    tools = [str(tool.path.parent) for tool in (aircc(), aiecc()) if tool]
+def environment(*first: Path) -> dict[str, str]:
+    """Return an environment in which aircc finds aiecc: on PATH, where wheels do not put it, or in a directory of
+    `first`."""
+    tools = [*map(str, first), *(str(tool.path.parent) for tool in (aircc(), aiecc()) if tool)]
     return os.environ | {"PATH": os.pathsep.join([*dict.fromkeys(tools), os.environ.get("PATH", os.defpath)])}
 
 
