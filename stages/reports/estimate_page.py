@@ -203,7 +203,8 @@ def _array(figures: Figures) -> Iterator[Markup]:
     yield note(
         f"The array has {limits.COLUMNS} columns. Each has, from below, a shim (DDR), a memory tile "
         f"({limits.L2_BYTES >> 10} KiB of L2) and {limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, "
-        f"{(limits.STACK_BYTES + limits.STATIC_BYTES) / 1024:g} KiB of it stack and static data). A tile shows how full its memory is (bar and size), the DMA "
+        f"{(limits.STACK_BYTES + limits.STATIC_BYTES) / 1024:g} KiB of it stack and static data). A tile shows how "
+        "full its memory is (bar and size), the DMA "
         "channels in and out that are used, of those it has, and buffer descriptors. The compiler chooses the tiles; "
         "here they are drawn from the left."
     )

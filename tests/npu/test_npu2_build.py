@@ -557,6 +557,40 @@ def test_doctor_on_a_machine_with_everything(laptop: Path) -> None:
     assert set(doctor.conclusions(rows).values()) == {"yes"}
 
 
+DRIVERS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    # Release of Linux, version of the driver's package, firmware: what doctor says of these two.
+    "ubuntu 26.04": ("7.0.0-15-generic", "", "1.1.2.64", {}),
+    "ubuntu 25.10": ("6.17.0-8-generic", "", "1.0.0.166", {"NPU firmware": "old", "Linux": "old"}),
+    "debian backports": ("6.18.5+deb13-amd64", "", "1.0.0.63", {"NPU firmware": "old", "Linux": "old"}),
+    "24.04 with the package": ("6.17.0-35-generic", "2.23.0_20260407,6fc926d0", "1.1.2.65", {}),
+    "24.04, package without reboot": ("6.17.0-35-generic", "2.23.0", "1.0.0.166", {"NPU firmware": "old"}),
+    "old linux-firmware": ("7.0.3", "", "1.0.20.31", {"NPU firmware": "old"}),
+    "driver brought to an older kernel": ("6.12.0-211.el10.x86_64", "", "1.1.2.64", {}),
+    "firmware not known": ("6.18.5", "", "", {"NPU firmware": "other", "Linux": "old"}),
+}
+
+
+@pytest.mark.parametrize("machine", DRIVERS)
+def test_doctor_judges_firmware_and_driver(laptop: Path, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """Kernels before 7.0 take firmware 1.0 only, which runs no ELF programs; 1.1 runs under newer drivers only."""
+    release, package, firmware, states = DRIVERS[machine]
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    (laptop / "sys/class/accel/accel0/device/fw_version").write_text(firmware)
+    if package:
+        (laptop / "sys/module/amdxdna").mkdir(parents=True)
+        (laptop / "sys/module/amdxdna/version").write_text(package)
+    rows = doctor.report(laptop)
+    judged = {row.what: row for row in rows if row.what in ("NPU firmware", "Linux")}
+    assert {what: row.found for what, row in judged.items()} == {"NPU firmware": "yes", "Linux": "yes"} | states
+    missing = ", ".join(what for what, state in states.items() if state == "old")
+    assert doctor.conclusions(rows)["run npu2"] == (f"no: {missing}" if missing else "yes")
+    if states.get("NPU firmware") == "old":
+        stuck = "Linux" in states
+        assert judged["NPU firmware"].get.startswith("at least 1.1, for the command that runs ELF programs: ")
+        assert ("makes the NPU vanish" in judged["NPU firmware"].get) == stuck, "there it must not be replaced alone"
+        assert ("then reboot" in judged["NPU firmware"].get) != stuck
+
+
 _XCLBIN_ONLY = "__init__(self: pyxrt.hw_context, device: pyxrt.device, uuid: pyxrt.uuid) -> None"
 _WITH_ELF = f"{_XCLBIN_ONLY}\n__init__(self: pyxrt.hw_context, device: pyxrt.device, elf: pyxrt.elf) -> None"
 
@@ -609,11 +643,12 @@ def test_doctor_without_any_tool(laptop: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("AIE_API_INCLUDE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     monkeypatch.setattr(host_toolchain, "host_compiler_fingerprint", lambda: None)
+    monkeypatch.setattr(doctor.platform, "release", lambda: "6.18.0")
     for find in toolchain.NPU_TOOLS.values():
         find.cache_clear()  # type: ignore[attr-defined]
     verdicts = doctor.conclusions(doctor.report(tmp_path))
     assert verdicts["build npu2"] == "no: host compiler, aircc, aiecc, Peano, AIE API headers"
-    assert verdicts["run npu2"].startswith("no: NPU, NPU driver, NPU firmware, XRT, pyxrt")
+    assert verdicts["run npu2"].startswith("no: NPU, NPU driver, NPU firmware, Linux, XRT, pyxrt")
     assert verdicts["build and run cpu"] == "no: host compiler"
 
 

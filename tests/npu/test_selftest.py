@@ -33,6 +33,7 @@ from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outco
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
 from stages.proof.selftest.trial import judge
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.toolchain import Npu
 from tests.conftest import ROOT, build, doit, ran
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
@@ -208,6 +209,14 @@ def elsewhere(values: np.ndarray) -> None:
 
 NO_CONTEXT = "DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-22): Invalid argument"
 
+NOT_SUPPORTED = "DRM_IOCTL_AMDXDNA_EXEC_CMD IOCTL failed (err=-95): Operation not supported"
+
+
+def firmware(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    """The machine's NPU has firmware of this version."""
+    device = Npu(Path("/dev/accel/accel0"), "Strix", 8, "amdxdna of the kernel", False, number, True)
+    monkeypatch.setattr(ladder, "npu", lambda: device)
+
 
 def no_context(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str) -> None:
     def refuse(*_: Any) -> Any:
@@ -258,7 +267,21 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
     "no device": ({"vanish": 1}, None, faults.DEVICE, "gone", "No such device"),
     "no bindings": ({}, lambda m: m.setitem(sys.modules, "pyxrt", None), faults.DEVICE, "no bindings", "pyxrt"),
     "older XRT": ({}, lambda m: no_context(m, TypeError, "no overload"), faults.CONTEXT, "old bindings", "overload"),
-    "no context": ({}, lambda m: no_context(m, RuntimeError, NO_CONTEXT), faults.CONTEXT, "failed", "CREATE_HWCTX"),
+    "no context": ({}, lambda m: no_context(m, RuntimeError, NO_CONTEXT), faults.CONTEXT, "stuck", "CREATE_HWCTX"),
+    "old firmware": (
+        {},
+        lambda m: (no_context(m, RuntimeError, NOT_SUPPORTED), firmware(m, "1.0.0.166")),
+        faults.CONTEXT,
+        "old firmware",
+        "Operation not supported; firmware 1.0.0.166",
+    ),
+    "refused by new firmware": (
+        {},
+        lambda m: (no_context(m, RuntimeError, NOT_SUPPORTED), firmware(m, "1.1.2.64")),
+        faults.CONTEXT,
+        "failed",
+        "Operation not supported",
+    ),
     "no memory": ({"fail_alloc": 1}, None, faults.KERNEL, "no memory", "Cannot allocate"),
     "deadline": ({"time_out": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),
     "hang": ({"hang": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),

@@ -24,7 +24,9 @@ from stages.proof.selftest.faults import Failure, fault
 from stages.proof.selftest.model import Model
 from stages.proof.selftest.probes import WATCHDOG, Probe, probes, tile_functions
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, judge
+from stages.targets.npu2.known_good import LEAST, version
 from stages.targets.npu2.objects import KERNEL_SET
+from stages.targets.npu2.toolchain import npu
 from stages.weights.formats import formats
 
 PASSED, LIMITED, BROKEN, SKIPPED = "passed", "limited", "broken", "skipped"
@@ -144,6 +146,22 @@ def _run_rung(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
     return Rung(rung, what, result, detail, time.perf_counter() - started, cause, meaning.meaning, meaning.remedy)
 
 
+def _with_firmware(run: Callable[[], str]) -> Callable[[], str]:
+    """Make old firmware the cause where it refuses something: it cannot run ELF programs at all."""
+
+    def tried() -> str:
+        try:
+            return run()
+        except Failure as failure:
+            device = npu()
+            firmware = device.firmware if device else ""
+            if failure.cause != "failed" or not firmware or version(firmware) >= version(LEAST["NPU firmware"][0]):
+                raise
+            raise Failure("old firmware", f"{failure.detail}; firmware {firmware}") from None
+
+    return tried
+
+
 def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return a probe's inputs in the layouts that its program takes."""
     (part,) = probe.program.parts
@@ -166,8 +184,8 @@ class _Ladder:
         """Yield each rung, what of it is tried, and how."""
         if self.on_xrt:
             yield faults.DEVICE, "bindings and device", self.device
-            yield faults.CONTEXT, "an ELF in a hardware context", self.context
-            yield faults.KERNEL, measure.BASE, self.first_kernel
+            yield faults.CONTEXT, "an ELF in a hardware context", _with_firmware(self.context)
+            yield faults.KERNEL, measure.BASE, _with_firmware(self.first_kernel)
         for probe in tile_functions():
             yield faults.TILE, f"{probe.name}: {probe.about}", functools.partial(self.tile_function, probe)
         if self.on_xrt:

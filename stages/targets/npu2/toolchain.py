@@ -165,6 +165,8 @@ class Npu:
     """0 if it is not a known NPU2."""
     driver: str
     """Name and version."""
+    packaged: bool
+    """Whether the driver has a version of its own: it comes from a package, not with the kernel."""
     firmware: str
     usable: bool
     """Whether this user may open it."""
@@ -187,6 +189,7 @@ def _npu(system: Path, node: Path) -> Npu:
         name or ("NPU of the first generation" if device == NPU1_DEVICE else ""),
         NPU2_COLUMNS if name else 0,
         f"{driver} {version or 'of the kernel'}".strip() if driver else "",
+        bool(version),
         _read(properties / "fw_version") or "",
         os.access(node, os.R_OK | os.W_OK),
     )
