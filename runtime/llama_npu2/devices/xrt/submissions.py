@@ -240,9 +240,11 @@ class _Run:
 
     def failed(self, state: str) -> UserError:
         """Return the error for a run that ended in `state`."""
-        late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
-        advice = "see dmesg, and docs/tutorials/ryzen-ai.md on timeouts"
-        return UserError(f"{self.where}: {late} on the NPU ({state}): {advice}")
+        if state.endswith("TIMEOUT"):
+            what, advice = "did not finish in time", "docs/tutorials/ryzen-ai.md on timeouts"
+        else:
+            what, advice = "failed", "doit doctor on firmware and driver"
+        return UserError(f"{self.where}: {what} on the NPU ({state}): see dmesg, and {advice}")
 
 
 class _Single:
