@@ -25,6 +25,7 @@ from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.kernel_name import kernel_name
+from stages.targets.npu2.levels import VARIABLE, level_of
 from stages.targets.npu2.modules import build_module
 from tests.conftest import ROOT, build, doit, ran
 from tests.support.npu_shapes import DEMO, device_program, device_programs
@@ -218,7 +219,7 @@ FAKE_PEANO = """
 if "--version" in args:
     sys.exit(print("fake 22.1.0"))
 source = pathlib.Path(next(a for a in args if a.endswith(".cc")))
-text = [a for a in args if a.startswith("-D")]
+text = [a for a in args if a.startswith(("-D", "-O"))]
 for line in source.read_text().splitlines():
     code, _, comment = line.partition("//")
     if code and (not comment.startswith(" only ") or comment[6:] in args):
@@ -275,6 +276,58 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
     header.write_text(header.read_text() + "\n// a comment\n")
     objects = {task for task in first if task.startswith("object:aie2p/")}
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == objects
+
+
+def test_a_level_of_its_own_rebuilds_one_source(built: Path, fakes: dict[str, str]) -> None:
+    ran(doit(*COMPILE, cwd=built, env=fakes))
+    chosen = fakes | {VARIABLE: "silu_and_mul=1"}
+    assert ran(doit(*COMPILE, cwd=built, env=chosen)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
+    made = (built / "artifacts/demo/npu2" / OBJECTS / "aie2p").rglob("*.o")
+    levels = {(path.parent.name == "silu_and_mul", b"-O1" in path.read_bytes()) for path in made}
+    assert levels == {(True, True), (False, False)}
+    assert ran(doit(*COMPILE, cwd=built, env=chosen)) == set()
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
+
+
+@pytest.mark.parametrize(
+    "text", ["silu=1", "silu_and_mul", "silu_and_mul=9", "=1", "silu_and_mul=1 rope=2", "../cpu/add=1"]
+)
+def test_levels_that_name_nothing_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(
+        UserError, match=rf"^{VARIABLE}: \S+ is not SOURCE=LEVEL, a name in kernel_src/aie2p and 0 to 3$"
+    ):
+        level_of("aie2p/add")
+
+
+def test_levels_of_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "silu_and_mul=1, rope=3")
+    monkeypatch.setattr("stages.targets.npu2.levels.LEVELS", {"rope": "1", "gemm": "1"})
+    sources = ("silu_and_mul", "rope", "gemm", "add")
+    assert [level_of(f"aie2p/{source}") for source in sources] == ["1", "3", "1", "2"]
+
+
+ROOMLESS = """
+said = pathlib.Path(os.environ["RECORD"]).with_name("aiecc.json")
+driver = next(p for p in map(pathlib.Path, os.environ["PATH"].split(":")) if (p / "aiecc").exists())
+said.write_text(json.dumps([str(driver), os.path.realpath(driver / "aiecc"), (driver / "aiecc").read_text()]))
+if "--alloc-scheme=basic-sequential" not in (driver / "aiecc").read_text():
+    sys.exit("ld.lld: error: section '.data' will not fit in region 'data': overflowed by 128 bytes")
+"""
+
+
+def test_static_data_without_room_is_linked_with_buffers_in_a_row(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bank by bank, buffers can fill the last bank while others have room."""
+    monkeypatch.setenv("AIRCC_DOES", ROOMLESS)
+    make(module, tmp_path)
+    assert "hello.128: no room after the buffers for static data, linked again" in logged(tmp_path)
+    _, _, script_text = json.loads((tools / "aiecc.json").read_text())
+    assert f'exec {tools / "other/aiecc"} --alloc-scheme=basic-sequential "$@"' in script_text
+    monkeypatch.setenv("AIRCC_DOES", ROOMLESS.replace("--alloc-scheme=basic-sequential", "nothing"))
+    with pytest.raises(UserError, match=r"aircc: ld\.lld: error: section '\.data' will not fit in region 'data'"):
+        make(module, tmp_path)
 
 
 def _linked(checkout: Path, program: str) -> set[str]:

@@ -32,10 +32,10 @@ def level_of(source: str) -> str:
 
 def _chosen(kernel_set: str) -> dict[str, str]:
     """Return the levels that the environment names, by source. Raises UserError."""
-    chosen = {}
+    chosen, stems = {}, {path.stem for path in (KERNELS / kernel_set).glob("*.cc")}
     for entry in filter(None, os.environ.get(VARIABLE, "").replace(" ", "").split(",")):
         stem, _, level = entry.partition("=")
-        if level not in ALL or not (KERNELS / kernel_set / f"{stem}.cc").is_file():
+        if level not in ALL or stem not in stems:
             raise UserError(f"{VARIABLE}: {entry} is not SOURCE=LEVEL, a name in kernel_src/{kernel_set} and 0 to 3")
         chosen[stem] = level
     return chosen
