@@ -41,9 +41,10 @@ herd, which only waits and calls, and routines of scalar arithmetic (64 bytes ea
 
 assert STACK_BYTES % ALIGNMENT_BYTES == 0, "buffers begin after the stack"
 
-STATIC_BYTES = 512
-"""Bytes of L1 for a core's static data: tables of tile functions (128 bytes in attention), and constants that Peano
-keeps in memory. Of all default plans, those of some large models and of `int6` are others than without it."""
+STATIC_BYTES = 320
+"""Bytes of L1 that tilings leave for a core's static data: two lines of 64 bytes for the table of attention, two for
+constants that Peano keeps in memory, one for alignment. A core with more room can have more. With 0, a fuller core of
+8B in `int4` and some in `int6` would have larger chunks, and no plan of Llama-3.2-1B would differ."""
 
 BUFFER_BYTES = L1_BYTES - STACK_BYTES - STATIC_BYTES
 """Bytes of L1 for buffers."""

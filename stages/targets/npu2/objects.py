@@ -57,12 +57,12 @@ def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str], leve
         level: The optimisation level, the digit of `-O`; the source's own if it is empty.
 
     Raises:
-        UserError: Also if it needs more stack or static data than a core has.
+        UserError: Also if it needs more stack than a core has, or memory that nothing clears.
     """
     need_npu_tools("Peano", "AIE API headers")
     path = source_file(source)
     flags = [f"-O{level or level_of(source)}", *flags]
-    made_by = (fingerprint(), FLAGS, tuple(flags), stack.LIMIT, static.LIMIT)
+    made_by = (fingerprint(), FLAGS, tuple(flags), stack.LIMIT)
     sources = [path, *sorted(path.parent.glob("*.h"))]
     failed = f"{path.name} does not compile for the NPU as {name}"
 

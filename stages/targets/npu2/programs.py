@@ -258,6 +258,8 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path) -> str | Non
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
         return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or npu.grouping=separate"
+    if status and _NO_ROOM in log:
+        return f"aircc: {error}: raise STATIC_BYTES in stages/air/limits.py"
     if status:
         return f"aircc: {error}{_failed_launch(job, error, scratch)}"
     elf = scratch / ELF

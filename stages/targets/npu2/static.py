@@ -1,6 +1,7 @@
-"""Checks the static data of tile functions: tables, and constants that Peano keeps in memory.
+"""Reads the static data of objects and cores: tables, and constants that Peano keeps in memory.
 
-They lie in a core's L1 with its stack and its buffers, so tilings leave `STATIC_BYTES` free for them.
+It lies in a core's L1 with stack and buffers: tilings leave `limits.STATIC_BYTES` for it, the linker refuses what finds
+no room, and the audit looks where it lies.
 """
 
 from __future__ import annotations
@@ -9,10 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_npu2.errors import UserError
-from stages.air import limits
-
-LIMIT = limits.STATIC_BYTES - limits.ALIGNMENT_BYTES
-"""Bytes that an object may have: the first address after the buffers may have to be aligned."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,7 @@ def loaded_sections(path: Path, name: str) -> list[Section]:
 
 
 def check_static(path: Path, name: str) -> None:
-    """Raise UserError if the object `name` has more static data than `LIMIT`, or memory that nothing clears."""
-    data = [section for section in loaded_sections(path, name) if not section.code]
-    if empty := next((section for section in data if not section.filled), None):
-        raise UserError(f"{name}: {empty.bytes} bytes of {empty.name}, which nothing clears: give them a value, or L1")
-    needed = sum(limits.aligned(section.bytes) for section in data)
-    if needed > LIMIT:
-        raise UserError(
-            f"{name}: needs {needed} bytes of static data and has {LIMIT}: shorten its tables, hand them over in a "
-            "buffer, or raise STATIC_BYTES in stages/air/limits.py"
-        )
+    """Raise UserError if the object `name` has memory without a value: nothing clears it."""
+    for section in loaded_sections(path, name):
+        if not section.code and not section.filled:
+            raise UserError(f"{name}: {section.bytes} bytes of {section.name}, which nothing clears: give them a value")
