@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_npu2.cli.table import Column, Table, amount
+from llama_npu2.cli.table import Table, amount
 from stages.commands.fit_check import Took, measure
 from stages.graph import Build
 from stages.graph.needs import Needs
@@ -97,7 +97,7 @@ def print_needs(rows: Sequence[Needs], machine: Machine, as_json: bool) -> None:
         return
     contexts = sorted(described[0]["resident"])
     titles = ["download", "disk", "build", *(f"run, {context}" for context in contexts), "locked"]
-    table = Table([Column("weights", 12), *(Column(title, 9, right=True) for title in titles), Column("fits")])
+    table = Table([("weights", 12), *((f">{title}", 9) for title in titles), ("fits", 0)])
     print(table.header())
     for row in described:
         amounts = [row["download"], row["disk"], row["build"], *row["resident"].values(), row["pinned"]]
@@ -128,8 +128,8 @@ def _described(needs: Needs, machine: Machine) -> dict:
 
 
 def print_check(build: Build, rows: Sequence[Needs]) -> None:
-    numbers = (Column(title, 9, right=True) for title in ("needs", "took", "%"))
-    table = Table([Column("weights", 12), Column("", 8), *numbers])
+    numbers = ((f">{title}", 9) for title in ("needs", "took", "%"))
+    table = Table([("weights", 12), ("", 8), *numbers])
     if build.options.json:
         found = ((needs.policy.text, *row) for needs in rows for row in compared(needs, measure(build, needs, CHECKED)))
         print(json.dumps([dict(zip(("weights", "what", "needs", "took"), row, strict=True)) for row in found]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from llama_npu2.cli.table import Column, Table, amount, fitted
+from llama_npu2.cli.table import Table, amount, fitted
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.price import Priced
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
@@ -44,7 +44,7 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     for phase, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"A {phase} moves {size / 1024:.1f} KiB between host and device.")
     print(f"{locked}\n{_rates(estimate.machine)}\n\nOne call of each program of grouping {estimate.name}:")
-    table = Table(_COLUMNS)
+    table = Table(_WIDTHS.items())
     print(table.header())
     stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
     detailed = {name for stretch in stretches for name in stretch.device}
@@ -74,15 +74,7 @@ def _rates(machine: Machine) -> str:
     return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
 
 
-_COLUMNS = (
-    Column("", 26),
-    Column("ms", 9, right=True),
-    Column("limit", 13),
-    Column("of it", right=True),
-    Column("MiB", 8, right=True),
-    Column("x least", right=True),
-    Column("GMAC", 8, right=True),
-)
+_WIDTHS = {"": 26, ">ms": 9, "limit": 13, ">of it": 0, ">MiB": 8, ">x least": 0, ">GMAC": 8}
 
 
 def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
@@ -117,12 +109,12 @@ def print_check(machine: Machine, as_json: bool = False) -> None:
         compared = {title: [_described_row(row, machine) for row in rows] for title, rows in plans}
         print(json.dumps({"rates": rates, "measured here": sorted(machine.measured), "plans": compared}))
         return
-    columns = Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")
+    columns = "rate", ">value", "published", "unit", "source"
     print(fitted(columns, (list(_constant_cells(rate, rate.name in machine.measured)) for rate in constants(machine))))
-    numbers = [Column(name, right=True) for name in ("measured ms", "model ms", "error")]
+    numbers = [f">{name}" for name in ("measured ms", "model ms", "error")]
     for title, rows in plans:
         cells = (list(_row_cells(row, machine)) for row in rows)
-        print(f"\n{fitted([Column(title), *numbers, Column('note')], cells)}")
+        print(f"\n{fitted([title, *numbers, 'note'], cells)}")
 
 
 def _described_row(row: Row, machine: Machine) -> dict[str, Any]:

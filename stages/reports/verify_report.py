@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from llama_npu2.cli.table import Column
 from stages.engine.files import write_atomic
 from stages.proof.comparison.continuations import TOKENS, TOP, Choice, Comparison, Difference
 from stages.proof.comparison.verification import Verification
@@ -109,22 +108,8 @@ _PROMPTS = (
     f"Each prompt is continued greedily by {TOKENS} tokens. Transformers, in bf16, chooses after the same tokens. "
     f"Where it chooses another one, the token is marked, and each side's choice must be among the other's best {TOP}."
 )
-_DIFFERENCES = [
-    Column("token", right=True),
-    Column("side"),
-    Column("chose"),
-    Column("id", right=True),
-    Column("rank for the other", right=True),
-    Column("probability, runtime", right=True),
-    Column("transformers", right=True),
-]
-_TENSORS = [
-    Column("tensor"),
-    Column("format"),
-    Column("relative error", right=True),
-    Column("of rounding alone", right=True),
-    Column("outcome"),
-]
+_DIFFERENCES = [">token", "side", "chose", ">id", ">rank for the other", ">probability, runtime", ">transformers"]
+_TENSORS = ["tensor", "format", ">relative error", ">of rounding alone", "outcome"]
 
 
 def _checks(result: Verification) -> Iterator[Markup]:

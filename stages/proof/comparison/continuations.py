@@ -12,7 +12,7 @@ from itertools import takewhile
 import numpy as np
 
 from llama_npu2 import Llama, UserError
-from llama_npu2.cli.table import Column, Table
+from llama_npu2.cli.table import Table
 from llama_npu2.engine.sampling import log_softmax
 from llama_npu2.text.tokenizer import Tokenizer
 from stages.proof.comparison.prompts import Prompt
@@ -24,16 +24,8 @@ TOP = 5
 LEGEND = (
     f"Ranks: the worst, over {TOKENS} positions, of one side's token among the other's choices. At most {TOP} passes."
 )
-TABLE = Table(
-    [
-        Column("prompt", 44),
-        Column("equal", 5, right=True),
-        Column("first difference"),
-        Column("runtime's rank", right=True),
-        Column("transformers' rank", right=True),
-        Column("", 4),
-    ]
-)
+_WIDTHS = {"prompt": 44, ">equal": 5, "first difference": 0, ">runtime's rank": 0, ">transformers' rank": 0, "": 4}
+TABLE = Table(_WIDTHS.items())
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
-from llama_npu2.cli.table import Column
-
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
     """Return an element of HTML or SVG. Content and attributes that are not Markup are escaped.
@@ -44,11 +42,14 @@ def details(summary: object, *blocks: Markup, opened: bool = False) -> Markup:
     return tag("details", tag("summary", summary), *blocks, open=opened)
 
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[object]], label: str) -> Markup:
-    """Return a table with one cell per column, which scrolls sideways where it is wider than the page."""
-    sides = ["number" if column.right else None for column in columns]
-    titles = zip(columns, sides, strict=True)
-    head = tag("tr", *(tag("th", column.title, scope="col", class_=side) for column, side in titles))
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], label: str) -> Markup:
+    """Return a table with one cell per column, which scrolls sideways where it is wider than the page.
+
+    `>` before a title aligns its cells on the right, as numbers are.
+    """
+    sides = ["number" if title.startswith(">") else None for title in titles]
+    names = zip(titles, sides, strict=True)
+    head = tag("tr", *(tag("th", name.removeprefix(">"), scope="col", class_=side) for name, side in names))
     lines = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
     return scrolling(tag("table", tag("thead", head), tag("tbody", *lines)), label)
 
