@@ -20,8 +20,7 @@ from stages.engine.files import write_json
 from stages.graph import Build
 from stages.proof.diagnosis.diagnose import diagnose
 from stages.proof.diagnosis.launches import Finding
-from stages.proof.diagnosis.layers import WORST
-from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.report import WORST, Report
 from stages.reports.diagnose_page import page
 
 SHOWN = 3

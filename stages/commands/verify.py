@@ -15,7 +15,7 @@ from doit.exceptions import TaskFailed
 
 from stages.graph import Build
 from stages.proof.comparison import divergence
-from stages.proof.comparison.prompts import SHIPPED, Prompt, read_prompts
+from stages.proof.comparison.continuations import SHIPPED, Prompt, read_prompts
 from stages.proof.comparison.verification import print_lines, say_nothing, verify
 from stages.reports import verify_report
 

@@ -8,8 +8,7 @@ from itertools import groupby
 from markupsafe import Markup
 
 from stages.proof.diagnosis.launches import Finding, Worst
-from stages.proof.diagnosis.layers import WORST, Distance, Layer
-from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.report import WORST, Distance, Layer, Report
 from stages.reports.pages import Axis, Curve, Page, details, facts, lines, note, table, tag
 
 LAUNCHES = (

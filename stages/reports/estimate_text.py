@@ -49,9 +49,9 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
     detailed = {name for stretch in stretches for name in stretch.device}
     for name, rows in estimate.rows.items():
-        print(table.row(*_program_cells(name, rows)))
+        print(table.row(*_cells(name, rows)))
         if name in detailed:
-            print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
+            print(*(table.row(*_cells(f"  {row.title}", [row])) for row in rows), sep="\n")
 
 
 def locked_line(sizes: Mapping[str, int], positions: int) -> str:
@@ -77,22 +77,11 @@ def _rates(machine: Machine) -> str:
 _WIDTHS = {"": 26, ">ms": 9, "limit": 13, ">of it": 0, ">MiB": 8, ">x least": 0, ">GMAC": 8}
 
 
-def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
-    moved, minimum, macs = (
-        sum(row.traffic.bytes for row in rows),
-        sum(row.traffic.minimum for row in rows),
-        sum(row.macs for row in rows),
-    )
-    yield from _cells(name, total(rows), moved, minimum, macs)
-
-
-def _launch_cells(row: Priced) -> Iterator[str]:
-    yield from _cells(f"  {row.title}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
-
-
-def _cells(name: str, time: Time, moved: int, minimum: int, macs: int) -> Iterator[str]:
+def _cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
+    """Yield the cells of a program with these launches, or of one of them."""
+    time, moved, macs = total(rows), sum(row.traffic.bytes for row in rows), sum(row.macs for row in rows)
     yield from (name, f"{time.milliseconds:.3f}", time.limit, f"{time.by[time.limit] / time.seconds:.0%}")
-    yield from (f"{moved / MIB:.1f}", f"{moved / minimum:.2f}", f"{macs / 1e9:.2f}")
+    yield from (f"{moved / MIB:.1f}", f"{moved / sum(row.traffic.minimum for row in rows):.2f}", f"{macs / 1e9:.2f}")
 
 
 def _sum(time: Time) -> str:

@@ -12,8 +12,7 @@ from stages.engine.files import read_json
 from stages.engine.places import PULLED
 from stages.engine.project import WORK, Project
 from stages.engine.steps import Step
-from stages.sharing.arrivals import Arrivals
-from stages.sharing.cache import step_entries
+from stages.sharing.cache import Arrivals, step_entries
 from stages.sharing.records import (
     Blob,
     Record,

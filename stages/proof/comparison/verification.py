@@ -22,8 +22,16 @@ from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import divergence, transformers_model
-from stages.proof.comparison.continuations import LEGEND, TABLE, Comparison, Continued, check_lengths, continued, piece
-from stages.proof.comparison.prompts import Prompt
+from stages.proof.comparison.continuations import (
+    LEGEND,
+    TABLE,
+    Comparison,
+    Continued,
+    Prompt,
+    check_lengths,
+    continued,
+    piece,
+)
 from stages.sharing.provenance import VERIFIED
 from stages.weights.formats import formats, w8a8
 
