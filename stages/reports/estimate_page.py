@@ -11,18 +11,7 @@ from markupsafe import Markup
 from llama_npu2.cli.table import amount
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
-from stages.estimate.work import (
-    CALL,
-    CONFIGURATION,
-    CYCLES,
-    DDR,
-    ELEMENTWISE,
-    HOST,
-    MULTIPLY,
-    STEP,
-    STREAM,
-    SUBMISSION,
-)
+from stages.estimate import work
 from stages.reports.estimate_figures import TOKEN
 from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE
 from stages.reports.pages import (
@@ -43,8 +32,11 @@ from stages.reports.pages import (
 
 Figures = Mapping[str, Any]
 
-SERIES = (DDR, MULTIPLY, STREAM, ELEMENTWISE, HOST, STEP, SUBMISSION, CONFIGURATION)
-COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {CALL: "muted", CYCLES: "text"}
+SERIES = (
+    *(work.DDR, work.MULTIPLY, work.STREAM, work.ELEMENTWISE),
+    *(work.HOST, work.STEP, work.SUBMISSION, work.CONFIGURATION),
+)
+COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {work.CALL: "muted", work.CYCLES: "text"}
 """The colour of each limit, by its name."""
 
 

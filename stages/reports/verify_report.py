@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from stages.engine.files import write_atomic
-from stages.proof.comparison.continuations import TOKENS, TOP, Choice, Comparison, Difference
+from stages.proof.comparison.continuations import TOKENS, TOP, Comparison, Difference
 from stages.proof.comparison.verification import Verification
 from stages.reports.pages import Axis, Page, Series, colour, columns, details, facts, note, table, tag
 
@@ -153,20 +153,14 @@ def _prompt(comparison: Comparison) -> Iterator[Markup]:
     yield _text(tag("strong", prompt.text), *pieces)
     if differences:
         yield from first_difference(comparison)
-        rows = [
-            row
-            for difference in differences
-            for row in (
-                _choice(difference, "runtime", difference.ours),
-                _choice(difference, "transformers", difference.theirs),
-            )
-        ]
+        rows = [row for difference in differences for row in _choices(difference)]
         yield details(f"{len(differences)} differences", table(_DIFFERENCES, rows, f"differences of {prompt.name}"))
 
 
-def _choice(difference: Difference, side: str, choice: Choice) -> tuple[object, ...]:
-    shares = (f"{probability:.2%}" for probability in (choice.ours, choice.theirs))
-    return difference.position + 1, side, repr(choice.text), choice.token, choice.rank + 1, *shares
+def _choices(difference: Difference) -> Iterator[tuple[object, ...]]:
+    for side, choice in (("runtime", difference.ours), ("transformers", difference.theirs)):
+        shares = (f"{probability:.2%}" for probability in (choice.ours, choice.theirs))
+        yield difference.position + 1, side, repr(choice.text), choice.token, choice.rank + 1, *shares
 
 
 def first_difference(comparison: Comparison) -> Iterator[Markup]:

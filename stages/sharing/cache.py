@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def step_entries(store: Store, records: list[Record]) -> dict[str, dict[str, Any
         if record in written:
             return None
         runs = [record, *(other for other in written if other.found != record.found)]
-        return step_entry(where), {"address": where, "runs": [run.to_json() for run in runs[:_RUNS]]}
+        return step_entry(where), {"address": where, "runs": [asdict(run) for run in runs[:_RUNS]]}
 
     return dict(filter(None, store.remote.parallel(entry, records)))
 
