@@ -114,11 +114,8 @@ _TENSORS = ["tensor", "format", ">relative error", ">of rounding alone", "outcom
 
 def _checks(result: Verification) -> Iterator[Markup]:
     for name, check in result.checks.items():
-        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", _seconds(result.seconds[name]))
-
-
-def _seconds(seconds: float) -> Markup:
-    return tag("span", f"{seconds:.1f} s", class_="muted")
+        seconds = tag("span", f"{result.seconds[name]:.1f} s", class_="muted")
+        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", seconds)
 
 
 def _verdict(passed: bool) -> Markup:

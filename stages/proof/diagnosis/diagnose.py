@@ -108,23 +108,15 @@ def _layers(
         rounded = not weights.formats <= set(PLAIN)
         original = transformers_model.layer_outputs(source, source.tensor, [text]) if rounded else None
         bounded = w8a8.FORMAT.name not in weights.formats and not build.bfp16
-        return list(_each_layer(states, exact, original, prompt, bounded)), ""
+        layers: list[Layer] = []
+        for layer, pair in enumerate(exact):
+            ours = [states[layer][position] for position in sorted(states[layer])]
+            # The last token was chosen and not run.
+            checkpoint = next(original)[0][: len(ours)] if original else None
+            layers += compared(layer, ours, [rows[: len(ours)] for rows in pair], checkpoint, prompt, bounded)
+        return layers, ""
     except UserError as error:
         return [], f"layers are not compared: {error}"
-
-
-def _each_layer(
-    states: dict[int, dict[int, Any]],
-    exact: Iterator[list[Any]],
-    original: Iterator[list[Any]] | None,
-    prompt: int,
-    bounded: bool,
-) -> Iterator[Layer]:
-    for layer, pair in enumerate(exact):
-        ours = [states[layer][position] for position in sorted(states[layer])]
-        # The last token was chosen and not run.
-        checkpoint = next(original)[0][: len(ours)] if original else None
-        yield from compared(layer, ours, [rows[: len(ours)] for rows in pair], checkpoint, prompt, bounded)
 
 
 def inside(build: Build, op: Op, prompt: Sequence[int], tokens: int) -> list[Finding]:
