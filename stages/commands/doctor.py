@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llama_npu2.cli.table import Column, amount, fitted
+from llama_npu2.cli.table import amount, fitted
 from llama_npu2.devices.xrt.limits import HEAP
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
@@ -177,8 +177,8 @@ def conclusions(rows: Sequence[Row]) -> dict[str, str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return aligned columns, and below them how to get what is not there."""
-    columns = [Column(title) for title in ("", "found", "version", "needed for")]
-    lines = [fitted(columns, [(row.what, row.found, row.version, row.needed_for) for row in rows])]
+    titles = ("", "found", "version", "needed for")
+    lines = [fitted(titles, [(row.what, row.found, row.version, row.needed_for) for row in rows])]
     ways: dict[str, list[str]] = {}
     for row in rows:
         if row.get:
