@@ -13,18 +13,18 @@ from llama_npu2.errors import UserError, first_line
 from stages.engine.progress import Bar
 from stages.engine.room import no_room
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
-from stages.model.sources.source import Listed
+from stages.model.sources.source import Listed, Source
 
 _PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
-class HubSource:
+class HubSource(Source):
     repo: str
     revision: str
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.repo.replace("/", "--")
 
     def identity(self) -> Mapping[str, Any]:
@@ -42,9 +42,6 @@ class HubSource:
         except Exception:  # any failure means that it cannot be seen without a token
             return False
         return not info.private and not info.gated
-
-    def files(self) -> list[Path]:
-        return []
 
     def config_files(self) -> list[Path]:
         directory = self._download(CONFIG_FILES)
