@@ -25,6 +25,7 @@ from stages.air.checks import check
 from stages.air.dialect import (
     L1,
     L2,
+    ChannelEnd,
     ChannelGetOp,
     ChannelOp,
     ChannelPutOp,
@@ -137,7 +138,7 @@ class _Lowering:
                 self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(inner)} = slots[{slots.index(outer)}];")
             with self._grid(launch):
                 self._block(launch.body.block)
-            used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
+            used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelEnd)}
             if used:
                 self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
         self._emit("")
@@ -219,7 +220,7 @@ class _Lowering:
                 self._alloc(op)
             case DmaMemcpyNdOp():
                 self._dma(op)
-            case ChannelPutOp() | ChannelGetOp():
+            case ChannelEnd():
                 self._channel_end(op)
             case func.CallOp():
                 self._call(op)
@@ -308,7 +309,7 @@ class _Lowering:
             f"         {source}, {dst.bytes // run}, {run}, {self._counted(dst, src)});",
         )
 
-    def _channel_end(self, op: ChannelPutOp | ChannelGetOp) -> None:
+    def _channel_end(self, op: ChannelEnd) -> None:
         side = analysis.end(op, self.where)
         name, way = op.chan_name.string_value(), "put" if isinstance(op, ChannelPutOp) else "get"
         counted = "launch, " if way == "put" else ""
@@ -361,11 +362,8 @@ class _Lowering:
     def _check_link(self, callee: str) -> None:
         """Check that the herd links the object in which the function is declared: a core runs one object."""
         assert self.herd is not None
-        links = [
-            op.attributes.get("link_with")
-            for op in self.module.body.block.ops
-            if isinstance(op, func.FuncOp) and op.sym_name.data == callee
-        ]
+        declarations = (op for op in self.module.body.block.ops if isinstance(op, func.FuncOp))
+        links = [op.attributes.get("link_with") for op in declarations if op.sym_name.data == callee]
         if not links or not isinstance(links[0], StringAttr) or links[0] != self.herd.link_with:
             raise UserError(f"{self.where}: calls {callee}, which is not in the herd's object {self.herd.link_with}")
 
