@@ -17,6 +17,7 @@ from typing import Any
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
 from xdsl.ir import Block, BlockArgument, Operation, SSAValue
+from xdsl.traits import IsTerminator
 
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
@@ -31,11 +32,8 @@ from stages.air.dialect import (
     ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
-    HerdTerminatorOp,
     LaunchOp,
-    LaunchTerminatorOp,
     SegmentOp,
-    SegmentTerminatorOp,
     constant_of,
     memory_space,
 )
@@ -203,10 +201,6 @@ class _Lowering:
 
     def _op(self, op: Operation) -> None:
         match op:
-            case scf.YieldOp() | scf.ReduceOp() | func.ReturnOp() | memref.DeallocOp():
-                pass
-            case LaunchTerminatorOp() | SegmentTerminatorOp() | HerdTerminatorOp():
-                pass
             case SegmentOp() | HerdOp():
                 self._level(op)
             case scf.ForOp():
@@ -224,7 +218,7 @@ class _Lowering:
                 self._channel_end(op)
             case func.CallOp():
                 self._call(op)
-            case _:
+            case _ if not isinstance(op, memref.DeallocOp) and not op.has_trait(IsTerminator):
                 self._scalar(op)
 
     def _level(self, op: SegmentOp | HerdOp) -> None:
