@@ -17,6 +17,8 @@ from stages.air.occupancy import Segment
 SHIM, MEMORY, CORES = 0, 1, 2
 """Rows of the array; cores have the four rows from `CORES` on."""
 
+_COUNTED = ("DMA channels in", "DMA channels out", "descriptors")
+
 Share = tuple[int, int]
 """An amount, and the number of tiles over which it is spread."""
 
@@ -73,12 +75,7 @@ def _cores(segment: Segment) -> Iterator[Tile]:
         free -= place
         for column, row in sorted(place):
             yield Tile(
-                column,
-                CORES + row,
-                uses["L1 bytes (with stack)"],
-                uses["compute tile DMA channels in"],
-                uses["compute tile DMA channels out"],
-                uses["compute tile descriptors"],
+                column, CORES + row, uses["L1 bytes (with stack)"], *(uses[f"compute tile {of}"] for of in _COUNTED)
             )
 
 
