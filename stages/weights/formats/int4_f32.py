@@ -6,9 +6,7 @@ values of GGUF's Q4_0, Q4_1 and Q4_K, of AWQ and of 4-bit GPTQ exactly.
 
 from __future__ import annotations
 
-import numpy as np
-
 from stages.weights.grouped import NIBBLES, Grouped, exact_format
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=NIBBLES)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type="float32", numbers=NIBBLES)
 FORMAT = exact_format("int4_f32", GROUPED, least=0, most=15)

@@ -6,9 +6,7 @@ the values of GGUF's Q5_K and of 8-bit GPTQ exactly.
 
 from __future__ import annotations
 
-import numpy as np
-
 from stages.weights.grouped import BYTES, Grouped, exact_format
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=BYTES)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type="float32", numbers=BYTES)
 FORMAT = exact_format("int8_f32", GROUPED, least=-128, most=127)
