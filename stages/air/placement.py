@@ -17,6 +17,8 @@ from stages.air.occupancy import Segment
 SHIM, MEMORY, CORES = 0, 1, 2
 """Rows of the array; cores have the four rows from `CORES` on."""
 
+_COUNTED = ("DMA channels in", "DMA channels out", "descriptors")
+
 Share = tuple[int, int]
 """An amount, and the number of tiles over which it is spread."""
 
@@ -76,9 +78,7 @@ def _cores(segment: Segment) -> Iterator[Tile]:
                 column,
                 CORES + row,
                 uses["L1 bytes (with stack and static data)"],
-                uses["compute tile DMA channels in"],
-                uses["compute tile DMA channels out"],
-                uses["compute tile descriptors"],
+                *(uses[f"compute tile {of}"] for of in _COUNTED),
             )
 
 

@@ -19,15 +19,7 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.grouping import Grouping
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
-from stages.model.sources import (
-    ArtifactsOnly,
-    Source,
-    known_family,
-    known_positions,
-    quantised,
-    resolve,
-    safe_name,
-)
+from stages.model.sources import ArtifactsOnly, Source, known_family, known_positions, quantised, resolve, safe_name
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 

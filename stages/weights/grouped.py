@@ -13,7 +13,7 @@ from functools import partial
 from stages.engine.lazy import np
 from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
 from stages.weights.format import Format, Layout, Shape
-from stages.weights.scales import Grid
+from stages.weights.scales import Grid, asymmetric, inverse
 
 LINE = 64
 """Bytes of a cache line. In a panel, a line of scales, and one of minima if there are any, come before the numbers of
@@ -229,6 +229,25 @@ class Grouped:
     ) -> Format:
         """Return the format, if its scales can be chosen before its numbers by `grid` (`Format.grid`)."""
         return replace(self.format(name, lambda groups: grid(groups).quantise(groups), dequantise), grid=grid)
+
+
+def exact_format(name: str, grouped: Grouped, least: int, most: int) -> Format:
+    """Return a format for checkpoints: `w = s q - m`, each operation rounded to f32, with numbers q from `least` to
+    `most`; each group has a scale s and a minimum m, f32."""
+    dtype = "int8" if least < 0 else "uint8"
+
+    def quantise(groups: np.ndarray) -> np.ndarray:
+        scale, minimum = asymmetric(groups, most - least)
+        if least:
+            minimum += scale * least
+        numbers = np.clip(np.rint((groups + minimum[..., None]) * inverse(scale)[..., None]), least, most)
+        return grouped.scaled(np.stack([scale, minimum], axis=-1), numbers.astype(dtype))
+
+    def dequantise(stored: np.ndarray) -> np.ndarray:
+        scales, numbers = grouped.scaled_parts(stored)
+        return scales[..., :1] * numbers.view(dtype) - scales[..., 1:]
+
+    return grouped.format(name, quantise, dequantise)
 
 
 _CHUNK = 1 << 20

@@ -24,9 +24,9 @@ from stages.kernels import kernels
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.kernel_name import kernel_name
 from stages.targets.npu2.levels import VARIABLE, level_of
 from stages.targets.npu2.modules import build_module
+from stages.targets.npu2.programs import kernel_name
 from tests.conftest import ROOT, build, doit, ran
 from tests.support.npu_shapes import DEMO, device_program, device_programs
 from tests.support.npu_tools import forget_tools, install, script
@@ -508,7 +508,7 @@ def test_a_kernel_that_cannot_be_renamed_stays_main(
     if body:
         assembler(tools, body)
     else:
-        monkeypatch.setattr("stages.targets.npu2.kernel_name.aiebu_asm", lambda: None)
+        monkeypatch.setattr("stages.targets.npu2.programs.aiebu_asm", lambda: None)
     make(module, tmp_path)
     assert told(tmp_path)["kernel"] == "main"
     assert (tmp_path / "work/elf/hello.128.elf").read_bytes() == b"\x7fELF..\0add\0", "as aircc made it"

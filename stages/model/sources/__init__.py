@@ -22,11 +22,9 @@ from stages.model.config import Config
 from stages.model.families import Family, family_of, parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
 from stages.model.presets import PRESETS
-from stages.model.sources.artifacts_only import ArtifactsOnly
 from stages.model.sources.generated import RandomSource
-from stages.model.sources.gguf import GgufSource
 from stages.model.sources.hub import HubSource
-from stages.model.sources.local import DEMO, LocalSource
+from stages.model.sources.local import DEMO, ArtifactsOnly, GgufSource, LocalSource
 from stages.model.sources.source import Listed, Source
 
 

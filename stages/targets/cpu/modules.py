@@ -15,10 +15,9 @@ from stages.model.grouping import Program
 from stages.model.part import RUNTIME_SCALARS, Dim, Launch, Part, PartKey
 from stages.model.policy import BF16, parse_policy
 from stages.model.unpacking import keyed_part
-from stages.targets.cpu.dispatch import dispatch
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.instruction_sets import objects_of
-from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
+from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
 from stages.weights.formats import formats
 

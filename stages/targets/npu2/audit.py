@@ -111,11 +111,8 @@ def audit(program: str, module: ModuleOp, compiled: Compiled) -> Findings:
     if len(launches) != len(compiled.steps):
         raise UserError(f"{program}: has {len(launches)} launches, aircc made {len(compiled.steps)}")
     arguments = analysis.public_function(module).body.block.args
-    slots = [
-        _Slot(str(value.name_hint), analysis.element_bytes(value.type))
-        for value in arguments
-        if isinstance(value.type, MemRefType)
-    ]
+    memrefs = ((value, value.type) for value in arguments if isinstance(value.type, MemRefType))
+    slots = {str(value.name_hint): analysis.element_bytes(kind) for value, kind in memrefs}
     findings = Findings(compiled.resets, len(launches), settles(module))
     for position, (launch, (configuration, bound)) in enumerate(zip(launches, compiled.steps, strict=True)):
         where = f"{program}, launch {position + 1} of {len(launches)} ({configuration.name})"
@@ -146,12 +143,6 @@ def walked(descriptor: Descriptor, runs: int, where: str) -> Runs:
     return elements
 
 
-@dataclass(frozen=True)
-class _Slot:
-    name: str
-    element_bytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class _Launch:
     """The audit of one launch."""
@@ -159,8 +150,8 @@ class _Launch:
     where: str
     """Program and launch, for messages."""
     configuration: Configuration
-    slots: Sequence[_Slot]
-    """The arguments of the program, which the commands get."""
+    slots: Mapping[str, int]
+    """Bytes of an element of each argument of the program, in order. The commands get them."""
     findings: Findings
     """The figures to update."""
 
@@ -198,14 +189,14 @@ class _Launch:
         slot_of = dict(zip(self.configuration.arguments, self.slots, strict=True))
         for task in self._tasks():
             for descriptor in task.descriptors:
-                use = slot_of[descriptor.buffer].name, task.channel.direction == "S2MM"
+                use = slot_of[descriptor.buffer], task.channel.direction == "S2MM"
                 actual[use][task.stream].append(walked(descriptor, task.runs, self.where))
         for slot in self.slots:
-            for use in ((slot.name, False), (slot.name, True)):
+            for use in ((slot, False), (slot, True)):
                 module = Coverage.of(access.runs for access in expected[use])
                 compiled = Coverage.of(runs for stream in actual[use].values() for runs in stream)
                 if compiled != module:
-                    self._refuse_slot(slot, use[1], module, compiled)
+                    self._refuse_slot(*use, module, compiled)
                 self._check_order(use, expected[use], list(actual[use].values()))
 
     def _check_order(self, use: _Use, expected: Sequence[Access], streams: Sequence[Sequence[Runs]]) -> None:
@@ -218,13 +209,13 @@ class _Launch:
             count = remaining.total()
             raise UserError(f"{self.where}: {verb} {use[0]} in another order than the module, in {count} {kind}")
 
-    def _refuse_slot(self, slot: _Slot, written: bool, module: Coverage, compiled: Coverage) -> None:
+    def _refuse_slot(self, slot: str, written: bool, module: Coverage, compiled: Coverage) -> None:
         element = compiled.first_difference(module)
         assert element is not None
         verb = "writes" if written else "reads"
-        moved, expected = (coverage.elements * slot.element_bytes for coverage in (compiled, module))
+        moved, expected = (coverage.elements * self.slots[slot] for coverage in (compiled, module))
         raise UserError(
-            f"{self.where}: {verb} {moved} bytes of {slot.name}, the module says {expected}: element {element} "
+            f"{self.where}: {verb} {moved} bytes of {slot}, the module says {expected}: element {element} "
             f"{compiled.at(element)} times instead of {module.at(element)}"
         )
 
@@ -290,7 +281,8 @@ class _Launch:
         descriptors = sum(len(other.descriptors) for other in in_tile)
         self.findings.raise_to("in_flight", waiting)
         self.findings.raise_to("shim_descriptors", descriptors)
-        staged = any(channel in (flow.source, flow.target) and 1 in flow.rows for flow in self.configuration.flows)
+        ends = ((flow.source, flow.target) for flow in self.configuration.flows)
+        staged = any(channel in pair and any(end.row == 1 for end in pair) for pair in ends)
         extra = PING_PONG_TASKS if staged else 0
         self._require(f"tasks at {channel}", waiting, limits.QUEUE_DEPTH + extra)
         self._require(f"descriptors of tile {tile}", descriptors, limits.SHIM_DESCRIPTORS)

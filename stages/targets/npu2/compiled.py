@@ -242,10 +242,6 @@ class Flow:
     packet: int | None = None
     """The ID of the packets that it carries; None if it is circuit-switched."""
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.source.row, self.target.row
-
 
 @dataclass(frozen=True)
 class Buffer:
@@ -375,15 +371,12 @@ class _Reader:
 
     def __init__(self, device: Line) -> None:
         self.device = device
-        self.tiles = {line.result: self._tile(line) for line in device.body if line.name == "aie.tile"}
+        tiles = ((line.result, line.arguments()) for line in self._named("aie.tile"))
+        self.tiles = {tile: (int(column), int(row)) for tile, (column, row) in tiles}
         self.memrefs = {line.result: line.text.partition(" : memref")[2] for line in self._named("aie.buffer")}
 
     def _named(self, *names: str) -> Iterator[Line]:
         return (line for line in self.device.body if line.name in names)
-
-    def _tile(self, line: Line) -> tuple[int, int]:
-        column, row = line.arguments()
-        return int(column), int(row)
 
     def _at(self, line: Line, value: str) -> tuple[int, int]:
         if value not in self.tiles:

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,10 +41,13 @@ def _packages(*parts: str) -> Iterator[Path]:
             yield path
 
 
-def _program(name: str, *package: str) -> Path | None:
-    """Return a program on PATH, else in the `bin` of its wheel, which nothing puts on PATH."""
+def _program(name: str, package: str, placed: Iterable[Path] = ()) -> Tool | None:
+    """Return a program on PATH, else in the `bin` of its wheel, which nothing puts on PATH, else the first of `placed`
+    that is there."""
     on_path = shutil.which(name)
-    return Path(on_path) if on_path else next(_packages(*package, "bin", name), None)
+    elsewhere = (*_packages(package, "bin", name), *filter(Path.is_file, placed))
+    program = Path(on_path) if on_path else next(iter(elsewhere), None)
+    return _tool(program, program, package) if program else None
 
 
 def _version_line(program: Path) -> str:
@@ -79,22 +82,19 @@ def peano() -> Tool | None:
 
 @functools.cache
 def aircc() -> Tool | None:
-    program = _program("aircc", "mlir_air")
-    return _tool(program, program, "mlir_air") if program else None
+    return _program("aircc", "mlir_air")
 
 
 @functools.cache
 def aiecc() -> Tool | None:
-    program = _program("aiecc", "mlir_aie")
-    return _tool(program, program, "mlir_aie") if program else None
+    return _program("aiecc", "mlir_aie")
 
 
 @functools.cache
 def aiebu_asm() -> Tool | None:
     """Return the assembler of ELFs (aiecc contains it too): on PATH, in a wheel, or where XRT installs it."""
     placed = (Path("/opt/xilinx") / package / "bin/aiebu-asm" for package in ("xrt", "aiebu"))
-    program = _program("aiebu-asm", "mlir_aie") or next((path for path in placed if path.is_file()), None)
-    return _tool(program, program, "mlir_aie") if program else None
+    return _program("aiebu-asm", "mlir_aie", placed)
 
 
 @functools.cache
