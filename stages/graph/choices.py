@@ -28,12 +28,12 @@ from stages.model.sources import (
     resolve,
     safe_name,
 )
-from stages.sharing.cache import Cache
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 
 if TYPE_CHECKING:
     from stages.graph.options import Options
+    from stages.sharing.cache import Cache
 
 DEFAULT_TEXT = "default"
 """The name in `calibrate=` of the text that ships."""
@@ -150,9 +150,14 @@ class Choices:
     @cached_property
     def project(self) -> Project:
         lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.is_shareable) if self.options.cache else None
+        shared = self._cache() if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
         return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
+
+    def _cache(self) -> Cache:
+        from stages.sharing.cache import Cache  # most builds have none
+
+        return Cache(self.options.cache, self.is_shareable)
 
     def is_shareable(self, step: Step) -> bool:
         """Return whether others may have the outputs of a step."""

@@ -3,8 +3,7 @@ stored once."""
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.kernels import Arg, signature
 
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
 from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward

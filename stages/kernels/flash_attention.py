@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
 
@@ -34,7 +32,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int,
     scores[..., np.arange(length) > pos + np.arange(seq)[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(bfloat16)
+    return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(ml_dtypes.bfloat16)
 
 
 def rounded(q: np.ndarray, head_dim: int) -> np.ndarray:
@@ -43,7 +41,7 @@ def rounded(q: np.ndarray, head_dim: int) -> np.ndarray:
     The core multiplies queries by `log2(e) / sqrt(head_dim)`, so that scores are exponents of two, and rounds to bf16.
     """
     scale = np.float32(np.log2(np.e) / np.sqrt(head_dim))
-    return (q.astype(np.float32) * scale).astype(bfloat16).astype(np.float32) / scale
+    return (q.astype(np.float32) * scale).astype(ml_dtypes.bfloat16).astype(np.float32) / scale
 
 
 def reference_placed(q: np.ndarray, k: np.ndarray, v: np.ndarray, pos: int, heads: int, kv_heads: int) -> np.ndarray:

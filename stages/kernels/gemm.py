@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, matrix, signature, silu_and_mul
 from stages.weights.formats import bfp16 as block_float
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return `x @ weight.T`, bf16 `[rows, out_cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[out_cols, cols]`."""
-    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(bfloat16)
+    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(ml_dtypes.bfloat16)
 
 
 def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:

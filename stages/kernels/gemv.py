@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, rms_norm, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 def reference(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return `weight @ x`, bf16 `[out_cols]`. `weight`: bf16 `[out_cols, cols]`; `x`: bf16 `[cols]`."""
-    return reference_f32(weight, x).astype(bfloat16)
+    return reference_f32(weight, x).astype(ml_dtypes.bfloat16)
 
 
 def reference_f32(weight: np.ndarray, x: np.ndarray) -> np.ndarray:

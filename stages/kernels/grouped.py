@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import (
     HOST_SET,
     Arg,
@@ -114,7 +112,7 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
         products = [integer_product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
         if kernel.arg("out").format == "f32":
             return products[0]
-        rounded = [product.astype(bfloat16) for product in products]
+        rounded = [product.astype(ml_dtypes.bfloat16) for product in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
         return rounded[0] if len(rounded) == 1 else silu_and_mul.reference(*rounded)
@@ -231,7 +229,7 @@ def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
 
     def selected(weight: np.ndarray, out_cols: int, cols: int, first: int = 0, which: int = 0) -> np.ndarray:
         rows = weight[first + which * out_cols :][:out_cols]
-        return stored.dequantise(rows, cols).astype(bfloat16)
+        return stored.dequantise(rows, cols).astype(ml_dtypes.bfloat16)
 
     panels = {
         "unpack": _panels(lambda s: cut(s["rows"], s["cols"]), first_panel),

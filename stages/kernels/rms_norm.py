@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, Cost, elementwise, lanes, signature
 
 if TYPE_CHECKING:
@@ -24,8 +22,8 @@ def reference(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Return the norm of each row, bf16 `[rows, cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[cols]`."""
     wide = x.astype(np.float32)
     scale = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
-    normed = (wide * scale).astype(bfloat16).astype(np.float32)
-    return (normed * weight.astype(np.float32)).astype(bfloat16)
+    normed = (wide * scale).astype(ml_dtypes.bfloat16).astype(np.float32)
+    return (normed * weight.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import elementwise, lanes, signature
 
 
 def reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return `silu(gate) * up`. All are bf16 of one shape."""
     wide = gate.astype(np.float32)
-    return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(bfloat16)
+    return (wide / (1.0 + np.exp(-wide)) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
 _VECTORS: Mapping[int, int] = {64: 63, 32: 56, 16: 56}

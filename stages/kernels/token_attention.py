@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, decode_attention, flash_attention, lanes, rope, signature
 from stages.weights.constants import POSITION
 

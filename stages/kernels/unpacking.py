@@ -11,9 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import HOST_SET, Arg, Kernel, signature
 from stages.weights.constants import BLOCK
 from stages.weights.formats import bfp16
@@ -53,7 +51,7 @@ def unpacking(
         values = select(*tensors, **scalars)
         if target == "bf16":
             return values
-        return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
+        return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(ml_dtypes.bfloat16)
 
     return signature(
         unpack_kernel(kernel, target),
@@ -74,7 +72,7 @@ def written_part(out: np.ndarray, scalars: Mapping[str, Any]) -> np.ndarray:
 
 def _rows(weight: np.ndarray, out_cols: int, first: int) -> np.ndarray:
     """Return `out_cols` rows of `weight` from row `first` on, as bf16."""
-    return weight[first:][:out_cols].astype(bfloat16)
+    return weight[first:][:out_cols].astype(ml_dtypes.bfloat16)
 
 
 KERNELS = (

@@ -15,9 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config
 from stages.weights.blobs import Tensor, write_safetensors
@@ -58,7 +56,7 @@ def write_random_weights(config: Config, path: Path) -> None:
         seed, (name, shape) = item
         if len(shape) == 1:
             # All norms from one seed: outliers stay in their channels.
-            return _channels(np.random.default_rng(0), shape[0]).astype(bfloat16)
+            return _channels(np.random.default_rng(0), shape[0]).astype(ml_dtypes.bfloat16)
         residual = any(fnmatchcase(name, pattern) for pattern in family.residual)
         return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, 2 * config.layers if residual else 1)
 
@@ -80,7 +78,7 @@ def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) 
     rows, columns = shape
     of_columns = _channels(generator, columns) / np.float32(np.sqrt(columns * added))
     of_rows = np.sqrt((_DEGREES - 2) / generator.chisquare(_DEGREES, (rows, 1))).astype(np.float32)
-    out = np.empty(shape, bfloat16)
+    out = np.empty(shape, ml_dtypes.bfloat16)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
         chunk = slice(first, first + step)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.format import Format
 from stages.weights.scales import Grid, inverse
 

@@ -27,7 +27,8 @@ sys.path[:0] = {paths!r}
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
-from stages.engine.progress import Bar, say
+from stages.engine.bar import Bar
+from stages.engine.progress import say
 from stages.engine.steps import Project, Step
 from stages.engine.lock import ProcessLock
 

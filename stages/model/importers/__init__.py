@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.format import Shape
 
 if TYPE_CHECKING:

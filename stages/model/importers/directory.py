@@ -10,10 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_npu2.errors import UserError, first_line
 from stages.engine.files import read_json
+from stages.engine.lazy import np
 from stages.model.config import ConfigFields
 from stages.model.importers import PLAIN, Held, methods
 from stages.weights.format import Shape
@@ -51,6 +50,7 @@ class Tensors:
         self.entries = {name: entry for file in self.files for name, entry in _header(file)}
 
     def read(self, name: str) -> np.ndarray:
+        import ml_dtypes  # noqa: F401 - tells numpy what bfloat16 is, which safetensors asks for by name
         from safetensors import safe_open
 
         with safe_open(self.entries[name].file, framework="numpy") as file:

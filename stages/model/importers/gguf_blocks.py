@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import GROUP
 from stages.weights.formats import int4_f32, int8_f32, int8_f32_16
 

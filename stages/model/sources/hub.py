@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
-from stages.engine.progress import Bar
 from stages.engine.room import no_room
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
 from stages.model.sources.source import Listed
@@ -68,6 +67,8 @@ class HubSource:
 
     def _download(self, patterns: Sequence[str]) -> Path:
         from huggingface_hub import snapshot_download
+
+        from stages.engine.bar import Bar
 
         with self._explained():
             path = snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns), tqdm_class=Bar)

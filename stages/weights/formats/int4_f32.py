@@ -6,14 +6,13 @@ values of GGUF's Q4_0, Q4_1 and Q4_K, of AWQ and of 4-bit GPTQ exactly.
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.grouped import NIBBLES, Grouped
 from stages.weights.scales import asymmetric, inverse
 
 MOST = 15
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=NIBBLES)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type="float32", numbers=NIBBLES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -6,14 +6,13 @@ the values of GGUF's Q5_K and of 8-bit GPTQ exactly.
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.grouped import BYTES, Grouped
 from stages.weights.scales import asymmetric, inverse
 
 LEAST, MOST = -128, 127
 
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=BYTES)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type="float32", numbers=BYTES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:
