@@ -340,7 +340,7 @@ def test_artifacts_of_another_machine_need_no_tools(built: Path, fakes: dict[str
     """Copied into a checkout on a machine that has nothing but Python and XRT: no task runs, text comes."""
     ran(doit(*COMPILE, cwd=built, env=fakes))
     other = tmp_path / "other"
-    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts"))
     shutil.copytree(built / "artifacts/demo/npu2", other / "artifacts/demo/npu2")
     (other / "pyxrt.py").write_text("import tests.support.pyxrt_standin\n")
     (tmp_path / "empty").mkdir()

@@ -663,7 +663,7 @@ def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> No
     assert {"probe:module:add", "probe:object:aie2p/gemm", "probe:elf:stream_16", "probe:manifest"} <= ran(first)
     assert "no check failed" in first.stdout
     other = tmp_path / "other"
-    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts"))
     for name in ("demo", "selftest"):
         shutil.copytree(built / "artifacts" / name / "npu2", other / "artifacts" / name / "npu2")
     (tmp_path / "empty").mkdir()
