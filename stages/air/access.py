@@ -169,8 +169,10 @@ def _streams(bases: np.ndarray, dims: Dims) -> tuple[Runs, ...]:
 
 
 def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:
-    """Return the variables of an operation's executions, the slowest first, each with how many values it takes: steps
-    of the launch, loops, and the coordinates of tiles that get different elements."""
+    """Return the variables of an operation's executions, each with how many values it takes.
+
+    The slowest comes first: steps of the launch, loops, and the coordinates of tiles that get different elements.
+    """
     variables: dict[SSAValue, int] = {}
     for parent in parents(op):
         if isinstance(parent, LaunchOp):

@@ -159,8 +159,10 @@ def root(value: SSAValue) -> SSAValue:
 
 
 def tile_axes(value: SSAValue) -> frozenset[int]:
-    """Return the tile coordinates (0 column, 1 row) that a value depends on. The tiles are those of the enclosing herd,
-    or of a segment's parallel loop over a herd's tiles."""
+    """Return the tile coordinates (0 column, 1 row) that a value depends on.
+
+    The tiles are those of the enclosing herd, or of a segment's parallel loop over a herd's tiles.
+    """
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
         tiles: Sequence[SSAValue] = ()

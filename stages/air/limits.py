@@ -130,8 +130,10 @@ def copies(steps: int) -> int:
 
 
 def steady(steps: int) -> bool:
-    """Return whether a loop of a core that moves data needs no third buffer: it runs once or an even number of
-    times."""
+    """Return whether a loop of a core that moves data needs no third buffer.
+
+    It needs none if it runs once or an even number of times.
+    """
     return steps == 1 or steps % 2 == 0
 
 

@@ -1,5 +1,7 @@
-"""Embedding lookup. `embed` reads the LM head's matrix in panels, `embed_rows` in rows, so that tied embeddings are
-stored once."""
+"""Embedding lookup.
+
+`embed` reads the LM head's matrix in panels, `embed_rows` in rows, so that tied embeddings are stored once.
+"""
 
 from __future__ import annotations
 

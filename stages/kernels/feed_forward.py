@@ -71,8 +71,10 @@ class Tiling:
 
     @property
     def acc(self) -> int:
-        """f32 values that a core keeps: sums of two panels, two values per group of inputs, and the value that sums
-        begin with."""
+        """Return how many f32 values a core keeps.
+
+        They are sums of two panels, two values per group of inputs, and the value that sums begin with.
+        """
         groups = max(self.network.pairs.inputs, self.network.shares.inputs) // GROUP
         return limits.aligned(2 * self.network.pairs.lanes + 2 * groups + 1, F32)
 

@@ -115,8 +115,10 @@ class Tiling:
 
     @property
     def run(self) -> int:
-        """Contiguous elements of the weight for `tile_k` inputs: a row of 8x8 blocks. In block floating point two rows
-        of blocks, whose streams on the core begin at whole lines of 64 bytes."""
+        """Contiguous elements of the weight for `tile_k` inputs: a row of 8x8 blocks.
+
+        In block floating point two rows of blocks, whose streams on the core begin at whole lines of 64 bytes.
+        """
         return self.tile_k // limits.BLOCK * (2 * _BFP_BLOCK if self.bfp16 else limits.BLOCK**2)
 
     @property
@@ -131,8 +133,11 @@ class Tiling:
 
     @property
     def weight_descriptors(self) -> int:
-        """Shim descriptors for one core's weights in one step of the launch. A run that is too long for a dimension is
-        split, and takes the dimension that would have held the loop over `core_steps`, which then is split too."""
+        """Shim descriptors for one core's weights in one step of the launch.
+
+        A run that is too long for a dimension is split, and takes the dimension that would have held the loop over
+        `core_steps`, which then is split too.
+        """
         return 1 if self.run <= limits.SHIM_DMA.wrap else limits.descriptors(self.core_steps)
 
     @property
@@ -301,8 +306,11 @@ def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
 
 
 def _drain(p: Tiling, row: Index, j: Number) -> Dims:
-    """Return the pattern of a block of outputs in DDR. The offset of the array's columns stays 0: the compiler splits
-    the transfer by them and drops an offset of that dimension."""
+    """Return the pattern of a block of outputs in DDR.
+
+    The offset of the array's columns stays 0: the compiler splits the transfer by them and drops an offset of that
+    dimension.
+    """
     m, n, r, hd, width = p.tile_m, p.out_n, p.herd_rows, p.head_dim, p.out_width
     if hd is None:
         return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))

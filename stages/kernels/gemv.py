@@ -50,8 +50,10 @@ def reference_norm_f32(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps:
 
 
 def reference_norm_swiglu(weight: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
-    """Return SwiGLU of two products with the RMS norm of `x`. `weight`: `[2 * out_cols, cols]`, gate's rows, then
-    up's."""
+    """Return SwiGLU of two products with the RMS norm of `x`.
+
+    `weight`: `[2 * out_cols, cols]`, gate's rows, then up's.
+    """
     gate, up = np.split(weight, 2)
     return reference_silu(gate, up, rms_norm.reference(x, norm, eps))
 
@@ -107,8 +109,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call. The vector unit multiplies. A block also takes the operations that spread
-        `x` over it; plain rows also take the loads of `x`, which several rows share."""
+        """Tile function -> cost of one call.
+
+        The vector unit multiplies. A block also takes the operations that spread `x` over it; plain rows also take the
+        loads of `x`, which several rows share.
+        """
         if self.blocked:
             step = self.tile_m // limits.BLOCK * (self.chunk // limits.BLOCK * 13 + 9)
         else:
@@ -163,8 +168,10 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`:
-    `[padded]`."""
+    """Build the AIR program of a product with a vector.
+
+    Its arguments are `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`: `[padded]`.
+    """
     p = tiling
     shapes = {"weight": air.memref_type((p.padded, p.cols)), "x": air.memref_type((p.cols,))}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.padded,), p.dtype)})

@@ -90,8 +90,9 @@ def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
 
 
 def integer_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return the product in w8a8, f32 `[..., out_cols]`: `(sum over i of x_i w_i) * scale of x's row * scale of w's
-    row`.
+    """Return the product in w8a8, f32 `[..., out_cols]`.
+
+    It is `(sum over i of x_i w_i) * scale of x's row * scale of w's row`.
 
     The sums are exact whole numbers, and rounded once. `x`: bf16 `[..., cols]`, quantised here, by rows; `weight`:
     stored as w8a8, `[out_cols, bytes]`.
@@ -245,8 +246,10 @@ def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
 
 
 def _panels(cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int], step: int = 1) -> Derived:
-    """Return how the host finds panels of a matrix: how it is cut, and that they are every `step`th panel from
-    `start`."""
+    """Return how the host finds panels of a matrix.
+
+    The result says how the matrix is cut, and that they are every `step`th panel from `start`.
+    """
     fields = _cut_fields(cut_of, "lanes", "chunks", "chunk_groups", "groups", "panels")
     return {**fields, "start": start, "step": lambda sizes: step}
 

@@ -72,8 +72,10 @@ def tile(rows: int, cols: int, eps: float) -> Tiling:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16
-    `[cols]`."""
+    """Build the AIR program of a norm.
+
+    Its arguments are `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`.
+    """
     p = tiling
     wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
     b = air.Builder("rms_norm", {"x": wide, "weight": air.memref_type((p.cols,)), "out": wide})

@@ -99,8 +99,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call: the pairs of each head, and once per row those of the table, which are
-        split into cosines and sines. Heads between positions are stored in parts of one block row each."""
+        """Return the cost of one call of each tile function.
+
+        It is that of the pairs of each head, and once per row of those of the table, which are split into cosines and
+        sines. Heads between positions are stored in parts of one block row each.
+        """
         pairs = self.head_dim // 2
         row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
         if self.out == QUERIES:

@@ -1,5 +1,7 @@
-"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding. The arguments may have any layout,
-if all have the same."""
+"""SwiGLU's activation (Shazeer 2020): `silu(gate) * up`, f32 inside, one rounding.
+
+The arguments may have any layout, if all have the same.
+"""
 
 from __future__ import annotations
 

@@ -80,8 +80,10 @@ class Tiling:
 
     @property
     def passes(self) -> int:
-        """Launches, each for as many KV heads as there are columns. (The compiler would tell the cores of a single
-        launch of several steps at once.)"""
+        """Return how many launches there are, each for as many KV heads as there are columns.
+
+        The compiler would tell the cores of a single launch of several steps at once.
+        """
         return self.kv_heads // self.columns
 
     @property
@@ -95,8 +97,10 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call: that of `flash_attention` and `rope`, plus moving a group's rows into
-        blocks and out of them."""
+        """Return the cost of one call of each tile function.
+
+        It is that of `flash_attention` and `rope`, plus moving a group's rows into blocks and out of them.
+        """
         pairs = self.head_dim // 2
         rotation = pairs // lanes(pairs) * ((self.group + 1) * 14 + 28)
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK

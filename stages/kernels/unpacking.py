@@ -21,8 +21,10 @@ _LAYOUTS = {"bf16": "blocks", "bfp16": "pairs"}
 
 
 def unpack_kernel(kernel: str, target: str) -> str:
-    """Return the name of the unpacking kernel that converts to the format `target`: ("unpack", "bfp16") ->
-    "unpack_bfp16"."""
+    """Return the name of the unpacking kernel that converts to the format `target`.
+
+    ("unpack", "bfp16") becomes "unpack_bfp16".
+    """
     return kernel if target == "bf16" else f"{kernel}_{target}"
 
 
@@ -65,8 +67,10 @@ def unpacking(
 
 
 def written_part(out: np.ndarray, scalars: Mapping[str, Any]) -> np.ndarray:
-    """Return the part of the result `out`, `[rows, cols]`, that a launch with these scalars writes: a view of it,
-    `[blocks, 8, cols]`."""
+    """Return the part of the result `out`, `[rows, cols]`, that a launch with these scalars writes.
+
+    It is a view of it, `[blocks, 8, cols]`.
+    """
     return out.reshape(-1, scalars["apart"], BLOCK, out.shape[-1])[:, scalars["to"]]
 
 

@@ -284,8 +284,10 @@ class _RoundedLayer(_Layer):
         return form.dequantise(self.stored[name], tensor.shape[-1])
 
     def _output_error(self, weight: np.ndarray, slots: Slots) -> np.ndarray:
-        """Return X^T E, f32 `[inputs, outputs]`, for inputs X and the error E of the outputs that comes from the inputs
-        and from the residual that is added."""
+        """Return X^T E, f32 `[inputs, outputs]`, for inputs X and the error E of the outputs.
+
+        E comes from the inputs and from the residual that is added.
+        """
         products = np.zeros(weight.shape[::-1], np.float32)
 
         def add(first: int) -> None:

@@ -152,8 +152,10 @@ class ConfigFields:
         return tuple(ids)
 
     def rope(self, max_seq: int, kinds: Sequence[str]) -> tuple[float, RopeScaling]:
-        """Return base and scaling of the rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's
-        `rope_parameters`, which holds both. Raises UserError."""
+        """Return base and scaling of the rotary embedding. Raises UserError.
+
+        They are `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
+        """
         nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(nested, dict):
             raise self.fail("rope_scaling", "must be an object or null")

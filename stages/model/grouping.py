@@ -215,8 +215,10 @@ def programs(
 
 
 def _sized(program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
-    """Yield a group's program in every size, named after bucket and context bucket. A prompt's first context bucket,
-    which follows from the bucket, is left out of the name."""
+    """Yield a group's program in every size, named after bucket and context bucket.
+
+    A prompt's first context bucket, which follows from the bucket, is left out of the name.
+    """
     for bucket in buckets if group.prompt and buckets else (None,):
         sizes: Sequence[int | None] = (None,)
         if group.windowed:

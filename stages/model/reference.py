@@ -34,8 +34,10 @@ def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
 
 
 def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: MutableMapping[str, np.ndarray]) -> None:
-    """Run one launch. `values` has what it reads, and gets what it writes, by the names that `slots` binds to its
-    arguments."""
+    """Run one launch.
+
+    `values` has what it reads, and gets what it writes, by the names that `slots` binds to its arguments.
+    """
     kernel = launch.kernel
     inputs: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     inputs |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}

@@ -70,8 +70,10 @@ def unpacking_part(family: str, key: PartKey, policy: Policy) -> Part:
 
 
 def _products(family: str, name: str, policy: Policy) -> Part:
-    """Return a part with the weights of its products in the format of `policy.matmul`; weights that the family has as
-    pairs are one slot where both are unpacked."""
+    """Return a part with the weights of its products in the format of `policy.matmul`.
+
+    Weights that the family has as pairs are one slot where both are unpacked.
+    """
     module = family_parts(family)
     plain, paired = module.PARTS[name](), getattr(module, "PAIRED", {}).get(name)
     if paired:

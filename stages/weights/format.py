@@ -122,8 +122,10 @@ class Format:
     def _packed(
         self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout_name: str, shape: Shape
     ) -> np.ndarray:
-        """Pack `store(tensor)`, which has this shape; some rows after others where the layout allows it, so that
-        intermediate arrays take little memory."""
+        """Pack `store(tensor)`, which has this shape.
+
+        Some rows are packed after others where the layout allows it, so that intermediate arrays take little memory.
+        """
         layout = self.layout(layout_name)
         if layout.panels is None:
             return layout.pack(store(tensor))

@@ -176,8 +176,11 @@ class Grouped:
 
     @property
     def _minima_in_quads(self) -> bool:
-        """Whether minima are in the order of numbers. Those that are bytes are, because kernels multiply them with sums
-        of inputs as they multiply numbers with inputs."""
+        """Whether minima are in the order of numbers.
+
+        Those that are bytes are, because kernels multiply them with sums of inputs as they multiply numbers with
+        inputs.
+        """
         return self.scale_values == 2 and self.scale_type == "uint8"
 
     def from_panels(self, packed: np.ndarray, shape: Shape) -> np.ndarray:
@@ -232,8 +235,10 @@ class Grouped:
 
 
 def exact_format(name: str, grouped: Grouped, least: int, most: int) -> Format:
-    """Return a format for checkpoints: `w = s q - m`, each operation rounded to f32, with numbers q from `least` to
-    `most`; each group has a scale s and a minimum m, f32."""
+    """Return a format for checkpoints: `w = s q - m`, each operation rounded to f32.
+
+    Numbers q go from `least` to `most`; each group has a scale s and a minimum m, f32.
+    """
     dtype = "int8" if least < 0 else "uint8"
 
     def quantise(groups: np.ndarray) -> np.ndarray:

@@ -71,8 +71,9 @@ def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray 
 
 
 def asymmetric(groups: np.ndarray, most: int, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum`,
-    with whole numbers q from 0 to `most`.
+    """Return scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`.
+
+    With whole numbers q from 0 to `most`, `g ~ scale * q - minimum`.
 
     Each range that is tried, and then the best fit so far, gives numbers q, to which scale and minimum are refitted
     (`_LeastSquares`). The fit with the least squared error is kept.

@@ -75,8 +75,10 @@ def parse_config(values: Mapping[str, Any], where: str) -> Config:
 
 
 def read_config(path: Path, remedy: str = REMEDY) -> Config:
-    """Read and check a `config.json`. `remedy`: what to do where it cannot be read. Raises UserError naming the file,
-    the field and the value."""
+    """Read and check a `config.json`.
+
+    `remedy`: what to do where it cannot be read. Raises UserError naming the file, the field and the value.
+    """
     return parse_config(read_json(path, remedy), str(path))
 
 

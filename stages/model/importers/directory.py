@@ -61,7 +61,9 @@ class Tensors:
 
     def part(self, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Entry:
         """Return the entry of a part, which has to be there with one of `dtypes`, and with `shape` unless that is None.
-        Raises UserError."""
+
+        Raises UserError.
+        """
         entry = self.entries.get(name)
         if entry is None:
             raise UserError(f"{self.directory}: tensor {name} is missing: the checkpoint is incomplete")
@@ -144,8 +146,10 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of the index if there is one, else the only file, whatever its name (AutoGPTQ's says bits and
-    group size). Raises UserError."""
+    """Return the files of the index if there is one, else the only file. Raises UserError.
+
+    The file may have any name (AutoGPTQ's says bits and group size).
+    """
     index = directory / INDEX
     if index.is_file():
         return _indexed(index)

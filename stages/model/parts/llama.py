@@ -246,8 +246,10 @@ _HEADS = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
 
 
 def _flash_attn() -> Part:
-    """Build causal attention of a prompt's rows over the first positions of the interleaved cache, which has their K
-    and V already."""
+    """Build causal attention of a prompt's rows over the first positions of the interleaved cache.
+
+    The cache has their K and V already.
+    """
     b = PartBuilder()
     q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
     kv = _window(b)
@@ -264,8 +266,10 @@ def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
 
 
 def _attend_panels(name: str, rows: _Rows, kernel: str, **scalars: Dim) -> Part:
-    """Build a part that appends new rows of K and V to a cache in panels, which the host's attention streams, then
-    attends over it."""
+    """Build a part that appends new rows of K and V to a cache in panels, then attends over it.
+
+    The host's attention streams the panels.
+    """
     b = PartBuilder()
     q, new = _new_rows(b, rows)
     block = ("kv_blocks", "kv_heads", "kv_block_positions")
@@ -293,8 +297,11 @@ def _decode_attn_kv() -> Part:
 
 
 def _token_attn() -> Part:
-    """Build a part that rotates a token's Q and K, writes K and V to the interleaved cache and attends over the cache's
-    first positions and them, as one launch. The position comes with the rotation's angles."""
+    """Build a part that rotates a token's Q and K, stores K and V, and attends, as one launch.
+
+    It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position
+    comes with the rotation's angles.
+    """
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer="token_table")

@@ -128,8 +128,10 @@ def words(descriptor: Descriptor, elements: int) -> int:
 
 
 def walked(descriptor: Descriptor, runs: int, where: str) -> Runs:
-    """Return the elements of its buffer that a task's descriptor moves. With four dimensions, each run advances by one
-    step of the first."""
+    """Return the elements of its buffer that a task's descriptor moves.
+
+    With four dimensions, each run advances by one step of the first.
+    """
     dims, times = descriptor.dims, runs
     if len(dims) > 4:
         raise UserError(f"{where}: a descriptor of the shim has {len(dims)} dimensions, of at most 4")
@@ -180,8 +182,10 @@ class _Launch:
     # what moves
 
     def _check_slots(self, launch: LaunchOp) -> None:
-        """Check that every slot is read and written exactly as the module says: the same elements equally often, and
-        each stream in the order of one of the module's streams."""
+        """Check that every slot is read and written exactly as the module says.
+
+        The same elements must be moved equally often, and each stream in the order of one of the module's streams.
+        """
         expected: dict[_Use, list[Access]] = defaultdict(list)
         for access in accesses(launch, self.where):
             expected[access.slot, access.written].append(access)
@@ -247,8 +251,11 @@ class _Launch:
         self._check_quiet(running)
 
     def _check_announced(self, steps: int) -> None:
-        """Check that cores which depend on the step of the launch are told before each step, and not of the next step
-        before their results are there: the lock that tells them holds 1, however often it is set."""
+        """Check that cores which depend on the step of the launch are told of each step in time.
+
+        They are told before each step, and not of the next step before their results are there: the lock that tells
+        them holds 1, however often it is set.
+        """
         times: Counter[str] = Counter()
         pending: set[str] = set()
         for command in self.configuration.commands:
@@ -338,8 +345,13 @@ def _digest(stream: Iterable[Runs]) -> bytes:
 
 
 def audit_buffers(program: str, placed: Mapping[str, Sequence[Buffer]]) -> list[str]:
-    """Check that the buffers of each configuration lie inside the memory of their tile, after the stack, without
-    overlap. Return notes. Raises UserError."""
+    """Check where the buffers of each configuration lie. Raises UserError.
+
+    They must be inside the memory of their tile, after the stack, without overlap.
+
+    Returns:
+        Notes.
+    """
     notes = []
     for name, buffers in placed.items():
         tiles: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
@@ -398,8 +410,13 @@ def audit_cores(
 
 
 def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> int:
-    """Check that the code of a core, linked by Peano, fits its program memory, and that its static data lies in L1
-    apart from stack and buffers. Return the bytes of static data. Raises UserError."""
+    """Check the code and static data of a core that Peano linked. Raises UserError.
+
+    The code must fit its program memory, and the data must lie in L1 apart from stack and buffers.
+
+    Returns:
+        The bytes of static data.
+    """
     where = f"{program}, {core.name}"
     sections = loaded_sections(core, where)
     limits.require(where, "bytes of program memory", sum(s.bytes for s in sections if s.code), PROGRAM_BYTES)

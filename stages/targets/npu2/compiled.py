@@ -106,8 +106,10 @@ def read_lines(text: str) -> list[Line]:
 
 
 def elements_of(memref: str) -> tuple[int, int]:
-    """Return (number of elements, bytes of one) of a type `memref<2x4xbf16, 2 : i32>`. Raises UserError if the
-    shape is not fixed."""
+    """Return (number of elements, bytes of one) of a type `memref<2x4xbf16, 2 : i32>`.
+
+    Raises UserError if the shape is not fixed.
+    """
     match = re.match(r"(?:memref)?<((?:\d+x)*)(\w+)[,>]", memref)
     if not match or match[2] not in _BITS:
         raise UserError(f"what aircc made has a buffer of type {memref[:60]}, which cannot be read")
@@ -283,8 +285,10 @@ class Compiled:
 
     @property
     def resets(self) -> int:
-        """The number of configurations that one dispatch loads, each after a reset of the array. The compiler drops a
-        load directly before a load of the same configuration."""
+        """The number of configurations that one dispatch loads, each after a reset of the array.
+
+        The compiler drops a load directly before a load of the same configuration.
+        """
         loads: list[str | None] = []
         for configuration, _ in self.steps:
             loads += [configuration.name, *(command.device or None for command in configuration.commands)]

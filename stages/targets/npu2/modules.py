@@ -157,8 +157,9 @@ class Module:
 
     @functools.cached_property
     def shared_steps(self) -> int:
-        """N for aircc's `--air-runtime-loop-tiling-sizes`: in each dimension of a launch grid, N steps are issued
-        together, without awaiting one another.
+        """Return N for aircc's `--air-runtime-loop-tiling-sizes`.
+
+        In each dimension of a launch grid, N steps are issued together, without awaiting one another.
 
         Decode: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
         descriptors than there are, or move rows in another order than the module says; otherwise `QUEUE_DEPTH` divided

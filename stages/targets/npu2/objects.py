@@ -50,8 +50,9 @@ def write_objects(source: str, modules: Sequence[Path], cache: Path, work: Path,
 
 
 def compile_tile(source: str, cache: Path, name: str, flags: Sequence[str], level: str = "") -> CachedObject:
-    """Compile object `name` of a source with `flags` (`Variant.flags()`), or take it from `cache` if it is there
-    for the same content, flags and compiler.
+    """Compile an object of a source, or take it from `cache`.
+
+    The cache has it if content, flags (`Variant.flags()`) and compiler are the same.
 
     Args:
         level: The optimisation level, the digit of `-O`; the source's own if it is empty.

@@ -137,8 +137,10 @@ def _with_settling_toggled(mlir: str) -> str:
 
 
 def _audit(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = False) -> Findings:
-    """Raise UserError, after writing the log, if the program would not run right. `even`: refuse an odd number of
-    resets too."""
+    """Raise UserError, after writing the log, if the program would not run right.
+
+    `even`: refuse an odd number of resets too.
+    """
     # Loads MLIR's framework, which an up-to-date build does not need.
     from stages.targets.npu2.audit import audit_made
 
@@ -249,8 +251,10 @@ def _run(command: Sequence[str], directory: Path, *first: Path) -> tuple[int | N
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Return an environment in which aircc finds aiecc: on PATH, where wheels do not put it, or in a directory of
-    `first`."""
+    """Return an environment in which aircc finds aiecc.
+
+    aiecc must be on PATH, where wheels do not put it, or in a directory of `first`.
+    """
     tools = [*map(str, first), *(str(tool.path.parent) for tool in (aircc(), aiecc()) if tool)]
     return os.environ | {"PATH": os.pathsep.join([*dict.fromkeys(tools), os.environ.get("PATH", os.defpath)])}
 

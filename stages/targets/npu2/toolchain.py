@@ -42,8 +42,10 @@ def _packages(*parts: str) -> Iterator[Path]:
 
 
 def _program(name: str, package: str, placed: Iterable[Path] = ()) -> Tool | None:
-    """Return a program on PATH, else in the `bin` of its wheel, which nothing puts on PATH, else the first of `placed`
-    that is there."""
+    """Return a program on PATH, in the `bin` of its wheel, or the first of `placed` that is there.
+
+    Nothing puts the `bin` of a wheel on PATH.
+    """
     on_path = shutil.which(name)
     elsewhere = (*_packages(package, "bin", name), *filter(Path.is_file, placed))
     program = Path(on_path) if on_path else next(iter(elsewhere), None)
@@ -99,8 +101,10 @@ def aiebu_asm() -> Tool | None:
 
 @functools.cache
 def aie_api() -> Tool | None:
-    """Return the include directory of `aie_api/aie.hpp`: `AIE_API_INCLUDE`, else next to aiecc, else the `mlir_aie`
-    wheel."""
+    """Return the include directory of `aie_api/aie.hpp`.
+
+    It is `AIE_API_INCLUDE`, else next to aiecc, else in the `mlir_aie` wheel.
+    """
     chosen = os.environ.get("AIE_API_INCLUDE")
     driver = aiecc()
     next_to_driver = [driver.path.resolve().parents[1] / "include"] if driver else []
@@ -237,8 +241,11 @@ def xrt_version(system: Path = Path("/")) -> str | None:
 
 
 def usable_here(model: Path) -> bool:
-    """Tell whether this machine has the NPU and either a model's artifacts for it (below `model`) or the tools that
-    build them. If there is an NPU that cannot be used, print why."""
+    """Tell whether this machine has the NPU and what it takes to use it.
+
+    That is either a model's artifacts for it (below `model`) or the tools that build them. If there is an NPU that
+    cannot be used, print why.
+    """
     device = npu()
     if device is None or not device.columns:
         return False

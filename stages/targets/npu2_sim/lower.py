@@ -333,8 +333,11 @@ class _Lowering:
         return f"{element_bytes(side.kind)} * ({' + '.join(terms) or '0'})"
 
     def _counted(self, dst: Side, src: Side) -> str:
-        """Return the C++ condition for counting a transfer: a read that does not depend on a tile coordinate is one
-        broadcast stream, which is counted at the first tile only."""
+        """Return the C++ condition for counting a transfer.
+
+        A read that does not depend on a tile coordinate is one broadcast stream, which is counted at the first tile
+        only.
+        """
         if self.herd is None or dst.space != L1:
             return "true"
         idle = [i for axis, i in enumerate(self.herd.ids) if axis not in src.axes()]
@@ -394,8 +397,10 @@ def _slot(program: str, index: int, argument: SSAValue, written_first: bool) -> 
 
 
 def _backwards(op: LaunchOp | HerdOp) -> str:
-    """Return the C++ condition for running the steps backwards: the caller's choice, but never where tiles of a herd
-    send to the next tile."""
+    """Return the C++ condition for running the steps backwards.
+
+    It is the caller's choice, but never holds where tiles of a herd send to the next tile.
+    """
     names = [{end.chan_name.string_value() for end in analysis.walk_ops(op, k)} for k in (ChannelPutOp, ChannelGetOp)]
     return "false" if isinstance(op, HerdOp) and names[0] & names[1] else "reverse"
 
