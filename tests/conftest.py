@@ -37,6 +37,10 @@ from tests.support import browser
 
 pytest_plugins = ["tests.support.left_out", "tests.support.balanced"]
 
+# Half of the time of a process that a test starts would be compiling what is imported.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 ROOT = Path(__file__).parents[1]
 
 if (compiler := host_compiler()) and "-Werror" not in compiler:
@@ -195,7 +199,7 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
     for name in SOURCES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, root / name)
         else:
             shutil.copy(ROOT / name, root / name)
     shutil.copytree(artifacts / ".cache", root / "artifacts/.cache")

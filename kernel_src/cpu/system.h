@@ -1,5 +1,5 @@
 // The system's headers that kernels include. They take longer to read than most kernels to compile, so a build reads them
-// once (stages/targets/cpu/precompiled.py).
+// once (stages/targets/cpu/objects.py).
 #ifndef LLAMA_NPU2_SYSTEM_H  // a pragma would not do in a header that is compiled by itself
 #define LLAMA_NPU2_SYSTEM_H
 

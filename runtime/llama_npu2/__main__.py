@@ -121,8 +121,11 @@ def overview(artifacts: str | None = None) -> str:
 
 
 def main(arguments: list[str] | None = None, artifacts: str | None = None) -> int:
-    """`artifacts` as for `parse`. Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where
-    nobody reads the output any more."""
+    """`artifacts` as for `parse`.
+
+    Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where nobody reads the output any
+    more.
+    """
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments, artifacts)
@@ -195,8 +198,10 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
-    """`chats`: prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
-    programs and weights. Raises UserError."""
+    """`chats`: prompts go through the chat template, if there is one.
+
+    Its process starts while this one loads numpy, programs and weights. Raises UserError.
+    """
     from llama_npu2.text.chat_template import ChatTemplate, start_renderer
 
     renderer = start_renderer(Path(options.artifacts)) if chats else None
@@ -231,8 +236,10 @@ def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sa
 
 
 def as_json(llm: Any, made: Any) -> dict[str, Any]:
-    """A `Completion`: text, tokens, counts and times; log-probabilities, if asked for, with each token as the
-    vocabulary spells it."""
+    """Return a `Completion` as JSON.
+
+    Text, tokens, counts and times; log-probabilities, if asked for, with each token as the vocabulary spells it.
+    """
 
     def token(number: int, logprob: float) -> dict[str, Any]:
         return {"token": number, "piece": llm.tokenizer.inner.id_to_token(number), "logprob": logprob}

@@ -234,8 +234,10 @@ class Sampling(Checked):
                 raise OptionError(name, value, "not for one text as it comes: use complete(), --json or json=1")
 
     def biases(self) -> dict[int, float]:
-        """Return what is added to logits, by token. From Python, `logit_bias` may be such a mapping. Raises
-        UserError."""
+        """Return what is added to logits, by token.
+
+        From Python, `logit_bias` may be such a mapping. Raises UserError.
+        """
         return dict(_bias(pair) for text in self.logit_bias for pair in text.split(","))
 
 

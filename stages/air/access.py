@@ -16,15 +16,7 @@ from xdsl.ir import BlockArgument, Operation, SSAValue
 from llama_npu2.errors import UserError
 from stages.air import analysis
 from stages.air.analysis import Dims, Side
-from stages.air.dialect import (
-    L3,
-    ChannelGetOp,
-    HerdOp,
-    LaunchOp,
-    SegmentOp,
-    constant_of,
-    enclosing,
-)
+from stages.air.dialect import L3, ChannelGetOp, HerdOp, Hierarchy, LaunchOp, constant_of, enclosing, parents
 
 _ARITHMETIC: dict[type[Operation], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     arith.AddiOp: np.add,
@@ -177,11 +169,12 @@ def _streams(bases: np.ndarray, dims: Dims) -> tuple[Runs, ...]:
 
 
 def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:
-    """Return the variables of an operation's executions, the slowest first, each with how many values it takes: steps
-    of the launch, loops, and the coordinates of tiles that get different elements."""
+    """Return the variables of an operation's executions, each with how many values it takes.
+
+    The slowest comes first: steps of the launch, loops, and the coordinates of tiles that get different elements.
+    """
     variables: dict[SSAValue, int] = {}
-    parent = op.parent_op()
-    while parent is not None:
+    for parent in parents(op):
         if isinstance(parent, LaunchOp):
             variables |= reversed(dict(zip(parent.ids, parent.shape(), strict=True)).items())
         elif isinstance(parent, scf.ForOp):
@@ -191,7 +184,6 @@ def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:
         elif isinstance(parent, HerdOp):
             shape = parent.shape()
             variables |= {parent.ids[axis]: shape[axis] for axis in side.axes()}
-        parent = parent.parent_op()
     return dict(reversed(variables.items()))
 
 
@@ -199,7 +191,7 @@ def _outer_value(value: SSAValue) -> SSAValue | None:
     """Return the value that is passed to a launch, segment or herd as this argument of its body; None for others."""
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
-        if isinstance(parent, LaunchOp | SegmentOp | HerdOp):
+        if isinstance(parent, Hierarchy):
             if value in parent.body_args:
                 return parent.args[parent.body_args.index(value)]
             if value in parent.size_args:

@@ -5,6 +5,7 @@ Checks, traffic and the simulator's lowering all use these facts, so that they c
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -16,20 +17,23 @@ from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from llama_npu2.errors import UserError
 from stages.air.dialect import (
+    ChannelEnd,
     ChannelGetOp,
     ChannelOp,
     ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
+    Hierarchy,
     LaunchOp,
     Op,
     SegmentOp,
     constant_of,
     enclosing,
     memory_space,
+    parents,
 )
 
-Move = DmaMemcpyNdOp | ChannelPutOp | ChannelGetOp
+Move = DmaMemcpyNdOp | ChannelEnd
 """A transfer, or one end of it."""
 
 Dims = tuple[tuple[int, int], ...]
@@ -66,15 +70,16 @@ def moves(op: Operation) -> Iterator[Move]:
 
 def cascades(op: Operation) -> set[str]:
     """Return the names of the cascades, of all channels of the module that contains the operation."""
-    while (parent := op.parent_op()) is not None:
-        op = parent
-    assert isinstance(op, ModuleOp)
-    return {inner.sym_name.data for inner in op.body.block.ops if isinstance(inner, ChannelOp) and inner.channel_type}
+    *_, module = parents(op)
+    assert isinstance(module, ModuleOp)
+    return {
+        inner.sym_name.data for inner in module.body.block.ops if isinstance(inner, ChannelOp) and inner.channel_type
+    }
 
 
 def is_one_of(move: Move, channels: Container[str]) -> bool:
     """Return whether a transfer is an end of one of these channels."""
-    return not isinstance(move, DmaMemcpyNdOp) and move.chan_name.string_value() in channels
+    return isinstance(move, ChannelEnd) and move.chan_name.string_value() in channels
 
 
 def name_of(op: Operation, fallback: str) -> str:
@@ -114,15 +119,13 @@ def tile_grid(op: Operation) -> tuple[int, ...]:
 def executions(op: Operation, where: str) -> int:
     """Return how often launch grids and loops run an operation; if it is in a herd, how often each tile runs it."""
     times = 1
-    parent = op.parent_op()
-    while parent is not None:
+    for parent in parents(op):
         if isinstance(parent, scf.ForOp):
             times *= trip_count(parent, where)
         elif isinstance(parent, scf.ParallelOp):
             times *= math.prod(grid(parent))
         elif isinstance(parent, LaunchOp):
             times *= math.prod(parent.shape())
-        parent = parent.parent_op()
     return times
 
 
@@ -149,15 +152,17 @@ def root(value: SSAValue) -> SSAValue:
     """Return the allocation or function argument of a buffer that is passed into launches, segments and herds."""
     while isinstance(value, BlockArgument):
         parent = value.block.parent_op()
-        if not isinstance(parent, LaunchOp | SegmentOp | HerdOp):
+        if not isinstance(parent, Hierarchy):
             return value
         value = parent.args[parent.body_args.index(value)]
     return value
 
 
 def tile_axes(value: SSAValue) -> frozenset[int]:
-    """Return the tile coordinates (0 column, 1 row) that a value depends on. The tiles are those of the enclosing herd,
-    or of a segment's parallel loop over a herd's tiles."""
+    """Return the tile coordinates (0 column, 1 row) that a value depends on.
+
+    The tiles are those of the enclosing herd, or of a segment's parallel loop over a herd's tiles.
+    """
     if isinstance(value, BlockArgument):
         parent = value.block.parent_op()
         tiles: Sequence[SSAValue] = ()
@@ -170,12 +175,8 @@ def tile_axes(value: SSAValue) -> frozenset[int]:
 
 def runs_on(op: Operation, column: int, row: int) -> bool:
     """Return whether a tile of the enclosing herd executes an operation: conditions compare its coordinates."""
-    parent = op.parent_op()
-    while parent is not None and not isinstance(parent, HerdOp):
-        if isinstance(parent, scf.IfOp) and not holds_on(parent, column, row):
-            return False
-        parent = parent.parent_op()
-    return True
+    inside = itertools.takewhile(lambda parent: not isinstance(parent, HerdOp), parents(op))
+    return all(holds_on(parent, column, row) for parent in inside if isinstance(parent, scf.IfOp))
 
 
 RELATIONS: Mapping[int, tuple[str, Callable[[int, int], bool]]] = {0: ("==", operator.eq), 1: ("!=", operator.ne)}
@@ -195,7 +196,7 @@ def holds_on(condition: scf.IfOp, column: int, row: int) -> bool:
 def tiles(herd: HerdOp) -> list[tuple[int, int]]:
     """Return the column and row of each tile of a herd."""
     columns, rows = herd.shape()
-    return [(x, y) for x in range(columns) for y in range(rows)]
+    return list(itertools.product(range(columns), range(rows)))
 
 
 def tiles_of(op: Operation, herd: HerdOp) -> list[tuple[int, int]]:
@@ -270,7 +271,7 @@ class Fifo:
     """The memory space of the buffer at the channel's other end."""
 
     @staticmethod
-    def of(op: ChannelPutOp | ChannelGetOp, spaces: Mapping[tuple[str, type], int]) -> Fifo:
+    def of(op: ChannelEnd, spaces: Mapping[tuple[str, type], int]) -> Fifo:
         """Return the channel of an operation.
 
         Args:
@@ -294,7 +295,7 @@ def sides(op: DmaMemcpyNdOp, where: str) -> tuple[Side, Side]:
     )
 
 
-def end(op: ChannelPutOp | ChannelGetOp, where: str) -> Side:
+def end(op: ChannelEnd, where: str) -> Side:
     """Return the buffer at a channel."""
     return _side(op.buffer, op.offsets, op.sizes, op.strides, where)
 

@@ -7,16 +7,19 @@ lists its operands. Constants are made once per isolated block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import (
     FixedBitwidthType,
+    Float32Type,
     FloatAttr,
     FunctionType,
     IndexType,
     IntegerAttr,
+    IntegerType,
     MemRefType,
     ModuleOp,
     StringAttr,
@@ -77,6 +80,10 @@ class Index:
 
 
 Number = Index | int
+Indices = AbstractContextManager[tuple[Index, Index]]
+"""A context with the position in a grid."""
+Channel = str
+"""The name of an array of FIFOs."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,6 @@ class MemRef:
         kept = [(offset, size, stride) for offset, size, stride in dims if (offset, size) != (0, 1)] or dims[-1:]
         offsets, sizes, strides = zip(*kept, strict=True)
         return MemRef(self.value, offsets, sizes, strides)
-
-
-@dataclass(frozen=True)
-class Channel:
-    name: str
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,12 @@ class Builder:
             scope.captured[value] = inner
         return scope.captured[value]
 
-    def constant(self, value: int | float, kind: Attribute) -> SSAValue:
+    def constant(self, value: int | float, kind: Float32Type | IntegerType | IndexType) -> SSAValue:
         scope = self._scopes[-1]
         key = (kind, value)
         if key not in scope.constants:
-            op = arith.ConstantOp(_number(value, kind))
+            number = FloatAttr(value, kind) if isinstance(kind, Float32Type) else IntegerAttr(int(value), kind)
+            op = arith.ConstantOp(number)
             self._insert_constant(scope, op)
             scope.constants[key] = op.result
             scope.owned.add(op.result)
@@ -204,20 +207,14 @@ class Builder:
 
     # hierarchy
 
-    @contextmanager
-    def launch(self, columns: int = 1, rows: int = 1) -> Iterator[tuple[Index, Index]]:
-        with self._level(dialect.LaunchOp, (columns, rows)) as (x, y):
-            yield x, y
+    def launch(self, columns: int = 1, rows: int = 1) -> Indices:
+        return self._level(dialect.LaunchOp, (columns, rows))
 
-    @contextmanager
-    def segment(self) -> Iterator[None]:
-        with self._level(dialect.SegmentOp, (), self._name("segment")):
-            yield
+    def segment(self) -> Indices:
+        return self._level(dialect.SegmentOp, (), self._name("segment"))
 
-    @contextmanager
-    def herd(self, columns: int, rows: int) -> Iterator[tuple[Index, Index]]:
-        with self._level(dialect.HerdOp, (columns, rows), self._name("herd")) as (x, y):
-            yield x, y
+    def herd(self, columns: int, rows: int) -> Indices:
+        return self._level(dialect.HerdOp, (columns, rows), self._name("herd"))
 
     def _name(self, level: str) -> str:
         """Return a new symbol. The function is in the same table, and cores of one name would be the same cores."""
@@ -225,12 +222,12 @@ class Builder:
         return f"{self.function.sym_name.data}_{level}_{self._named}"
 
     @contextmanager
-    def _level(self, kind: type[dialect.Hierarchy], grid: Shape, name: str | None = None) -> Iterator[list[Index]]:
+    def _level(self, kind: type[dialect.Hierarchy], grid: Shape, name: str | None = None) -> Iterator[Any]:
         sizes = [self.index(size) for size in grid]
         block = Block(arg_types=[IndexType()] * (2 * kind.RANK))
         scope = _Scope(block, [block], owned=set(block.args))
         self._scopes.append(scope)
-        yield [Index(self, value) for value in block.args[: kind.RANK]]
+        yield tuple(Index(self, value) for value in block.args[: kind.RANK])
         self._scopes.pop()
         attributes: dict[str, Attribute] = {} if name is None else {"sym_name": StringAttr(name)}
         if scope.links:
@@ -246,12 +243,8 @@ class Builder:
             return
         first, last, step = (self.index(value) for value in (0, count, 1))
         block = Block(arg_types=[IndexType()])
-        scope = self._scopes[-1]
-        scope.owned.update(block.args)
-        scope.insert.append(block)
-        yield Index(self, block.args[0])
-        block.add_op(scf.YieldOp())
-        scope.insert.pop()
+        with self._inside(block, scf.YieldOp) as (index,):
+            yield index
         self.emit(scf.ForOp(first, last, step, [], block))
 
     @contextmanager
@@ -259,11 +252,8 @@ class Builder:
         """Run the body on those tiles only on which the comparison is true (`eq`, `ne`)."""
         condition = self.emit(arith.CmpiOp(self.index(value), self.index(other), relation)).results[0]
         block = Block()
-        scope = self._scopes[-1]
-        scope.insert.append(block)
-        yield
-        block.add_op(scf.YieldOp())
-        scope.insert.pop()
+        with self._inside(block, scf.YieldOp):
+            yield
         self.emit(scf.IfOp(condition, [], Region(block)))
 
     @contextmanager
@@ -272,14 +262,19 @@ class Builder:
         first, step = self.index(0), self.index(1)
         sizes = [self.index(size) for size in (columns, rows)]
         block = Block(arg_types=[IndexType()] * 2)
+        with self._inside(block, scf.ReduceOp) as (x, y):
+            yield x, y
+        self.emit(scf.ParallelOp([first] * 2, sizes, [step] * 2, Region(block)))
+
+    @contextmanager
+    def _inside(self, block: Block, end: type[Operation]) -> Iterator[list[Index]]:
+        """Insert operations into the block of a loop or condition, and then its terminator."""
         scope = self._scopes[-1]
         scope.owned.update(block.args)
         scope.insert.append(block)
-        x, y = block.args
-        yield Index(self, x), Index(self, y)
-        block.add_op(scf.ReduceOp())
+        yield [Index(self, value) for value in block.args]
+        block.add_op(end())
         scope.insert.pop()
-        self.emit(scf.ParallelOp([first] * 2, sizes, [step] * 2, Region(block)))
 
     # memory and calls
 
@@ -299,24 +294,21 @@ class Builder:
         for buffer in buffers:
             self.emit(memref.DeallocOp.get(buffer.value))
 
-    def channel(self, size: Shape, broadcast_shape: Shape) -> Channel:
+    def channel(self, size: Shape, broadcast_shape: Shape, cascade: bool = False) -> Channel:
         """Add FIFOs between this segment and its herd: one per entry of `size`, each delivered to `broadcast_shape`."""
-        return self._channel(size, broadcast_shape, cascade=False)
+        name = self._name("channel")
+        self.module.body.block.add_op(dialect.ChannelOp(name, size, broadcast_shape, cascade))
+        return name
 
     def cascade(self, size: Shape) -> Channel:
         """Add FIFOs from cores to their neighbours to the right or below, for whole buffers. They block both cores."""
-        return self._channel(size, size, cascade=True)
-
-    def _channel(self, size: Shape, broadcast_shape: Shape, cascade: bool) -> Channel:
-        channel = Channel(self._name("channel"))
-        self.module.body.block.add_op(dialect.ChannelOp(channel.name, size, broadcast_shape, cascade))
-        return channel
+        return self.channel(size, size, cascade=True)
 
     def put(self, channel: Channel, indices: Sequence[Number], source: MemRef) -> None:
-        self.emit(dialect.ChannelPutOp(channel.name, [self.index(n) for n in indices], *self._side(source)))
+        self.emit(dialect.ChannelPutOp(channel, [self.index(n) for n in indices], *self._side(source)))
 
     def get(self, channel: Channel, indices: Sequence[Number], target: MemRef) -> None:
-        self.emit(dialect.ChannelGetOp(channel.name, [self.index(n) for n in indices], *self._side(target)))
+        self.emit(dialect.ChannelGetOp(channel, [self.index(n) for n in indices], *self._side(target)))
 
     def dma(self, dst: MemRef, src: MemRef) -> None:
         self.emit(dialect.DmaMemcpyNdOp(*self._side(dst), *self._side(src)))
@@ -344,12 +336,6 @@ class Builder:
         if isinstance(arg, Index):
             return self.emit(arith.IndexCastOp(self.resolve(arg.value), i32)).results[0]
         return self.constant(arg, f32 if isinstance(arg, float) else i32)
-
-
-def _number(value: int | float, kind: Attribute) -> FloatAttr | IntegerAttr:
-    if kind == f32:
-        return FloatAttr(value, f32)
-    return IntegerAttr(int(value), i32) if kind == i32 else IntegerAttr(int(value), IndexType())
 
 
 def declaration(symbol: str, signature: FunctionType, link_with: str) -> func.FuncOp:

@@ -15,15 +15,7 @@ from xdsl.ir import Operation, SSAValue
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
 from stages.air.analysis import Side
-from stages.air.dialect import (
-    L1,
-    L2,
-    L3,
-    HerdOp,
-    SegmentOp,
-    constant_of,
-    enclosing,
-)
+from stages.air.dialect import L1, L2, L3, HerdOp, SegmentOp, constant_of, enclosing, parents
 from stages.air.occupancy import Segment, Transfer, Use
 
 MEMTILE_DIMENSIONS = 4
@@ -155,11 +147,9 @@ class _Checked(Segment):
         """Refuse loops around a transfer of DDR that the compiler cannot cut into descriptors."""
         if transfer.side(L3) is None:
             return
-        parent = transfer.op.parent_op()
-        while parent is not None:
+        for parent in parents(transfer.op):
             if isinstance(parent, scf.ForOp) and not limits.cuttable(steps := analysis.trip_count(parent, self.where)):
                 raise UserError(
                     f"{self.where}: a loop of {steps} steps around a DMA, which has no divisor below "
                     f"{limits.ITERATIONS} to be cut by"
                 )
-            parent = parent.parent_op()

@@ -9,8 +9,7 @@ xDSL's own experimental dialect is not used: its operations have asynchronous to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from threading import RLock
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self, TypeVar
 
 from xdsl import builder
@@ -43,8 +42,6 @@ L3, L2, L1 = 0, 1, 2
 
 Op = TypeVar("Op", bound=Operation)
 
-TERMINATORS = RLock()
-"""Held while xDSL adds terminators: it replaces a method of all operations meanwhile, and steps run in threads."""
 Pattern = tuple[Sequence[SSAValue], Sequence[SSAValue], Sequence[SSAValue]]
 """Offsets, sizes and strides."""
 
@@ -67,10 +64,13 @@ def constant_of(value: SSAValue) -> int | None:
 
 def enclosing(op: Operation, kind: type[Op]) -> Op | None:
     """Return the nearest operation of a kind around `op`, or None."""
-    parent = op.parent_op()
-    while parent is not None and not isinstance(parent, kind):
-        parent = parent.parent_op()
-    return parent
+    return next((parent for parent in parents(op) if isinstance(parent, kind)), None)
+
+
+def parents(op: Operation) -> Iterator[Operation]:
+    """Yield the operations around `op`, the nearest first."""
+    while (parent := op.parent_op()) is not None:
+        yield (op := parent)
 
 
 @irdl_op_definition
@@ -118,8 +118,7 @@ class Hierarchy(IRDLOperation):
         """Take the body, whose one block need not have its terminator yet."""
         super().__init__(operands=[list(sizes), list(args)], regions=[body], attributes=attributes or {})
         for trait in self.get_traits_of_type(SingleBlockImplicitTerminator):
-            with TERMINATORS:
-                ensure_terminator(self, trait)
+            ensure_terminator(self, trait)
 
     @property
     def ids(self) -> tuple[BlockArgument, ...]:
@@ -201,13 +200,8 @@ class Hierarchy(IRDLOperation):
 
 def _print_bindings(printer: Printer, inner: Sequence[SSAValue], outer: Sequence[SSAValue]) -> None:
     with printer.in_parens():
-        printer.print_list(tuple(zip(inner, outer, strict=True)), lambda pair: _print_binding(printer, *pair))
-
-
-def _print_binding(printer: Printer, inner: SSAValue, outer: SSAValue) -> None:
-    printer.print_ssa_value(inner)
-    printer.print_string("=")
-    printer.print_ssa_value(outer)
+        bindings = list(zip(inner, outer, strict=True))
+        printer.print_list(bindings, lambda binding: printer.print_list(binding, printer.print_ssa_value, "="))
 
 
 def _parse_argument(parser: Parser) -> Parser.UnresolvedArgument:
@@ -274,13 +268,7 @@ class DmaMemcpyNdOp(IRDLOperation):
         "`:` `(` type($dst) `,` type($src) `)` attr-dict"
     )
 
-    def __init__(
-        self,
-        dst: SSAValue,
-        dst_lists: Pattern,
-        src: SSAValue,
-        src_lists: Pattern,
-    ) -> None:
+    def __init__(self, dst: SSAValue, dst_lists: Pattern, src: SSAValue, src_lists: Pattern) -> None:
         super().__init__(operands=[dst, *(list(part) for part in dst_lists), src, *(list(part) for part in src_lists)])
 
     def verify_(self) -> None:
@@ -369,7 +357,7 @@ class ChannelOp(IRDLOperation):
         return cls(name, size, wide, cascade)
 
 
-class _ChannelEnd(IRDLOperation):
+class ChannelEnd(IRDLOperation):
     """One side of a transfer through the FIFO `chan_name[indices]`: a buffer, walked as in `air.dma_memcpy_nd`."""
 
     chan_name = attr_def(SymbolRefAttr)
@@ -384,13 +372,7 @@ class _ChannelEnd(IRDLOperation):
         "`:` `(` type($buffer) `)` attr-dict"
     )
 
-    def __init__(
-        self,
-        channel: str,
-        indices: Sequence[SSAValue],
-        buffer: SSAValue,
-        lists: Pattern,
-    ) -> None:
+    def __init__(self, channel: str, indices: Sequence[SSAValue], buffer: SSAValue, lists: Pattern) -> None:
         super().__init__(
             operands=[list(indices), buffer, *(list(part) for part in lists)],
             attributes={"chan_name": SymbolRefAttr(channel)},
@@ -401,14 +383,14 @@ class _ChannelEnd(IRDLOperation):
 
 
 @irdl_op_definition
-class ChannelPutOp(_ChannelEnd):
+class ChannelPutOp(ChannelEnd):
     """Puts a copy of the elements that the pattern walks into a FIFO."""
 
     name = "air.channel.put"
 
 
 @irdl_op_definition
-class ChannelGetOp(_ChannelEnd):
+class ChannelGetOp(ChannelEnd):
     """Writes the next item of a FIFO to the elements that the pattern walks. A tile takes from its own position."""
 
     name = "air.channel.get"

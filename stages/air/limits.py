@@ -41,6 +41,14 @@ herd, which only waits and calls, and routines of scalar arithmetic (64 bytes ea
 
 assert STACK_BYTES % ALIGNMENT_BYTES == 0, "buffers begin after the stack"
 
+STATIC_BYTES = 320
+"""Bytes of L1 that tilings leave for a core's static data: two lines of 64 bytes for the table of attention, two for
+constants that Peano keeps in memory, one for alignment. A core with more room can have more. With 0, a fuller core of
+8B in `int4` and some in `int6` would have larger chunks, and no plan of Llama-3.2-1B would differ."""
+
+BUFFER_BYTES = L1_BYTES - STACK_BYTES - STATIC_BYTES
+"""Bytes of L1 for buffers."""
+
 SHIM_CHANNELS = 2
 MEMTILE_CHANNELS = 6
 TILE_CHANNELS = 2
@@ -109,8 +117,8 @@ def require_multiple(what: str, size: str, value: int, step: int) -> None:
 
 
 def fits_l1(*buffers: int) -> bool:
-    """Return whether buffers of these byte sizes fit a core's data memory, together with the stack."""
-    return sum(buffers) + STACK_BYTES <= L1_BYTES
+    """Return whether buffers of these byte sizes fit a core's data memory, together with stack and static data."""
+    return sum(buffers) <= BUFFER_BYTES
 
 
 def copies(steps: int) -> int:
@@ -122,8 +130,10 @@ def copies(steps: int) -> int:
 
 
 def steady(steps: int) -> bool:
-    """Return whether a loop of a core that moves data needs no third buffer: it runs once or an even number of
-    times."""
+    """Return whether a loop of a core that moves data needs no third buffer.
+
+    It needs none if it runs once or an even number of times.
+    """
     return steps == 1 or steps % 2 == 0
 
 

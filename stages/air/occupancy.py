@@ -21,7 +21,7 @@ from stages.air.dialect import (
     L1,
     L2,
     L3,
-    ChannelGetOp,
+    ChannelEnd,
     ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
@@ -104,7 +104,7 @@ class Transfer:
         herd = enclosing(op, HerdOp)
         if isinstance(op, DmaMemcpyNdOp):
             return Transfer(op, herd, *analysis.sides(op, where))
-        assert isinstance(op, ChannelPutOp | ChannelGetOp)
+        assert isinstance(op, ChannelEnd)
         ends: list[Side | Fifo] = [Fifo.of(op, spaces), analysis.end(op, where)]
         return Transfer(op, herd, *(ends if isinstance(op, ChannelPutOp) else reversed(ends)))
 
@@ -139,7 +139,7 @@ class Segment:
         self.op, self.where = op, where
         self.herds = list(analysis.walk_ops(op, HerdOp))
         cascades, moves = analysis.cascades(op), list(analysis.moves(op))
-        ends = [move for move in moves if isinstance(move, ChannelPutOp | ChannelGetOp)]
+        ends = [move for move in moves if isinstance(move, ChannelEnd)]
         self.cascades = [end for end in ends if analysis.is_one_of(end, cascades)]
         spaces = {(end.chan_name.string_value(), type(end)): memory_space(end.buffer.type) for end in ends}
         self.transfers = [Transfer.of(m, where, spaces) for m in moves if not analysis.is_one_of(m, cascades)]
@@ -183,7 +183,8 @@ class Segment:
         yield Use("herd rows", rows, limits.ROWS)
         # Every allocation has its own place for as long as the herd runs.
         size = sum(self.all_bytes(buffer) for buffer in analysis.allocations(herd, L1))
-        yield Use("L1 bytes (with stack)", size + limits.STACK_BYTES, limits.L1_BYTES)
+        taken = size + limits.STACK_BYTES + limits.STATIC_BYTES
+        yield Use("L1 bytes (with stack and static data)", taken, limits.L1_BYTES)
         tiles_differ = any(True for _ in analysis.walk_ops(herd, scf.IfOp))
         for tile in analysis.tiles(herd) if tiles_differ else [(0, 0)]:
             yield from self._tile_uses(herd, tile)

@@ -17,6 +17,8 @@ from stages.air.occupancy import Segment
 SHIM, MEMORY, CORES = 0, 1, 2
 """Rows of the array; cores have the four rows from `CORES` on."""
 
+_COUNTED = ("DMA channels in", "DMA channels out", "descriptors")
+
 Share = tuple[int, int]
 """An amount, and the number of tiles over which it is spread."""
 
@@ -28,7 +30,7 @@ class Tile:
     column: int
     row: int
     bytes: int
-    """Bytes of its memory, with the stack of a core."""
+    """Bytes of its memory, with stack and static data of a core."""
     channels_in: int
     channels_out: int
     descriptors: int
@@ -75,10 +77,8 @@ def _cores(segment: Segment) -> Iterator[Tile]:
             yield Tile(
                 column,
                 CORES + row,
-                uses["L1 bytes (with stack)"],
-                uses["compute tile DMA channels in"],
-                uses["compute tile DMA channels out"],
-                uses["compute tile descriptors"],
+                uses["L1 bytes (with stack and static data)"],
+                *(uses[f"compute tile {of}"] for of in _COUNTED),
             )
 
 

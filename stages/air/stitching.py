@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from xdsl.dialects import func
 from xdsl.dialects.builtin import FunctionType, MemRefType, ModuleOp, StringAttr, SymbolRefAttr
@@ -13,7 +13,7 @@ from xdsl.ir import Attribute, Block, BlockArgument, Operation, Region
 from stages.air import analysis
 from stages.air.access import accesses
 from stages.air.builder import AirModule, Builder
-from stages.air.dialect import L1, ChannelGetOp, ChannelOp, ChannelPutOp, HerdOp, LaunchOp, SegmentOp
+from stages.air.dialect import L1, ChannelEnd, ChannelOp, HerdOp, LaunchOp, Op, SegmentOp
 
 Part = tuple[AirModule, Mapping[str, str]]
 """A module, and the program's argument (slot) for each of its own: name -> name."""
@@ -47,11 +47,10 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
     for position, (module, wiring) in enumerate(parts):
         _merge_declarations(declared, module)
         _rename(module, f"launch{position}_")
-        channels += _detach_channels(module)
+        channels += _detached(op for op in module.module.body.block.ops if isinstance(op, ChannelOp))
         for argument, value in _arguments(module.function).items():
             value.replace_all_uses_with(values[wiring[argument]])
-        for op in _detach_body(module.function):
-            block.add_op(op)
+        block.add_ops(_detached(_body(module.function)))
     block.add_op(func.ReturnOp())
     function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
     stitched = ModuleOp([*channels, *(declared[symbol] for symbol in sorted(declared)), function])
@@ -105,22 +104,19 @@ def _rename(module: AirModule, prefix: str) -> None:
     for op in module.module.walk():
         if isinstance(op, SegmentOp | HerdOp | ChannelOp) and op.sym_name is not None:
             op.sym_name = StringAttr(prefix + op.sym_name.data)
-        elif isinstance(op, ChannelPutOp | ChannelGetOp):
+        elif isinstance(op, ChannelEnd):
             op.chan_name = SymbolRefAttr(prefix + op.chan_name.string_value())
 
 
-def _detach_channels(module: AirModule) -> list[ChannelOp]:
-    channels = [op for op in module.module.body.block.ops if isinstance(op, ChannelOp)]
-    for op in channels:
-        op.detach()
-    return channels
+def _body(function: func.FuncOp) -> Iterator[Operation]:
+    return (op for op in function.body.block.ops if not isinstance(op, func.ReturnOp))
 
 
-def _detach_body(function: func.FuncOp) -> list[Operation]:
-    ops = [op for op in function.body.block.ops if not isinstance(op, func.ReturnOp)]
-    for op in ops:
+def _detached(ops: Iterable[Op]) -> list[Op]:
+    detached = list(ops)
+    for op in detached:
         op.detach()
-    return ops
+    return detached
 
 
 def _segment_name(launch: LaunchOp) -> str:
@@ -195,5 +191,5 @@ def toggle_settling(module: ModuleOp) -> None:
     _arguments(settling.function)["slot"].replace_all_uses_with(slot)
     first = function.body.block.first_op
     assert first is not None
-    function.body.block.insert_ops_before(_detach_body(settling.function), first)
+    function.body.block.insert_ops_before(_detached(_body(settling.function)), first)
     module.verify()

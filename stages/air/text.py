@@ -19,7 +19,7 @@ from xdsl.printer import Printer
 from xdsl.utils.exceptions import ParseError
 
 from llama_npu2.errors import UserError
-from stages.air.dialect import AIR, TERMINATORS
+from stages.air.dialect import AIR
 
 
 def to_mlir(module: ModuleOp) -> str:
@@ -35,8 +35,7 @@ def parse_mlir(text: str) -> ModuleOp:
     for part in (Builtin, Arith, Func, MemRef, Scf, AIR):
         context.load_dialect(part)
     try:
-        with TERMINATORS:
-            module = Parser(context, text).parse_module()
+        module = Parser(context, text).parse_module()
     except ParseError as error:
         line = text.count("\n", 0, error.span.start) + 1
         raise UserError(f"MLIR text, line {line}: {error.msg}") from None

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from doit.exceptions import TaskFailed
 
 from llama_npu2 import load
-from llama_npu2.cli.table import Column, fitted
+from llama_npu2.cli.table import fitted
 from stages.engine.files import write_json
 from stages.graph import Build
 from stages.proof.diagnosis.diagnose import diagnose
 from stages.proof.diagnosis.launches import Finding
-from stages.proof.diagnosis.layers import WORST
-from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.report import WORST, Report
 from stages.reports.diagnose_page import page
 
 SHOWN = 3
@@ -30,15 +29,15 @@ SHOWN = 3
 UNFUSED = "the same call, built with each launch by itself:"
 
 COLUMNS = (
-    Column("layer", right=True),
-    Column("positions"),
-    Column("cosine", right=True),
-    Column("in bf16", right=True),
-    Column("largest error", right=True),
-    Column("in bf16", right=True),
-    Column("error / bf16's", right=True),
-    Column("cosine with the checkpoint", right=True),
-    Column("wrong launches", right=True),
+    ">layer",
+    "positions",
+    ">cosine",
+    ">in bf16",
+    ">largest error",
+    ">in bf16",
+    ">error / bf16's",
+    ">cosine with the checkpoint",
+    ">wrong launches",
 )
 
 

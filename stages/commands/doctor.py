@@ -10,10 +10,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llama_npu2.cli.table import Column, amount, fitted
+from llama_npu2.cli.table import amount, fitted
 from llama_npu2.devices.xrt.limits import HEAP
 from stages.graph import Build
 from stages.targets.cpu import toolchain as host_toolchain
@@ -29,6 +29,9 @@ from stages.targets.npu2.known_good import (
 )
 
 GUIDE = "docs/tutorials/ryzen-ai.md"
+NEW_DRIVER = f"Linux {LEAST['Linux'][0]} or newer, or the driver package (amdxdna-dkms), {GUIDE}"
+NEW_FIRMWARE = f"linux-firmware or the driver package, sudo update-initramfs -u, then reboot, {GUIDE}"
+NO_OTHER = "Newer firmware under this driver makes the NPU vanish"
 HEADERS = "AIE API headers"
 BUILD_MEMORY = 16 << 30
 BUILD_DISK = 20 << 30
@@ -57,14 +60,14 @@ def report(system: Path = Path("/")) -> list[Row]:
 def _row(what: str, version_found: str | None, needed_for: str, get: str) -> Row:
     if version_found is None:
         return Row(what, "no", "", needed_for, get)
-    return _old(what, what, version_found, needed_for) or Row(what, "yes", version_found, needed_for, "")
+    return _old(what, what, version_found, needed_for, get) or Row(what, "yes", version_found, needed_for, "")
 
 
-def _old(what: str, name: str, version_found: str, needed_for: str) -> Row | None:
+def _old(what: str, name: str, version_found: str, needed_for: str, get: str) -> Row | None:
     """If it is older than the oldest that can work of what the table calls `name`."""
     if name not in LEAST or version(version_found) >= version(LEAST[name][0]):
         return None
-    return Row(what, "old", version_found, needed_for, f"at least {LEAST[name][0]}, for {LEAST[name][1]}")
+    return Row(what, "old", version_found, needed_for, f"at least {LEAST[name][0]}, for {LEAST[name][1]}: {get}")
 
 
 def _build_rows() -> Iterator[Row]:
@@ -79,7 +82,7 @@ def _tool_row(what: str, tool: toolchain.Tool | None) -> Row:
     get = f"pip install {wanted}, from the pages that {GUIDE} lists"
     if tool is None:
         return Row(what, "no", "", needed_for, get)
-    if old := _old(what, tool.wheel, tool.version, needed_for):
+    if old := _old(what, tool.wheel, tool.version, needed_for, get):
         return old
     # Headers have no version of their own: they belong to the aiecc that they came with.
     if what == HEADERS or checked(tool.wheel, tool.version):
@@ -90,13 +93,14 @@ def _tool_row(what: str, tool: toolchain.Tool | None) -> Row:
 def _run_rows(system: Path) -> Iterator[Row]:
     npu = toolchain.npu(system)
     driver, firmware = (npu.driver or None, npu.firmware or None) if npu else (None, None)
+    linux = _linux_row(npu)
     yield _npu_row(npu)
-    yield _row("NPU driver", driver, "run: npu2", f"Linux {LEAST['Linux'][0]} or newer, {GUIDE}")
+    yield _row("NPU driver", driver, "run: npu2", NEW_DRIVER)
     if npu and npu.usable and not firmware:
         yield Row("NPU firmware", "other", "not known", "run: npu2", "")
     else:
-        yield _row("NPU firmware", firmware, "run: npu2", f"linux-firmware, then reboot, {GUIDE}")
-    yield _row("Linux", platform.release(), "run: npu2", "")
+        yield _row("NPU firmware", firmware, "run: npu2", NEW_FIRMWARE if linux.works else f"{NEW_DRIVER}. {NO_OTHER}")
+    yield linux
     packages = f"apt install {' '.join(XRT_PACKAGES)}, {GUIDE}"
     yield _row("XRT", toolchain.xrt_version(system), "run: npu2", packages)
     bindings = toolchain.pyxrt()
@@ -109,6 +113,13 @@ def _run_rows(system: Path) -> Iterator[Row]:
         lists = "with" if bindings.runlist else "without"
         shares = "" if bindings.shared_contexts else f"; a context for each program, XRT {SHARED_CONTEXT} shares them"
         yield _row("pyxrt", f"{bindings.path} ({lists} run lists{shares})", "run: npu2", get)
+
+
+def _linux_row(npu: toolchain.Npu | None) -> Row:
+    """Judge the kernel by its version only where nothing tells whether its driver is a newer one."""
+    row = _row("Linux", platform.release(), "run: npu2", NEW_DRIVER)
+    proven = npu and (npu.packaged or version(npu.firmware) >= version(LEAST["NPU firmware"][0]))
+    return replace(row, found="yes", get="") if proven else row
 
 
 def _npu_row(npu: toolchain.Npu | None) -> Row:
@@ -166,8 +177,8 @@ def conclusions(rows: Sequence[Row]) -> dict[str, str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return aligned columns, and below them how to get what is not there."""
-    columns = [Column(title) for title in ("", "found", "version", "needed for")]
-    lines = [fitted(columns, [(row.what, row.found, row.version, row.needed_for) for row in rows])]
+    titles = ("", "found", "version", "needed for")
+    lines = [fitted(titles, [(row.what, row.found, row.version, row.needed_for) for row in rows])]
     ways: dict[str, list[str]] = {}
     for row in rows:
         if row.get:

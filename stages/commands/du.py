@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from llama_npu2.cli.table import Column, amount, fitted
+from llama_npu2.cli.table import amount, fitted
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
 from stages.engine.housekeeping import ArtifactDirectory, directories, files_below, is_recent, unneeded
@@ -111,7 +111,7 @@ def duplicated(held: Iterable[ArtifactDirectory]) -> int:
 
 
 def _table(usage: Mapping[ArtifactDirectory, Mapping[str, int]]) -> str:
-    numbers = [Column(kind, right=True) for kind in (*_COLUMNS, "all")]
+    numbers = [f">{kind}" for kind in (*_COLUMNS, "all")]
     rows = [
         [directory.model, directory.name + ("" if directory.complete else " (incomplete)"), *_amounts(kinds)]
         for directory, kinds in usage.items()
@@ -119,7 +119,7 @@ def _table(usage: Mapping[ArtifactDirectory, Mapping[str, int]]) -> str:
     whole: Counter[str] = Counter()
     for kinds in usage.values():
         whole.update(kinds)
-    return fitted([Column("model"), Column("directory"), *numbers], [*rows, ["all", "", *_amounts(whole)]])
+    return fitted(["model", "directory", *numbers], [*rows, ["all", "", *_amounts(whole)]])
 
 
 def _amounts(kinds: Mapping[str, int]) -> list[str]:

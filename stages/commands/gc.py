@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from doit.exceptions import TaskFailed
 
-from llama_npu2.cli.table import Column, Table, amount
+from llama_npu2.cli.table import Table, amount
 from llama_npu2.errors import UserError
 from stages.engine.housekeeping import Unneeded, is_recent, remove, unneeded
 from stages.engine.tree import Linked
@@ -102,8 +102,8 @@ def _described(build: Build, item: Unneeded, outcome: str) -> dict:
 
 
 def _print(build: Build, done: Iterable[tuple[Unneeded, str]], now: float) -> None:
-    columns = [Column("", 8), Column("size", 8, right=True), Column("last used", 10, right=True), Column("what", 14)]
-    table, total = Table([*columns, Column("where")]), Counter[str]()
+    columns = [("", 8), (">size", 8), (">last used", 10), ("what", 14)]
+    table, total = Table([*columns, ("where", 0)]), Counter[str]()
     for item, outcome in done:
         total[outcome] += item.nbytes
         where, more = item.paths[0].relative_to(build.artifacts).as_posix(), len(item.paths) - 1

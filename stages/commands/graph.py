@@ -30,18 +30,14 @@ def survey(build: Build) -> list[Entry]:
         for read in finding.reads:
             readers[read].append(name)
             later[read] |= {name, *later[name]}
-    seconds = build.project.durations.last
-    return [
-        _entry(finding, seconds.get(name), sorted(readers[name]), len(later[name]))
-        for name, finding in findings.items()
-    ]
+    return [_entry(build, findings[name], sorted(readers[name]), len(later[name])) for name in findings]
 
 
-def _entry(finding: Finding, seconds: float | None, read_by: list[str], depend: int) -> Entry:
+def _entry(build: Build, finding: Finding, read_by: list[str], depend: int) -> Entry:
     step = finding.step
     paths = (step.project.directory / label for label in (step.receipt() or {"outputs": ()})["outputs"])
     nbytes = sum(path.stat().st_size for path in paths if path.is_file())
-    sentences = finding.sentences
+    took = build.project.durations.last.get(step.name), nbytes
     return Entry(
-        step.name, step.doc, finding.state, sentences, seconds, nbytes, finding.reads, finding.after, read_by, depend
+        step.name, step.doc, finding.state, finding.sentences, *took, finding.reads, finding.after, read_by, depend
     )

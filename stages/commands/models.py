@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llama_npu2.cli.table import Column, amount, fitted
+from llama_npu2.cli.table import amount, fitted
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 from stages.engine.housekeeping import ArtifactDirectory, delete, directories, files_below, unneeded
@@ -15,15 +15,7 @@ from stages.engine.housekeeping import remove as remove_unneeded
 from stages.engine.places import MANIFEST
 from stages.graph import Build
 
-_COLUMNS = (
-    Column("model"),
-    Column("directory"),
-    Column("weights"),
-    Column("KV cache"),
-    Column("context", right=True),
-    Column("size", right=True),
-    Column("built"),
-)
+_COLUMNS = ("model", "directory", "weights", "KV cache", ">context", ">size", "built")
 
 
 def run(build: Build) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llama_npu2 import trust
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.cli.table import Column, fitted
+from llama_npu2.cli.table import fitted
 from llama_npu2.errors import UserError, printable
 from stages.engine.files import read_json
 from stages.engine.places import KERNELS, PROVENANCE
@@ -30,7 +30,7 @@ def run(build: Build) -> None:
     rows = [("directory", str(build.directory_as_given)), ("vouched for by", _voucher(manifest))]
     rows += _rows(statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"])
     rows += [("measured", text) for text in _proof(verified(build.directory))]
-    print(fitted([Column(""), Column("")], [(name, printable(text)) for name, text in rows]).lstrip(), flush=True)
+    print(fitted(["", ""], [(name, printable(text)) for name, text in rows]).lstrip(), flush=True)
 
 
 def _statement(manifest: Manifest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llama_npu2.artifact.storage import Directory
-from llama_npu2.cli.table import Column, Table
+from llama_npu2.cli.table import Table
 from llama_npu2.text.tokenizer import Tokenizer
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
@@ -20,17 +20,9 @@ from stages.proof.comparison import transformers_model
 from stages.proof.comparison.divergence import ALL_WINDOWS, TEXT, WINDOWS, Quality, measure, read_text, windows
 from stages.proof.comparison.rounded import of_peers, ours
 
-TABLE = Table(
-    [
-        Column("weights", 24),
-        Column("bits", 5, right=True),
-        Column("mean KL divergence", 32),
-        Column("99.9th percentile", right=True),
-        Column("same best token", right=True),
-        Column("perplexity", right=True),
-    ],
-    markdown=True,
-)
+_WIDTHS = {"weights": 24, ">bits": 5, "mean KL divergence": 32}
+_WIDTHS |= dict.fromkeys((">99.9th percentile", ">same best token", ">perplexity"), 0)
+TABLE = Table(_WIDTHS.items(), markdown=True)
 LEGEND = (
     "bits: of a matrix's weight on average, scales included. int4 keeps the embedding and the LM head in int6\n"
     "(weights=int4,vocab=int4 does not). Divergence is in nats, with its 95 % interval."

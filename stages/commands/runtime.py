@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from doit.exceptions import TaskFailed
 
 from llama_npu2.options import Answering, Running, Sampling, to_arguments
+from stages.engine.ahead import take_ahead
 from stages.engine.places import python_environment
 from stages.engine.streams import end_if_closed, for_answers
 from stages.graph import Build
@@ -18,7 +19,10 @@ from stages.graph.options import Options
 
 def run_runtime(arguments: Sequence[str]) -> TaskFailed | None:
     """It prints its own error line."""
-    process = subprocess.Popen(_command(arguments), env=python_environment(), stdout=for_answers())
+    if ahead := take_ahead():
+        process = ahead.run(arguments)
+    else:
+        process = subprocess.Popen(_command(arguments), env=python_environment(), stdout=for_answers())
     while (status := process.returncode) is None:
         # The terminal sends Ctrl-C to the runtime too, which ends the reply and, in chat, goes on.
         with contextlib.suppress(KeyboardInterrupt):

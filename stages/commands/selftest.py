@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -11,12 +12,13 @@ from doit.exceptions import TaskFailed
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.errors import UserError
 from stages.commands import doctor
-from stages.engine.places import CONFIG
+from stages.engine.places import CACHE, CONFIG
 from stages.model.families import read_config
 from stages.model.grouping import programs
 from stages.proof.selftest import report
 from stages.proof.selftest.graph import Probes
 from stages.proof.selftest.ladder import Rung, Setup, run_ladder
+from stages.proof.selftest.relink import relink
 
 
 def run(probes: Probes) -> TaskFailed | None:
@@ -46,6 +48,7 @@ def _setup(probes: Probes) -> Setup:
         options.threads,
         options.repeats,
         options.risky,
+        partial(relink, probes.artifacts / CACHE) if probes.target.programs.fingerprint() else None,
     )
 
 

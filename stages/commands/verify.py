@@ -15,8 +15,8 @@ from doit.exceptions import TaskFailed
 
 from stages.graph import Build
 from stages.proof.comparison import divergence
-from stages.proof.comparison.prompts import SHIPPED, Prompt, read_prompts
-from stages.proof.comparison.verification import print_lines, say_nothing, verify
+from stages.proof.comparison.continuations import SHIPPED, Prompt, read_prompts
+from stages.proof.comparison.verification import print_lines, verify
 from stages.reports import verify_report
 
 FEW = 2
@@ -28,7 +28,7 @@ def run(build: Build) -> TaskFailed | None:
     options = build.options
     text = Path(options.text) if options.text else divergence.TEXT
     prompts = read_prompts(Path(options.prompts)) if options.prompts else shipped(options.full)
-    say = say_nothing if options.json else print_lines
+    say = (lambda *lines: None) if options.json else print_lines
     result = verify(build.directory, build.source.fetch(), prompts, options.full, text, options.threads, say)
     page = verify_report.write(build.report("verify"), build.artifact, result)
     print_lines(json.dumps(verify_report.described(build.artifact, result), indent=1) if options.json else page)

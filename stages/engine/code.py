@@ -7,6 +7,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import xxhash
@@ -29,6 +30,7 @@ class Code:
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
         self._cached: dict[str, str] = {}
+        self._imports: dict[str, tuple[list[Path], list[str]]] = {}
 
     def digest(self, module: str) -> str:
         """Return the xxh3-128, hex, of a module's source and of all project modules that it imports."""
@@ -52,15 +54,21 @@ class Code:
 
         With each comes the TOML file of the same name, which holds its data.
         """
-        sources: dict[str, Path | None] = {}
+        found: dict[str, list[Path]] = {}
         todo = [module]
         while todo:
-            name = todo.pop()
-            if name not in sources:
-                sources[name] = path = _file(name)
-                todo += self._imported(name, path) if path else ()
-        paths = (path for path in sources.values() if path)
-        return frozenset(file for path in paths for file in (path, path.with_suffix(".toml")) if file.is_file())
+            if (name := todo.pop()) not in found:
+                found[name], imported = self._read(name)
+                todo += imported
+        return frozenset(chain.from_iterable(found.values()))
+
+    def _read(self, name: str) -> tuple[list[Path], list[str]]:
+        """Return the files of a module and the modules that it imports, both empty if it is not of the project."""
+        if name not in self._imports:
+            path = _file(name)
+            files = [file for file in (path, path.with_suffix(".toml")) if file.is_file()] if path else []
+            self._imports[name] = files, list(self._imported(name, path)) if path else []
+        return self._imports[name]
 
     def _imported(self, name: str, path: Path) -> Iterator[str]:
         """Yield the modules that a module imports when it runs.

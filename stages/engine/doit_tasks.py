@@ -191,8 +191,10 @@ cmd_run.MThreadRunner = StepRunner  # doit has no other place for it
 
 
 def _at_a_time() -> int:
-    """Return how many steps run at the same time: one for each CPU, and for each 4 GiB of memory, which a compiler of
-    the NPU's programs may take."""
+    """Return how many steps run at the same time.
+
+    It is one for each CPU, and for each 4 GiB of memory, which a compiler of the NPU's programs may take.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory >> 32))
 

@@ -21,7 +21,7 @@ from llama_npu2.errors import UserError
 from stages.engine.files import read_json
 from stages.engine.object_cache import CachedObject
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
-from stages.engine.progress import Bar, say, speaker
+from stages.engine.progress import say, speaker
 
 _running: set[subprocess.Popen[str]] = set()
 """The compilers that threads of this process wait for."""
@@ -76,6 +76,8 @@ def write_objects(
     """
     directory = work / OBJECTS / source
     directory.mkdir(parents=True)
+
+    from stages.engine.bar import Bar
 
     def make(name: str, flags: Sequence[str]) -> Sequence[Path]:
         while True:

@@ -16,8 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
-from tqdm import tqdm
-
 Say = Callable[[str], None]
 
 _LONGEST = 600
@@ -132,23 +130,3 @@ def waiting(text: str) -> Iterator[None]:
 def is_terminal(stream: TextIO) -> bool:
     """Tell whether text of a stream can be overwritten."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
-class Bar(tqdm):
-    """tqdm's bar; where the steps of this thread are shown, text instead."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._speak = speaker()
-        # Even what is not drawn is disabled unless it is on a terminal.
-        hidden = {"file": io.StringIO(), "disable": bool(options.get("disable"))} if self._speak else {}
-        super().__init__(*args, **{"disable": None, **options, **hidden})
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if self._speak is None:
-            super().display(msg, pos)
-            return
-        state = self.format_dict
-        number = tqdm.format_sizeof if state["unit_scale"] else str
-        total = f" of {number(state['total'])}" if state["total"] else ""
-        unit = state["unit"] if state["unit_scale"] else ""
-        self._speak(f"{state['prefix'].removesuffix(': ')}: {number(state['n'])}{total}{unit}")

@@ -91,10 +91,14 @@ class Step:
             "tool": recorded.get("tool", "") if tool is None else tool,
         }
 
+    @functools.cached_property
+    def declared(self) -> dict[str, Path]:
+        """The inputs by the label that receipts give them. What else a receipt lists was discovered by the action."""
+        return {self.project.label(path): path for path in self.inputs}
+
     def located(self, label: str) -> Path:
         """Return the file that a receipt's label names here."""
-        declared = {self.project.label(p): p for p in self.inputs}
-        return declared.get(label) or self.project.located(label)
+        return self.declared.get(label) or self.project.located(label)
 
     def changes(self) -> Iterator[Change]:
         """Yield all reasons to run, as they are found; none if the step is current."""
@@ -120,10 +124,10 @@ class Step:
         if self.params is None:
             return
         recorded = receipt["inputs"]
-        declared = {self.project.label(p) for p in self.inputs}
-        for label in sorted(declared - recorded.keys()):
+        declared = self.declared
+        for label in sorted(declared.keys() - recorded.keys()):
             yield Change("input", f"new input {label}", label)
-        for label in sorted(set(receipt["declared"]) - declared):
+        for label in sorted({*receipt["declared"]} - declared.keys()):
             yield Change("input", f"input {label} is gone", label, recorded.get(label))
         for label, digest in recorded.items():
             path = self.located(label)

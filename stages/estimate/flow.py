@@ -72,8 +72,11 @@ class _Launch:
 
     @staticmethod
     def _chained(parts: Sequence[tuple[Operation, Work, set[SSAValue]]]) -> Work:
-        """Return the work of one pass over single buffers: parts that touch the same buffer run one after another, and
-        a buffer is filled again only when all of them are done."""
+        """Return the work of one pass over single buffers.
+
+        Parts that touch the same buffer run one after another, and a buffer is filled again only when all of them are
+        done.
+        """
         # A fixed order, so that the same limit is named when chains take equally long.
         buffers = list(dict.fromkeys(buffer for _, _, touched in parts for buffer in touched))
         chains = [Serial(*(work for _, work, touched in parts if buffer in touched)) for buffer in buffers]
@@ -117,8 +120,10 @@ class _Launch:
         return Serial(*parts, *([self._handed_on(conditional)] if conditional else []))
 
     def _handed_on(self, conditional: Sequence[scf.IfOp]) -> Work:
-        """Return the work that only some tiles do, each with the result of the previous tile, part by part: the first
-        part passes through all tiles, the others follow in a pipeline."""
+        """Return the work that only some tiles do, each with the result of the previous tile, part by part.
+
+        The first part passes through all tiles, the others follow in a pipeline.
+        """
         herd = conditional[0].parent_op()
         assert isinstance(herd, HerdOp)
         tiles = analysis.tiles(herd)
@@ -130,8 +135,10 @@ class _Launch:
         return Serial(Repeat(1 / parts, Serial(*by_tile)), Repeat(1 - 1 / parts, Overlap(*by_tile)))
 
     def _moved(self, op: analysis.Move) -> Work:
-        """Return the work of a transfer: by the core's DMA, or by the core itself through the cascade, with a load or
-        store and a cascade step for each vector."""
+        """Return the work of a transfer, by the core's DMA or by the core itself through the cascade.
+
+        The cascade takes a load or store and a cascade step for each vector.
+        """
         if analysis.is_one_of(op, self.cascades):
             return Amount(ELEMENTWISE, 2 * self._bytes(op) // limits.ALIGNMENT_BYTES)
         return Amount(STREAM, self._bytes(op))

@@ -67,8 +67,10 @@ def _milliseconds(content: Spec, phase: Phase, calls: Sequence[PlannedCall], mac
 
 
 def _touched(programs: Spec, call: PlannedCall, sizes_at: tuple[int, int]) -> Iterator[tuple[str, int]]:
-    """Yield (buffer, bytes) of a host program's call with a number of rows at a position. An embedding counts only the
-    rows that are looked up."""
+    """Yield (buffer, bytes) of a host program's call with a number of rows at a position.
+
+    An embedding counts only the rows that are looked up.
+    """
     slots = programs[call.program]["slots"]
     sizes = [slot_bytes(slot, *sizes_at) for slot in slots]
     if "tokens" in call.names:

@@ -99,8 +99,9 @@ def _gemm(m: int, k: int, n: int, tile: tuple[int, int, int, int], mode: str, ou
 
 
 def _gemv(m: int, k: int, tile_m: int, rows: int = 0, ping_pong: bool = False) -> Launch:
-    """Return a product with a vector, `tile_m` rows on each of 8 cores per launch step: L2 fills, then drains `rows`
-    (all of them if it is 0) at a time, next to all of x.
+    """Return a product with a vector, `tile_m` rows on each of 8 cores per launch step.
+
+    L2 fills, then drains `rows` (all of them if it is 0) at a time, next to all of x.
 
     For 64 products a core loads four times and multiplies once; 14 operations add up a row.
     """
@@ -150,8 +151,9 @@ _TILE = 64
 
 
 def _attention(rows: int, heads: int) -> Launch:
-    """Return attention: four cores of a column share a query tile, with a quarter of the keys each, masked ones
-    included; then they merge.
+    """Return attention: four cores of a column share a query tile, and then they merge.
+
+    Each has a quarter of the keys, masked ones included.
 
     Launch steps are awaited one by one (`runtime_loop_tiling_sizes=[1, 1]`). Vector operations on 32 lanes: masking
     half 1, clearing 1, maxima 2, exponentials 12, sums 2, rescaling 4; 22 per query for what runs across lanes.
@@ -176,8 +178,9 @@ def _direct(weights: float) -> Launch:
 
 
 def _decode(values: float, layers: int, width: int, depth: int, streams: int = COLUMNS) -> Work:
-    """Return a token in one submission: a wave per layer and for each of 7 chunks of the vocabulary, 5 bits per weight;
-    16 cores unpack 3.7 weights per cycle each.
+    """Return a token in one submission: a wave per layer and for each of 7 chunks of the vocabulary.
+
+    Weights have 5 bits; 16 cores unpack 3.7 weights per cycle each.
 
     `values`: weights that a token reads, all but an embedding that is not tied. `width`: values of K (or V) per
     position and layer.

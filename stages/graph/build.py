@@ -12,7 +12,6 @@ from stages.engine.places import MANIFEST, PROVENANCE
 from stages.engine.steps import Step
 from stages.graph.choices import Choices
 from stages.graph.wiring import Library, Wiring
-from stages.sharing.provenance import statement
 
 
 class Build(Choices):
@@ -50,6 +49,8 @@ class Build(Choices):
         if trust.is_marked(self.directory, manifest) and provenance.is_file():
             return
         if all(step.is_own() for step in self.steps.values()):
+            from stages.sharing.provenance import statement
+
             content = statement(self.project, self.steps.values(), self.recipe)
             write_atomic(provenance, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
             trust.mark_own(self.directory, manifest)

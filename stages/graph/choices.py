@@ -19,21 +19,13 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.grouping import Grouping
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
-from stages.model.sources import (
-    ArtifactsOnly,
-    Source,
-    known_config,
-    known_positions,
-    quantised,
-    resolve,
-    safe_name,
-)
-from stages.sharing.cache import Cache
+from stages.model.sources import ArtifactsOnly, Source, known_config, known_positions, quantised, resolve, safe_name
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 
 if TYPE_CHECKING:
     from stages.graph.options import Options
+    from stages.sharing.cache import Cache
 
 DEFAULT_TEXT = "default"
 """The name in `calibrate=` of the text that ships."""
@@ -150,9 +142,14 @@ class Choices:
     @cached_property
     def project(self) -> Project:
         lock = ProcessLock(lock_file(self.artifacts, self.source.name, self.name))
-        shared = Cache(self.options.cache, self.is_shareable) if self.options.cache else None
+        shared = self._cache() if self.options.cache else None
         digests = Digests(self.artifacts / ".digests.json")
         return Project(self.directory, digests, lock, shared, accepted=Path("tokenizer"))
+
+    def _cache(self) -> Cache:
+        from stages.sharing.cache import Cache  # most builds have none
+
+        return Cache(self.options.cache, self.is_shareable)
 
     def is_shareable(self, step: Step) -> bool:
         """Return whether others may have the outputs of a step."""

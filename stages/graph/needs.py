@@ -128,7 +128,7 @@ class Needs:
     @property
     def build(self) -> int:
         """The most anonymous memory of a build; pages of files can be given back at any time."""
-        return own_memory() + max(COMPILER, self._packing, self._generating)
+        return process_memory()["RssAnon"] + max(COMPILER, self._packing, self._generating)
 
     @property
     def _packing(self) -> int:
@@ -247,11 +247,6 @@ def _packing_memory(form: str, layout: str) -> float:
 def _table_memory(config: Config) -> float:
     """Return the bytes per position that making the table of rotations takes."""
     return peak_bytes(lambda: table(config, ANGLES + next(iter(config.decoder.ropes)), SAMPLE)) / SAMPLE
-
-
-def own_memory() -> int:
-    """Return the anonymous memory of this process, which is the one that builds."""
-    return process_memory()["RssAnon"]
 
 
 @functools.cache

@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
-from llama_npu2.options import (
-    Answering,
-    Option,
-    OptionError,
-    Running,
-    Sampling,
-    Signers,
-    nearest,
-    option,
-    options_of,
-)
+from llama_npu2.options import Answering, Option, OptionError, Running, Sampling, Signers, nearest, option, options_of
 from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"

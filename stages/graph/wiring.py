@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_npu2.artifact.cpu_features import cpu_features
 from stages.engine.objects import source_file
-from stages.engine.places import (
-    CACHE,
-    CALIBRATION,
-    CHECKPOINT,
-    CONFIG,
-    MODULES,
-    OBJECTS,
-    PACKING,
-    PLAN,
-    ROOT,
-    WEIGHTS,
-)
+from stages.engine.places import CACHE, CALIBRATION, CHECKPOINT, CONFIG, MODULES, OBJECTS, PACKING, PLAN, ROOT, WEIGHTS
 from stages.engine.steps import Step
 from stages.graph.manifest import write_manifest
 from stages.model import calibration

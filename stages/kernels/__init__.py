@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.artifact.dtypes import SIZES
 from stages.air import limits
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOST_SET = "cpu"
 """The kernel set of host programs. Every target has some."""
 
-BF16, F32 = (DTYPES[name].itemsize for name in ("bf16", "f32"))
+BF16, F32 = SIZES["bf16"], SIZES["f32"]
 """Bytes per element."""
 
 KV_FORMATS: Mapping[str, str] = {"bf16": "bf16", "int8": "int8_rows"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import elementwise, lanes, signature
 
 
 def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return `a + b`. All are bf16 of one shape."""
-    return (a.astype(np.float32) + b.astype(np.float32)).astype(bfloat16)
+    return (a.astype(np.float32) + b.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
 def _vectors(values: int) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.kernels import KV_FORMATS, Arg, format_kernel, signature
 from stages.weights.constants import KV_BLOCK_POSITIONS, PANEL_ROWS
 from stages.weights.formats import formats

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.kernels import KV_FORMATS, Arg, flash_attention, format_kernel, signature
 
 

@@ -98,8 +98,10 @@ def divisors_of_herd(size: int) -> list[int]:
 
 
 def build(tiling: Tiling, args: tuple[str, str, str]) -> AirModule:
-    """Build the AIR program. `args`: names of the two inputs and the output, bf16 `[rows][cols]`, or `[cols]` for one
-    row."""
+    """Build the AIR program.
+
+    `args`: names of the two inputs and the output, bf16 `[rows][cols]`, or `[cols]` for one row.
+    """
     shape = (tiling.cols,) if tiling.rows == 1 else (tiling.rows, tiling.cols)
     b = air.Builder(tiling.kernel, {name: air.memref_type(shape) for name in args})
     left, right, out = (b.args[name] for name in args)
@@ -122,8 +124,10 @@ def build(tiling: Tiling, args: tuple[str, str, str]) -> AirModule:
 
 
 def device(kernel: str, args: tuple[str, str, str], vectors: Callable[[int], int]) -> dict[str, Any]:
-    """Return `tiling` and `program` of an elementwise kernel, as keyword arguments of `signature`. `args` as in
-    `build`, `vectors` as in `Tiling`."""
+    """Return `tiling` and `program` of an elementwise kernel, as keyword arguments of `signature`.
+
+    `args` as in `build`, `vectors` as in `Tiling`.
+    """
 
     def cut(sizes: Sizes) -> Tiling:
         return replace(tile(kernel, sizes["rows"], sizes["cols"]), vectors=vectors)

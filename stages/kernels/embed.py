@@ -1,17 +1,18 @@
-"""Embedding lookup. `embed` reads the LM head's matrix in panels, `embed_rows` in rows, so that tied embeddings are
-stored once."""
+"""Embedding lookup.
+
+`embed` reads the LM head's matrix in panels, `embed_rows` in rows, so that tied embeddings are stored once.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import Arg, signature
 
 
 def reference(tokens: np.ndarray, weight: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Return the rows of `weight` for `tokens`, rounded and then multiplied by `scale`, bf16 `[rows, cols]`; zeros for
-    ids outside the vocabulary.
+    """Return the rows of `weight` for `tokens`, rounded and then multiplied by `scale`, bf16 `[rows, cols]`.
+
+    Ids outside the vocabulary have zeros.
 
     `tokens`: int32 `[rows]`; `weight`: bf16 `[vocab, cols]`.
     """
@@ -23,7 +24,7 @@ def scaled(rows: np.ndarray, scale: float) -> np.ndarray:
     """Return rows times `scale`, rounded once more."""
     if scale == 1:
         return rows
-    return (rows.astype(bfloat16).astype(np.float32) * np.float32(scale)).astype(bfloat16)
+    return (rows.astype(ml_dtypes.bfloat16).astype(np.float32) * np.float32(scale)).astype(ml_dtypes.bfloat16)
 
 
 TOKENS = Arg("tokens", "i32")

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
 from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward
@@ -81,8 +80,10 @@ class Tiling:
 
     @property
     def acc(self) -> int:
-        """f32 values that a core keeps: sums of two panels, two values per group of inputs, and the value that sums
-        begin with."""
+        """Return how many f32 values a core keeps.
+
+        They are sums of two panels, two values per group of inputs, and the value that sums begin with.
+        """
         groups = max(self.network.pairs.inputs, self.network.shares.inputs) // GROUP
         return limits.aligned(2 * self.network.pairs.lanes + 2 * groups + 1, F32)
 

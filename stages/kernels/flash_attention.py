@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
 
@@ -52,7 +50,7 @@ def reference(
     scores[..., ~visible(pos, seq, length, sees)] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(bfloat16)
+    return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(ml_dtypes.bfloat16)
 
 
 def visible(pos: int, seq: int, length: int, sees: int = ALL) -> np.ndarray:
@@ -67,7 +65,7 @@ def rounded(q: np.ndarray, scalar: float) -> np.ndarray:
     The core multiplies queries by `log2(e) / sqrt(scalar)`, so that scores are exponents of two, and rounds to bf16.
     """
     scale = np.float32(np.log2(np.e) / np.sqrt(scalar))
-    return (q.astype(np.float32) * scale).astype(bfloat16).astype(np.float32) / scale
+    return (q.astype(np.float32) * scale).astype(ml_dtypes.bfloat16).astype(np.float32) / scale
 
 
 def reference_placed(

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, matrix, signature, silu_and_mul
 from stages.weights.formats import bfp16 as block_float
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return `x @ weight.T`, bf16 `[rows, out_cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[out_cols, cols]`."""
-    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(bfloat16)
+    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(ml_dtypes.bfloat16)
 
 
 def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:
@@ -35,7 +33,9 @@ def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np
 
 def reference_bias(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Return the product plus `bias`, bf16 `[out_cols]`, rounded only after the sum."""
-    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T + bias.astype(np.float32)).astype(bfloat16)
+    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T + bias.astype(np.float32)).astype(
+        ml_dtypes.bfloat16
+    )
 
 
 def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
@@ -122,8 +122,10 @@ class Tiling:
 
     @property
     def run(self) -> int:
-        """Contiguous elements of the weight for `tile_k` inputs: a row of 8x8 blocks. In block floating point two rows
-        of blocks, whose streams on the core begin at whole lines of 64 bytes."""
+        """Contiguous elements of the weight for `tile_k` inputs: a row of 8x8 blocks.
+
+        In block floating point two rows of blocks, whose streams on the core begin at whole lines of 64 bytes.
+        """
         return self.tile_k // limits.BLOCK * (2 * _BFP_BLOCK if self.bfp16 else limits.BLOCK**2)
 
     @property
@@ -138,8 +140,11 @@ class Tiling:
 
     @property
     def weight_descriptors(self) -> int:
-        """Shim descriptors for one core's weights in one step of the launch. A run that is too long for a dimension is
-        split, and takes the dimension that would have held the loop over `core_steps`, which then is split too."""
+        """Shim descriptors for one core's weights in one step of the launch.
+
+        A run that is too long for a dimension is split, and takes the dimension that would have held the loop over
+        `core_steps`, which then is split too.
+        """
         return 1 if self.run <= limits.SHIM_DMA.wrap else limits.descriptors(self.core_steps)
 
     @property
@@ -308,8 +313,11 @@ def _by_rows(p: Tiling, tile: tuple[Index, Index]) -> Dims:
 
 
 def _drain(p: Tiling, row: Index, j: Number) -> Dims:
-    """Return the pattern of a block of outputs in DDR. The offset of the array's columns stays 0: the compiler splits
-    the transfer by them and drops an offset of that dimension."""
+    """Return the pattern of a block of outputs in DDR.
+
+    The offset of the array's columns stays 0: the compiler splits the transfer by them and drops an offset of that
+    dimension.
+    """
     m, n, r, hd, width = p.tile_m, p.out_n, p.herd_rows, p.head_dim, p.out_width
     if hd is None:
         return ((0, limits.COLUMNS, m * width), (row, m, width), (j * r, r, n), (0, n, 1))

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, rms_norm, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 def reference(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return `weight @ x`, bf16 `[out_cols]`. `weight`: bf16 `[out_cols, cols]`; `x`: bf16 `[cols]`."""
-    return reference_f32(weight, x).astype(bfloat16)
+    return reference_f32(weight, x).astype(ml_dtypes.bfloat16)
 
 
 def reference_f32(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -38,7 +36,7 @@ def reference_add(weight: np.ndarray, x: np.ndarray, residual: np.ndarray) -> np
 
 def reference_bias(weight: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Return the product plus `bias`, bf16 `[out_cols]`, rounded only after the sum."""
-    return (reference_f32(weight, x) + bias.astype(np.float32)).astype(bfloat16)
+    return (reference_f32(weight, x) + bias.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
 def reference_silu(gate: np.ndarray, up: np.ndarray, x: np.ndarray, activation: int = 0) -> np.ndarray:
@@ -70,7 +68,8 @@ def reference_norm_swiglu(
     activation: int = 0,
 ) -> np.ndarray:
     """Return SwiGLU of two products with the RMS norm of `x`, or what it is with another activation. `weight`:
-    `[2 * out_cols, cols]`, gate's rows, then up's."""
+    `[2 * out_cols, cols]`, gate's rows, then up's.
+    """
     gate, up = np.split(weight, 2)
     return reference_silu(gate, up, rms_norm.reference(x, norm, eps, offset, once), activation)
 
@@ -126,8 +125,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call. The vector unit multiplies. A block also takes the operations that spread
-        `x` over it; plain rows also take the loads of `x`, which several rows share."""
+        """Tile function -> cost of one call.
+
+        The vector unit multiplies. A block also takes the operations that spread `x` over it; plain rows also take the
+        loads of `x`, which several rows share.
+        """
         if self.blocked:
             step = self.tile_m // limits.BLOCK * (self.chunk // limits.BLOCK * 13 + 9)
         else:
@@ -182,8 +184,10 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`:
-    `[padded]`."""
+    """Build the AIR program of a product with a vector.
+
+    Its arguments are `weight`: bf16 `[padded][cols]`, `x`: bf16 `[cols]`, `out`: `[padded]`.
+    """
     p = tiling
     shapes = {"weight": air.memref_type((p.padded, p.cols)), "x": air.memref_type((p.cols,))}
     b = air.Builder("gemv", shapes | {"out": air.memref_type((p.padded,), p.dtype)})

@@ -23,10 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import (
     HOST_SET,
     Arg,
@@ -82,7 +80,6 @@ Derived = Mapping[str, Callable[[Sizes], int]]
 
 def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
     """Return the reference of `kernel` for stored weights: it dequantises them to f32, and rounds only the result."""
-
     taken = {param.name for param in kernel.params} & inspect.signature(kernel.reference).parameters.keys()
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
@@ -95,8 +92,9 @@ def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
 
 
 def integer_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return the product in w8a8, f32 `[..., out_cols]`: `(sum over i of x_i w_i) * scale of x's row * scale of w's
-    row`.
+    """Return the product in w8a8, f32 `[..., out_cols]`.
+
+    It is `(sum over i of x_i w_i) * scale of x's row * scale of w's row`.
 
     The sums are exact whole numbers, and rounded once. `x`: bf16 `[..., cols]`, quantised here, by rows; `weight`:
     stored as w8a8, `[out_cols, bytes]`.
@@ -119,7 +117,7 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
             return products[0]
         if "bias" in inputs:
             products[0] += inputs["bias"].astype(np.float32)
-        rounded = [product.astype(bfloat16) for product in products]
+        rounded = [product.astype(ml_dtypes.bfloat16) for product in products]
         if "residual" in inputs:
             return add.reference(inputs["residual"], rounded[0])
         return (
@@ -240,7 +238,7 @@ def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
 
     def selected(weight: np.ndarray, out_cols: int, cols: int, first: int = 0, which: int = 0) -> np.ndarray:
         rows = weight[first + which * out_cols :][:out_cols]
-        return stored.dequantise(rows, cols).astype(bfloat16)
+        return stored.dequantise(rows, cols).astype(ml_dtypes.bfloat16)
 
     panels = {
         "unpack": _panels(lambda s: cut(s["rows"], s["cols"]), first_panel),
@@ -256,8 +254,10 @@ def _unpacking_kernels(stored: Format) -> Iterator[Kernel]:
 
 
 def _panels(cut_of: Callable[[Sizes], Cut], start: Callable[[Sizes], int], step: int = 1) -> Derived:
-    """Return how the host finds panels of a matrix: how it is cut, and that they are every `step`th panel from
-    `start`."""
+    """Return how the host finds panels of a matrix.
+
+    The result says how the matrix is cut, and that they are every `step`th panel from `start`.
+    """
     fields = _cut_fields(cut_of, "lanes", "chunks", "chunk_groups", "groups", "panels")
     return {**fields, "start": start, "step": lambda sizes: step}
 

@@ -94,9 +94,9 @@ class Tiling:
 
     @property
     def room(self) -> int:
-        """Bytes of L1 for outputs: those that the stack, two chunks, `x` with its companion, and sums leave free."""
+        """Bytes of L1 for outputs: those that two chunks, `x` with its companion, and sums leave free for buffers."""
         sums = F32 * self.sums + BF16 * self.panels * self.cut.lanes
-        return limits.L1_BYTES - limits.STACK_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
+        return limits.BUFFER_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -111,8 +111,10 @@ class Tiling:
 
     @property
     def sums(self) -> int:
-        """f32 values that a core keeps: sums of its panels, two values per group of inputs, and the value that sums
-        begin with."""
+        """Return how many f32 values a core keeps.
+
+        They are sums of its panels, two values per group of inputs, and the value that sums begin with.
+        """
         return limits.aligned(self.panels * self.cut.lanes + 2 * self.cut.inputs // GROUP + 1, F32)
 
     @property
@@ -211,8 +213,11 @@ def tile(
 
 
 def _terminates(cores: int, steps: int) -> bool:
-    """Return whether the compiled launch terminates. The compiler puts herds of two to four cores into one column, and
-    then a second step never comes (mlir-air of 2026-05-08; found by simulating the locks of its output)."""
+    """Return whether the compiled launch terminates.
+
+    The compiler puts herds of two to four cores into one column, and then a second step never comes (mlir-air of
+    2026-05-08; found by simulating the locks of its output).
+    """
     return limits.cuttable(steps) and (steps == 1 or cores == 1 or cores > limits.ROWS)
 
 

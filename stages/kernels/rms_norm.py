@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, Cost, add, elementwise, lanes, signature
 
 if TYPE_CHECKING:
@@ -29,8 +27,8 @@ def reference(
     scale = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
     normed = wide * scale
     if not once:
-        normed = normed.astype(bfloat16).astype(np.float32)
-    return (normed * (weight.astype(np.float32) + np.float32(offset))).astype(bfloat16)
+        normed = normed.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return (normed * (weight.astype(np.float32) + np.float32(offset))).astype(ml_dtypes.bfloat16)
 
 
 def reference_add(
@@ -86,8 +84,10 @@ def tile(rows: int, cols: int, eps: float) -> Tiling:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16
-    `[cols]`."""
+    """Build the AIR program of a norm.
+
+    Its arguments are `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`.
+    """
     p = tiling
     wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
     b = air.Builder("rms_norm", {"x": wide, "weight": air.memref_type((p.cols,)), "out": wide})

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, rms_norm, signature
 from stages.weights.constants import HEAD_POSITION, POSITION
 
@@ -27,7 +25,7 @@ def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.n
     first, second = np.split(x.astype(np.float32).reshape(rows, width // head_dim, head_dim), 2, axis=-1)
     cos, sin = (t[:, None, :] for t in np.split(table[pos : pos + rows, :head_dim], 2, axis=-1))
     rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.reshape(rows, width).astype(bfloat16)
+    return rotated.reshape(rows, width).astype(ml_dtypes.bfloat16)
 
 
 def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
@@ -36,7 +34,7 @@ def reference_queries(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int)
     `table`: f32 `[positions, head_dim + POSITION / 2]`, with the position after the angles of each row.
     """
     rotated = reference(x, table, pos, head_dim).reshape(len(x), -1, head_dim)
-    positions = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(bfloat16)[:, :HEAD_POSITION]
+    positions = np.ascontiguousarray(table[pos : pos + len(x), head_dim:]).view(ml_dtypes.bfloat16)[:, :HEAD_POSITION]
     by_head = np.broadcast_to(positions[:, None], (*rotated.shape[:2], HEAD_POSITION))
     return np.concatenate([rotated, by_head], axis=-1).reshape(len(x), -1)
 
@@ -120,8 +118,11 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call: the pairs of each head, and once per row those of the table, which are
-        split into cosines and sines. Heads between positions are stored in parts of one block row each."""
+        """Return the cost of one call of each tile function.
+
+        It is that of the pairs of each head, and once per row of those of the table, which are split into cosines and
+        sines. Heads between positions are stored in parts of one block row each.
+        """
         pairs = self.head_dim // 2
         row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
         if self.out == QUERIES:

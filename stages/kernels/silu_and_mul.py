@@ -1,14 +1,13 @@
 """The activation of a gated feed-forward network (Shazeer 2020): SwiGLU's `silu(gate) * up`, or with the tanh
 approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32 inside, one rounding. The arguments may have any
-layout, if all have the same."""
+layout, if all have the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import elementwise, lanes, signature
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -25,7 +24,7 @@ def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarr
     if ACTIVATIONS[activation] == "gelu_tanh":
         inner = np.float32(2 * np.sqrt(2 / np.pi)) * (wide + np.float32(0.044715) * wide * wide * wide)
     with np.errstate(over="ignore"):
-        return (wide / (1.0 + np.exp(-inner)) * up.astype(np.float32)).astype(bfloat16)
+        return (wide / (1.0 + np.exp(-inner)) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
 _VECTORS: Mapping[int, int] = {64: 63, 32: 56, 16: 56}

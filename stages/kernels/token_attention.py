@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stages import air
 from stages.air import limits
+from stages.engine.lazy import np
 from stages.kernels import BF16, F32, Arg, Cost, decode_attention, flash_attention, lanes, rope, signature
 from stages.weights.constants import POSITION
 
@@ -90,8 +89,10 @@ class Tiling:
 
     @property
     def passes(self) -> int:
-        """Launches, each for as many KV heads as there are columns. (The compiler would tell the cores of a single
-        launch of several steps at once.)"""
+        """Return how many launches there are, each for as many KV heads as there are columns.
+
+        The compiler would tell the cores of a single launch of several steps at once.
+        """
         return self.kv_heads // self.columns
 
     @property
@@ -105,8 +106,10 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        """Tile function -> cost of one call: that of `flash_attention` and `rope`, plus moving a group's rows into
-        blocks and out of them."""
+        """Return the cost of one call of each tile function.
+
+        It is that of `flash_attention` and `rope`, plus moving a group's rows into blocks and out of them.
+        """
         pairs = self.head_dim // 2
         rotation = pairs // lanes(pairs) * ((self.group + 1) * 14 + 28)
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK

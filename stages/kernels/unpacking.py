@@ -11,9 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import HOST_SET, Arg, Kernel, signature
 from stages.weights.constants import BLOCK
 from stages.weights.formats import bfp16
@@ -23,8 +21,10 @@ _LAYOUTS = {"bf16": "blocks", "bfp16": "pairs"}
 
 
 def unpack_kernel(kernel: str, target: str) -> str:
-    """Return the name of the unpacking kernel that converts to the format `target`: ("unpack", "bfp16") ->
-    "unpack_bfp16"."""
+    """Return the name of the unpacking kernel that converts to the format `target`.
+
+    ("unpack", "bfp16") becomes "unpack_bfp16".
+    """
     return kernel if target == "bf16" else f"{kernel}_{target}"
 
 
@@ -53,7 +53,7 @@ def unpacking(
         values = select(*tensors, **scalars)
         if target == "bf16":
             return values
-        return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(bfloat16)
+        return bfp16.dequantise(bfp16.quantise(values), values.shape[1]).astype(ml_dtypes.bfloat16)
 
     return signature(
         unpack_kernel(kernel, target),
@@ -67,14 +67,16 @@ def unpacking(
 
 
 def written_part(out: np.ndarray, scalars: Mapping[str, Any]) -> np.ndarray:
-    """Return the part of the result `out`, `[rows, cols]`, that a launch with these scalars writes: a view of it,
-    `[blocks, 8, cols]`."""
+    """Return the part of the result `out`, `[rows, cols]`, that a launch with these scalars writes.
+
+    It is a view of it, `[blocks, 8, cols]`.
+    """
     return out.reshape(-1, scalars["apart"], BLOCK, out.shape[-1])[:, scalars["to"]]
 
 
 def _rows(weight: np.ndarray, out_cols: int, first: int) -> np.ndarray:
     """Return `out_cols` rows of `weight` from row `first` on, as bf16."""
-    return weight[first:][:out_cols].astype(bfloat16)
+    return weight[first:][:out_cols].astype(ml_dtypes.bfloat16)
 
 
 KERNELS = (

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_npu2.errors import UserError, first_line
+from stages.engine.lazy import np
 
 
 def calibrated_weights(files: Sequence[Path]) -> dict[str, Path]:

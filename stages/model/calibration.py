@@ -21,16 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-from safetensors.numpy import save_file
-from threadpoolctl import threadpool_limits
-
 from llama_npu2.artifact.storage import Directory
 from llama_npu2.errors import UserError, first_line
 from stages.engine.files import file_digests, write_json
+from stages.engine.lazy import ml_dtypes, np
 from stages.engine.places import CALIBRATED, CALIBRATION, PACKING
-from stages.engine.progress import Bar
 from stages.kernels import embed, rms_norm
 from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
@@ -100,7 +95,7 @@ def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
 
 def _scaled(rows: np.ndarray, config: Config) -> np.ndarray:
     """Return rows of the embedding as they enter the first layer."""
-    return embed.scaled(rows.astype(bfloat16), config.decoder.embed_scale)
+    return embed.scaled(rows.astype(ml_dtypes.bfloat16), config.decoder.embed_scale)
 
 
 def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
@@ -131,6 +126,8 @@ def run_source(source: Source, directory: Path, layer: int, threads: int, work: 
 
 def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, work: Path) -> None:
     """Round the weights of a layer, and write its activations (step action). `threads`: 0 for all CPUs."""
+    from stages.engine.bar import Bar
+
     checkpoint, buffers = _opened(source, directory)
     with _executor(threads) as executor:
         wanted = _Layer(checkpoint, buffers, layer, executor, read_activations(directory / source_file(layer)))
@@ -142,7 +139,7 @@ def calibrate_layer(source: Source, directory: Path, layer: int, threads: int, w
             wanted.step(launch, slots)
             run.step(launch, slots)
     _save(work / activations_file(layer + 1), run.activations())
-    save_file(run.stored, work / weights_file(layer))
+    _save_weights(run.stored, work / weights_file(layer))
 
 
 def calibrate_head(source: Source, directory: Path, text: Path, threads: int, work: Path) -> None:
@@ -164,7 +161,13 @@ def calibrate_head(source: Source, directory: Path, text: Path, threads: int, wo
     rows = stored[embedding][ids] if embedding in stored else form.quantise(checkpoint.tensor(embedding)[ids])
     embedded = _scaled(form.dequantise(rows, config.emb), config)
     _save(work / activations_file(0), embedded[places.reshape(windows.shape)])
-    save_file(stored, work / HEAD_WEIGHTS)
+    _save_weights(stored, work / HEAD_WEIGHTS)
+
+
+def _save_weights(stored: Mapping[str, np.ndarray], path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(dict(stored), path)
 
 
 def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, executor: Executor) -> np.ndarray:
@@ -190,6 +193,8 @@ def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buff
 @contextmanager
 def _executor(threads: int) -> Iterator[Executor]:
     """Yield threads, of which each computes products on one thread."""
+    from threadpoolctl import threadpool_limits
+
     with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(threads or os.cpu_count()) as executor:
         yield executor
 
@@ -209,7 +214,7 @@ class _Layer:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
         self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length, "window": length}
         self._shared = tables(config, length)
-        cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, bfloat16)
+        cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, ml_dtypes.bfloat16)
         self.windows: list[ChainMap[str, np.ndarray]] = [
             ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
             for window in self.entering
@@ -288,8 +293,10 @@ class _RoundedLayer(_Layer):
         return form.dequantise(self.stored[name], tensor.shape[-1])
 
     def _output_error(self, weight: np.ndarray, slots: Slots) -> np.ndarray:
-        """Return X^T E, f32 `[inputs, outputs]`, for inputs X and the error E of the outputs that comes from the inputs
-        and from the residual that is added."""
+        """Return X^T E, f32 `[inputs, outputs]`, for inputs X and the error E of the outputs.
+
+        E comes from the inputs and from the residual that is added.
+        """
         products = np.zeros(weight.shape[::-1], np.float32)
 
         def add(first: int) -> None:
@@ -335,4 +342,4 @@ def read_activations(path: Path) -> np.ndarray:
             raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}")
     except Exception as error:  # the file's header is Python, which can raise anything
         raise UserError(f"{path} is damaged ({first_line(error)}): remove it and run doit compile") from None
-    return np.asarray(stored).view(bfloat16)
+    return np.asarray(stored).view(ml_dtypes.bfloat16)

@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_npu2.errors import UserError
+from stages.engine.lazy import np
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.config import Config

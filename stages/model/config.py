@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from llama_npu2.errors import UserError
+from stages.engine.lazy import np
 from stages.model.decoder import Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
@@ -206,7 +205,8 @@ class ConfigFields:
 
     def window(self, max_seq: int, default: int = 4096) -> int | None:
         """Return the sliding window: `default` where the field is missing, None for null and for one as long as the
-        longest context. Raises UserError."""
+        longest context. Raises UserError.
+        """
         if self.values.get("sliding_window", default) is None:
             return None
         window = self.integer("sliding_window", default)
@@ -352,7 +352,8 @@ ANGLES, PLACED_ANGLES = "rope_table", "token_table"
 
 def table(config: Config, name: str, positions: int) -> np.ndarray:
     """Return a table that programs read rows of, by the name of its buffer: float32 `[positions, head_dim]`, for
-    `PLACED_ANGLES` `[positions, head_dim + POSITION / 2]`."""
+    `PLACED_ANGLES` `[positions, head_dim + POSITION / 2]`.
+    """
     begin, _, kind = name.partition(".")
     rows = rope_table(config.decoder.ropes[f".{kind}" if kind else ""], config.head_dim, positions)
     return np.concatenate([rows, position_rows(0, positions)], axis=1) if begin == PLACED_ANGLES else rows

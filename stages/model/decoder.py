@@ -1,5 +1,6 @@
 """What a model computes, as data. A family's file makes it from `config.json`; parts, programs, plans, weights, the
-reference and what judges them are derived from it."""
+reference and what judges them are derived from it.
+"""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
 
 def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0) -> list[Placed]:
     """Return the parts of a phase of a model, in order. `layers`: how many layers, if not as many as it has; those past
-    the last are like the last."""
+    the last are like the last.
+    """
     count, last = layers or config.layers, config.layers - 1
 
     def outside(names: Iterable[str], layer: int) -> Iterator[Placed]:
@@ -195,7 +196,8 @@ def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Gr
 
 def entry_of(group: Group | None, placed: Sequence[Placed]) -> str:
     """Return the name of the function of a program: the group's, and what tells its parts from those of other
-    layers."""
+    layers.
+    """
     if group is None:
         return placed[0].part.name
     return str(
@@ -250,8 +252,10 @@ _READERS = 24
 
 
 def _sized(program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
-    """Yield a group's program in every size, named after bucket and context bucket. A prompt's first context bucket,
-    which follows from the bucket, is left out of the name."""
+    """Yield a group's program in every size, named after bucket and context bucket.
+
+    A prompt's first context bucket, which follows from the bucket, is left out of the name.
+    """
     for bucket in buckets if group.prompt and buckets else (None,):
         sizes: Sequence[int | None] = (None,)
         if group.windowed:

@@ -33,8 +33,10 @@ class LaunchAccess:
 
 @dataclass
 class Life:
-    """The time from the first launch that writes a content of a buffer to the last that reads it, in numbers of
-    launches."""
+    """Return the time from the first launch that writes a content of a buffer to the last that reads it.
+
+    Times are numbers of launches.
+    """
 
     name: str
     begin: int

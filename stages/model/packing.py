@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
 from stages.engine.files import file_digests, write_json
+from stages.engine.lazy import np
 from stages.engine.places import WEIGHTS
-from stages.engine.progress import Bar
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.calibrated import calibrated_weights, read_calibrated
 from stages.model.checkpoint import Checkpoint
@@ -45,6 +43,8 @@ def pack(checkpoint: Checkpoint, buffers: Mapping[str, Buffer], out: Path, calib
     Args:
         calibrated: for each rounded weight, the file that holds it.
     """
+    from stages.engine.bar import Bar
+
     files = blobs(buffers)
     (out / "weights").mkdir(parents=True)
     with (

@@ -89,8 +89,11 @@ class Policy:
 
     @property
     def usual_matmul(self) -> str:
-        """`matmul` if the user does not choose: block floating point where weights have lost far more than that costs,
-        else bf16, which is exact (docs/benchmarks/quality.md)."""
+        """Return `matmul` if the user does not choose.
+
+        It is block floating point where weights have lost far more than that costs, else bf16, which is exact
+        (docs/benchmarks/quality.md).
+        """
         return "bfp16" if self.matrices == "int4" else "bf16"
 
     @property

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config
 from stages.model.decoder import ADDED, BIASES
@@ -62,10 +60,10 @@ def write_random_weights(config: Config, path: Path) -> None:
         seed, weight = item
         shape = resolved(weight.shape, sizes)
         if weight.slot in BIASES:
-            return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(bfloat16)
+            return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:
             # All norms from one seed: outliers stay in their channels.
-            return (_channels(np.random.default_rng(0), shape[0]) - offset).astype(bfloat16)
+            return (_channels(np.random.default_rng(0), shape[0]) - offset).astype(ml_dtypes.bfloat16)
         added = 2 * config.layers if weight.slot in ADDED else 1
         return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, added)
 
@@ -87,7 +85,7 @@ def _matrix(generator: np.random.Generator, shape: tuple[int, ...], added: int) 
     rows, columns = shape
     of_columns = _channels(generator, columns) / np.float32(np.sqrt(columns * added))
     of_rows = np.sqrt((_DEGREES - 2) / generator.chisquare(_DEGREES, (rows, 1))).astype(np.float32)
-    out = np.empty(shape, bfloat16)
+    out = np.empty(shape, ml_dtypes.bfloat16)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
         chunk = slice(first, first + step)

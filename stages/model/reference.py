@@ -10,16 +10,14 @@ import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from llama_npu2.artifact.plan import LAST_ROW, BufferRef, Phase, PlannedCall, Plans
+from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import Kernel
 from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program
 from stages.model.part import Dim, Launch, Slot
 
-Values = dict[str, np.ndarray]
+Values = dict[str, "np.ndarray"]
 Sizes = Mapping[str, Any]
 """Dimensions by name (`Config.dimensions`), with the run's `seq` and `pos`."""
 
@@ -40,8 +38,10 @@ def evaluate(program: Program, sizes: Sizes, values: Values) -> None:
 
 
 def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: MutableMapping[str, np.ndarray]) -> None:
-    """Run one launch. `values` has what it reads, and gets what it writes, by the names that `slots` binds to its
-    arguments."""
+    """Run one launch.
+
+    `values` has what it reads, and gets what it writes, by the names that `slots` binds to its arguments.
+    """
     kernel = launch.kernel
     inputs: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
     inputs |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
@@ -147,12 +147,12 @@ class Model:
             return self._tensor(name, self._logical(slot.shape, shape))
         if slot.keeps:
             heads = (self._dimensions["kv_heads"], 2, self._dimensions["head_dim"])
-            return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, bfloat16))
+            return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, ml_dtypes.bfloat16))
         size = math.prod(shape)
         first = (sizes["seq"] - 1) * size if view == LAST_ROW else 0
         content = self._buffers.get(name)
         if content is None or content.size < first + size:
-            return np.full(shape, np.nan, bfloat16)
+            return np.full(shape, np.nan, ml_dtypes.bfloat16)
         return content.reshape(-1)[first : first + size].reshape(shape)
 
     def _logical(self, dims: Sequence[Dim], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,32 +7,24 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from llama_npu2.cli.table import Column
 from stages.proof.diagnosis.launches import Finding, Worst
-from stages.proof.diagnosis.layers import WORST, Distance, Layer
-from stages.proof.diagnosis.report import Report
+from stages.proof.diagnosis.report import WORST, Distance, Layer, Report
 from stages.reports.pages import Axis, Curve, Page, details, facts, lines, note, table, tag
 
 LAUNCHES = (
-    Column("phase"),
-    Column("program"),
-    Column("launch", right=True),
-    Column("what it does"),
-    Column("calls", right=True),
-    Column("values", right=True),
-    Column("differ", right=True),
-    Column("may differ", right=True),
-    Column("largest error / limit", right=True),
-    Column("bias", right=True),
-    Column("verdict"),
+    "phase",
+    "program",
+    ">launch",
+    "what it does",
+    ">calls",
+    ">values",
+    ">differ",
+    ">may differ",
+    ">largest error / limit",
+    ">bias",
+    "verdict",
 )
-NUMBERS = (
-    Column("layer", right=True),
-    Column("positions"),
-    Column("runtime", right=True),
-    Column("transformers in bf16", right=True),
-    Column("runtime, against the checkpoint", right=True),
-)
+NUMBERS = (">layer", "positions", ">runtime", ">transformers in bf16", ">runtime, against the checkpoint")
 MEANING = (
     "Each launch is compared with its kernel's reference on the inputs that it had. Sums in another order make small "
     "differences before a result is rounded. They explain a number of results that differ ('may differ'), but no "
@@ -72,10 +64,10 @@ def _wrong(finding: Finding, inside: Sequence[Finding]) -> Iterator[Markup]:
 
 def _around(worst: Worst) -> Markup:
     """Return the values next to the worst one."""
-    places = [Column(f"[{worst.first + i}]", right=True) for i in range(len(worst.ours))]
+    places = [f">[{worst.first + i}]" for i in range(len(worst.ours))]
     rows = [(name, *(f"{v:.6g}" for v in of)) for name, of in (("runtime", worst.ours), ("reference", worst.reference))]
     where = f"{worst.slot}[{', '.join(map(str, worst.index))}], {worst.rows} rows from position {worst.position}"
-    return table([Column(where), *places], rows, f"Values around the worst element of {worst.slot}")
+    return table([where, *places], rows, f"Values around the worst element of {worst.slot}")
 
 
 def _charts(layers: Sequence[Layer]) -> Iterator[Markup]:

@@ -6,7 +6,7 @@ Times are in milliseconds, memory and traffic in bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def counted(directory: Path, estimate: Estimate) -> dict[str, Any]:
     llm.decode(0)
     run = {name: counters for name, counters in llm.device.counters().items() if counters.submissions}
     llm.close()
-    modules = estimate.at(rows, llm.buckets[:1]).modules
+    modules = replace(estimate, depth=rows, buckets=llm.buckets[:1]).modules
     return {
         "prompt": rows,
         "programs": {name: list(_compared(modules[name], counters)) for name, counters in run.items()},

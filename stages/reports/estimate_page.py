@@ -8,21 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from llama_npu2.cli.table import Column, amount
+from llama_npu2.cli.table import amount
 from stages.air import limits
 from stages.air.placement import CORES, MEMORY, SHIM, Tile
-from stages.estimate.work import (
-    CALL,
-    CONFIGURATION,
-    CYCLES,
-    DDR,
-    ELEMENTWISE,
-    HOST,
-    MULTIPLY,
-    STEP,
-    STREAM,
-    SUBMISSION,
-)
+from stages.estimate import work
 from stages.reports.estimate_figures import TOKEN
 from stages.reports.estimated import ARRAY_SIDE, HOST_SIDE
 from stages.reports.pages import (
@@ -43,8 +32,11 @@ from stages.reports.pages import (
 
 Figures = Mapping[str, Any]
 
-SERIES = (DDR, MULTIPLY, STREAM, ELEMENTWISE, HOST, STEP, SUBMISSION, CONFIGURATION)
-COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {CALL: "muted", CYCLES: "text"}
+SERIES = (
+    *(work.DDR, work.MULTIPLY, work.STREAM, work.ELEMENTWISE),
+    *(work.HOST, work.STEP, work.SUBMISSION, work.CONFIGURATION),
+)
+COLOURS = {limit: f"series-{at}" for at, limit in enumerate(SERIES, 1)} | {work.CALL: "muted", work.CYCLES: "text"}
 """The colour of each limit, by its name."""
 
 
@@ -102,7 +94,7 @@ def _summary(figures: Figures) -> Iterator[Markup]:
         limit: [figures["phases"][phase]["limits"].get(limit, 0.0) for phase in phases] for limit in _limits(figures)
     }
     totals = [figures["phases"][phase]["milliseconds"] for phase in phases]
-    columns = [Column("phase"), Column("ms", right=True), *(Column(limit, right=True) for limit in shares)]
+    columns = ["phase", ">ms", *(f">{limit}" for limit in shares)]
     rows = [
         [phase, f"{totals[at]:.3f}", *(f"{spents[at]:.3f}" for spents in shares.values())]
         for at, phase in enumerate(phases)
@@ -112,7 +104,7 @@ def _summary(figures: Figures) -> Iterator[Markup]:
     yield bars(phases, series, "ms", "What limits a token and prompts, as shares of their time", numbers, shares=True)
     if len(figures["groupings"]) == 1:
         return
-    columns = [Column("phase"), *(Column(f"grouping {name}, ms", right=True) for name in figures["groupings"])]
+    columns = ["phase", *(f">grouping {name}, ms" for name in figures["groupings"])]
     rows = [[phase, *(f"{spent[phase]:.2f}" for spent in figures["groupings"].values())] for phase in phases]
     yield table(columns, rows, "Milliseconds by grouping")
 
@@ -140,8 +132,8 @@ def _time_line(figures: Figures, phase: str) -> Iterator[Markup]:
 
 
 def _sums(alike: Mapping[tuple[str, str], Sequence[Figures]], whole: float) -> Markup:
-    columns = [Column("program"), Column("launch"), Column("times", right=True), Column("ms each", right=True)]
-    columns += [Column("ms", right=True), Column("share", right=True), Column("limit")]
+    columns = ["program", "launch", ">times", ">ms each"]
+    columns += [">ms", ">share", "limit"]
     rows = []
     for (program, what), moments in alike.items():
         spent = sum(moment["milliseconds"] for moment in moments)
@@ -173,7 +165,7 @@ def _slots_of(figures: Figures, phase: str) -> Markup:
                 for at, size in enumerate(ways):
                     moved[slot][at] += times * size
     slots = sorted(moved, key=lambda slot: -sum(moved[slot]))
-    columns = [Column("slot"), Column("read", right=True), Column("written", right=True)]
+    columns = ["slot", ">read", ">written"]
     numbers = table(columns, [(slot, *map(amount, moved[slot])) for slot in slots], f"DDR of a {phase} by slot")
     series = [
         Series(way, f"series-{at + 1}", [moved[slot][at] / (1 << 20) for slot in slots])
@@ -183,7 +175,7 @@ def _slots_of(figures: Figures, phase: str) -> Markup:
 
 
 def _slots(launches: Iterable[Figures]) -> Markup:
-    columns = [Column("launch"), Column("slot"), Column("read", right=True), Column("written", right=True)]
+    columns = ["launch", "slot", ">read", ">written"]
     rows = (
         (launch["kernel"], slot, *map(amount, ways)) for launch in launches for slot, ways in launch["slots"].items()
     )
@@ -203,7 +195,8 @@ def _array(figures: Figures) -> Iterator[Markup]:
     yield note(
         f"The array has {limits.COLUMNS} columns. Each has, from below, a shim (DDR), a memory tile "
         f"({limits.L2_BYTES >> 10} KiB of L2) and {limits.ROWS} cores ({limits.L1_BYTES >> 10} KiB of L1 each, "
-        f"{limits.STACK_BYTES >> 10} KiB of it stack). A tile shows how full its memory is (bar and size), the DMA "
+        f"{(limits.STACK_BYTES + limits.STATIC_BYTES) / 1024:g} KiB of it stack and static data). A tile shows how "
+        "full its memory is (bar and size), the DMA "
         "channels in and out that are used, of those it has, and buffer descriptors. The compiler chooses the tiles; "
         "here they are drawn from the left."
     )
@@ -232,7 +225,7 @@ def _launches(launches: Sequence[Figures], opened: bool) -> Markup:
     title = f"{first['kernel']} x {len(launches)}: {spent:.4f} ms, {_most(first)}" + (
         f"; {first['tiling']}" if first["tiling"] else ""
     )
-    columns = [Column("limit"), Column("taken", right=True), Column("of", right=True), Column("share", right=True)]
+    columns = ["limit", ">taken", ">of", ">share"]
     rows = [
         (use["limit"], use["used"], use["available"], f"{use['used'] / use['available']:.0%}")
         for use in first["limits_taken"]
@@ -249,7 +242,7 @@ def _launches(launches: Sequence[Figures], opened: bool) -> Markup:
 
 def _buffers(launches: Sequence[Figures]) -> Markup:
     """Return a table of the buffers of launches that are alike."""
-    columns = [Column("memory"), Column("holds"), Column("bytes", right=True), Column("copies", right=True)]
+    columns = ["memory", "holds", ">bytes", ">copies"]
     rows = []
     for same in zip(*(launch["buffers"] for launch in launches), strict=True):
         first = same[0]
@@ -309,8 +302,8 @@ def _counted(counted: Figures) -> Iterator[Markup]:
         f"programs move. Of {len(rows)} slots of launches, {len(rows) - differ} moved exactly what the estimate says; ",
         tag("strong", f"{differ} did not.", class_="bad" if differ else "good"),
     )
-    columns = [Column("program"), Column("launch"), Column("calls", right=True), Column("counted", right=True)]
-    columns += [Column("DDR", right=True), Column("counted", right=True), Column("MAC counted", right=True)]
+    columns = ["program", "launch", ">calls", ">counted"]
+    columns += [">DDR", ">counted", ">MAC counted"]
     launches = []
     for name, figures in counted["programs"].items():
         for launch in figures:
@@ -318,13 +311,13 @@ def _counted(counted: Figures) -> Iterator[Markup]:
             moved = (sum(sum(bytes_of[by]) for bytes_of in launch["slots"].values()) for by in BY)
             launches.append((name, launch["launch"], *(f"{number:,}" for number in (*calls, *moved, launch["macs"]))))
     yield table(columns, launches, "Calls of tile functions and bytes of DDR, estimated and counted, one call")
-    columns = [Column("program"), Column("launch"), Column("slot"), Column("read", right=True)]
-    columns += [Column(title, right=True) for title in ("written", "read, counted", "written, counted")]
+    columns = ["program", "launch", "slot", ">read"]
+    columns += [f">{title}" for title in ("written", "read, counted", "written, counted")]
     yield details("By slot", table(columns, rows, "Bytes of DDR by slot, estimated and counted, one call"))
 
 
 def _rates(rates: Iterable[Figures]) -> Iterator[Markup]:
-    columns = [Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")]
+    columns = ["rate", ">value", "published", "unit", "source"]
     rows = (
         (rate["name"], f"{rate['value']:g}", f"{rate['low']:g}-{rate['high']:g}", rate["unit"], rate["source"])
         for rate in rates

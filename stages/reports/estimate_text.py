@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from llama_npu2.cli.table import Column, Table, amount, fitted
+from llama_npu2.cli.table import Table, amount, fitted
 from stages.estimate.constants import Constant, Machine, constants
 from stages.estimate.price import Priced
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED, Row
@@ -44,14 +44,14 @@ def print_estimates(figures: Mapping[str, Any], estimate: Estimate, locked: str)
     for phase, size in estimate.host_traffic(estimate.buckets[-1]).items():
         print(f"A {phase} moves {size / 1024:.1f} KiB between host and device.")
     print(f"{locked}\n{_rates(estimate.machine)}\n\nOne call of each program of grouping {estimate.name}:")
-    table = Table(_COLUMNS)
+    table = Table(_WIDTHS.items())
     print(table.header())
     stretches = (*estimate.stretches(estimate.buckets[-1]), *estimate.stretches())
     detailed = {name for stretch in stretches for name in stretch.device}
     for name, rows in estimate.rows.items():
-        print(table.row(*_program_cells(name, rows)))
+        print(table.row(*_cells(name, rows)))
         if name in detailed:
-            print(*(table.row(*_launch_cells(row)) for row in rows), sep="\n")
+            print(*(table.row(*_cells(f"  {row.title}", [row])) for row in rows), sep="\n")
 
 
 def locked_line(sizes: Mapping[str, int], positions: int) -> str:
@@ -74,33 +74,14 @@ def _rates(machine: Machine) -> str:
     return f"Rates measured by the selftest: {', '.join(sorted(machine.measured))}; all others as published."
 
 
-_COLUMNS = (
-    Column("", 26),
-    Column("ms", 9, right=True),
-    Column("limit", 13),
-    Column("of it", right=True),
-    Column("MiB", 8, right=True),
-    Column("x least", right=True),
-    Column("GMAC", 8, right=True),
-)
+_WIDTHS = {"": 26, ">ms": 9, "limit": 13, ">of it": 0, ">MiB": 8, ">x least": 0, ">GMAC": 8}
 
 
-def _program_cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
-    moved, minimum, macs = (
-        sum(row.traffic.bytes for row in rows),
-        sum(row.traffic.minimum for row in rows),
-        sum(row.macs for row in rows),
-    )
-    yield from _cells(name, total(rows), moved, minimum, macs)
-
-
-def _launch_cells(row: Priced) -> Iterator[str]:
-    yield from _cells(f"  {row.title}", row.time, row.traffic.bytes, row.traffic.minimum, row.macs)
-
-
-def _cells(name: str, time: Time, moved: int, minimum: int, macs: int) -> Iterator[str]:
+def _cells(name: str, rows: Sequence[Priced]) -> Iterator[str]:
+    """Yield the cells of a program with these launches, or of one of them."""
+    time, moved, macs = total(rows), sum(row.traffic.bytes for row in rows), sum(row.macs for row in rows)
     yield from (name, f"{time.milliseconds:.3f}", time.limit, f"{time.by[time.limit] / time.seconds:.0%}")
-    yield from (f"{moved / MIB:.1f}", f"{moved / minimum:.2f}", f"{macs / 1e9:.2f}")
+    yield from (f"{moved / MIB:.1f}", f"{moved / sum(row.traffic.minimum for row in rows):.2f}", f"{macs / 1e9:.2f}")
 
 
 def _sum(time: Time) -> str:
@@ -117,12 +98,12 @@ def print_check(machine: Machine, as_json: bool = False) -> None:
         compared = {title: [_described_row(row, machine) for row in rows] for title, rows in plans}
         print(json.dumps({"rates": rates, "measured here": sorted(machine.measured), "plans": compared}))
         return
-    columns = Column("rate"), Column("value", right=True), Column("published"), Column("unit"), Column("source")
+    columns = "rate", ">value", "published", "unit", "source"
     print(fitted(columns, (list(_constant_cells(rate, rate.name in machine.measured)) for rate in constants(machine))))
-    numbers = [Column(name, right=True) for name in ("measured ms", "model ms", "error")]
+    numbers = [f">{name}" for name in ("measured ms", "model ms", "error")]
     for title, rows in plans:
         cells = (list(_row_cells(row, machine)) for row in rows)
-        print(f"\n{fitted([Column(title), *numbers, Column('note')], cells)}")
+        print(f"\n{fitted([title, *numbers, 'note'], cells)}")
 
 
 def _described_row(row: Row, machine: Machine) -> dict[str, Any]:

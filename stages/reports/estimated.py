@@ -16,6 +16,7 @@ from stages.model.config import Config
 from stages.model.grouping import (
     CONTEXT_BUCKET,
     Group,
+    Grouping,
     Placed,
     Program,
     chained,
@@ -60,35 +61,28 @@ class Moment:
     time: Time
 
 
+@dataclass
 class Estimate:
-    """A model in a grouping, with programs for prompts in buckets and for a token.
+    """A model in a grouping, with programs for prompts in buckets and for a token."""
 
-    Args:
-        buckets: Rows that prefill programs are compiled for.
-        depth: Positions before the token.
-        positions: Positions that the KV cache has room for.
-        second_copy: The host has unpacked weights for prompts before, and does not unpack them for each.
-    """
+    config: Config
+    name: str
+    """The grouping's."""
+    buckets: Sequence[int]
+    """Rows that prefill programs are compiled for."""
+    machine: Machine
+    policy: Policy = BF16
+    depth: int = DEPTH
+    """Positions before the token."""
+    positions: int = CONTEXT_BUCKET
+    """Positions that the KV cache has room for."""
+    second_copy: bool = False
+    """Whether the host has unpacked weights for prompts before, and does not unpack them for each."""
 
-    def __init__(
-        self,
-        config: Config,
-        grouping: str,
-        buckets: Sequence[int],
-        machine: Machine,
-        policy: Policy = BF16,
-        depth: int = DEPTH,
-        positions: int = CONTEXT_BUCKET,
-        second_copy: bool = False,
-    ) -> None:
-        self.config, self.name, self.grouping = config, grouping, GROUPINGS[grouping].of(config, policy)
-        self.buckets, self.machine, self.policy = buckets, machine, policy
-        self.depth, self.positions, self.second_copy = depth, positions, second_copy
-
-    def at(self, depth: int, buckets: Sequence[int]) -> Estimate:
-        """Return the same estimate for a token after `depth` positions, with other buckets."""
-        same = self.machine, self.policy, depth, self.positions, self.second_copy
-        return Estimate(self.config, self.name, buckets, *same)
+    @cached_property
+    def grouping(self) -> Grouping:
+        """Which parts the programs have."""
+        return GROUPINGS[self.name].of(self.config, self.policy)
 
     @property
     def window(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from llama_npu2.cli.table import Column, amount
+from llama_npu2.cli.table import amount
 from stages.engine.durations import clock
 from stages.engine.why import BEHIND, CURRENT, MISSING, STALE
 from stages.reports.pages import Node, Page, details, facts, graph, note, table, tag
@@ -20,17 +20,7 @@ _MEANING = {
     STALE: "will run",
     MISSING: "never ran",
 }
-_COLUMNS = (
-    Column("step"),
-    Column("what it does"),
-    Column("state"),
-    Column("why"),
-    Column("last run", right=True),
-    Column("wrote", right=True),
-    Column("reads from"),
-    Column("comes after"),
-    Column("read by"),
-)
+_COLUMNS = ("step", "what it does", "state", "why", ">last run", ">wrote", "reads from", "comes after", "read by")
 _TIMES = "Times are of each step's last run here; objects that the cache already had take no time."
 _NAMES = 4
 """Names of steps that a cell shows at once."""

@@ -10,7 +10,6 @@ from typing import Any
 from markupsafe import Markup
 
 from llama_npu2.cli.profile import summed
-from llama_npu2.cli.table import Column
 from stages.reports.pages import (
     Axis,
     Curve,
@@ -103,7 +102,7 @@ def shares(phases: Sequence[Phase], palette: Palette, whole: bool = True) -> Mar
     titles = [phase["name"] for phase in phases]
     series = [Series(name, palette.of(name), [1e3 * part.get(name, 0.0) for part in parts]) for name in names]
     rows = [[name, *(f"{1e3 * part.get(name, 0.0):.4g}" for part in parts)] for name in names]
-    titled = [Column("part"), *(Column(f"{title}, ms", right=True) for title in titles)]
+    titled = ["part", *(f">{title}, ms" for title in titles)]
     label = f"Where the time goes: {', '.join(titles)}"
     return bars(titles, series, "ms", label, table(titled, rows, label), shares=whole)
 
@@ -118,7 +117,7 @@ def layers(phase: Phase, palette: Palette) -> Markup:
     places = sorted(spent, key=lambda place: (place == OUTSIDE, place.zfill(4)))
     names = list(dict.fromkeys(name for place in places for name in spent[place]))
     series = [Series(name, palette.of(name), [spent[place][name] for place in places]) for name in names]
-    titled = [Column("layer"), *(Column(f"{name}, ms", right=True) for name in names)]
+    titled = ["layer", *(f">{name}, ms" for name in names)]
     rows = [[place, *(f"{spent[place][name]:.4f}" for name in names)] for place in places]
     label = f"Time of a {phase['name']} by layer, counted from 0"
     y = Axis.of("ms", [sum(parts.values()) for parts in spent.values()])
@@ -145,7 +144,7 @@ def timeline(profile: Profile, phase: Phase, palette: Palette) -> Markup:
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane not in _LANES, len(lane), lane))
     which = "the last prompt" if phase["name"] == "prompt" else "the token whose time is the median"
     label = f"Time line of {which}: {(end - start) / 1e6:.3f} ms"
-    titles = [Column("on"), Column("what"), Column("from, ms", right=True), Column("ms", right=True)]
+    titles = ["on", "what", ">from, ms", ">ms"]
     drawing = time_line(lanes, spans, (end - start) / 1e6, label)
     return tag("div", tag("h3", label), legend(tints.items()), drawing, details("Numbers", table(titles, rows, label)))
 
@@ -176,7 +175,7 @@ def roofline(profile: Profile, palette: Palette) -> Markup:
     roof = sorted({min([0.1, *(dot.x for dot in dots)]), knee, max([1e3, 2 * knee])})
     limit = [(x, min(peaks["bf16"], x * peaks["read"]) / 1e9) for x in roof]
     names = ("operations a byte", "GFLOP/s", "of the time")
-    titles = [Column("of"), Column("program"), Column("kernel"), *(Column(name, right=True) for name in names)]
+    titles = ["of", "program", "kernel", *(f">{name}" for name in names)]
     label = (
         f"Roofline: {peaks['bf16'] / 1e9:.0f} GFLOP/s in bf16, {peaks['read'] / 1e9:.1f} GB/s, as measured. Circles: "
         "prompt, squares on their corner: token. What is above the line read from a cache, or ran faster than the peak "
@@ -205,7 +204,7 @@ def series(profile: Profile, other: Profile | None) -> Markup:
             curves.append(Curve(f"token{name}", tint, [(position, spent) for position, spent, _ in tokens]))
             outside = [(position, spent) for position, _, spent in tokens]
             curves.append(Curve(f"outside of programs{name}", tint, outside, dashed=True))
-    titles = [Column("tokens before it", right=True), Column("ms", right=True), Column("in programs, ms", right=True)]
+    titles = [">tokens before it", ">ms", ">in programs, ms"]
     rows = [[position, f"{1e3 * spent:.3f}", f"{1e3 * inside:.3f}"] for position, spent, inside in profile["series"]]
     label = f"Time of each of {len(rows)} tokens; spikes are the scheduler's, when other processes run"
     points = [point for curve in curves for point in curve.points]

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from llama_npu2.cli.profile import COLUMNS, cells, summed
-from llama_npu2.cli.table import Column, amount
+from llama_npu2.cli.table import amount
 from stages.reports.pages import Page, details, facts, note, table, tag
 from stages.reports.profile_charts import (
     OUTSIDE,
@@ -107,12 +107,12 @@ def _by_layer(phase: Phase, program: str) -> Markup:
             spent.setdefault(key, {})[part.get("layer")] = 1e3 * part["seconds"]
     keys = sorted(spent)
     places = list(dict.fromkeys(place for key in keys for place in spent[key]))
-    titles = [Column(name if name != program else "itself", right=True) for _, name in keys]
+    titles = [f">{name if name != program else 'itself'}" for _, name in keys]
     lines = (
         [OUTSIDE if place is None else place, *(f"{spent[key].get(place, 0.0):.4f}" for key in keys)]
         for place in places
     )
-    return table([Column("layer"), *titles], lines, f"{program}, ms by layer and launch")
+    return table(["layer", *titles], lines, f"{program}, ms by layer and launch")
 
 
 def _crossing(phase: Phase) -> Markup:
@@ -131,12 +131,12 @@ def _crossing(phase: Phase) -> Markup:
         for part in phase["parts"]
         if part["kind"] in ("wait", "sync", "submit")
     ]
-    titles = [Column("kind"), Column("what"), *(Column(name, right=True) for name in columns)]
+    titles = ["kind", "what", *(f">{name}" for name in columns)]
     return details(f"Of a {phase['name']}", table(titles, rows, f"Between host and NPU, {phase['name']}"), opened=True)
 
 
 def _counted(phase: Phase) -> Iterator[Markup]:
-    titles = [Column("launch"), *(Column(name, right=True) for name in ("read", "written", "GMAC"))]
+    titles = ["launch", *(f">{name}" for name in ("read", "written", "GMAC"))]
     for program, launches in phase.get("counted", {}).items():
         rows = [
             [
@@ -152,7 +152,7 @@ def _counted(phase: Phase) -> Iterator[Markup]:
             for launch in launches
             for slot, (read, written) in launch["slots"].items()
         ]
-        columns = [Column("launch"), Column("slot"), Column("read", right=True), Column("written", right=True)]
+        columns = ["launch", "slot", ">read", ">written"]
         label = f"{program}, of a {phase['name']}"
         yield details(label, table(titles, rows, label), table(columns, slots, f"{label}: DDR by slot"))
 
@@ -169,8 +169,8 @@ def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
         rows.append([name, count, f"{wanted:.3f}", *measured])
     label = f"Programs of a {phase['name']}, estimated and measured"
     yield tag("h3", label)
-    yield table([Column("program"), *(Column(title, right=True) for title in titles)], rows, label)
-    columns = [Column("kernel"), Column("launches", right=True), Column("ms", right=True), Column("limit")]
+    yield table(["program", *(f">{title}" for title in titles)], rows, label)
+    columns = ["kernel", ">launches", ">ms", "limit"]
     for name in calls:
         launches = (
             [launch["kernel"], launch["launches"], f"{launch['milliseconds']:.4f}", launch["limit"]]
@@ -182,7 +182,7 @@ def _estimated(phase: Phase, estimate: Mapping[str, Any]) -> Iterator[Markup]:
 def _compared(profile: Profile, other: Profile) -> Iterator[Markup]:
     about = other["machine"]
     yield note(f"The other is {about['model']}: {about['device']}, on {about['cpu']}.")
-    titles = [Column("part"), *(Column(name, right=True) for name in ("this, ms", "other, ms", "this / other"))]
+    titles = ["part", *(f">{name}" for name in ("this, ms", "other, ms", "this / other"))]
     for ours, theirs in zip(profile["phases"], other["phases"], strict=True):
         what = [f"{phase['rows']} rows from position {phase['position']}" for phase in (ours, theirs)]
         label = f"A {ours['name']}: {', against '.join(what)}"

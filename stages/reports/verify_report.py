@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from llama_npu2.cli.table import Column
 from stages.engine.files import write_atomic
-from stages.proof.comparison.continuations import TOKENS, TOP, Choice, Comparison, Difference
+from stages.proof.comparison.continuations import TOKENS, TOP, Comparison, Difference
 from stages.proof.comparison.verification import Verification
 from stages.reports.pages import Axis, Page, Series, colour, columns, details, facts, note, table, tag
 
@@ -109,31 +108,14 @@ _PROMPTS = (
     f"Each prompt is continued greedily by {TOKENS} tokens. Transformers, in bf16, chooses after the same tokens. "
     f"Where it chooses another one, the token is marked, and each side's choice must be among the other's best {TOP}."
 )
-_DIFFERENCES = [
-    Column("token", right=True),
-    Column("side"),
-    Column("chose"),
-    Column("id", right=True),
-    Column("rank for the other", right=True),
-    Column("probability, runtime", right=True),
-    Column("transformers", right=True),
-]
-_TENSORS = [
-    Column("tensor"),
-    Column("format"),
-    Column("relative error", right=True),
-    Column("of rounding alone", right=True),
-    Column("outcome"),
-]
+_DIFFERENCES = [">token", "side", "chose", ">id", ">rank for the other", ">probability, runtime", ">transformers"]
+_TENSORS = ["tensor", "format", ">relative error", ">of rounding alone", "outcome"]
 
 
 def _checks(result: Verification) -> Iterator[Markup]:
     for name, check in result.checks.items():
-        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", _seconds(result.seconds[name]))
-
-
-def _seconds(seconds: float) -> Markup:
-    return tag("span", f"{seconds:.1f} s", class_="muted")
+        seconds = tag("span", f"{result.seconds[name]:.1f} s", class_="muted")
+        yield note(_verdict(check.passed), " ", tag("strong", name), f": {check}. ", seconds)
 
 
 def _verdict(passed: bool) -> Markup:
@@ -168,20 +150,14 @@ def _prompt(comparison: Comparison) -> Iterator[Markup]:
     yield _text(tag("strong", prompt.text), *pieces)
     if differences:
         yield from first_difference(comparison)
-        rows = [
-            row
-            for difference in differences
-            for row in (
-                _choice(difference, "runtime", difference.ours),
-                _choice(difference, "transformers", difference.theirs),
-            )
-        ]
+        rows = [row for difference in differences for row in _choices(difference)]
         yield details(f"{len(differences)} differences", table(_DIFFERENCES, rows, f"differences of {prompt.name}"))
 
 
-def _choice(difference: Difference, side: str, choice: Choice) -> tuple[object, ...]:
-    shares = (f"{probability:.2%}" for probability in (choice.ours, choice.theirs))
-    return difference.position + 1, side, repr(choice.text), choice.token, choice.rank + 1, *shares
+def _choices(difference: Difference) -> Iterator[tuple[object, ...]]:
+    for side, choice in (("runtime", difference.ours), ("transformers", difference.theirs)):
+        shares = (f"{probability:.2%}" for probability in (choice.ours, choice.theirs))
+        yield difference.position + 1, side, repr(choice.text), choice.token, choice.rank + 1, *shares
 
 
 def first_difference(comparison: Comparison) -> Iterator[Markup]:

@@ -7,20 +7,73 @@ those runs by the inputs that they discovered (headers, objects that were linked
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError
 from llama_npu2.trust import Untrusted
+from stages.engine.places import INCOMING, MANIFEST
 from stages.engine.project import Project, file_name
 from stages.engine.steps import Step
-from stages.sharing.arrivals import Arrivals
-from stages.sharing.records import Record, address, fits_here, record_of
+from stages.sharing.records import Blob, Record, address, fits_here, is_here, record_of
 from stages.sharing.remotes import check_url, open_remote
 from stages.sharing.store import Damaged, Store, warn
+
+
+class Arrivals:
+    """Files by label that were received from a remote."""
+
+    def __init__(self, store: Store, project: Project, files: Mapping[str, Blob], name: str) -> None:
+        """Receive the files that the artifact directory does not have. Raises UserError.
+
+        Args:
+            store: the remote's content.
+            project: the artifact directory.
+            files: the files by label.
+            name: the folder for received files. What a stopped process received under this name is not received again.
+        """
+        self._directory, self._tree, self._incoming = project.directory, project.tree, INCOMING / name
+        self._absent = {label: blob for label, blob in files.items() if not is_here(project, label, blob)}
+        if self._absent and (manifest := MANIFEST.as_posix()) in files:
+            # It is removed when the first other file is put into place.
+            self._absent[manifest] = files[manifest]
+        self._uses = Counter(self._absent.values())
+        self._received = store.receive(self._uses, self._tree, self._incoming)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that were received."""
+        return sum(blob.size for blob in self._uses)
+
+    def place(self, labels: Iterable[str], work: Path) -> None:
+        """Put these of the files below `work`, the artifact directory or a directory in it.
+
+        Files that the artifact directory has already get a second name there. A link that lies where a file goes is
+        replaced, not followed.
+        """
+        inside = work.relative_to(self._directory)
+        for label in labels:
+            blob = self._absent.get(label)
+            if blob is None:
+                if inside.parts:
+                    self._tree.link(label, inside / label)
+                continue
+            self._uses[blob] -= 1
+            received = self._received[blob]
+            if self._uses[blob]:
+                received = received.with_suffix(".copy")
+                shutil.copyfile(self._received[blob], received)
+            self._tree.take(received, inside / label)
+
+    def done(self) -> None:
+        """Remove the folder for received files, once all are in place."""
+        self._tree.remove(self._incoming)
+
 
 _RUNS = 16
 """Most runs of one signer under one address. They differ in the inputs that they discovered."""
@@ -126,7 +179,7 @@ def step_entries(store: Store, records: list[Record]) -> dict[str, dict[str, Any
         if record in written:
             return None
         runs = [record, *(other for other in written if other.found != record.found)]
-        return step_entry(where), {"address": where, "runs": [run.to_json() for run in runs[:_RUNS]]}
+        return step_entry(where), {"address": where, "runs": [asdict(run) for run in runs[:_RUNS]]}
 
     return dict(filter(None, store.remote.parallel(entry, records)))
 

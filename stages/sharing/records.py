@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,6 @@ class Record:
     def address(self) -> str | None:
         """The address of the step that was run, see `address`."""
         return _address(self.step, self.key, self.declared)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON."""
-        return asdict(self)
 
     @classmethod
     def of_json(cls, value: Any) -> Record:

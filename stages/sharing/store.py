@@ -19,9 +19,9 @@ from llama_npu2.schema import load_json
 from llama_npu2.trust import sign, trusted_keys, verify
 from llama_npu2.trust.envelopes import MAX_BYTES, own_key
 from llama_npu2.trust.keys import from_environment
+from stages.engine.bar import Bar
 from stages.engine.digests import Digests
 from stages.engine.files import require_space
-from stages.engine.progress import Bar
 from stages.engine.tree import Tree
 from stages.sharing.records import Blob, canonical
 from stages.sharing.remotes import BLOCK, Remote, RemoteError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_npu2.errors import UserError
@@ -12,8 +12,7 @@ from stages.engine.files import read_json
 from stages.engine.places import PULLED
 from stages.engine.project import WORK, Project
 from stages.engine.steps import Step
-from stages.sharing.arrivals import Arrivals
-from stages.sharing.cache import step_entries
+from stages.sharing.cache import Arrivals, step_entries
 from stages.sharing.records import (
     Blob,
     Record,
@@ -59,7 +58,7 @@ class Offer:
         return {
             "artifact": self.name,
             "pushed": self.pushed,
-            "runs": [run.to_json() for run in self.runs],
+            "runs": [asdict(run) for run in self.runs],
             "withheld": list(self.withheld),
             "beside": {label: vars(blob) for label, blob in self.beside.items()},
         }

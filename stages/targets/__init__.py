@@ -32,8 +32,11 @@ class Modules(Protocol):
     """Whether `write_module` also writes `<library>.cost.json`: the estimated times that go into the manifest."""
 
     def write_module(self, directory: Path, library: str, work: Path, **arguments: Any) -> None:
-        """Write `build/modules/<library><SUFFIX>` and `<library>.json` below `work` (step action), for the
-        configuration in `directory`."""
+        """Write a program's module and what describes it (step action).
+
+        They are `build/modules/<library><SUFFIX>` and `<library>.json` below `work`, for the configuration in
+        `directory`.
+        """
 
     def arguments(self, programs: Sequence[Program], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `arguments` (JSON) of `write_module` for a library of these programs."""
@@ -60,8 +63,10 @@ class Objects(Protocol):
     def write_objects(
         self, source: str, modules: Sequence[Path], cache: Path, work: Path, **expected: Any
     ) -> list[Path]:
-        """Write the objects that `modules` ask for to `build/objects/<source>/` (step action). Return the files that
-        were read."""
+        """Write the objects that `modules` ask for to `build/objects/<source>/` (step action).
+
+        Return the files that were read.
+        """
 
     def fingerprint(self) -> str | None:
         """Return the compiler's version; None without a compiler."""
@@ -121,8 +126,10 @@ class Target:
         return bool(product and (product.program if self.static else product.host))
 
     def caches(self, kv: str) -> bool:
-        """Tell whether decode has attention over KV caches in the format of `kv=`. Static programs keep K and V in
-        rows."""
+        """Tell whether decode has attention over KV caches in the format of `kv=`.
+
+        Static programs keep K and V in rows.
+        """
         kernel = "decode_attention_kv" if self.static else "decode_attention_panels"
         return format_kernel(kernel, KV_FORMATS[kv]) in kernels()
 

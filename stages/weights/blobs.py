@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from llama_npu2.artifact.dtypes import SAFETENSORS, nbytes
 from stages.engine.files import HUGE_PAGE
+from stages.engine.lazy import np
 
 PAGE = 4096
 """Bytes. With this alignment, a tensor can also be mapped or read on its own."""

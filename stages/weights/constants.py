@@ -33,15 +33,5 @@ queries."""
 
 def macros() -> tuple[str, ...]:
     """Return the compiler flags for every kernel source, whatever its target."""
-    values = {
-        "PANEL_ROWS": PANEL_ROWS,
-        "KV_BLOCK_POSITIONS": KV_BLOCK_POSITIONS,
-        "BLOCK": BLOCK,
-        "GROUP": GROUP,
-        "SHORT_GROUP": SHORT_GROUP,
-        "QUAD": QUAD,
-        "LANES": LANES,
-        "POSITION": POSITION,
-        "HEAD_POSITION": HEAD_POSITION,
-    }
-    return tuple(f"-DLAYOUT_{name}={value}" for name, value in values.items())
+    first = ("PANEL_ROWS", "KV_BLOCK_POSITIONS", "BLOCK", "GROUP", "SHORT_GROUP", "QUAD", "LANES", "POSITION")
+    return tuple(f"-DLAYOUT_{name}={globals()[name]}" for name in (*first, "HEAD_POSITION"))

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from stages.air import limits
+from stages.engine.lazy import np
 from stages.weights.constants import GROUP, LANES
 from stages.weights.format import Shape
 from stages.weights.grouped import Grouped

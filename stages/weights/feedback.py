@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.format import Format
 from stages.weights.scales import Grid, inverse
 
@@ -123,8 +122,10 @@ def _arrange(products: np.ndarray, order: np.ndarray) -> None:
 
 
 def _factor(products: np.ndarray, mapped: Mapped) -> np.ndarray:
-    """Return the upper triangular U with U U^T = products. These are damped further if they are not positive definite
-    after rounding."""
+    """Return the upper triangular U with U U^T = products.
+
+    These are damped further if they are not positive definite after rounding.
+    """
     damping = DAMPING
     while True:
         factor = products.copy()
@@ -140,8 +141,11 @@ def _factor(products: np.ndarray, mapped: Mapped) -> np.ndarray:
 
 
 def _cholesky(matrix: np.ndarray, mapped: Mapped) -> None:
-    """Compute the upper triangular U with U U^T = matrix in the matrix's place, by blocks of columns from the last one
-    on (Golub and Van Loan 2013, section 4.2.6). LinAlgError if it is not positive definite."""
+    """Compute the upper triangular U with U U^T = matrix in the matrix's place.
+
+    It goes by blocks of columns from the last one on (Golub and Van Loan 2013, section 4.2.6). Raises LinAlgError if
+    the matrix is not positive definite.
+    """
     for block in reversed(_blocks(len(matrix))):
         right = matrix[block, block.stop :]
         rest = matrix[block, block] - right @ right.T
@@ -217,8 +221,10 @@ class _Rounding:
             self._round_block(block, products, products[block] @ self.errors)
 
     def _round_block(self, block: slice, coupling: np.ndarray, pulls: np.ndarray) -> None:
-        """Round inputs one after the other: one half, then the other, on which the changes of the first half's errors
-        pull. So nearly all of the work is products of large matrices.
+        """Round inputs one after the other: one half, then the other.
+
+        The changes of the first half's errors pull on the other. So nearly all of the work is products of large
+        matrices.
 
         Args:
             coupling: How strongly the error of each input pulls on each other one.

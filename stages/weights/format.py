@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from llama_npu2.artifact.dtypes import DTYPES
+from llama_npu2.artifact import dtypes
+from stages.engine.lazy import np
 from stages.weights.scales import Grid
 
 Shape = tuple[int, ...]
@@ -123,12 +122,14 @@ class Format:
     def _packed(
         self, tensor: np.ndarray, store: Callable[[np.ndarray], np.ndarray], layout_name: str, shape: Shape
     ) -> np.ndarray:
-        """Pack `store(tensor)`, which has this shape; some rows after others where the layout allows it, so that
-        intermediate arrays take little memory."""
+        """Pack `store(tensor)`, which has this shape.
+
+        Some rows are packed after others where the layout allows it, so that intermediate arrays take little memory.
+        """
         layout = self.layout(layout_name)
         if layout.panels is None:
             return layout.pack(store(tensor))
-        packed = np.zeros(layout.shape(shape), DTYPES[self.dtype])
+        packed = np.zeros(layout.shape(shape), dtypes.DTYPES[self.dtype])
         for part in layout.panels(shape):
             by_share = packed.reshape(part.shares, -1, *packed.shape[1:])
             count = part.panel_rows * max(1, PACKED_AT_ONCE // (part.panel_rows * tensor.shape[1]))

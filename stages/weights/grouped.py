@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import GROUP, PANEL_ROWS, QUAD
 from stages.weights.format import Format, Layout, Shape
-from stages.weights.scales import Grid
+from stages.weights.scales import Grid, asymmetric, inverse
 
 LINE = 64
 """Bytes of a cache line. In a panel, a line of scales, and one of minima if there are any, come before the numbers of
 all groups whose scales fit in it. So all lines are aligned."""
+
+
+_SIZES = {"uint8": 1, "float16": 2, "float32": 4}
+"""Bytes of a value of a scale, by its dtype."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Grouped:
     """Values per row and group: a scale, or a scale and a minimum."""
     numbers: Bits
     """How numbers are packed in panels."""
-    scale_type: type = np.uint8
+    scale_type: str = "uint8"
     """Type of `scale_values`."""
     group: int = GROUP
     """Values that share scales."""
@@ -51,7 +54,7 @@ class Grouped:
     @property
     def scales(self) -> int:
         """Bytes of scales per row and group."""
-        return self.scale_values * np.dtype(self.scale_type).itemsize
+        return self.scale_values * _SIZES[self.scale_type]
 
     @property
     def header(self) -> int:
@@ -173,9 +176,12 @@ class Grouped:
 
     @property
     def _minima_in_quads(self) -> bool:
-        """Whether minima are in the order of numbers. Those that are bytes are, because kernels multiply them with sums
-        of inputs as they multiply numbers with inputs."""
-        return self.scale_values == 2 and self.scale_type is np.uint8
+        """Whether minima are in the order of numbers.
+
+        Those that are bytes are, because kernels multiply them with sums of inputs as they multiply numbers with
+        inputs.
+        """
+        return self.scale_values == 2 and self.scale_type == "uint8"
 
     def from_panels(self, packed: np.ndarray, shape: Shape) -> np.ndarray:
         """Return the stored rows, i8 of this shape, of their panels."""
@@ -226,6 +232,27 @@ class Grouped:
     ) -> Format:
         """Return the format, if its scales can be chosen before its numbers by `grid` (`Format.grid`)."""
         return replace(self.format(name, lambda groups: grid(groups).quantise(groups), dequantise), grid=grid)
+
+
+def exact_format(name: str, grouped: Grouped, least: int, most: int) -> Format:
+    """Return a format for checkpoints: `w = s q - m`, each operation rounded to f32.
+
+    Numbers q go from `least` to `most`; each group has a scale s and a minimum m, f32.
+    """
+    dtype = "int8" if least < 0 else "uint8"
+
+    def quantise(groups: np.ndarray) -> np.ndarray:
+        scale, minimum = asymmetric(groups, most - least)
+        if least:
+            minimum += scale * least
+        numbers = np.clip(np.rint((groups + minimum[..., None]) * inverse(scale)[..., None]), least, most)
+        return grouped.scaled(np.stack([scale, minimum], axis=-1), numbers.astype(dtype))
+
+    def dequantise(stored: np.ndarray) -> np.ndarray:
+        scales, numbers = grouped.scaled_parts(stored)
+        return scales[..., :1] * numbers.view(dtype) - scales[..., 1:]
+
+    return grouped.format(name, quantise, dequantise)
 
 
 _CHUNK = 1 << 20
@@ -297,16 +324,16 @@ def _unpack_six_bits(packed: np.ndarray) -> np.ndarray:
     return _unpack_nibbles(low) | _from_quads(_unpack_fields(2, high)) << 4
 
 
-_SIGN = np.uint8(128)
+_SIGN = 128
 """Added to signed numbers, so that all are stored without a sign."""
 
 
 def _pack_bytes(numbers: np.ndarray) -> np.ndarray:
-    return _pack_fields(8, _to_quads(numbers ^ _SIGN))
+    return _pack_fields(8, _to_quads(numbers ^ np.uint8(_SIGN)))
 
 
 def _unpack_bytes(packed: np.ndarray) -> np.ndarray:
-    return _from_quads(_unpack_fields(8, packed)) ^ _SIGN
+    return _from_quads(_unpack_fields(8, packed)) ^ np.uint8(_SIGN)
 
 
 NIBBLES = Bits(4, _pack_nibbles, _unpack_nibbles)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import BLOCK, GROUP
 from stages.weights.cut import PADDED_ROWS, SHARES, Cut, FeedForward, cut_feed_forward, cut_matrix, padded_rows
 from stages.weights.format import Format, Layout, PanelRows, Shape

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
-import numpy as np
+from stages.engine.lazy import np
 
-_STRETCHES = np.linspace(-0.9, 1.2, 8, dtype=np.float32)
-"""Ranges that are tried, each given by how many steps it is longer than the largest value. Beyond these none ever won
-on trained weights; each costs a pass."""
+_STRETCHES = 8
+
+
+@cache
+def _stretches() -> np.ndarray:
+    """Return ranges that are tried, each given by how many steps it is longer than the largest value.
+
+    Beyond these none ever won on trained weights; each costs a pass.
+    """
+    return np.linspace(-0.9, 1.2, _STRETCHES, dtype=np.float32)
+
 
 _REFITS = 2
 """How often values are rounded to the best fit and fitted again."""
@@ -49,7 +58,7 @@ def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray 
     """
     largest = np.abs(groups).max(axis=-1)
     best, least_error = np.zeros_like(largest), np.full_like(largest, np.inf)
-    for stretch in _STRETCHES:
+    for stretch in _stretches():
         numbers = np.clip(np.rint(groups * inverse(largest / (most + stretch))[..., None]), least, most)
         weighted = _weighted(numbers, importance)
         squares = np.einsum("...i,...i->...", weighted, numbers)
@@ -62,8 +71,9 @@ def symmetric(groups: np.ndarray, least: int, most: int, importance: np.ndarray 
 
 
 def asymmetric(groups: np.ndarray, most: int, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`, so that `g ~ scale * q - minimum`,
-    with whole numbers q from 0 to `most`.
+    """Return scale and minimum f32 `[...]`, both >= 0, of groups f32 `[..., n]`.
+
+    With whole numbers q from 0 to `most`, `g ~ scale * q - minimum`.
 
     Each range that is tried, and then the best fit so far, gives numbers q, to which scale and minimum are refitted
     (`_LeastSquares`). The fit with the least squared error is kept.
@@ -76,9 +86,9 @@ def asymmetric(groups: np.ndarray, most: int, importance: np.ndarray | None = No
     span, shifted = groups.max(axis=-1) - low, groups - low[..., None]
     best_scale, best_minimum = np.zeros_like(low), np.zeros_like(low)
     least_error = np.full_like(low, np.inf)
-    for attempt in range(len(_STRETCHES) + _REFITS):
-        if attempt < len(_STRETCHES):
-            numbers = shifted * inverse(span / (most + _STRETCHES[attempt]))[..., None]
+    for attempt in range(_STRETCHES + _REFITS):
+        if attempt < _STRETCHES:
+            numbers = shifted * inverse(span / (most + _stretches()[attempt]))[..., None]
         else:
             numbers = (groups + best_minimum[..., None]) * inverse(best_scale)[..., None]
         numbers = np.clip(np.rint(numbers), 0, most)

@@ -362,7 +362,7 @@ def _report(scratch: Path) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _prompts(scratch: Path) -> Iterator[Run]:
-    from stages.proof.comparison.prompts import read_prompts
+    from stages.proof.comparison.continuations import read_prompts
 
     def run(name: str, content: bytes) -> None:
         (scratch / name).write_bytes(content)

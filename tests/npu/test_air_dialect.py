@@ -136,7 +136,7 @@ def test_elements_take_what_their_type_says(dtype: str, size: int) -> None:
     )
     text = air.to_mlir(made.module)
     assert f"memref<256x{dtype}, 2 : i32>" in text and air.to_mlir(air.parse_mlir(text)) == text
-    most = (limits.L1_BYTES - limits.STACK_BYTES) // size
+    most = limits.BUFFER_BYTES // size
     air.check(copy((256,), dtype, local=most).module)
     with pytest.raises(UserError, match=f"needs {limits.L1_BYTES + 4} of L1 bytes"):
         air.check(copy((256,), dtype, local=most + 4 // size).module)

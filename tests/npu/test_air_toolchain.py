@@ -53,7 +53,7 @@ def judged(work: Path, text: str, function: str, variants: Sequence[Variant], op
     except UserError:
         if NO_PEANO not in log.read_text():
             raise
-    return audit_made(function, parse_mlir(text), work / "scratch" / INTERMEDIATE, function)
+    return audit_made(function, parse_mlir(text), work / "scratch" / INTERMEDIATE, function, linked=real())
 
 
 def real() -> bool:

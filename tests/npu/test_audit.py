@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elftools.elf.constants import SH_FLAGS
 
 from llama_npu2.errors import UserError
 from stages import air
@@ -22,6 +21,7 @@ from stages.targets.npu2.liveness import HELD, check_liveness
 from stages.targets.npu2.modules import build_module
 from tests.support.npu_ir import lowered, stream, write_made
 from tests.support.npu_shapes import DEMO, device_programs
+from tests.support.objects import core_elf
 
 Edit = Callable[[str], str]
 
@@ -64,7 +64,7 @@ COMPILED = Path(__file__).parents[1] / "support/compiled"
 def test_what_the_real_compiler_leaves_is_read(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STACK_BYTES", 4096)
     module = air.parse_mlir(norm_and_settle(64))
-    found = judge.audit_made("norm", module, COMPILED / version, "norm")
+    found = judge.audit_made("norm", module, COMPILED / version, "norm", linked=False)
     assert (found.resets, found.in_flight, found.core_descriptors, found.notes) == (2, 1, 3, [])
     text = (COMPILED / version / judge.LOWERED).read_text()
     starts = [match.span() for match in re.finditer(r" +aiex\.dma_start_task.*\n", text)]
@@ -310,22 +310,58 @@ def test_a_compiler_that_evens_resets_by_itself_is_taken_at_its_word() -> None:
 
 def test_a_core_whose_code_does_not_fit_is_refused(tmp_path: Path) -> None:
     core = tmp_path / "main_core_0_2.elf"
-    core.write_bytes(elf_with_code(judge.PROGRAM_BYTES))
-    judge.audit_core("norm", core)
-    core.write_bytes(elf_with_code(judge.PROGRAM_BYTES + 4))
+    core.write_bytes(core_elf(judge.PROGRAM_BYTES))
+    judge.audit_core("norm", core, [])
+    core.write_bytes(core_elf(judge.PROGRAM_BYTES + 4))
     with pytest.raises(
         UserError, match=r"norm, main_core_0_2.elf: needs 16388 of bytes of program memory, the NPU has 16384"
     ):
-        judge.audit_core("norm", core)
+        judge.audit_core("norm", core, [])
 
 
-def elf_with_code(size: int) -> bytes:
-    """A 32-bit ELF with nothing but one section of code."""
-    flags = SH_FLAGS.SHF_ALLOC | SH_FLAGS.SHF_EXECINSTR
-    names = b"\0.text\0.shstrtab\0"
-    rows = [(0,) * 10, (1, 1, flags, 0, 0, size, 0, 0, 16, 0), (7, 3, 0, 0, 52, len(names), 0, 0, 1, 0)]
-    header = struct.pack("<16sHHIIIIIHHHHHH", b"\x7fELF\1\1\1", 2, 264, 1, 0, 0, 52 + len(names), 0, 52, 0, 0, 40, 3, 2)
-    return header + names + b"".join(struct.pack("<10I", *row) for row in rows)
+BUFFER = Buffer("%buf0", 0, 2, 1024, 8192, 0)
+PLACES = {
+    "after the buffer": ((9216, 128), ""),
+    "before it": ((limits.STACK_BYTES, 8192 - limits.STACK_BYTES), ""),
+    "up to the end": ((limits.L1_BYTES - 128, 128), ""),
+    "in the stack": ((limits.STACK_BYTES - 64, 128), ".data at 4032 of 128 bytes overlaps the stack at 0"),
+    "in the buffer": ((9152, 128), ".data at 9152 of 128 bytes overlaps %buf0 at 8192"),
+    "around the buffer": ((8128, 2048), ".data at 8128 of 2048 bytes overlaps %buf0 at 8192"),
+    "beyond the end": ((limits.L1_BYTES - 64, 128), ".data at 0x7ffc0 is not in the core's own memory"),
+    "in another core": ((-64, 64), ".data at 0x6ffc0 is not in the core's own memory"),
+}
+"""(place and size of static data, what is said of it)"""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_static_data_lies_apart_from_stack_and_buffers(tmp_path: Path, place: str) -> None:
+    data, message = PLACES[place]
+    core = tmp_path / "main_core_0_2.elf"
+    core.write_bytes(core_elf(data=data))
+    if message:
+        with pytest.raises(UserError, match=f"^norm, main_core_0_2.elf: {re.escape(message)}"):
+            judge.audit_core("norm", core, [BUFFER])
+    else:
+        assert judge.audit_core("norm", core, [BUFFER]) == data[1]
+
+
+def test_a_core_without_an_elf_is_refused(tmp_path: Path) -> None:
+    """Where the compiler names them otherwise, nothing would be checked."""
+    findings(tmp_path)
+    first, second = sorted(tmp_path.glob("*.elf"))
+    module = air.parse_mlir(SMALL)
+    renamed = first.rename(tmp_path / f"elfs_{first.name}")
+    assert judge.audit_made("norm", module, tmp_path, "norm").static_bytes == 0, "its name since July 2026"
+    second.write_bytes(core_elf(data=(32768, 128)))
+    assert judge.audit_made("norm", module, tmp_path, "norm").static_bytes == 128
+    second.write_bytes(core_elf(data=(limits.STACK_BYTES, 64)))
+    with pytest.raises(UserError, match=r"overlaps %buf0 at 4096$"):
+        judge.audit_made("norm", module, tmp_path, "norm")
+    for missing, left in ((second, 1), (renamed, 0)):
+        missing.unlink()
+        with pytest.raises(UserError, match=rf"^norm: aiecc left {left} ELFs of 2 cores, none of \w+_core_0_2, to"):
+            judge.audit_made("norm", module, tmp_path, "norm")
+    judge.audit_made("norm", module, tmp_path, "norm", linked=False)
 
 
 def test_lost_banks_are_a_note(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_tiles_take_together_what_their_launch_takes(found: dict[str, Any]) -> N
         assert sum(tile.bytes for tile in rows[MEMORY]) == taken["L2 bytes"]["used"]
         cores = [tile for tile in tiles if tile.row >= CORES]
         assert len(cores) == sum(columns * rows for columns, rows in launch["herds"])
-        assert max(tile.bytes for tile in cores) == taken["L1 bytes (with stack)"]["used"]
+        assert max(tile.bytes for tile in cores) == taken["L1 bytes (with stack and static data)"]["used"]
 
 
 def test_buffers_are_named_by_what_passes_through_them(found: dict[str, Any]) -> None:

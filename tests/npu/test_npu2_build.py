@@ -24,8 +24,9 @@ from stages.kernels import kernels
 from stages.targets.cpu import toolchain as host_toolchain
 from stages.targets.npu2 import known_good, objects, programs, toolchain
 from stages.targets.npu2.groupings import GROUPINGS
-from stages.targets.npu2.kernel_name import kernel_name
+from stages.targets.npu2.levels import VARIABLE, level_of
 from stages.targets.npu2.modules import build_module
+from stages.targets.npu2.programs import kernel_name
 from tests.conftest import ROOT, build, doit, ran
 from tests.support.npu_shapes import DEMO, device_program, device_programs
 from tests.support.npu_tools import forget_tools, install, script
@@ -218,7 +219,7 @@ FAKE_PEANO = """
 if "--version" in args:
     sys.exit(print("fake 22.1.0"))
 source = pathlib.Path(next(a for a in args if a.endswith(".cc")))
-text = [a for a in args if a.startswith("-D")]
+text = [a for a in args if a.startswith(("-D", "-O"))]
 for line in source.read_text().splitlines():
     code, _, comment = line.partition("//")
     if code and (not comment.startswith(" only ") or comment[6:] in args):
@@ -277,6 +278,60 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == objects
 
 
+def test_a_level_of_its_own_rebuilds_one_source(built: Path, fakes: dict[str, str]) -> None:
+    ran(doit(*COMPILE, cwd=built, env=fakes))
+    chosen = fakes | {VARIABLE: "silu_and_mul=1"}
+    assert ran(doit(*COMPILE, cwd=built, env=chosen)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
+    made = (built / "artifacts/demo/npu2" / OBJECTS / "aie2p").rglob("*.o")
+    levels = {(path.parent.name == "silu_and_mul", b"-O1" in path.read_bytes()) for path in made}
+    assert levels == {(True, True), (False, False)}
+    assert ran(doit(*COMPILE, cwd=built, env=chosen)) == set()
+    assert ran(doit(*COMPILE, cwd=built, env=fakes)) == {"object:aie2p/silu_and_mul", "manifest"} | LINKS_SILU
+
+
+@pytest.mark.parametrize(
+    "text", ["silu=1", "silu_and_mul", "silu_and_mul=9", "=1", "silu_and_mul=1 rope=2", "../cpu/add=1"]
+)
+def test_levels_that_name_nothing_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(
+        UserError, match=rf"^{VARIABLE}: \S+ is not SOURCE=LEVEL, a name in kernel_src/aie2p and 0 to 3$"
+    ):
+        level_of("aie2p/add")
+
+
+def test_levels_of_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "silu_and_mul=1, rope=3")
+    monkeypatch.setattr("stages.targets.npu2.levels.LEVELS", {"rope": "1", "gemm": "1"})
+    sources = ("silu_and_mul", "rope", "gemm", "add")
+    assert [level_of(f"aie2p/{source}") for source in sources] == ["1", "3", "1", "2"]
+
+
+ROOMLESS = """
+said = pathlib.Path(os.environ["RECORD"]).with_name("aiecc.json")
+driver = next(p for p in map(pathlib.Path, os.environ["PATH"].split(":")) if (p / "aiecc").exists())
+said.write_text(json.dumps([str(driver), os.path.realpath(driver / "aiecc"), (driver / "aiecc").read_text()]))
+if "--alloc-scheme=basic-sequential" not in (driver / "aiecc").read_text():
+    sys.exit("ld.lld: error: section '.data' will not fit in region 'data': overflowed by 128 bytes")
+"""
+
+
+def test_static_data_without_room_is_linked_with_buffers_in_a_row(
+    tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bank by bank, buffers can fill the last bank while others have room."""
+    monkeypatch.setenv("AIRCC_DOES", ROOMLESS)
+    make(module, tmp_path)
+    assert "hello.128: no room after the buffers for static data, linked again" in logged(tmp_path)
+    _, _, script_text = json.loads((tools / "aiecc.json").read_text())
+    assert f'exec {tools / "other/aiecc"} --alloc-scheme=basic-sequential "$@"' in script_text
+    monkeypatch.setenv("AIRCC_DOES", ROOMLESS.replace("--alloc-scheme=basic-sequential", "nothing"))
+    with pytest.raises(
+        UserError, match=r"aircc: ld\.lld: error: section '\.data' will not fit in region 'data'.*: raise STATIC_BYTES"
+    ):
+        make(module, tmp_path)
+
+
 def _linked(checkout: Path, program: str) -> set[str]:
     return set(json.loads((checkout / f"artifacts/demo/npu2/build/modules/{program}.json").read_text())["objects"])
 
@@ -285,7 +340,7 @@ def test_artifacts_of_another_machine_need_no_tools(built: Path, fakes: dict[str
     """Copied into a checkout on a machine that has nothing but Python and XRT: no task runs, text comes."""
     ran(doit(*COMPILE, cwd=built, env=fakes))
     other = tmp_path / "other"
-    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts"))
     shutil.copytree(built / "artifacts/demo/npu2", other / "artifacts/demo/npu2")
     (other / "pyxrt.py").write_text("import tests.support.pyxrt_standin\n")
     (tmp_path / "empty").mkdir()
@@ -453,7 +508,7 @@ def test_a_kernel_that_cannot_be_renamed_stays_main(
     if body:
         assembler(tools, body)
     else:
-        monkeypatch.setattr("stages.targets.npu2.kernel_name.aiebu_asm", lambda: None)
+        monkeypatch.setattr("stages.targets.npu2.programs.aiebu_asm", lambda: None)
     make(module, tmp_path)
     assert told(tmp_path)["kernel"] == "main"
     assert (tmp_path / "work/elf/hello.128.elf").read_bytes() == b"\x7fELF..\0add\0", "as aircc made it"
@@ -557,6 +612,40 @@ def test_doctor_on_a_machine_with_everything(laptop: Path) -> None:
     assert set(doctor.conclusions(rows).values()) == {"yes"}
 
 
+DRIVERS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    # Release of Linux, version of the driver's package, firmware: what doctor says of these two.
+    "ubuntu 26.04": ("7.0.0-15-generic", "", "1.1.2.64", {}),
+    "ubuntu 25.10": ("6.17.0-8-generic", "", "1.0.0.166", {"NPU firmware": "old", "Linux": "old"}),
+    "debian backports": ("6.18.5+deb13-amd64", "", "1.0.0.63", {"NPU firmware": "old", "Linux": "old"}),
+    "24.04 with the package": ("6.17.0-35-generic", "2.23.0_20260407,6fc926d0", "1.1.2.65", {}),
+    "24.04, package without reboot": ("6.17.0-35-generic", "2.23.0", "1.0.0.166", {"NPU firmware": "old"}),
+    "old linux-firmware": ("7.0.3", "", "1.0.20.31", {"NPU firmware": "old"}),
+    "driver brought to an older kernel": ("6.12.0-211.el10.x86_64", "", "1.1.2.64", {}),
+    "firmware not known": ("6.18.5", "", "", {"NPU firmware": "other", "Linux": "old"}),
+}
+
+
+@pytest.mark.parametrize("machine", DRIVERS)
+def test_doctor_judges_firmware_and_driver(laptop: Path, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """Kernels before 7.0 take firmware 1.0 only, which runs no ELF programs; 1.1 runs under newer drivers only."""
+    release, package, firmware, states = DRIVERS[machine]
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    (laptop / "sys/class/accel/accel0/device/fw_version").write_text(firmware)
+    if package:
+        (laptop / "sys/module/amdxdna").mkdir(parents=True)
+        (laptop / "sys/module/amdxdna/version").write_text(package)
+    rows = doctor.report(laptop)
+    judged = {row.what: row for row in rows if row.what in ("NPU firmware", "Linux")}
+    assert {what: row.found for what, row in judged.items()} == {"NPU firmware": "yes", "Linux": "yes"} | states
+    missing = ", ".join(what for what, state in states.items() if state == "old")
+    assert doctor.conclusions(rows)["run npu2"] == (f"no: {missing}" if missing else "yes")
+    if states.get("NPU firmware") == "old":
+        stuck = "Linux" in states
+        assert judged["NPU firmware"].get.startswith("at least 1.1, for the command that runs ELF programs: ")
+        assert ("makes the NPU vanish" in judged["NPU firmware"].get) == stuck, "there it must not be replaced alone"
+        assert ("then reboot" in judged["NPU firmware"].get) != stuck
+
+
 _XCLBIN_ONLY = "__init__(self: pyxrt.hw_context, device: pyxrt.device, uuid: pyxrt.uuid) -> None"
 _WITH_ELF = f"{_XCLBIN_ONLY}\n__init__(self: pyxrt.hw_context, device: pyxrt.device, elf: pyxrt.elf) -> None"
 
@@ -609,11 +698,12 @@ def test_doctor_without_any_tool(laptop: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("AIE_API_INCLUDE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     monkeypatch.setattr(host_toolchain, "host_compiler_fingerprint", lambda: None)
+    monkeypatch.setattr(doctor.platform, "release", lambda: "6.18.0")
     for find in toolchain.NPU_TOOLS.values():
         find.cache_clear()  # type: ignore[attr-defined]
     verdicts = doctor.conclusions(doctor.report(tmp_path))
     assert verdicts["build npu2"] == "no: host compiler, aircc, aiecc, Peano, AIE API headers"
-    assert verdicts["run npu2"].startswith("no: NPU, NPU driver, NPU firmware, XRT, pyxrt")
+    assert verdicts["run npu2"].startswith("no: NPU, NPU driver, NPU firmware, Linux, XRT, pyxrt")
     assert verdicts["build and run cpu"] == "no: host compiler"
 
 

@@ -1,4 +1,4 @@
-"""Tile functions whose stack would overflow into a core's buffers are refused when they are compiled."""
+"""Tile functions whose stack or static data would overflow into a core's buffers are refused when they are compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from llama_npu2.errors import UserError
 from stages.air import limits
-from stages.targets.npu2 import objects, stack
+from stages.targets.npu2 import objects, stack, static
 from tests.support.npu_tools import forget_tools, install
 from tests.support.objects import PEANO_OBJECT, stack_object
 
@@ -75,3 +75,50 @@ pathlib.Path(args[args.index("-MF") + 1]).write_text(f"x.o: {{source}}")
     made.write_bytes(stack_object({"add": LIMIT}))
     kept = objects.compile_tile("aie2p/add", cache, "add_count64.o", ["-DCOUNT=64"]).path
     assert kept.read_bytes() == made.read_bytes()
+
+
+DATA = """
+    .section {section}
+    .zero {size}
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "size", "refusal"),
+    [
+        ('.rodata,"a",@progbits', 4096, ""),
+        ('.rodata.cst64,"aM",@progbits,64', 128, ""),
+        ('.data,"aw",@progbits', 64, ""),
+        ('.bss,"aw",@nobits', 4, "4 bytes of .bss, which nothing clears"),
+    ],
+)
+def test_memory_without_a_value_is_refused(tmp_path: Path, section: str, size: int, refusal: str) -> None:
+    """How much static data has room is for the linker to say."""
+    made = tmp_path / "gemm.o"
+    made.write_bytes(stack_object({"step": 64}, DATA.format(section=section, size=size)))
+    if refusal:
+        with pytest.raises(UserError, match=f"^gemm.o: {re.escape(refusal)}"):
+            static.check_static(made, "gemm.o")
+    else:
+        static.check_static(made, "gemm.o")
+
+
+def test_an_object_with_memory_that_nothing_clears_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = stack_object({"add": 64}, DATA.format(section='.bss,"aw",@nobits', size=4))
+    compiler = f"""
+if "--version" in args:
+    sys.exit(print("fake 22.1.0"))
+pathlib.Path(args[args.index("-o") + 1]).write_bytes({content!r})
+pathlib.Path(args[args.index("-MF") + 1]).write_text("x.o: x.cc")
+"""
+    for name, value in install(tmp_path / "tools", compiler, "", "").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^add_count64.o: 4 bytes of .bss"):
+        objects.compile_tile("aie2p/add", tmp_path / "cache", "add_count64.o", ["-DCOUNT=64"])
+    assert not list((tmp_path / "cache").glob("*.o"))
+
+
+def test_tilings_leave_room_for_stack_and_static_data() -> None:
+    most = limits.L1_BYTES - limits.STACK_BYTES - limits.STATIC_BYTES
+    assert limits.fits_l1(most - 64, 64)
+    assert not limits.fits_l1(most, 4)

@@ -31,11 +31,15 @@ from stages.proof.selftest import faults, ladder, measure, raw, report
 from stages.proof.selftest.faults import FAULTS, Fault, cause_of, fault
 from stages.proof.selftest.ladder import BROKEN, LIMITED, PASSED, SKIPPED, Outcome, Rung, Setup, run_ladder
 from stages.proof.selftest.probes import FEW, MANY, RATES, STREAMS, WATCHDOG, probes
-from stages.proof.selftest.trial import judge
+from stages.proof.selftest.relink import relink
+from stages.proof.selftest.trial import DISPATCHES, judge
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.levels import VARIABLE
+from stages.targets.npu2.toolchain import Npu
 from tests.conftest import A_LLAMA, ROOT, build, doit, ran
 from tests.npu import test_npu2_build
 from tests.support import pyxrt_standin
+from tests.support.npu_tools import forget_tools
 from tests.support.pyxrt_standin import install
 
 BUCKETS = (64, 128)
@@ -208,6 +212,14 @@ def elsewhere(values: np.ndarray) -> None:
 
 NO_CONTEXT = "DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-22): Invalid argument"
 
+NOT_SUPPORTED = "DRM_IOCTL_AMDXDNA_EXEC_CMD IOCTL failed (err=-95): Operation not supported"
+
+
+def firmware(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    """The machine's NPU has firmware of this version."""
+    device = Npu(Path("/dev/accel/accel0"), "Strix", 8, "amdxdna of the kernel", False, number, True)
+    monkeypatch.setattr(ladder, "npu", lambda: device)
+
 
 def no_context(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str) -> None:
     def refuse(*_: Any) -> Any:
@@ -258,7 +270,21 @@ BREAKS: dict[str, tuple[dict[str, Any], Inject | None, str, str, str]] = {
     "no device": ({"vanish": 1}, None, faults.DEVICE, "gone", "No such device"),
     "no bindings": ({}, lambda m: m.setitem(sys.modules, "pyxrt", None), faults.DEVICE, "no bindings", "pyxrt"),
     "older XRT": ({}, lambda m: no_context(m, TypeError, "no overload"), faults.CONTEXT, "old bindings", "overload"),
-    "no context": ({}, lambda m: no_context(m, RuntimeError, NO_CONTEXT), faults.CONTEXT, "failed", "CREATE_HWCTX"),
+    "no context": ({}, lambda m: no_context(m, RuntimeError, NO_CONTEXT), faults.CONTEXT, "stuck", "CREATE_HWCTX"),
+    "old firmware": (
+        {},
+        lambda m: (no_context(m, RuntimeError, NOT_SUPPORTED), firmware(m, "1.0.0.166")),
+        faults.CONTEXT,
+        "old firmware",
+        "Operation not supported; firmware 1.0.0.166",
+    ),
+    "refused by new firmware": (
+        {},
+        lambda m: (no_context(m, RuntimeError, NOT_SUPPORTED), firmware(m, "1.1.2.64")),
+        faults.CONTEXT,
+        "failed",
+        "Operation not supported",
+    ),
     "no memory": ({"fail_alloc": 1}, None, faults.KERNEL, "no memory", "Cannot allocate"),
     "deadline": ({"time_out": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),
     "hang": ({"hang": 1}, None, faults.KERNEL, "timeout", "TIMEOUT"),
@@ -420,6 +446,58 @@ def test_device_does_not_come_back(risky: Setup, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ladder, "LISTED", 4)
     broken = run_ladder(risky).failed
     assert broken and (broken.rung, broken.cause) == (faults.WATCHDOG, "not recovered"), broken
+
+
+# Levels of optimisation
+
+
+def copied(setup: Setup) -> Callable[[str, str, Path], dict[str, Any]]:
+    """Instead of compilers: the probe as it is."""
+
+    def link(name: str, level: str, work: Path) -> dict[str, Any]:
+        shutil.copyfile(setup.probes.directory / setup.probes.programs[name]["file"], work / f"{level}.elf")
+        return {"file": f"{level}.elf"}
+
+    return link
+
+
+def test_a_function_that_breaks_is_tried_at_another_level(short: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    corrupted(monkeypatch, "silu_and_mul", garbage, 1, DISPATCHES)
+    found = run_ladder(replace(short, relink=copied(short)))
+    assert found.failed and (found.failed.rung, found.failed.cause) == (faults.TILE, "wrong")
+    assert re.search(r"; right at -O1 \(.*\): LLAMA_NPU2_PEANO_O=silu_and_mul=1$", found.failed.detail)
+    assert found.observed["levels"] == {"silu_and_mul": "1"}
+    assert found.failed.meaning.startswith("the tile function alone")
+
+
+def test_a_function_that_is_wrong_at_each_level(short: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv(VARIABLE, "silu_and_mul=1")
+    corrupted(monkeypatch, "silu_and_mul", garbage)
+    failed = run_ladder(replace(short, relink=copied(short))).failed
+    assert failed and "; at -O2 no better: wrong: out: " in failed.detail
+    monkeypatch.delenv(VARIABLE)
+    install()
+    failed = run_ladder(short).failed
+    assert failed and failed.detail.endswith(
+        "; -O1 not tried, no compilers here: LLAMA_NPU2_PEANO_O=silu_and_mul=1 and doit selftest where they are"
+    )
+
+
+def test_a_probe_is_linked_at_another_level(
+    fakes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in fakes.items():
+        monkeypatch.setenv(name, value)
+    forget_tools()
+    for level in ("1", "2"):
+        facts = relink(tmp_path / "cache", "silu_and_mul", level, tmp_path / level)
+        made = (tmp_path / level / facts["file"]).read_bytes()
+        assert f"-O{level}".encode() in made
+        assert f"-O{3 - int(level)}".encode() not in made
+        assert (facts["kernel"], facts["resets"]) == ("main", 2)
+    forget_tools()
 
 
 # The table
@@ -585,7 +663,7 @@ def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> No
     assert {"probe:module:add", "probe:object:aie2p/gemm", "probe:elf:stream_16", "probe:manifest"} <= ran(first)
     assert "no check failed" in first.stdout
     other = tmp_path / "other"
-    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    shutil.copytree(built, other, ignore=shutil.ignore_patterns("artifacts"))
     for name in ("demo", "selftest"):
         shutil.copytree(built / "artifacts" / name / "npu2", other / "artifacts" / name / "npu2")
     (tmp_path / "empty").mkdir()

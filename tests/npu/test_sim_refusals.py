@@ -27,7 +27,7 @@ from tests.support.sim_support import aligned, compile_module, compile_with, run
 
 N = 1024
 
-ROOM = (limits.L1_BYTES - limits.STACK_BYTES) // 2
+ROOM = limits.BUFFER_BYTES // 2
 """bf16 elements that fit a core."""
 
 

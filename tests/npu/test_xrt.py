@@ -40,7 +40,7 @@ from llama_npu2.cli.profile import profile
 from llama_npu2.devices import Binding, Call, xrt
 from llama_npu2.devices.spans import nested
 from llama_npu2.devices.xrt import XrtDevice, limits, session, submissions
-from llama_npu2.devices.xrt.ranges import Ranges
+from llama_npu2.devices.xrt.buffers import Ranges
 from llama_npu2.engine.trace import TracedCall
 from llama_npu2.options import Running
 from stages.air import parse_mlir, to_mlir

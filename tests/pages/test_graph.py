@@ -16,7 +16,7 @@ from stages.engine.why import BEHIND, CURRENT, MISSING, STALE
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.reports.graph_page import Entry, page
-from stages.reports.pages.layered import JOINT, Graph, joined, layout, reduced
+from stages.reports.pages.graph import JOINT, Graph, joined, layout, reduced
 from stages.targets.cpu.instruction_sets import objects_of
 from tests.support.browser import Look, Opened
 

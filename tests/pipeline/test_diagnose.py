@@ -25,11 +25,9 @@ from stages.graph.options import parse_options
 from stages.kernels.append_kv import reference_panels, rows_of_panels
 from stages.proof.comparison import transformers_model
 from stages.proof.diagnosis.bounds import in_fixed_point, ulp
-from stages.proof.diagnosis.diagnose import diagnose
-from stages.proof.diagnosis.layers import compared
+from stages.proof.diagnosis.diagnose import diagnose, inside
 from stages.proof.diagnosis.ops import Op, ops
-from stages.proof.diagnosis.report import Report
-from stages.proof.diagnosis.unfused import inside
+from stages.proof.diagnosis.report import Report, compared
 from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, of_command_line, write_checkpoint
 from tests.support.browser import Look

@@ -157,5 +157,7 @@ def test_guide_names_the_versions_that_are_needed() -> None:
     known = {least for name, (least, _) in LEAST.items() if name == "XRT"} | {known_good.SHARED_CONTEXT}
     assert known <= set(re.findall(r"XRT (\d[\d.]*\d)", GUIDE))
     assert f"Linux {LEAST['Linux'][0]} or newer" in GUIDE
+    assert f"firmware {LEAST['NPU firmware'][0]} or newer" in GUIDE
+    assert f"fw_version  # {LEAST['NPU firmware'][0]} or more" in GUIDE
     assert f"{limits.WATCHDOG:g} s" in GUIDE
     assert f"{limits.HEAP >> 20} MiB" in GUIDE

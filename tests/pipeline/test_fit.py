@@ -13,8 +13,7 @@ import pytest
 from llama_npu2 import UserError
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.cli.table import amount
-from stages.commands.fit import Machine, needs_of, policies
-from stages.commands.fit_check import peak_memory
+from stages.commands.fit import Machine, needs_of, peak_memory, policies
 from stages.graph import Build
 from stages.graph.needs import WORKING, Needs, locked_memory
 from stages.graph.options import Options, parse_options

@@ -27,7 +27,8 @@ sys.path[:0] = {paths!r}
 from llama_npu2.errors import UserError
 from stages.engine.digests import Digests
 from stages.engine.doit_tasks import COMPLETE, DOIT_CONFIG, command_task, doit_task
-from stages.engine.progress import Bar, say
+from stages.engine.bar import Bar
+from stages.engine.progress import say
 from stages.engine.steps import Project, Step
 from stages.engine.lock import ProcessLock
 
@@ -35,15 +36,21 @@ artifacts = Path({artifacts!r})
 lock = ProcessLock(artifacts / ".locks/model-cpu.lock")
 project = Project(artifacts / "model/cpu", Digests(artifacts / ".digests.json"), lock)
 
+def wait(name, what):
+    # Where a test watches, go on when it has seen what the step waits for.
+    deadline = time.monotonic() + (20 if Path("watched").exists() else 0.1)
+    while time.monotonic() < deadline and not Path(f"{{name}} {{what}}").exists():
+        time.sleep(0.01)
+
 def act(name, work):
     print(f"{{name}} printed")
     print(f"{{name}} warned", file=sys.stderr)
     if Path("broken").exists():
         raise UserError("it is [broken]")
     for _ in Bar(range(4), desc="packing"):
-        time.sleep(0.1)
+        wait(name, "packing")
     say("waiting for [tool]")
-    time.sleep(0.4)
+    wait(name, "waiting")
     (work / name).write_text("x")
 
 def step(name, *inputs):
@@ -71,7 +78,7 @@ COMPLETE = r"artifacts/model/cpu is up to date: 3 steps run, 0 current, \d+\.\d 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Path:
-    """A directory with a dodo.py of three steps, which take a second each."""
+    """A directory with a dodo.py of three steps, which take half a second each."""
     paths, artifacts = [str(ROOT), str(ROOT / "runtime")], str(tmp_path / "artifacts")
     (tmp_path / "dodo.py").write_text(DODO.format(paths=paths, artifacts=artifacts))
     return tmp_path
@@ -105,13 +112,23 @@ def lines(seen: str) -> list[str]:
 
 @pytest.mark.parametrize("runner", [[], ["-n", "0"], ["-n", "2", "-P", "process"]], ids=["thread", "serial", "process"])
 def test_a_terminal_shows_what_runs(runner: list[str], build: Path) -> None:
-    status, seen = on_terminal(build, *runner, "-v", "1", "compile")
+    (build / "watched").touch()
+    drawn = {
+        (step, what): re.compile(rf"^\S \S+ \d of 3 steps  (.*; )?{step} \d+\.\d s, {text}(;|$)")
+        for step in ("first", "second", "third")
+        for what, text in (("packing", "packing: [0-4] of 4"), ("waiting", r"waiting for \[tool\]"))
+    }
+
+    def react(seen: str, terminal: int) -> None:
+        for (step, what), pattern in drawn.items():
+            if any(pattern.search(line) for line in lines(seen)):
+                (build / f"{step} {what}").touch()
+
+    status, seen = on_terminal(build, *runner, "-v", "1", "compile", react=react)
     assert status == 0, seen
     shown = lines(seen)
-    for step in ("first", "second", "third"):
-        drawn = [line for line in shown if re.search(rf"^\S \S+ \d of 3 steps  (.*; )?{step} \d\.\d s", line)]
-        assert any(re.search(rf"{step} \d\.\d s, packing: [0-4] of 4(;|$)", line) for line in drawn)
-        assert any("waiting for [tool]" in line for line in drawn)
+    for (step, _), pattern in drawn.items():
+        assert any(pattern.search(line) for line in shown), pattern
         assert all(any(f"{step} {what}" in line for line in shown) for what in ("printed", "warned"))
     # What is done stays, with its time, because that was asked for.
     assert all(any(re.fullmatch(rf"{step} \d\.\d s", line) for line in shown) for step in ("first", "second", "third"))

@@ -24,7 +24,7 @@ BUILT = Path("artifacts/model/cpu")
 
 def another(checkout: Path, directory: Path) -> Path:
     """The same sources and checkpoint, nothing built."""
-    return Path(shutil.copytree(checkout, directory, ignore=shutil.ignore_patterns("__pycache__", "artifacts")))
+    return Path(shutil.copytree(checkout, directory, ignore=shutil.ignore_patterns("artifacts")))
 
 
 @pytest.fixture

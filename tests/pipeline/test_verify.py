@@ -19,8 +19,7 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.model.sources import DEMO
 from stages.proof.comparison import continuations, divergence, verification
-from stages.proof.comparison.continuations import TOKENS
-from stages.proof.comparison.prompts import SHIPPED, Prompt, read_prompts
+from stages.proof.comparison.continuations import SHIPPED, TOKENS, Prompt, read_prompts
 from stages.proof.comparison.verification import Verification
 from stages.reports import verify_report
 from stages.sharing.provenance import VERIFIED

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from llama_npu2.errors import UserError
 from stages.graph import Build
 from stages.graph.options import parse_options
-from stages.proof.comparison.prompts import read_prompts
+from stages.proof.comparison.continuations import read_prompts
 from tests.conftest import ROOT, change_manifest, complaints, doit, ran, snapshot, write_checkpoint
 
 Damage = Callable[[Path], Any]

@@ -17,7 +17,7 @@ from llama_npu2.trust import envelopes, settings
 from stages.engine.digests import Digests, _canonical
 from stages.engine.files import content_digest, content_sha256
 from tests.conftest import CONFIG, write_checkpoint
-from tests.support.hostile import ACTIONS, OLD, Held, World, age, attempt, compile_all, reply
+from tests.support.hostile import ACTIONS, MEMORY, OLD, Held, World, age, attempt, compile_all, reply
 
 Attack = Callable[[World], object]
 Place = Callable[[World], Path]
@@ -80,9 +80,9 @@ def counterpart(path: Path, world: World) -> Path:
 
 
 def sparse(path: Path, world: World) -> None:
-    """2 GiB that take no disk, but memory if they are read whole."""
+    """Bytes that take no disk, but more memory than an action may take if they are read whole."""
     with path.open("wb") as file:
-        file.truncate(2 << 30)
+        file.truncate(MEMORY + (256 << 20))
 
 
 LINK = "a link to documents"

@@ -1,6 +1,7 @@
 """Which worker of xdist runs which tests: those of a file together, and files that take long first.
 
-What takes long is known from the last run. The tests of the host's kernels are divided by instruction set, too.
+What takes long is known from the last run; before the first, from `_USUAL`. The tests of the host's kernels are divided
+by instruction set, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,24 @@ from xdist.scheduler import LoadScopeScheduling
 
 _KEY = "llama-npu2/seconds"
 _KERNELS = ("amx", "avx512bf16", "avx2", "portable", "neon")
+
+_USUAL = {
+    "tests/npu/test_lanes.py": 90,
+    "tests/pipeline/test_dag.py": 70,
+    "tests/npu/test_selftest.py": 65,
+    "tests/security/test_hostile_files.py": 60,
+    "tests/npu/test_npu2_sim.py": 60,
+    "tests/npu/test_xrt.py": 60,
+    "tests/pipeline/test_streams.py": 50,
+    "tests/npu/test_npu2_build.py": 40,
+    "tests/kernels/test_logits.py": 35,
+    "tests/unit/test_weights.py": 30,
+    "tests/security/test_bad_inputs.py": 30,
+    "tests/security/test_fuzz.py": 30,
+    "tests/npu/test_estimate.py": 30,
+}
+"""Seconds of the longest units. Others take about `_SECONDS_A_TEST`."""
+_SECONDS_A_TEST = 0.15
 
 _seconds: Counter[str] = Counter()
 
@@ -33,14 +52,14 @@ class _LongestFirst(OrderedDict[str, dict[str, bool]]):
         self._known = seconds
 
     def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
-        name = max(self, key=lambda name: self._known.get(name, len(self[name])))
+        name = max(self, key=lambda name: self._known.get(name, _SECONDS_A_TEST * len(self[name])))
         return name, self.pop(name)
 
 
 class _Balanced(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        self.workqueue = _LongestFirst(config.cache.get(_KEY, {}) if getattr(config, "cache", None) else {})
+        self.workqueue = _LongestFirst(_USUAL | (config.cache.get(_KEY, {}) if getattr(config, "cache", None) else {}))
 
     def _split_scope(self, nodeid: str) -> str:
         return unit(nodeid)

@@ -22,10 +22,9 @@ from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
 from stages.kernels.flash_attention import ALL
-from stages.targets.cpu.dispatch import dispatch
 from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.objects import host_object
-from stages.targets.cpu.prototypes import prototypes, prototypes_of, scalar_type, tensor_type
+from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
 from stages.weights.formats import formats
 

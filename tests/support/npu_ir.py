@@ -6,6 +6,7 @@ Every stream is moved in descriptors of its own, one after the other; cores and 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from stages import air
 from stages.air import analysis, limits
 from stages.air.access import Runs, accesses, in_order
 from stages.air.dialect import LaunchOp, SegmentOp
+from tests.support.objects import core_elf
 
 Edit = Callable[[str], str]
 
@@ -128,6 +130,8 @@ def write_made(directory: Path, mlir: str, function: str, edit: Edit = lambda te
     text = edit(lowered(air.parse_mlir(mlir)))
     (directory / "npu.air.mlir").write_text(text)
     (directory / "input_with_addresses.mlir").write_text(placed(text))
+    for device in re.findall(r"aie\.device\(npu2\) @(\w+) \{", text):
+        (directory / f"{device}_core_0_2.elf").write_bytes(core_elf())
     made = stream(text.count("aiex.configure") + text.count("aiex.npu.load_pdi"))
     (directory / f"main_{function}.bin").write_bytes(made)
     kernel = {"name": "main", "arguments": [], "PDIs": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -148,21 +149,38 @@ def test_divergence_is_that_of_the_definition() -> None:
 # whole models
 
 
-@pytest.fixture(params=SHAPES, scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("weights") / request.param
-    write_checkpoint(directory, **({"dtype": bfloat16} | SHAPES[request.param]))
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each shape."""
+    directory = tmp_path_factory.mktemp("weights")
+    for name, changes in SHAPES.items():
+        write_checkpoint(directory / name, **({"dtype": bfloat16} | changes))
     return directory
 
 
+ALWAYS = [
+    *(("odd_hidden", chosen) for chosen in CHOSEN),
+    *(("untied", chosen) for chosen in ("int8", "int4,vocab=bf16,w_down=int8")),
+    *(("gqa", chosen) for chosen in ("w8a8", "int4,w_down.1=int8,wk.0=bf16")),
+]
+"""Each choice over odd widths, each shape with two choices. The other pairs are slow."""
+
+
 @pytest.mark.verify
-@pytest.mark.parametrize("chosen", CHOSEN)
-def test_logits_are_those_of_the_weights_it_holds(checkpoint: Path, artifacts: Path, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "chosen"),
+    [
+        pytest.param(*pair, marks=[] if pair in ALWAYS else pytest.mark.slow)
+        for pair in itertools.product(SHAPES, CHOSEN)
+    ],
+)
+def test_logits_are_those_of_the_weights_it_holds(checkpoints: Path, artifacts: Path, shape: str, chosen: str) -> None:
     """Against transformers in float32 with the artifact's own weights: no further off than its run in bf16 is."""
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
     pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
     from stages.proof.comparison.verification import Clock, compare
 
+    checkpoint = checkpoints / shape
     directory = build(checkpoint, artifacts, weights=chosen)
     weights = ArtifactWeights(directory)
     assert weights.formats == {*parse_policy(chosen).formats, "bf16"}

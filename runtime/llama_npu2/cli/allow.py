@@ -14,8 +14,10 @@ from llama_npu2.trust.keys import OWN_NAME, TRUST, PublicKey
 
 
 def changed(what: str, name: str, remove: str) -> Iterator[str]:
-    """Trust a key or a directory, or remove a key; without any of these show what there is. Yields what to say.
-    Raises UserError."""
+    """Trust a key or a directory, or remove a key; without any of these show what there is.
+
+    Yields what to say. Raises UserError.
+    """
     if remove:
         key, called = trust.remove_key(remove)
         yield f"no longer trusted: {called} {key.fingerprint}"

@@ -25,7 +25,7 @@ import numpy as np
 
 from llama_npu2.artifact.plan import PREFILL
 from llama_npu2.cli.peak import PRINT_PEAK
-from llama_npu2.cli.table import Column, Table
+from llama_npu2.cli.table import Table
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.engine.chunks import decode_phase
 from llama_npu2.engine.llama import Llama, load
@@ -103,14 +103,8 @@ def table(peers: Sequence[str]) -> Table:
 
     It ends with a column for each of `peers`: its rate, how many times that we reach, and its share of the limit.
     """
-    ours = [
-        Column("test", 18),
-        Column("median", 10, right=True),
-        Column("mean ± deviation", 21, right=True),
-        Column("unit", 8),
-        Column("limit", 6, right=True),
-    ]
-    return Table([*ours, *(Column(name, 21, right=True) for name in peers)], markdown=True)
+    ours = [("test", 18), (">median", 10), (">mean ± deviation", 21), ("unit", 8), (">limit", 6)]
+    return Table([*ours, *((f">{name}", 21) for name in peers)], markdown=True)
 
 
 def _median_ratio(values: Sequence[float], others: Sequence[float]) -> float | None:

@@ -41,8 +41,10 @@ class Conversation:
         return turn
 
     def save(self, path: Path) -> None:
-        """All of it, as JSON that only the user may read: `{"messages": [...]}`. Replaces a file of the kind, and
-        nothing else. Raises UserError."""
+        """All of it, as JSON that only the user may read: `{"messages": [...]}`.
+
+        Replaces a file of the kind, and nothing else. Raises UserError.
+        """
         try:
             if path.exists():
                 Conversation.load(path)

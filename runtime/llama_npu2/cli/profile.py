@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.artifact.plan import Phase
 from llama_npu2.cli.bench import PEAK_ITERATIONS, Bench, machine
-from llama_npu2.cli.table import Column, fitted
+from llama_npu2.cli.table import fitted
 from llama_npu2.devices.spans import Span, nested
 from llama_npu2.engine.llama import Llama, load
 from llama_npu2.options import Running, Sampling
@@ -299,16 +299,7 @@ LEGEND = (
     "roofline: the share of this machine's measured peak, of reading or of multiplying. Above 100 %, a launch read "
     "from a cache,\nor ran faster than the machine did when the peak was measured."
 )
-COLUMNS = (
-    Column("part"),
-    Column("calls", right=True),
-    Column("ms", right=True),
-    Column("share", right=True),
-    Column("waiting", right=True),
-    Column("GB/s", right=True),
-    Column("GFLOP/s", right=True),
-    Column("roofline", right=True),
-)
+COLUMNS = ("part", ">calls", ">ms", ">share", ">waiting", ">GB/s", ">GFLOP/s", ">roofline")
 
 
 class _RowKey(NamedTuple):

@@ -3,23 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table."""
-
-    title: str
-    width: int = 0
-    """Width of the widest cell, as far as it is known before; the title always fits."""
-    right: bool = False
-    """Whether cells are aligned on the right, as numbers are."""
-
-    def cell(self, content: str) -> str:
-        """Return a cell's text, padded."""
-        width = max(self.width, len(self.title))
-        return content.rjust(width) if self.right else content.ljust(width)
 
 
 def amount(nbytes: float) -> str:
@@ -30,28 +13,34 @@ def amount(nbytes: float) -> str:
 
 
 class Table:
-    """Makes a table's lines, without line ends: in Markdown, or with two blanks between columns."""
+    """Makes a table's lines, without line ends: in Markdown, or with two blanks between columns.
 
-    def __init__(self, columns: Sequence[Column], markdown: bool = False) -> None:
-        self.columns, self.markdown = columns, markdown
+    A column is a title, after `>` if cells are aligned on the right, as numbers are, and the width of its widest cell,
+    as far as it is known before; the title always fits.
+    """
+
+    def __init__(self, columns: Iterable[tuple[str, int]], markdown: bool = False) -> None:
+        sized = [(title.removeprefix(">"), width, title.startswith(">")) for title, width in columns]
+        self.titles, self.markdown = [title for title, _, _ in sized], markdown
+        self._columns = [(max(width, len(title)), right) for title, width, right in sized]
 
     def header(self) -> str:
         """Return the line of titles, in Markdown with the rule below it."""
-        titles = self.row(*(column.title for column in self.columns))
         if not self.markdown:
-            return titles
-        rules = ("-" * (len(column.cell("")) + 1) + ("-:"[column.right]) for column in self.columns)
-        return f"{titles}\n|{'|'.join(rules)}|"
+            return self.row(*self.titles)
+        rules = ("-" * (width + 1) + "-:"[right] for width, right in self._columns)
+        return f"{self.row(*self.titles)}\n|{'|'.join(rules)}|"
 
     def row(self, *cells: object) -> str:
         """Return a row's line. Raises ValueError if there is not one cell per column."""
-        aligned = [column.cell(str(cell)) for column, cell in zip(self.columns, cells, strict=True)]
+        pairs = zip(cells, self._columns, strict=True)
+        aligned = [str(cell).rjust(width) if right else str(cell).ljust(width) for cell, (width, right) in pairs]
         return f"| {' | '.join(aligned)} |" if self.markdown else "  ".join(aligned).rstrip()
 
 
-def fitted(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> str:
-    """Return a plain table whose columns are as wide as their widest cells."""
+def fitted(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a plain table whose columns are as wide as their widest cells; `>` before a title is as in `Table`."""
     lines = [[str(cell) for cell in row] for row in rows]
-    widths = [max((len(line[at]) for line in lines), default=0) for at in range(len(columns))]
-    table = Table([replace(column, width=max(column.width, w)) for column, w in zip(columns, widths, strict=True)])
+    widths = [max((len(line[at]) for line in lines), default=0) for at in range(len(titles))]
+    table = Table(zip(titles, widths, strict=True))
     return "\n".join([table.header(), *(table.row(*line) for line in lines)])

@@ -150,8 +150,10 @@ def _keys() -> Any:
 
 
 def _editor(history: History, commands: Sequence[str]) -> Reader:
-    """Return prompt_toolkit's. Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab
-    completes commands."""
+    """Return prompt_toolkit's.
+
+    Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab completes commands.
+    """
     import prompt_toolkit
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import History as Base
@@ -207,8 +209,11 @@ def harmless(text: str) -> str:
 
 @contextlib.contextmanager
 def formatted(console: Any) -> Iterator[Write]:
-    """Markdown on a rich console. What is whole (up to a blank line outside of a code block) is printed once, the rest
-    is drawn anew as it grows, as much of its end as the screen holds."""
+    """Markdown on a rich console.
+
+    What is whole (up to a blank line outside of a code block) is printed once, the rest is drawn anew as it grows, as
+    much of its end as the screen holds.
+    """
     from rich.live import Live
     from rich.markdown import Markdown
     from rich.segment import Segment

@@ -63,11 +63,16 @@ class ChatTemplate:
         self._sandbox.close()
 
 
+waiting_renderer: Renderer | None = None
+"""A process that was started before it was known which artifacts to open (`llama_npu2.ahead`)."""
+
+
 def start_renderer(path: Path) -> Renderer | None:
-    """Start the process for the template of the artifacts at `path`, before they are opened.
+    """Start the process for the template of the artifacts at `path`, before they are opened, unless one waits.
 
     Returns None if they seem to have no template. Raises UserError.
     """
+    global waiting_renderer
     source, config = path / "tokenizer/chat_template.jinja", path / "tokenizer/tokenizer_config.json"
     if not source.is_file():
         try:
@@ -78,7 +83,8 @@ def start_renderer(path: Path) -> Renderer | None:
             return None
     from llama_npu2.text.sandbox import Renderer
 
-    return Renderer()
+    taken, waiting_renderer = waiting_renderer, None
+    return taken or Renderer()
 
 
 def special_tokens(storage: Storage) -> dict[str, str]:

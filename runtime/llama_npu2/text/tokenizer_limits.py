@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_npu2.errors import UserError
 from llama_npu2.schema import load_json
 
@@ -237,6 +235,8 @@ def _parsed(content: bytes) -> tuple[Mapping[str, Any], int]:
 
 
 def _check_values(content: bytes) -> None:
+    import numpy as np
+
     octets, most = np.frombuffer(content, np.uint8), MOST_VALUES
     if len(octets) > most:
         parts = range(0, len(octets), _COUNTED_AT_ONCE)

@@ -73,7 +73,8 @@ _OUTER = ("tie_word_embeddings", "eos_token_id", "quantization_config")
 
 def text_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of a `config.json` that are about text, without the others of a wrapped one. Raises
-    UserError."""
+    UserError.
+    """
     family = family_of(values, where)
     if values.get("architectures") and values["architectures"][0] in family.wrapped:
         inner = ConfigFields(values, where).nested("text_config").values
@@ -88,8 +89,10 @@ def parse_config(values: Mapping[str, Any], where: str) -> Config:
 
 
 def read_config(path: Path, remedy: str = REMEDY) -> Config:
-    """Read and check a `config.json`. `remedy`: what to do where it cannot be read. Raises UserError naming the file,
-    the field and the value."""
+    """Read and check a `config.json`.
+
+    `remedy`: what to do where it cannot be read. Raises UserError naming the file, the field and the value.
+    """
     return parse_config(read_json(path, remedy), str(path))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
@@ -73,7 +72,7 @@ def parse(fields: ConfigFields) -> Config:
         tied=True,
         norm=_NORM,
         # As transformers rounds it for a model in bf16.
-        embed_scale=float(bfloat16(math.sqrt(fields.integer("hidden_size")))),
+        embed_scale=float(ml_dtypes.bfloat16(math.sqrt(fields.integer("hidden_size")))),
     )
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.format import Shape
 
 if TYPE_CHECKING:
@@ -60,8 +59,10 @@ class Container(Protocol):
         """Return the files that hold weights or tokenizer."""
 
     def held(self, name: str, shape: Shape) -> Held | None:
-        """Return a tensor of the model, which has that shape by the configuration; None if it is not there. Raises
-        UserError."""
+        """Return a tensor of the model, which has that shape by the configuration; None if it is not there.
+
+        Raises UserError.
+        """
 
     def where_is(self, name: str) -> str:
         """Return the beginning of a message about one of `names`."""

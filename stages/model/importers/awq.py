@@ -1,10 +1,13 @@
-"""AWQ in the `gemm` order of AutoAWQ. The parts of a matrix `[out, in]` are
+"""AWQ in the `gemm` order of AutoAWQ.
+
+The parts of a matrix `[out, in]` are
 
     qweight   i32 [in, out / 8]
     qzeros    i32 [groups, out / 8]
     scales    [groups, out]
 
-where the number i of a word, from the lowest bits, is that of output `ORDER[i]` of its eight."""
+where the number i of a word, from the lowest bits, is that of output `ORDER[i]` of its eight.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 bits in words (`pack-quantized`). The
-parts of a matrix `[out, in]` are
+"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 bits in words (`pack-quantized`).
+
+The parts of a matrix `[out, in]` are
 
     weight              i8 [out, in]                            or
     weight_packed       i32 [out, ceil(in * bits / 32)]         numbers plus half their range, the lowest bits first
@@ -9,7 +10,8 @@ parts of a matrix `[out, in]` are
     weight_g_idx        i32 [in]                                the group of each input; -1: not used
 
 Where activations have 8 bits, too, quantised token by token, rows of 8 bits with one scale each are our w8a8. Otherwise
-activations keep 16 bits, and their scales (`input_scale`) are not used."""
+activations keep 16 bits, and their scales (`input_scale`) are not used.
+"""
 
 from __future__ import annotations
 

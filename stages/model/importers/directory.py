@@ -10,10 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_npu2.errors import UserError, first_line
 from stages.engine.files import read_json
+from stages.engine.lazy import np
 from stages.model.config import ConfigFields
 from stages.model.importers import PLAIN, Held, methods
 from stages.weights.format import Shape
@@ -51,6 +50,7 @@ class Tensors:
         self.entries = {name: entry for file in self.files for name, entry in _header(file)}
 
     def read(self, name: str) -> np.ndarray:
+        import ml_dtypes  # noqa: F401 - tells numpy what bfloat16 is, which safetensors asks for by name
         from safetensors import safe_open
 
         with safe_open(self.entries[name].file, framework="numpy") as file:
@@ -61,7 +61,9 @@ class Tensors:
 
     def part(self, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Entry:
         """Return the entry of a part, which has to be there with one of `dtypes`, and with `shape` unless that is None.
-        Raises UserError."""
+
+        Raises UserError.
+        """
         entry = self.entries.get(name)
         if entry is None:
             raise UserError(f"{self.directory}: tensor {name} is missing: the checkpoint is incomplete")
@@ -144,8 +146,10 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of the index if there is one, else the only file, whatever its name (AutoGPTQ's says bits and
-    group size). Raises UserError."""
+    """Return the files of the index if there is one, else the only file. Raises UserError.
+
+    The file may have any name (AutoGPTQ's says bits and group size).
+    """
     index = directory / INDEX
     if index.is_file():
         return _indexed(index)

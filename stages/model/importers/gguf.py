@@ -8,10 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from ml_dtypes import bfloat16
-
 from llama_npu2.errors import UserError
+from stages.engine.lazy import ml_dtypes, np
 from stages.model.config import ConfigFields
 from stages.model.importers import Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
@@ -37,7 +35,6 @@ _NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": bfloat16}
 _CHUNK = 1 << 20
 """Values that are rearranged at a time, so that temporaries stay in the CPU's cache."""
 
@@ -157,7 +154,8 @@ class GgufFile:
         blocks = length // kind.values
         raw = np.memmap(self.path, np.uint8, "r", place.offset, (prod(outer), blocks, kind.bytes))
         if kind.stored is None:
-            plain = raw.reshape(len(raw), -1).view(_DTYPES[kind.format])
+            dtypes = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+            plain = raw.reshape(len(raw), -1).view(dtypes[kind.format])
             return (np.array(plain) if rows is None else plain[rows]).reshape(place.shape)
         return self._stored(name, kind, raw, rows).reshape(*outer, -1)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import GROUP
 from stages.weights.formats import int4_f32, int8_f32, int8_f32_16
 
@@ -72,7 +71,7 @@ def _stored8(scale: np.ndarray, minimum: np.ndarray, numbers: np.ndarray) -> np.
 
 
 def _q4_0(raw: np.ndarray) -> np.ndarray:
-    """d f16, numbers: d (q - 8)."""
+    """D f16, numbers: d (q - 8)."""
     scale = _f16(raw[..., :2])[..., 0]
     return _stored4(scale, 8 * scale, _nibbles(raw[..., 2:], 16))
 
@@ -84,7 +83,7 @@ def _q4_1(raw: np.ndarray) -> np.ndarray:
 
 
 def _q5_0(raw: np.ndarray) -> np.ndarray:
-    """d f16, fifth bits, numbers: d (q - 16)."""
+    """D f16, fifth bits, numbers: d (q - 16)."""
     scale = _f16(raw[..., :2])[..., 0]
     numbers = _nibbles(raw[..., 6:], 16) | _fifth_bits(raw[..., 2:6])
     return _stored8(scale, np.zeros_like(scale), numbers.astype(np.int8) - np.int8(16))
@@ -97,7 +96,7 @@ def _q5_1(raw: np.ndarray) -> np.ndarray:
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
-    """d f16, numbers: d q. They are the bytes of int8."""
+    """D f16, numbers: d q. They are the bytes of int8."""
     return raw.reshape(len(raw), -1).view(np.int8)
 
 

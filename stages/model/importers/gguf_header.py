@@ -13,10 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llama_npu2.artifact.regular import open_regular
 from llama_npu2.errors import UserError, first_line
+from stages.engine.lazy import np
 
 VERSIONS = (2, 3)
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}

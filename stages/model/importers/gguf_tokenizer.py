@@ -41,8 +41,10 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
 
 
 def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
-    """Return the tokens that end a text: those that the metadata name, and those known by their text. Raises
-    UserError."""
+    """Return the tokens that end a text: those that the metadata name, and those known by their text.
+
+    Raises UserError.
+    """
     named = [f"{_PREFIX}{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = {token for name in named for token in meta.token_ids(name, vocab)}
     tokens, kinds = (meta.values.get(_PREFIX + name) for name in ("tokens", "token_type"))

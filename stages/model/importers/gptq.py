@@ -1,11 +1,14 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it. The parts of a matrix `[out, in]` are
+"""GPTQ, as AutoGPTQ and GPTQModel write it.
+
+The parts of a matrix `[out, in]` are
 
     qweight   i32 [in / word, out]        numbers along the inputs, the lowest bits first, 32 / bits to a word
     qzeros    i32 [groups, out / word]    zeros along the outputs; less one in `gptq`, as they are in `gptq_v2`
     scales    [groups, out]
     g_idx     i32 [in]                    the group of each input, where one is written
 
-and a bias of zeros in AutoGPTQ's files."""
+and a bias of zeros in AutoGPTQ's files.
+"""
 
 from __future__ import annotations
 

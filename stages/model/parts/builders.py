@@ -171,7 +171,8 @@ def _project_attended(d: Described, b: PartBuilder, rows: _Rows, role: str) -> s
 
 def _normed_swiglu(d: Described, b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool) -> str:
     """Add RMS norm, gate, up and the activation; `paired` as in `_o_ffn`. Return the result's slot, which has this
-    role."""
+    role.
+    """
     norm_w = d.weight(b, "ffn_norm_w")
     normed = b.slot("normed2", rows.act("emb"), "scratch")
     _, gate_up = d.joined()
@@ -287,7 +288,8 @@ def _added_product(b: PartBuilder, x: str, weight: str, residual: str, out: str,
 
 def _flash_attn(d: Described) -> PartBuilder:
     """Build causal attention of a prompt's rows over the first positions of the interleaved cache, which has their K
-    and V already."""
+    and V already.
+    """
     b = PartBuilder()
     q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
     kv = _window(b)
@@ -305,7 +307,8 @@ def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
 
 def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> PartBuilder:
     """Build a part that appends new rows of K and V to a cache in panels, which the host's attention streams, then
-    attends over it."""
+    attends over it.
+    """
     b = PartBuilder()
     q, new = _new_rows(b, rows)
     block = ("kv_blocks", "kv_heads", "kv_block_positions")
@@ -334,7 +337,8 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
 
 def _token_attn(d: Described) -> PartBuilder:
     """Build a part that rotates a token's Q and K, writes K and V to the interleaved cache and attends over the cache's
-    first positions and them, as one launch. The position comes with the rotation's angles."""
+    first positions and them, as one launch. The position comes with the rotation's angles.
+    """
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer=f"{PLACED_ANGLES}{{rope}}")

@@ -23,11 +23,9 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
 from stages.model.presets import PRESETS
-from stages.model.sources.artifacts_only import ArtifactsOnly
 from stages.model.sources.generated import RandomSource
-from stages.model.sources.gguf import GgufSource
 from stages.model.sources.hub import HubSource
-from stages.model.sources.local import DEMO, LocalSource
+from stages.model.sources.local import DEMO, ArtifactsOnly, GgufSource, LocalSource
 from stages.model.sources.source import Listed, Source
 
 
@@ -122,7 +120,7 @@ def _a_llama() -> Config:
 def known_positions(source: Source, recorded: Path) -> int | None:
     """Return the longest context of a model before its checkpoint is on this machine; None if it is not known yet.
 
-    `recorded` as in `known_family`.
+    `recorded` as in `known_config`.
     """
     if isinstance(source, RandomSource):
         return source.config.max_seq

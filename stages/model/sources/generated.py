@@ -18,30 +18,23 @@ from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers.directory import SINGLE
 from stages.model.random_weights import RECIPE, random_tensors, write_byte_tokenizer, write_random_weights
-from stages.model.sources.source import Listed, listed
+from stages.model.sources.source import Listed, Source, listed
 from stages.weights.blobs import safetensors_bytes
 
 
 @dataclass(frozen=True)
-class RandomSource:
+class RandomSource(Source):
     """Seeded random weights of given shapes, generated once, to measure sizes and speed."""
 
     name: str
     raw_config: Mapping[str, Any]
     directory: Path
-    pinned = True
 
     def is_public(self) -> bool:
         return True
 
     def identity(self) -> Mapping[str, Any]:
         return {"kind": "random", "config": dict(self.raw_config), "recipe": RECIPE}
-
-    def files(self) -> list[Path]:
-        return []
-
-    def config_files(self) -> list[Path]:
-        return []
 
     @property
     def config(self) -> Config:

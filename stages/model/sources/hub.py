@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
-from stages.engine.progress import Bar
 from stages.engine.room import no_room
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
-from stages.model.sources.source import Listed
+from stages.model.sources.source import Listed, Source
 
 _PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
-class HubSource:
+class HubSource(Source):
     repo: str
     revision: str
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.repo.replace("/", "--")
 
     def identity(self) -> Mapping[str, Any]:
@@ -42,9 +41,6 @@ class HubSource:
         except Exception:  # any failure means that it cannot be seen without a token
             return False
         return not info.private and not info.gated
-
-    def files(self) -> list[Path]:
-        return []
 
     def config_files(self) -> list[Path]:
         directory = self._download(CONFIG_FILES)
@@ -69,6 +65,8 @@ class HubSource:
     def _download(self, patterns: Sequence[str]) -> Path:
         from huggingface_hub import snapshot_download
 
+        from stages.engine.bar import Bar
+
         with self._explained():
             path = snapshot_download(self.repo, revision=self.revision, allow_patterns=list(patterns), tqdm_class=Bar)
         return Path(path)
@@ -81,25 +79,17 @@ class HubSource:
         where = f"model {self.repo} (revision {self.revision})"
         try:
             yield
+            return
         except errors.GatedRepoError:
-            raise UserError(
-                f"{where} is gated: accept its licence at https://huggingface.co/{self.repo}, then run "
-                "`hf auth login` or set HF_TOKEN"
-            ) from None
+            licence = f"accept its licence at https://huggingface.co/{self.repo}"
+            why = f" is gated: {licence}, then run `hf auth login` or set HF_TOKEN"
         except errors.RevisionNotFoundError:
-            raise UserError(f"{where}: no such revision, check revision=") from None
+            why = ": no such revision, check revision="
         except errors.RepositoryNotFoundError:
-            raise UserError(
-                f"{where} does not exist or is private: check the name, or run `hf auth login` / set HF_TOKEN"
-            ) from None
+            why = " does not exist or is private: check the name, or run `hf auth login` / set HF_TOKEN"
         except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-            raise UserError(
-                f"{where} is not in the local cache and the hub cannot be reached: check the network"
-            ) from None
+            why = " is not in the local cache and the hub cannot be reached: check the network"
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
-            cache = Path(constants.HF_HUB_CACHE)
-            if full := no_room(error, [cache], elsewhere="set HF_HOME to another place"):
-                raise UserError(f"{where}: {full}") from None
-            raise UserError(
-                f"{where}: download failed ({first_line(error)}): run the command again to resume"
-            ) from None
+            full = no_room(error, [Path(constants.HF_HUB_CACHE)], elsewhere="set HF_HOME to another place")
+            why = f": {full or f'download failed ({first_line(error)}): run the command again to resume'}"
+        raise UserError(where + why) from None

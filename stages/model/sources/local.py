@@ -1,4 +1,4 @@
-"""A source that is a checkpoint directory on this machine."""
+"""Sources on this machine: a checkpoint directory, a GGUF file, or artifacts whose checkpoint is elsewhere."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from llama_npu2.errors import UserError
 from stages.engine.places import ROOT
 from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
-from stages.model.sources.source import Listed, listed
+from stages.model.sources.source import Source
 
 DEMO = ROOT / "models/demo"
 
 
 @dataclass(frozen=True)
-class LocalSource:
+class LocalSource(Source):
+    """A checkpoint directory in Hugging Face format."""
+
     name: str
     directory: Path
-    pinned = True
 
     def is_public(self) -> bool:
         return self.directory == DEMO
@@ -32,13 +33,41 @@ class LocalSource:
         paths = {*self.directory.glob("*.safetensors"), *(self.directory / name for name in names)}
         return sorted(path for path in paths if path.is_file())
 
-    def config_files(self) -> list[Path]:
-        return [path for path in self.files() if path.name in CONFIG_FILES]
-
     def fetch(self) -> Path:
         if not (self.directory / "config.json").is_file():
             raise UserError(f"{self.directory} has no config.json: model= needs a directory in Hugging Face format")
         return self.directory
 
-    def inventory(self) -> Mapping[str, Listed]:
-        return listed(self.files())
+
+@dataclass(frozen=True)
+class GgufSource(Source):
+    """A GGUF file."""
+
+    name: str
+    file: Path
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "gguf"}
+
+    def files(self) -> list[Path]:
+        return [self.file]
+
+    def fetch(self) -> Path:
+        return self.file
+
+
+@dataclass(frozen=True)
+class ArtifactsOnly(Source):
+    """A name below `artifacts/` whose checkpoint is not on this machine: it can be used, not rebuilt."""
+
+    name: str
+    pinned = False
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"kind": "artifacts"}
+
+    def fetch(self) -> Path:
+        raise UserError(
+            f"model={self.name}: artifacts/{self.name} needs a rebuild but its checkpoint is not on this machine: "
+            "name the checkpoint it was built from"
+        )

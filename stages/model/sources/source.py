@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from stages.model.importers.directory import CONFIG_FILES
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -18,33 +20,37 @@ class Listed:
 
 
 class Source(Protocol):
-    """A place that can provide a checkpoint."""
+    """A place that can provide a checkpoint. The methods that have a body suit files on this machine."""
 
-    @property
-    def name(self) -> str:
-        """The name of its directory below `artifacts/`."""
-
-    def identity(self) -> Mapping[str, Any]:
-        """Return what the user asked for, as JSON. It is part of the build key."""
+    name: str
+    """The name of its directory below `artifacts/`."""
 
     @property
     def pinned(self) -> bool:
         """Whether identity and files determine the content. That of a hub's branch may change."""
+        return True
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return what the user asked for, as JSON. It is part of the build key."""
 
     def is_public(self) -> bool:
         """Return whether anybody may have its weights, as far as that is known. A hub is asked."""
+        return False
 
     def files(self) -> list[Path]:
         """Return the local files that make up the checkpoint; none for remote and generated ones."""
+        return []
 
     def config_files(self) -> list[Path]:
         """Return those of `CONFIG_FILES` that it has, without fetching weights. Raises UserError."""
+        return [path for path in self.files() if path.name in CONFIG_FILES]
 
     def fetch(self) -> Path:
         """Make the checkpoint present on this machine and return its path. Raises UserError."""
 
     def inventory(self) -> Mapping[str, Listed]:
         """Return the files that `fetch` would leave on this machine, by name. Raises UserError."""
+        return listed(self.files())
 
 
 def listed(files: Iterable[Path]) -> dict[str, Listed]:

@@ -99,8 +99,10 @@ def measure(logits: Iterable[np.ndarray], source: Iterable[np.ndarray], parts: S
 def _compare(
     source: np.ndarray, ours: np.ndarray, ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return, by position: divergence, and whether both prefer one token; for all but the last, -log p of the next
-    token, of the model and of the checkpoint.
+    """Return by position what tells the model from the checkpoint.
+
+    These are the divergence, whether both prefer one token, and for all but the last, -log p of the next token, of the
+    model and of the checkpoint.
     """
     logp, logq = log_softmax(source), log_softmax(ours)
     divergence = np.einsum("pv,pv->p", np.exp(logp), logp - logq)

@@ -210,10 +210,8 @@ class Peer:
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
         """Start this module as a process, in the checkout's directory, so that it is found."""
-        command, pipe = (
-            [sys.executable, "-m", "stages.proof.comparison.peers", *self._arguments, *more],
-            subprocess.PIPE,
-        )
+        command = [sys.executable, "-m", "stages.proof.comparison.peers", *self._arguments, *more]
+        pipe = subprocess.PIPE
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=python_environment()
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def ours(build: Build, source: Checkpoint, policies: Iterable[Policy]) -> Iterat
     for policy in policies:
         buffers = make_plan(source.config, grouping, target.kernel_set, policy=policy).buffers
         name = policy.text + (", calibrated" if calibrated else "")
-        yield Rounded(name, _bits(buffers), _Values(source, buffers, calibrated))
+        yield Rounded(name, _bits(buffers), partial(_value, source, buffers, calibrated))
 
 
 def _bits(buffers: Mapping[str, Buffer]) -> float:
@@ -53,21 +54,14 @@ def _bits(buffers: Mapping[str, Buffer]) -> float:
     return 8 * sum(sizes) / sum(prod(b.shape) for _, b in matrices)
 
 
-@dataclass(frozen=True)
-class _Values:
-    """A checkpoint's weights, stored in the formats of `buffers` and read again."""
-
-    source: Checkpoint
-    buffers: Mapping[str, Buffer]
-    calibrated: Mapping[str, Path]
-
-    def __call__(self, name: str) -> np.ndarray:
-        form = formats()[self.buffers[name].format]
-        if name in self.calibrated:
-            return form.dequantise(read_calibrated(self.calibrated[name], name), self.buffers[name].shape[-1])
-        tensor = self.source.tensor(name)
-        same = self.source.stored_format(name) == form.name
-        return tensor if same else form.dequantise(form.quantise(tensor), tensor.shape[-1])
+def _value(source: Checkpoint, buffers: Mapping[str, Buffer], calibrated: Mapping[str, Path], name: str) -> np.ndarray:
+    """Return a checkpoint's weight, stored in its format in `buffers` and read again."""
+    form = formats()[buffers[name].format]
+    if name in calibrated:
+        return form.dequantise(read_calibrated(calibrated[name], name), buffers[name].shape[-1])
+    tensor = source.tensor(name)
+    same = source.stored_format(name) == form.name
+    return tensor if same else form.dequantise(form.quantise(tensor), tensor.shape[-1])
 
 
 def of_peers(build: Build, policies: Iterable[Policy]) -> Iterator[Rounded]:

@@ -22,8 +22,16 @@ from stages.engine.files import file_digests, write_atomic
 from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import divergence, transformers_model
-from stages.proof.comparison.continuations import LEGEND, TABLE, Comparison, Continued, check_lengths, continued, piece
-from stages.proof.comparison.prompts import Prompt
+from stages.proof.comparison.continuations import (
+    LEGEND,
+    TABLE,
+    Comparison,
+    Continued,
+    Prompt,
+    check_lengths,
+    continued,
+    piece,
+)
 from stages.sharing.provenance import VERIFIED
 from stages.weights.formats import formats, w8a8
 
@@ -101,10 +109,6 @@ def _brief(fields: Mapping[str, Any]) -> dict[str, Any]:
 def print_lines(*lines: object) -> None:
     """Print lines at once."""
     print(*lines, sep="\n", flush=True)
-
-
-def say_nothing(*lines: object) -> None:
-    """Print nothing, in place of `print_lines`."""
 
 
 def verify(
@@ -218,21 +222,6 @@ class Rounding:
         )
 
 
-class Compared:
-    """An artifact directory's weights, each of which is compared with the checkpoint's when it is read."""
-
-    def __init__(self, checkpoint: Checkpoint, weights: ArtifactWeights, clock: Clock) -> None:
-        self._checkpoint, self._weights, self._clock = checkpoint, weights, clock
-        self.tensors: list[Rounding] = []
-
-    def values(self, name: str) -> np.ndarray:
-        """Return values f32, of the tensor's shape."""
-        values = self._weights.values(name)
-        with self._clock.taken("weights"):
-            self.tensors.append(_rounding(name, values, self._checkpoint.tensor(name), self._weights))
-        return values
-
-
 def _rounding(name: str, values: np.ndarray, source: np.ndarray, weights: ArtifactWeights) -> Rounding:
     form = formats()[weights.format(name)]
     sample = source[:: max(1, len(source) // ROUNDED_ROWS)] if source.ndim > 1 else source
@@ -258,9 +247,17 @@ def compare(
     Logits of the texts `parts` are compared in float32, the choices of `prompts` in bf16, and tensors when they are
     read.
     """
-    compared = Compared(source, weights, clock)
+    tensors: list[Rounding] = []
+
+    def compared(name: str) -> np.ndarray:
+        """Return a weight, f32, after comparing it with the checkpoint's."""
+        values = weights.values(name)
+        with clock.taken("weights"):
+            tensors.append(_rounding(name, values, source.tensor(name), weights))
+        return values
+
     texts = [*parts, *(prompt.ids for prompt in prompts)]
-    logits = transformers_model.logits(source, compared.values, parts, texts, llm.manifest.model["kv"])
+    logits = transformers_model.logits(source, compared, parts, texts, llm.manifest.model["kv"])
     exact = list(islice(logits, len(parts)))
     theirs = list(islice(logits, len(parts)))
     ours = [divergence.artifact_logits(llm, ids) for ids in parts]
@@ -268,7 +265,7 @@ def compare(
     exactness = Exactness(_error(ours, exact), _error(theirs, exact), bounded)
     pairs = zip(prompts, logits, strict=True)
     comparisons = tuple(prompt.compared(wanted, partial(piece, llm.tokenizer)) for prompt, wanted in pairs)
-    return tuple(compared.tensors), exactness, comparisons
+    return tuple(tensors), exactness, comparisons
 
 
 def _error(values: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:

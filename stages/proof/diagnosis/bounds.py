@@ -19,13 +19,7 @@ from ml_dtypes import bfloat16
 from stages.kernels import HOST_SET, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.proof.diagnosis.ops import Op
-from stages.weights.constants import (
-    BLOCK,
-    GROUP,
-    HEAD_POSITION,
-    KV_BLOCK_POSITIONS,
-    SHORT_GROUP,
-)
+from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
 from stages.weights.formats import bfp16, formats, int6, int8, w8a8
 
 U = 2.0**-8
@@ -397,7 +391,8 @@ def _bound_norm(case: Case) -> tuple[ErrorBound, ...]:
 
 def _norm(case: Case, rows: np.ndarray, weight: np.ndarray, result: np.ndarray) -> ErrorBound:
     """Bound a norm, which is rounded before and after the product with the weight; that product is exact. With `once`
-    it is rounded only after it."""
+    it is rounded only after it.
+    """
     cols, weight = rows.shape[-1], weight + np.float32(case.inputs.get("offset", 0))
     normed = rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + case.inputs["eps"])
     error = (case.arithmetic.root + SURE * np.sqrt(cols) * U32) * np.abs(normed)
@@ -537,15 +532,8 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     **dict.fromkeys(("gemm_silu", "gemv_silu"), _bound_two_products),
     **dict.fromkeys(("gemv_f32", "gemv_rows_f32", "norm_gemv_f32"), _bound_sums),
     **dict.fromkeys(("rope", "rope_kv"), _bound_rotation),
-    **dict.fromkeys(
-        (
-            "flash_attention",
-            "flash_attention_panels",
-            "decode_attention_kv",
-            "decode_attention_panels",
-        ),
-        _bound_attention,
-    ),
+    **dict.fromkeys(("flash_attention", "flash_attention_panels"), _bound_attention),
+    **dict.fromkeys(("decode_attention_kv", "decode_attention_panels"), _bound_attention),
     "gemm_swiglu": partial(_bound_paired_product, apart=BLOCK),
     "norm_gemv_swiglu": _bound_paired_product,
     "feed_forward": _bound_feed_forward,

@@ -1,5 +1,6 @@
-"""The bring-up ladder: the checks that an NPU must pass at its first run, rung by rung, and what is measured on the
-way.
+"""The bring-up ladder: the checks that an NPU must pass at its first run, rung by rung.
+
+It also measures on the way.
 
 `probes` are small programs, built like a model's (`build`, `graph`) into an artifact directory of their own. `ladder`
 runs on a machine that has the device, needs no compiler, and stops at the first rung that breaks; `faults` explains it.

@@ -1,5 +1,6 @@
-"""Bound how far each element of a right result may be from the numpy reference's, by number formats, not by
-observation.
+"""Bounds how far each element of a right result may be from the numpy reference's.
+
+Bounds come from number formats, not from observation.
 
 Both sides round to bf16 at the same places. Where f32 arithmetic differs by less than half a unit, a result differs by
 at most one unit in the last place. The error of the f32 arithmetic itself is added to that.

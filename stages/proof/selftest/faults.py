@@ -47,6 +47,7 @@ def fault(rung: str, cause: str) -> Fault:
 
 _MESSAGES = (
     ("timeout", r"TIMEOUT|did not finish|timed out"),
+    ("stuck", r"CREATE_HWCTX.*(err=-22\b|Invalid argument)"),
     ("gone", r"No such device|err=-19\b|Could not open device"),
     ("no memory", r"Cannot allocate memory|err=-12\b|No space left|err=-28\b|no .* more beside"),
     ("no bindings", r"needs XRT's Python bindings"),

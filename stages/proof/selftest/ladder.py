@@ -6,9 +6,11 @@ import contextlib
 import functools
 import importlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,18 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.devices import Device
 from llama_npu2.devices.xrt.bindings import FAILURES, first_line
 from llama_npu2.devices.xrt.limits import CHAIN
+from llama_npu2.errors import UserError
 from stages.model.config import Config
 from stages.model.grouping import Program
 from stages.proof.selftest import faults, measure, raw
 from stages.proof.selftest.faults import Failure, fault
 from stages.proof.selftest.model import Model
 from stages.proof.selftest.probes import WATCHDOG, Probe, probes, tile_functions
+from stages.proof.selftest.relink import Relink, other_level
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, judge
+from stages.targets.npu2.known_good import LEAST, version
 from stages.targets.npu2.objects import KERNEL_SET
+from stages.targets.npu2.toolchain import npu
 from stages.weights.formats import formats
 
 PASSED, LIMITED, BROKEN, SKIPPED = "passed", "limited", "broken", "skipped"
@@ -35,6 +41,9 @@ XRT_DEVICE = "xrt"
 
 NO_LISTS = "LLAMA_NPU2_RUNLIST"
 """`0` makes the runtime submit runs one by one."""
+
+_OF_THE_COMPILER = ("wrong", "zeros", "no numbers", "elsewhere", "later dispatch", "unsteady", "timeout")
+"""Causes that a miscompiled tile function can have."""
 
 LISTED = 16
 """Runs of the run list that is timed."""
@@ -100,6 +109,8 @@ class Setup:
     repeats: int = 5
     risky: bool = False
     """Whether to try what may reset the device."""
+    relink: Relink | None = None
+    """Links a probe at another level of optimisation; None where the compilers are missing."""
 
 
 class _Limited(Exception):
@@ -144,6 +155,22 @@ def _run_rung(rung: str, what: str, run: Callable[[], str | None]) -> Rung:
     return Rung(rung, what, result, detail, time.perf_counter() - started, cause, meaning.meaning, meaning.remedy)
 
 
+def _with_firmware(run: Callable[[], str]) -> Callable[[], str]:
+    """Make old firmware the cause where it refuses something: it cannot run ELF programs at all."""
+
+    def tried() -> str:
+        try:
+            return run()
+        except Failure as failure:
+            device = npu()
+            firmware = device.firmware if device else ""
+            if failure.cause != "failed" or not firmware or version(firmware) >= version(LEAST["NPU firmware"][0]):
+                raise
+            raise Failure("old firmware", f"{failure.detail}; firmware {firmware}") from None
+
+    return tried
+
+
 def packed(probe: Probe, slots: Sequence[Mapping[str, Any]], values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return a probe's inputs in the layouts that its program takes."""
     (part,) = probe.program.parts
@@ -166,8 +193,8 @@ class _Ladder:
         """Yield each rung, what of it is tried, and how."""
         if self.on_xrt:
             yield faults.DEVICE, "bindings and device", self.device
-            yield faults.CONTEXT, "an ELF in a hardware context", self.context
-            yield faults.KERNEL, measure.BASE, self.first_kernel
+            yield faults.CONTEXT, "an ELF in a hardware context", _with_firmware(self.context)
+            yield faults.KERNEL, measure.BASE, _with_firmware(self.first_kernel)
         for probe in tile_functions():
             yield faults.TILE, f"{probe.name}: {probe.about}", functools.partial(self.tile_function, probe)
         if self.on_xrt:
@@ -227,6 +254,30 @@ class _Ladder:
         return device
 
     def tile_function(self, probe: Probe) -> str:
+        """Run a probe, and say whether it is right at another level where it breaks. Raises Failure."""
+        try:
+            return self._tile_function(probe)
+        except Failure as failure:
+            if not self.on_xrt or failure.cause not in _OF_THE_COMPILER:
+                raise
+            raise Failure(failure.cause, f"{failure.detail}; {self._at_another_level(probe)}") from None
+
+    def _at_another_level(self, probe: Probe) -> str:
+        """Link a probe at another level of optimisation, run it, and return what came of it."""
+        level, setting = other_level(probe.name)
+        if self.setup.relink is None:
+            return f"-O{level} not tried, no compilers here: {setting} and doit selftest where they are"
+        try:
+            with tempfile.TemporaryDirectory() as work, raw.Xrt() as xrt:
+                program = {**self.program(probe.name), **self.setup.relink(probe.name, level, Path(work))}
+                values = packed(probe, program["slots"], probe.values())
+                detail = self.checked(probe.name, xrt.load(Path(work), program, values).dispatch(DISPATCHES))
+        except (Failure, UserError) as error:
+            return f"at -O{level} no better: {error}"
+        self.outcome.observed.setdefault("levels", {})[probe.name] = level
+        return f"right at -O{level} ({detail}): {setting}"
+
+    def _tile_function(self, probe: Probe) -> str:
         """Run a probe on the runtime's device, and check its results. Raises Failure."""
         program = self.program(probe.name)
         inputs = packed(probe, program["slots"], probe.values())

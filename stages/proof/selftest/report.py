@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llama_npu2.cli.table import Column, fitted
+from llama_npu2.cli.table import fitted
 from llama_npu2.errors import UserError
 from stages.engine.files import write_atomic
 from stages.engine.places import ROOT
@@ -120,7 +120,7 @@ def _about(about: Mapping[str, Any]) -> str:
 
 
 def _rungs(rungs: Iterable[Rung]) -> str:
-    columns = [Column("rung"), Column("result"), Column("s", right=True), Column("what"), Column("seen")]
+    columns = ["rung", "result", ">s", "what", "seen"]
     shorten = textwrap.shorten
     rows = [(r.rung, r.result, f"{r.seconds:.2f}", shorten(r.what, 48), shorten(r.detail, 80)) for r in rungs]
     return fitted(columns, rows)
@@ -137,5 +137,5 @@ def _numbers(title: str, values: Mapping[str, Any], indent: str = "  ") -> str:
 
 
 def _machine(rows: Iterable[Mapping[str, str]]) -> str:
-    columns = [Column("machine"), Column("found"), Column("version")]
+    columns = ["machine", "found", "version"]
     return fitted(columns, [(row["what"], row["found"], row["version"]) for row in rows])

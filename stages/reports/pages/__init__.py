@@ -6,7 +6,6 @@ escaped. Colours are variables of `page.css`: `text`, `muted`, `rule`, `surface`
 no targets.
 """
 
-from stages.reports.pages.blocks import colour, details, facts, note, svg, table, tag
+from stages.reports.pages.blocks import Page, colour, details, facts, note, svg, table, tag
 from stages.reports.pages.charts import Axis, Curve, Dot, Series, Span, bars, columns, legend, lines, time_line
 from stages.reports.pages.graph import Node, graph
-from stages.reports.pages.page import Page

@@ -1,13 +1,17 @@
-"""The blocks of a page: text, tables, drawings and what opens on a click. Each is `markupsafe.Markup`."""
+"""A page, and its blocks: text, tables, drawings and what opens on a click. Each block is `markupsafe.Markup`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from llama_npu2.cli.table import Column
+from stages.engine.files import write_atomic
 
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
@@ -44,11 +48,14 @@ def details(summary: object, *blocks: Markup, opened: bool = False) -> Markup:
     return tag("details", tag("summary", summary), *blocks, open=opened)
 
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[object]], label: str) -> Markup:
-    """Return a table with one cell per column, which scrolls sideways where it is wider than the page."""
-    sides = ["number" if column.right else None for column in columns]
-    titles = zip(columns, sides, strict=True)
-    head = tag("tr", *(tag("th", column.title, scope="col", class_=side) for column, side in titles))
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], label: str) -> Markup:
+    """Return a table with one cell per column, which scrolls sideways where it is wider than the page.
+
+    `>` before a title aligns its cells on the right, as numbers are.
+    """
+    sides = ["number" if title.startswith(">") else None for title in titles]
+    names = zip(titles, sides, strict=True)
+    head = tag("tr", *(tag("th", name.removeprefix(">"), scope="col", class_=side) for name, side in names))
     lines = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows]
     return scrolling(tag("table", tag("thead", head), tag("tbody", *lines)), label)
 
@@ -89,3 +96,40 @@ _BUTTONS = tag(
     tag("button", "Fit", type="button", data_zoom="0", aria_label="Zoom to fit"),
     class_="buttons",
 )
+
+
+_HERE = Path(__file__).parent
+
+
+@dataclass
+class Page:
+    """A page: a title, the answer in a sentence or two, and sections."""
+
+    title: str
+    lead: str = ""
+    """The answer, below the title."""
+    sections: list[tuple[str, str, tuple[Markup, ...]]] = field(default_factory=list)
+    """Name in links, heading and blocks of each section."""
+
+    def add(self, heading: str, *blocks: Markup) -> None:
+        """Add a section at the end."""
+        name, taken = anchor(heading), [name for name, _, _ in self.sections]
+        self.sections.append((f"{name}-{len(taken)}" if name in taken else name, heading, blocks))
+
+    def html(self) -> str:
+        """Return the page with its style and its script."""
+        template = _templates().get_template("page.html.jinja")
+        return template.render(page=self, style=_own("page.css"), script=_own("page.js"))
+
+    def write(self, path: Path) -> None:
+        """Replace a file by the page, atomically."""
+        write_atomic(path, self.html().encode())
+
+
+@cache
+def _templates() -> Environment:
+    return Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+
+
+def _own(name: str) -> Markup:
+    return Markup((_HERE / name).read_text(encoding="utf-8"))

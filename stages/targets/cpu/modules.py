@@ -15,10 +15,9 @@ from stages.model.grouping import Program
 from stages.model.part import RUNTIME_SCALARS, Dim, Launch, Part, PartKey
 from stages.model.policy import BF16, parse_policy
 from stages.model.unpacking import keyed_part
-from stages.targets.cpu.dispatch import dispatch
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.instruction_sets import objects_of
-from stages.targets.cpu.prototypes import prototypes, prototypes_of, tensor_type
+from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, tensor_type
 from stages.targets.cpu.work import described_launch
 from stages.weights.formats import formats
 
@@ -82,9 +81,11 @@ def write_module(
     matmul: str = BF16.matmul,
     fused: bool = True,
 ) -> None:
-    """Step action: the source of a library of these parts, for the configuration in `directory`, and beside it what
-    else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
-    `fused`: as in `launches`."""
+    """Write the source of a library of these parts, for the configuration in `directory` (step action).
+
+    Beside it stands what else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
+    `fused`: as in `launches`.
+    """
     config = read_config(directory / CONFIG)
     dimensions = config.dimensions()
     policy = parse_policy(weights, kv, matmul)
@@ -101,8 +102,10 @@ def write_module(
 
 
 def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Slots as the manifest has them. Dimensions are numbers but for `seq` and `max_seq`, which say what a call touches
-    of a longer buffer."""
+    """Slots as the manifest has them.
+
+    Dimensions are numbers but for `seq` and `max_seq`, which say what a call touches of a longer buffer.
+    """
     known = {name: int(size) for name, size in dimensions.items() if name != "max_seq"}
     described = []
     for slot in part.slots:
@@ -115,8 +118,10 @@ def described_slots(part: Part, dimensions: Mapping[str, float]) -> list[dict[st
 
 
 def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bool = True) -> str:
-    """Return a translation unit with the entry points of one or more parts, and with the choice of an instruction set
-    for each kernel that they call. `fused`: as in `launches`."""
+    """Return a translation unit with the entry points of one or more parts. `fused`: as in `launches`.
+
+    It chooses an instruction set for each kernel that they call.
+    """
     by_name = {launch.kernel.name: launch.kernel for part in parts for launch in launches(part, fused)}
     called = [by_name[name] for name in sorted(by_name)]
     return "\n".join([prototypes(called), dispatch(called), *(_glue(part, dimensions, fused) for part in parts)])

@@ -22,8 +22,10 @@ def write_program(module: Path, library: str, work: Path) -> list[Path]:
 
 
 def link_host(glue: Path, objects: Sequence[Path], output: Path) -> list[Path]:
-    """Compile the glue and link it with kernel objects; returns the project's files that it read besides. Raises
-    UserError."""
+    """Compile the glue and link it with kernel objects; returns the project's files that it read besides.
+
+    Raises UserError.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     # Symbols other than the entry points stay inside: every library carries its own kernels.
     only_needed = ("-Wl,--build-id=none", "-Wl,--gc-sections", "-Wl,-Bsymbolic", "-s")

@@ -1,5 +1,7 @@
-"""The C++ compiler of this machine, its options for kernels, and its version, so that a changed one rebuilds what it
-made."""
+"""The C++ compiler of this machine, and its options for kernels.
+
+Its version is known too, so that a changed compiler rebuilds what it made.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,10 @@ def need_host_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def host_compiler_fingerprint() -> str | None:
-    """Version line of the host compiler, the options that it always gets and the machine it compiles for; None without
-    a compiler."""
+    """Return the version line, the options and the machine of the host compiler, None without one.
+
+    The options are those that it always gets; the machine is the one that it compiles for.
+    """
     command = host_compiler()
     if command is None:
         return None

@@ -33,6 +33,7 @@ from stages.targets.npu2.compiled import (
     read_compiled,
 )
 from stages.targets.npu2.liveness import check_liveness
+from stages.targets.npu2.static import loaded_sections
 
 LOWERED = "npu.air.mlir"
 """The file of aircc with the configurations and commands that aiecc gets."""
@@ -60,6 +61,8 @@ class Findings:
     """Maximum for a memory tile."""
     core_descriptors: int = 0
     """Maximum for a compute tile."""
+    static_bytes: int = 0
+    """Maximum of static data of a core: tables of tile functions, and constants that Peano keeps in memory."""
     notes: list[str] = field(default_factory=list)
     """Remarks on what is correct but could be better."""
 
@@ -71,9 +74,16 @@ class Findings:
 PROGRAM_BYTES = 16 << 10
 """Program memory of a core."""
 
+OWN_MEMORY = 0x70000
+"""Address at which a core sees its own L1 (mlir-aie, `AIETargetModel.h`)."""
 
-def audit_made(program: str, module: ModuleOp, directory: Path, function: str) -> Findings:
-    """Audit a program from aircc's directory of temporary files. Raises UserError."""
+
+def audit_made(program: str, module: ModuleOp, directory: Path, function: str, linked: bool = True) -> Findings:
+    """Audit a program from aircc's directory of temporary files. Raises UserError.
+
+    Args:
+        linked: Whether Peano linked the cores; without it, their code and static data are not checked.
+    """
     try:
         lowered, addresses = ((directory / name).read_text() for name in (LOWERED, PLACED))
     except OSError as error:
@@ -84,10 +94,11 @@ def audit_made(program: str, module: ModuleOp, directory: Path, function: str) -
         raise UserError(f"{program}: {error}") from None
     findings = audit(program, module, compiled)
     # After a launch with a cascade, mlir-air of 2026-07-29 loads it again without cores, which nobody uses.
-    run = {configuration.name for configuration, _ in compiled.steps}
-    findings.notes += audit_buffers(program, {name: placed for name, placed in buffers.items() if name in run})
-    for core in sorted(directory.glob("*_core_*.elf")):
-        audit_core(program, core)
+    run = {configuration.name: configuration for configuration, _ in compiled.steps}
+    placed = {name: in_device for name, in_device in buffers.items() if name in run}
+    findings.notes += audit_buffers(program, placed)
+    if linked:
+        findings.static_bytes = audit_cores(program, run.values(), placed, directory)
     stream = next(iter(directory.glob(f"*_{function}.bin")), None)
     if stream is not None:
         findings.resets = audit_stream(program, stream.read_bytes(), findings.resets)
@@ -100,11 +111,8 @@ def audit(program: str, module: ModuleOp, compiled: Compiled) -> Findings:
     if len(launches) != len(compiled.steps):
         raise UserError(f"{program}: has {len(launches)} launches, aircc made {len(compiled.steps)}")
     arguments = analysis.public_function(module).body.block.args
-    slots = [
-        _Slot(str(value.name_hint), analysis.element_bytes(value.type))
-        for value in arguments
-        if isinstance(value.type, MemRefType)
-    ]
+    memrefs = ((value, value.type) for value in arguments if isinstance(value.type, MemRefType))
+    slots = {str(value.name_hint): analysis.element_bytes(kind) for value, kind in memrefs}
     findings = Findings(compiled.resets, len(launches), settles(module))
     for position, (launch, (configuration, bound)) in enumerate(zip(launches, compiled.steps, strict=True)):
         where = f"{program}, launch {position + 1} of {len(launches)} ({configuration.name})"
@@ -120,8 +128,10 @@ def words(descriptor: Descriptor, elements: int) -> int:
 
 
 def walked(descriptor: Descriptor, runs: int, where: str) -> Runs:
-    """Return the elements of its buffer that a task's descriptor moves. With four dimensions, each run advances by one
-    step of the first."""
+    """Return the elements of its buffer that a task's descriptor moves.
+
+    With four dimensions, each run advances by one step of the first.
+    """
     dims, times = descriptor.dims, runs
     if len(dims) > 4:
         raise UserError(f"{where}: a descriptor of the shim has {len(dims)} dimensions, of at most 4")
@@ -135,12 +145,6 @@ def walked(descriptor: Descriptor, runs: int, where: str) -> Runs:
     return elements
 
 
-@dataclass(frozen=True)
-class _Slot:
-    name: str
-    element_bytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class _Launch:
     """The audit of one launch."""
@@ -148,8 +152,8 @@ class _Launch:
     where: str
     """Program and launch, for messages."""
     configuration: Configuration
-    slots: Sequence[_Slot]
-    """The arguments of the program, which the commands get."""
+    slots: Mapping[str, int]
+    """Bytes of an element of each argument of the program, in order. The commands get them."""
     findings: Findings
     """The figures to update."""
 
@@ -178,8 +182,10 @@ class _Launch:
     # what moves
 
     def _check_slots(self, launch: LaunchOp) -> None:
-        """Check that every slot is read and written exactly as the module says: the same elements equally often, and
-        each stream in the order of one of the module's streams."""
+        """Check that every slot is read and written exactly as the module says.
+
+        The same elements must be moved equally often, and each stream in the order of one of the module's streams.
+        """
         expected: dict[_Use, list[Access]] = defaultdict(list)
         for access in accesses(launch, self.where):
             expected[access.slot, access.written].append(access)
@@ -187,14 +193,14 @@ class _Launch:
         slot_of = dict(zip(self.configuration.arguments, self.slots, strict=True))
         for task in self._tasks():
             for descriptor in task.descriptors:
-                use = slot_of[descriptor.buffer].name, task.channel.direction == "S2MM"
+                use = slot_of[descriptor.buffer], task.channel.direction == "S2MM"
                 actual[use][task.stream].append(walked(descriptor, task.runs, self.where))
         for slot in self.slots:
-            for use in ((slot.name, False), (slot.name, True)):
+            for use in ((slot, False), (slot, True)):
                 module = Coverage.of(access.runs for access in expected[use])
                 compiled = Coverage.of(runs for stream in actual[use].values() for runs in stream)
                 if compiled != module:
-                    self._refuse_slot(slot, use[1], module, compiled)
+                    self._refuse_slot(*use, module, compiled)
                 self._check_order(use, expected[use], list(actual[use].values()))
 
     def _check_order(self, use: _Use, expected: Sequence[Access], streams: Sequence[Sequence[Runs]]) -> None:
@@ -207,13 +213,13 @@ class _Launch:
             count = remaining.total()
             raise UserError(f"{self.where}: {verb} {use[0]} in another order than the module, in {count} {kind}")
 
-    def _refuse_slot(self, slot: _Slot, written: bool, module: Coverage, compiled: Coverage) -> None:
+    def _refuse_slot(self, slot: str, written: bool, module: Coverage, compiled: Coverage) -> None:
         element = compiled.first_difference(module)
         assert element is not None
         verb = "writes" if written else "reads"
-        moved, expected = (coverage.elements * slot.element_bytes for coverage in (compiled, module))
+        moved, expected = (coverage.elements * self.slots[slot] for coverage in (compiled, module))
         raise UserError(
-            f"{self.where}: {verb} {moved} bytes of {slot.name}, the module says {expected}: element {element} "
+            f"{self.where}: {verb} {moved} bytes of {slot}, the module says {expected}: element {element} "
             f"{compiled.at(element)} times instead of {module.at(element)}"
         )
 
@@ -245,8 +251,11 @@ class _Launch:
         self._check_quiet(running)
 
     def _check_announced(self, steps: int) -> None:
-        """Check that cores which depend on the step of the launch are told before each step, and not of the next step
-        before their results are there: the lock that tells them holds 1, however often it is set."""
+        """Check that cores which depend on the step of the launch are told of each step in time.
+
+        They are told before each step, and not of the next step before their results are there: the lock that tells
+        them holds 1, however often it is set.
+        """
         times: Counter[str] = Counter()
         pending: set[str] = set()
         for command in self.configuration.commands:
@@ -279,7 +288,8 @@ class _Launch:
         descriptors = sum(len(other.descriptors) for other in in_tile)
         self.findings.raise_to("in_flight", waiting)
         self.findings.raise_to("shim_descriptors", descriptors)
-        staged = any(channel in (flow.source, flow.target) and 1 in flow.rows for flow in self.configuration.flows)
+        ends = ((flow.source, flow.target) for flow in self.configuration.flows)
+        staged = any(channel in pair and any(end.row == 1 for end in pair) for pair in ends)
         extra = PING_PONG_TASKS if staged else 0
         self._require(f"tasks at {channel}", waiting, limits.QUEUE_DEPTH + extra)
         self._require(f"descriptors of tile {tile}", descriptors, limits.SHIM_DESCRIPTORS)
@@ -335,8 +345,13 @@ def _digest(stream: Iterable[Runs]) -> bytes:
 
 
 def audit_buffers(program: str, placed: Mapping[str, Sequence[Buffer]]) -> list[str]:
-    """Check that the buffers of each configuration lie inside the memory of their tile, after the stack, without
-    overlap. Return notes. Raises UserError."""
+    """Check where the buffers of each configuration lie. Raises UserError.
+
+    They must be inside the memory of their tile, after the stack, without overlap.
+
+    Returns:
+        Notes.
+    """
     notes = []
     for name, buffers in placed.items():
         tiles: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
@@ -369,19 +384,54 @@ def _check_placed(where: str, row: int, buffers: Iterable[Buffer]) -> None:
     limits.require(where, "bytes of memory", end, limits.L2_BYTES if row == 1 else limits.L1_BYTES)
 
 
-def audit_core(program: str, core: Path) -> None:
-    """Check that the code of a core, linked by Peano, fits its program memory. Raises UserError."""
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.constants import SH_FLAGS
-    from elftools.elf.elffile import ELFFile
+def audit_cores(
+    program: str, configurations: Iterable[Configuration], placed: Mapping[str, Sequence[Buffer]], directory: Path
+) -> int:
+    """Check the ELF of every core of the configurations, and return the most bytes of static data in one.
 
-    try:
-        with core.open("rb") as file:
-            sections = list(ELFFile(file).iter_sections())
-    except ELFError as error:
-        raise UserError(f"{program}: {core.name} cannot be read: {error}") from None
-    code = sum(section["sh_size"] for section in sections if section["sh_flags"] & SH_FLAGS.SHF_EXECINSTR)
-    limits.require(f"{program}, {core.name}", "bytes of program memory", code, PROGRAM_BYTES)
+    aiecc names it `DEVICE_core_COLUMN_ROW.elf`, since July 2026 with `elfs_` before that (mlir-aie #3271). No other
+    check sees whether the code fits (until mlir-aie #3618), so a core without an ELF is refused.
+
+    Raises:
+        UserError: One line.
+    """
+    elfs = {path.stem.removeprefix("elfs_"): path for path in directory.rglob("*_core_*.elf") if path.is_file()}
+    cores = {
+        f"{made.name}_core_{core.column}_{core.row}": (made, core) for made in configurations for core in made.cores
+    }
+    if missing := sorted(cores.keys() - elfs.keys()):
+        found = len(cores) - len(missing)
+        raise UserError(f"{program}: aiecc left {found} ELFs of {len(cores)} cores, none of {missing[0]}, to audit")
+    largest = 0
+    for name, (made, core) in cores.items():
+        in_tile = [b for b in placed.get(made.name, ()) if (b.column, b.row) == (core.column, core.row)]
+        largest = max(largest, audit_core(program, elfs[name], in_tile))
+    return largest
+
+
+def audit_core(program: str, core: Path, buffers: Sequence[Buffer]) -> int:
+    """Check the code and static data of a core that Peano linked. Raises UserError.
+
+    The code must fit its program memory, and the data must lie in L1 apart from stack and buffers.
+
+    Returns:
+        The bytes of static data.
+    """
+    where = f"{program}, {core.name}"
+    sections = loaded_sections(core, where)
+    limits.require(where, "bytes of program memory", sum(s.bytes for s in sections if s.code), PROGRAM_BYTES)
+    taken = [("the stack", 0, limits.STACK_BYTES), *((b.name, b.address or 0, b.bytes) for b in buffers)]
+    for section in (s for s in sections if not s.code):
+        start = section.address - OWN_MEMORY
+        end = start + section.bytes
+        if not 0 <= start <= end <= limits.L1_BYTES:
+            raise UserError(f"{where}: {section.name} at {section.address:#x} is not in the core's own memory")
+        for name, begin, size in taken:
+            if begin < end and start < begin + size:
+                raise UserError(
+                    f"{where}: {section.name} at {start} of {section.bytes} bytes overlaps {name} at {begin}"
+                )
+    return sum(section.bytes for section in sections if not section.code)
 
 
 _WORDS = {0: 6, 3: 7, 4: 7, 6: 1, 8: 4}

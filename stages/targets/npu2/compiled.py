@@ -106,8 +106,10 @@ def read_lines(text: str) -> list[Line]:
 
 
 def elements_of(memref: str) -> tuple[int, int]:
-    """Return (number of elements, bytes of one) of a type `memref<2x4xbf16, 2 : i32>`. Raises UserError if the
-    shape is not fixed."""
+    """Return (number of elements, bytes of one) of a type `memref<2x4xbf16, 2 : i32>`.
+
+    Raises UserError if the shape is not fixed.
+    """
     match = re.match(r"(?:memref)?<((?:\d+x)*)(\w+)[,>]", memref)
     if not match or match[2] not in _BITS:
         raise UserError(f"what aircc made has a buffer of type {memref[:60]}, which cannot be read")
@@ -242,10 +244,6 @@ class Flow:
     packet: int | None = None
     """The ID of the packets that it carries; None if it is circuit-switched."""
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.source.row, self.target.row
-
 
 @dataclass(frozen=True)
 class Buffer:
@@ -287,8 +285,10 @@ class Compiled:
 
     @property
     def resets(self) -> int:
-        """The number of configurations that one dispatch loads, each after a reset of the array. The compiler drops a
-        load directly before a load of the same configuration."""
+        """The number of configurations that one dispatch loads, each after a reset of the array.
+
+        The compiler drops a load directly before a load of the same configuration.
+        """
         loads: list[str | None] = []
         for configuration, _ in self.steps:
             loads += [configuration.name, *(command.device or None for command in configuration.commands)]
@@ -375,15 +375,12 @@ class _Reader:
 
     def __init__(self, device: Line) -> None:
         self.device = device
-        self.tiles = {line.result: self._tile(line) for line in device.body if line.name == "aie.tile"}
+        tiles = ((line.result, line.arguments()) for line in self._named("aie.tile"))
+        self.tiles = {tile: (int(column), int(row)) for tile, (column, row) in tiles}
         self.memrefs = {line.result: line.text.partition(" : memref")[2] for line in self._named("aie.buffer")}
 
     def _named(self, *names: str) -> Iterator[Line]:
         return (line for line in self.device.body if line.name in names)
-
-    def _tile(self, line: Line) -> tuple[int, int]:
-        column, row = line.arguments()
-        return int(column), int(row)
 
     def _at(self, line: Line, value: str) -> tuple[int, int]:
         if value not in self.tiles:

@@ -21,7 +21,7 @@ _LOGITS = ("final_norm", "lm_head_gemv")
 _LAST_ROW = ("final_norm", "lm_head_rows")
 
 GROUPINGS = {
-    # The six programs of mlir-air's example for Llama-3.2-1B (credit: `stages.model.parts.llama`).
+    # The six programs of mlir-air's example for Llama-3.2-1B (credit: `stages.model.parts.builders`).
     "separate": Grouping(
         Chain(_START, _PROMPT, _LOGITS, UNPACK),
         _TOKEN,

@@ -69,11 +69,18 @@ XRT_PACKAGES = ("libxrt-npu2", "libxrt-utils", "libxrt-utils-npu", "python3-xrt"
 
 LEAST: dict[str, tuple[str, str]] = {
     "XRT": ("2.21.75", "hardware contexts from ELF files in its Python bindings"),
-    "Linux": ("6.14", "the amdxdna driver; older kernels need the driver package that comes with XRT"),
+    "NPU firmware": ("1.1", "the command that runs ELF programs"),
+    "Linux": ("7.0", "a driver that takes this firmware"),
     "mlir_air": (COMPILERS[0].wheel[0], "what was checked first"),
     "mlir_aie": ("0.0.1.2026042300", "what was checked first"),
 }
-"""The oldest version of each tool that can work, and what needs it."""
+"""The oldest version of each tool that can work, and what needs it.
+
+All our runs are ELF programs. The driver refuses them unless the firmware has `AIE2_NPU_COMMAND`, which it asks for by
+the protocol's version: 6.15 or 7 (xdna-driver, `npu4_regs.c`). Kernels before 7.0 take protocol 6.12 only (#1074), so
+firmware 1.0. A driver from a package, or brought to an older kernel by a distribution, is known by the firmware that
+runs on it.
+"""
 
 SHARED_CONTEXT = "2.23"
 """The first XRT whose bindings add a program to a context (`add_config`); before, each program has its own context."""

@@ -22,8 +22,10 @@ Stream = tuple[Channel, int | None]
 
 
 def check_liveness(where: str, configuration: Configuration) -> None:
-    """Raise UserError if the commands of a launch would wait for ever, or if a core would use another buffer than its
-    DMA filled or sends."""
+    """Raise UserError if the commands of a launch would wait for ever, or mix up buffers.
+
+    They mix them up if a core would use another buffer than its DMA filled or sends.
+    """
     _Array(where, configuration).run()
 
 

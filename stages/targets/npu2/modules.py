@@ -23,8 +23,9 @@ from stages.model.families import read_config
 from stages.model.grouping import CONTEXT_BUCKET, Program
 from stages.model.grouping import programs as derive_programs
 from stages.model.part import Launch, Part
-from stages.model.policy import BF16, Policy, parse_policy
+from stages.model.policy import BF16, parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.levels import level_of
 from stages.targets.npu2.objects import KERNEL_SET
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def sources(programs: Sequence[Program]) -> list[str]:
 
 
 def expected(source: str) -> dict[str, Any]:
-    """Return nothing: an object is asked for by its name and its flags."""
-    return {}
+    """Return the level at which Peano optimises a source; else an object is asked for by its name and its flags."""
+    return {"level": level_of(source)}
 
 
 def write_module(
@@ -102,8 +103,11 @@ def write_module(
     Raises:
         UserError: One call would take too long.
     """
-    policy = parse_policy(weights, matmul=matmul)
-    write(_module(directory, grouping, entry, (bucket, window), policy), library, work, support, priced)
+    config, buckets = read_config(directory / CONFIG), [bucket] if bucket else ()
+    policy, positions = parse_policy(weights, matmul=matmul), window or CONTEXT_BUCKET
+    programs = derive_programs(config, GROUPINGS[grouping], buckets, policy, positions)
+    program = next(p for p in programs if p.entry == entry and p.context == window)
+    write(build_module(program, config.dimensions()), library, work, support, priced)
 
 
 def write(module: Module, library: str, work: Path, support: Sequence[str] = (), priced: bool = True) -> None:
@@ -117,15 +121,6 @@ def write(module: Module, library: str, work: Path, support: Sequence[str] = (),
         cost = price.description(module)
         check_duration(library, cost["milliseconds"])
         write_json(path.with_suffix(".cost.json"), cost)
-
-
-def _module(directory: Path, grouping: str, entry: str, sizes: tuple[int | None, int | None], policy: Policy) -> Module:
-    config = read_config(directory / CONFIG)
-    bucket, window = sizes
-    buckets = [bucket] if bucket else ()
-    programs = derive_programs(config, GROUPINGS[grouping], buckets, policy, window or CONTEXT_BUCKET)
-    program = next(p for p in programs if p.entry == entry and p.context == window)
-    return build_module(program, config.dimensions())
 
 
 def description(library: str, module: Module, support: Sequence[str]) -> dict[str, Any]:
@@ -162,8 +157,9 @@ class Module:
 
     @functools.cached_property
     def shared_steps(self) -> int:
-        """N for aircc's `--air-runtime-loop-tiling-sizes`: in each dimension of a launch grid, N steps are issued
-        together, without awaiting one another.
+        """Return N for aircc's `--air-runtime-loop-tiling-sizes`.
+
+        In each dimension of a launch grid, N steps are issued together, without awaiting one another.
 
         Decode: 16. Prefill: 1 if some launch has a grid of two dimensions, because N > 1 would then take more
         descriptors than there are, or move rows in another order than the module says; otherwise `QUEUE_DEPTH` divided

@@ -1,10 +1,18 @@
-"""Compiles MLIR modules into ELFs for the NPU with aircc, and explains its failures."""
+"""Compiles MLIR modules into ELFs for the NPU with aircc, and explains its failures.
+
+The kernel of each ELF gets a name of its own, so that programs can share a hardware context. aiecc calls the kernel of
+every ELF after its device, `main`, and gives each launch a kernel of its own besides. A hardware context takes no two
+kernels of the same name. The names are in a configuration file that aiecc leaves; aiebu-asm builds the ELF again from a
+changed copy of it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,8 +31,7 @@ from stages.engine.objects import complaint, linked
 from stages.engine.places import LOGS
 from stages.engine.progress import say
 from stages.engine.tree import Tree
-from stages.targets.npu2.kernel_name import instructions, kernel_name, rename
-from stages.targets.npu2.toolchain import aiecc, aircc, need_npu_tools, peano
+from stages.targets.npu2.toolchain import aiebu_asm, aiecc, aircc, need_npu_tools, peano
 from stages.targets.npu2.toolchain import npu_fingerprint as fingerprint
 
 TIME_LIMIT = 3600
@@ -44,6 +51,14 @@ INTERMEDIATE = "air_project"
 """The directory for aircc's temporary files."""
 ELF = "out.elf"
 MODULE = "air.mlir"
+CONFIGURATION = "full_elf_config.json"
+"""The input of aiebu-asm, which aiecc leaves among its temporary files."""
+
+STOCK = "main"
+"""aiecc's name for every program's kernel."""
+
+RENAME_LIMIT = 600
+"""Seconds that aiebu-asm may take."""
 
 _UNIT_NAME = re.compile(r"(?:aie\.device\([^)]*\)|air\.segment|air\.herd|air\.launch)\s+@(\w+)")
 
@@ -122,8 +137,10 @@ def _with_settling_toggled(mlir: str) -> str:
 
 
 def _audit(job: Job, scratch: Path, log: str, failed_log: Path, even: bool = False) -> Findings:
-    """Raise UserError, after writing the log, if the program would not run right. `even`: refuse an odd number of
-    resets too."""
+    """Raise UserError, after writing the log, if the program would not run right.
+
+    `even`: refuse an odd number of resets too.
+    """
     # Loads MLIR's framework, which an up-to-date build does not need.
     from stages.targets.npu2.audit import audit_made
 
@@ -160,16 +177,39 @@ def link(job: Job, scratch: Path, failed_log: Path) -> str:
     status, log = _run(command_line(job), scratch)
     if status == -signal.SIGSEGV:
         # Some passes iterate in the order of addresses: the same module may pass at the second attempt.
-        shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
-        crashed = f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n"
-        status, log = _run(command_line(job), scratch)
-        log = crashed + log
+        status, log = _run_again(job, scratch, f"{log}\n{job.program}: aircc crashed (SIGSEGV), tried again\n")
+    if status and _NO_ROOM in log:
+        why = "no room after the buffers for static data, linked again with buffers one after the other"
+        status, log = _run_again(job, scratch, f"{log}\n{job.program}: {why}\n", _sequential(scratch))
     problem = _problem(job, status, log, scratch)
     if problem is None:
         return log
     header = f"{' '.join(command_line(job))}\nended with {status} after {time.monotonic() - started:.0f} s\n\n"
     _leave_log(failed_log, header + log)
     raise UserError(f"{job.program}: {problem}: the whole log is {failed_log}")
+
+
+_NO_ROOM = "will not fit in region 'data'"
+"""The linker's words where static data of a core finds no room. It puts it after the highest buffer, and the compiler
+deals buffers to four banks: the last can be full while others are not (until mlir-aie #3406)."""
+
+
+def _sequential(scratch: Path) -> Path:
+    """Return a new directory with an `aiecc` that puts buffers one after the other: aircc has no option for that."""
+    directory, driver = scratch / "sequential", aiecc()
+    assert driver
+    directory.mkdir()
+    script = directory / "aiecc"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(str(driver.path))} --alloc-scheme=basic-sequential "$@"\n')
+    script.chmod(0o755)
+    return directory
+
+
+def _run_again(job: Job, scratch: Path, log: str, *first: Path) -> tuple[int | None, str]:
+    """Run aircc once more, and return its exit status and both logs."""
+    shutil.rmtree(scratch / INTERMEDIATE, ignore_errors=True)
+    status, more = _run(command_line(job), scratch, *first)
+    return status, log + more
 
 
 def command_line(job: Job) -> list[str]:
@@ -183,14 +223,14 @@ def command_line(job: Job) -> list[str]:
     return [str(driver.path), *fixed, *names, f"--stack-size={limits.STACK_BYTES}", *compilers, *job.options]
 
 
-def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
-    """Run a command. Return its exit status (None after `TIME_LIMIT`) and its output."""
+def _run(command: Sequence[str], directory: Path, *first: Path) -> tuple[int | None, str]:
+    """Run a command. Return its exit status (None after `TIME_LIMIT`) and its output. `first`: see `environment`."""
     say(f"waiting for {Path(command[0]).name}")
     with (directory / "log").open("w+b") as log:
         child = subprocess.Popen(
             command,
             cwd=directory,
-            env=environment(),
+            env=environment(*first),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -210,9 +250,12 @@ def _run(command: Sequence[str], directory: Path) -> tuple[int | None, str]:
         return status, log.read().decode(errors="replace")
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which aircc finds aiecc: on PATH, where wheels do not put it."""
-    tools = [str(tool.path.parent) for tool in (aircc(), aiecc()) if tool]
+def environment(*first: Path) -> dict[str, str]:
+    """Return an environment in which aircc finds aiecc.
+
+    aiecc must be on PATH, where wheels do not put it, or in a directory of `first`.
+    """
+    tools = [*map(str, first), *(str(tool.path.parent) for tool in (aircc(), aiecc()) if tool)]
     return os.environ | {"PATH": os.pathsep.join([*dict.fromkeys(tools), os.environ.get("PATH", os.defpath)])}
 
 
@@ -233,6 +276,8 @@ def _problem(job: Job, status: int | None, log: str, scratch: Path) -> str | Non
         return "aircc was killed, probably for lack of memory: build with doit -n 1 or on a machine with 16 GiB"
     if status < 0:
         return f"aircc crashed ({signal.Signals(-status).name}): {error}: try again, or npu.grouping=separate"
+    if status and _NO_ROOM in log:
+        return f"aircc: {error}: raise STATIC_BYTES in stages/air/limits.py"
     if status:
         return f"aircc: {error}{_failed_launch(job, error, scratch)}"
     elf = scratch / ELF
@@ -263,3 +308,63 @@ def _failed_launch(job: Job, error: str, scratch: Path) -> str:
     segments = re.findall(r"air\.segment @(\w+)", job.mlir)
     number = f", launch {segments.index(names[-1]) + 1} of {len(segments)}" if names[-1] in segments else ""
     return f" (in {names[-1]}{number})"
+
+
+def kernel_name(library: str) -> str:
+    """Return a kernel name for a library: a C++ identifier, because the ELF holds the name mangled."""
+    name = re.sub(r"\W", "_", library)
+    return name if re.match(r"[A-Za-z]", name) else f"k_{name}"
+
+
+def mangled(kernel: str) -> bytes:
+    """Return the beginning of the ELF symbols of a kernel (XRT, `xrt_elf.cpp`, `demangle`)."""
+    return f"_Z{len(kernel)}{kernel}".encode()
+
+
+def own_entry(directory: Path, function: str) -> dict[str, Any]:
+    """Return the kernel entry that runs `function`, from the configuration in `directory`. Raises UserError."""
+    try:
+        kernels = read_json(directory / CONFIGURATION)["xrt-kernels"]
+        return next(kernel for kernel in kernels if any(instance["id"] == function for instance in kernel["instance"]))
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        raise UserError(f"aircc left no {CONFIGURATION} with the program {function}") from None
+
+
+def instructions(directory: Path, function: str) -> Path:
+    """Return the file with the instruction stream of `function`. Raises UserError if aircc left none."""
+    entry = own_entry(directory, function)
+    name = next(instance["TXN_ctrl_code_file"] for instance in entry["instance"] if instance["id"] == function)
+    # Older releases of aiecc write an absolute path, newer ones a path relative to the configuration.
+    path = directory / name
+    if not path.is_file():
+        raise UserError(f"aircc left no instructions of {function}: {path.name} is missing")
+    return path
+
+
+def rename(directory: Path, function: str, elf: Path, name: str) -> tuple[str, str]:
+    """Build the ELF again with one kernel, `name`, that runs `function`.
+
+    Args:
+        directory: aircc's temporary files.
+
+    Returns:
+        (name of the kernel, reason): the reason is empty on success; otherwise it says why the ELF was left unchanged.
+    """
+    tool = aiebu_asm()
+    if tool is None:
+        return STOCK, "aiebu-asm is not found"
+    entry = own_entry(directory, function)
+    instances = [instance for instance in entry["instance"] if instance["id"] == function]
+    configuration = directory / "renamed_elf_config.json"
+    configuration.write_text(json.dumps({"xrt-kernels": [entry | {"name": name, "instance": instances}]}))
+    renamed = directory / "renamed.elf"
+    command = [str(tool.path), "-t", "aie2_config", "-j", str(configuration), "-o", str(renamed)]
+    try:
+        run = subprocess.run(command, cwd=elf.parent, capture_output=True, text=True, check=False, timeout=RENAME_LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return STOCK, f"aiebu-asm: {error}"
+    content = renamed.read_bytes() if renamed.is_file() else b""
+    if run.returncode or not content.startswith(b"\x7fELF") or mangled(name) not in content:
+        return STOCK, f"aiebu-asm ended with {run.returncode}: {complaint(run.stderr + run.stdout)[:200]}"
+    renamed.replace(elf)
+    return name, ""

@@ -55,8 +55,10 @@ def check_stack(path: Path, name: str) -> None:
 
 
 def frames(path: Path, name: str) -> list[Frame]:
-    """Return the frame of every function that the object or linked core `name` defines. Raises UserError if it cannot
-    be read."""
+    """Return the frame of every function that the object or linked core `name` defines.
+
+    Raises UserError if it cannot be read.
+    """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
@@ -83,8 +85,10 @@ def _place(elf: Any, symbol: Any, addend: int = 0) -> Place:
 
 
 def _sizes(elf: Any, section: Any) -> dict[Place, int]:
-    """Read a section of pairs: address, size as unsigned LEB128 (LLVM's CodeGenerator.rst). In an object, the address
-    comes from a relocation."""
+    """Read a section of pairs: address, size as unsigned LEB128 (LLVM's CodeGenerator.rst).
+
+    In an object, the address comes from a relocation.
+    """
     data, offset, sizes, relocated = section.data(), 0, {}, _relocated(elf, section)
     while offset < len(data):
         final: Place = (None, int.from_bytes(data[offset : offset + elf.elfclass // 8], "little"))

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,10 +41,15 @@ def _packages(*parts: str) -> Iterator[Path]:
             yield path
 
 
-def _program(name: str, *package: str) -> Path | None:
-    """Return a program on PATH, else in the `bin` of its wheel, which nothing puts on PATH."""
+def _program(name: str, package: str, placed: Iterable[Path] = ()) -> Tool | None:
+    """Return a program on PATH, in the `bin` of its wheel, or the first of `placed` that is there.
+
+    Nothing puts the `bin` of a wheel on PATH.
+    """
     on_path = shutil.which(name)
-    return Path(on_path) if on_path else next(_packages(*package, "bin", name), None)
+    elsewhere = (*_packages(package, "bin", name), *filter(Path.is_file, placed))
+    program = Path(on_path) if on_path else next(iter(elsewhere), None)
+    return _tool(program, program, package) if program else None
 
 
 def _version_line(program: Path) -> str:
@@ -79,28 +84,27 @@ def peano() -> Tool | None:
 
 @functools.cache
 def aircc() -> Tool | None:
-    program = _program("aircc", "mlir_air")
-    return _tool(program, program, "mlir_air") if program else None
+    return _program("aircc", "mlir_air")
 
 
 @functools.cache
 def aiecc() -> Tool | None:
-    program = _program("aiecc", "mlir_aie")
-    return _tool(program, program, "mlir_aie") if program else None
+    return _program("aiecc", "mlir_aie")
 
 
 @functools.cache
 def aiebu_asm() -> Tool | None:
     """Return the assembler of ELFs (aiecc contains it too): on PATH, in a wheel, or where XRT installs it."""
     placed = (Path("/opt/xilinx") / package / "bin/aiebu-asm" for package in ("xrt", "aiebu"))
-    program = _program("aiebu-asm", "mlir_aie") or next((path for path in placed if path.is_file()), None)
-    return _tool(program, program, "mlir_aie") if program else None
+    return _program("aiebu-asm", "mlir_aie", placed)
 
 
 @functools.cache
 def aie_api() -> Tool | None:
-    """Return the include directory of `aie_api/aie.hpp`: `AIE_API_INCLUDE`, else next to aiecc, else the `mlir_aie`
-    wheel."""
+    """Return the include directory of `aie_api/aie.hpp`.
+
+    It is `AIE_API_INCLUDE`, else next to aiecc, else in the `mlir_aie` wheel.
+    """
     chosen = os.environ.get("AIE_API_INCLUDE")
     driver = aiecc()
     next_to_driver = [driver.path.resolve().parents[1] / "include"] if driver else []
@@ -165,6 +169,8 @@ class Npu:
     """0 if it is not a known NPU2."""
     driver: str
     """Name and version."""
+    packaged: bool
+    """Whether the driver has a version of its own: it comes from a package, not with the kernel."""
     firmware: str
     usable: bool
     """Whether this user may open it."""
@@ -187,6 +193,7 @@ def _npu(system: Path, node: Path) -> Npu:
         name or ("NPU of the first generation" if device == NPU1_DEVICE else ""),
         NPU2_COLUMNS if name else 0,
         f"{driver} {version or 'of the kernel'}".strip() if driver else "",
+        bool(version),
         _read(properties / "fw_version") or "",
         os.access(node, os.R_OK | os.W_OK),
     )
@@ -234,8 +241,11 @@ def xrt_version(system: Path = Path("/")) -> str | None:
 
 
 def usable_here(model: Path) -> bool:
-    """Tell whether this machine has the NPU and either a model's artifacts for it (below `model`) or the tools that
-    build them. If there is an NPU that cannot be used, print why."""
+    """Tell whether this machine has the NPU and what it takes to use it.
+
+    That is either a model's artifacts for it (below `model`) or the tools that build them. If there is an NPU that
+    cannot be used, print why.
+    """
     device = npu()
     if device is None or not device.columns:
         return False

@@ -17,6 +17,7 @@ from typing import Any
 from xdsl.dialects import arith, func, memref, scf
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, MemRefType, ModuleOp, StringAttr
 from xdsl.ir import Block, BlockArgument, Operation, SSAValue
+from xdsl.traits import IsTerminator
 
 from llama_npu2.errors import UserError
 from stages.air import analysis, limits
@@ -25,16 +26,14 @@ from stages.air.checks import check
 from stages.air.dialect import (
     L1,
     L2,
+    ChannelEnd,
     ChannelGetOp,
     ChannelOp,
     ChannelPutOp,
     DmaMemcpyNdOp,
     HerdOp,
-    HerdTerminatorOp,
     LaunchOp,
-    LaunchTerminatorOp,
     SegmentOp,
-    SegmentTerminatorOp,
     constant_of,
     memory_space,
 )
@@ -137,7 +136,7 @@ class _Lowering:
                 self._emit(f"[[maybe_unused]] const sim::Buffer {self._name(inner)} = slots[{slots.index(outer)}];")
             with self._grid(launch):
                 self._block(launch.body.block)
-            used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelPutOp | ChannelGetOp)}
+            used = {op.chan_name.string_value() for op in launch.walk() if isinstance(op, ChannelEnd)}
             if used:
                 self._emit(f"sim::where = {json.dumps(self.where)};", *(f"{name}.finish();" for name in sorted(used)))
         self._emit("")
@@ -202,10 +201,6 @@ class _Lowering:
 
     def _op(self, op: Operation) -> None:
         match op:
-            case scf.YieldOp() | scf.ReduceOp() | func.ReturnOp() | memref.DeallocOp():
-                pass
-            case LaunchTerminatorOp() | SegmentTerminatorOp() | HerdTerminatorOp():
-                pass
             case SegmentOp() | HerdOp():
                 self._level(op)
             case scf.ForOp():
@@ -219,11 +214,11 @@ class _Lowering:
                 self._alloc(op)
             case DmaMemcpyNdOp():
                 self._dma(op)
-            case ChannelPutOp() | ChannelGetOp():
+            case ChannelEnd():
                 self._channel_end(op)
             case func.CallOp():
                 self._call(op)
-            case _:
+            case _ if not isinstance(op, memref.DeallocOp) and not op.has_trait(IsTerminator):
                 self._scalar(op)
 
     def _level(self, op: SegmentOp | HerdOp) -> None:
@@ -308,7 +303,7 @@ class _Lowering:
             f"         {source}, {dst.bytes // run}, {run}, {self._counted(dst, src)});",
         )
 
-    def _channel_end(self, op: ChannelPutOp | ChannelGetOp) -> None:
+    def _channel_end(self, op: ChannelEnd) -> None:
         side = analysis.end(op, self.where)
         name, way = op.chan_name.string_value(), "put" if isinstance(op, ChannelPutOp) else "get"
         counted = "launch, " if way == "put" else ""
@@ -338,8 +333,11 @@ class _Lowering:
         return f"{element_bytes(side.kind)} * ({' + '.join(terms) or '0'})"
 
     def _counted(self, dst: Side, src: Side) -> str:
-        """Return the C++ condition for counting a transfer: a read that does not depend on a tile coordinate is one
-        broadcast stream, which is counted at the first tile only."""
+        """Return the C++ condition for counting a transfer.
+
+        A read that does not depend on a tile coordinate is one broadcast stream, which is counted at the first tile
+        only.
+        """
         if self.herd is None or dst.space != L1:
             return "true"
         idle = [i for axis, i in enumerate(self.herd.ids) if axis not in src.axes()]
@@ -361,11 +359,8 @@ class _Lowering:
     def _check_link(self, callee: str) -> None:
         """Check that the herd links the object in which the function is declared: a core runs one object."""
         assert self.herd is not None
-        links = [
-            op.attributes.get("link_with")
-            for op in self.module.body.block.ops
-            if isinstance(op, func.FuncOp) and op.sym_name.data == callee
-        ]
+        declarations = (op for op in self.module.body.block.ops if isinstance(op, func.FuncOp))
+        links = [op.attributes.get("link_with") for op in declarations if op.sym_name.data == callee]
         if not links or not isinstance(links[0], StringAttr) or links[0] != self.herd.link_with:
             raise UserError(f"{self.where}: calls {callee}, which is not in the herd's object {self.herd.link_with}")
 
@@ -402,8 +397,10 @@ def _slot(program: str, index: int, argument: SSAValue, written_first: bool) -> 
 
 
 def _backwards(op: LaunchOp | HerdOp) -> str:
-    """Return the C++ condition for running the steps backwards: the caller's choice, but never where tiles of a herd
-    send to the next tile."""
+    """Return the C++ condition for running the steps backwards.
+
+    It is the caller's choice, but never holds where tiles of a herd send to the next tile.
+    """
     names = [{end.chan_name.string_value() for end in analysis.walk_ops(op, k)} for k in (ChannelPutOp, ChannelGetOp)]
     return "false" if isinstance(op, HerdOp) and names[0] & names[1] else "reverse"
 

@@ -52,8 +52,10 @@ def options(checks: bool = True, more: Sequence[str] = ()) -> tuple[str, ...]:
 def compile_tile(
     source: str, cache: Path, name: str, flags: Sequence[str], chosen: Sequence[str] = options()
 ) -> CachedObject:
-    """Compile object `name` of a source with `flags` (`Variant.flags()`) and the options `chosen`, or take it from
-    `cache` if that has it for the same content and options. Raises UserError."""
+    """Compile an object of a source, or take it from `cache`. Raises UserError.
+
+    The cache has it if content, flags (`Variant.flags()`) and the options `chosen` are the same.
+    """
     path = source_file(source)
     made_by = (fingerprint(), tuple(chosen), tuple(flags))
     command = [*need_host_compiler(), *chosen, f"-I{KERNELS / 'sim'}", *flags]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.weights.constants import BLOCK, PANEL_ROWS
 from stages.weights.format import Format, Layout, Shape
 
@@ -28,11 +26,11 @@ def to_panels(weight: np.ndarray) -> np.ndarray:
     """
     panels, pairs, rows, _ = shape = panels_shape(weight.shape)
     if weight.shape != (panels * rows, pairs * 2):
-        padded = np.zeros((panels * rows, pairs * 2), bfloat16)
+        padded = np.zeros((panels * rows, pairs * 2), ml_dtypes.bfloat16)
         padded[: weight.shape[0], : weight.shape[1]] = weight
         weight = padded
     words = np.ascontiguousarray(weight).view(np.uint32).reshape(panels, rows, pairs)
-    return np.ascontiguousarray(words.transpose(0, 2, 1)).view(bfloat16).reshape(shape)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).view(ml_dtypes.bfloat16).reshape(shape)
 
 
 def from_panels(packed: np.ndarray, shape: Shape) -> np.ndarray:
@@ -80,7 +78,7 @@ def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape)
 
 def quantise(values: np.ndarray) -> np.ndarray:
     """Round to bf16, to nearest even."""
-    return values.astype(bfloat16, copy=False)
+    return values.astype(ml_dtypes.bfloat16, copy=False)
 
 
 FORMAT = Format(

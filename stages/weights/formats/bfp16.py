@@ -7,9 +7,7 @@ prompt, the host converts weights in other formats to it.
 
 from __future__ import annotations
 
-import numpy as np
-from ml_dtypes import bfloat16
-
+from stages.engine.lazy import ml_dtypes, np
 from stages.weights.constants import BLOCK
 from stages.weights.format import Format, Layout, Shape
 
@@ -33,7 +31,7 @@ def quantise(values: np.ndarray) -> np.ndarray:
     Blocks are rounded to nearest, ties to even, as the matrix unit converts bf16 itself: the largest mantissa of a
     block has 7 bits, and the exponent is one more where it would be rounded up to 128.
     """
-    rounded = values.astype(bfloat16).astype(np.float32)
+    rounded = values.astype(ml_dtypes.bfloat16).astype(np.float32)
     padding = [(0, 0)] * (rounded.ndim - 1) + [(0, -rounded.shape[-1] % BLOCK)]
     blocks = np.pad(rounded, padding).reshape(*rounded.shape[:-1], -1, BLOCK)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)

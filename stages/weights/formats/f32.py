@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.cut import padded_rows
 from stages.weights.format import Format, Layout, Shape
 from stages.weights.formats.bf16 import pad_rows, padded_shape

@@ -6,8 +6,7 @@ scales, d, and one of minima, e, f32.
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.grouped import NIBBLES, Grouped
 from stages.weights.lanes import for_array
 from stages.weights.scales import Grid, asymmetric, quantise_scales

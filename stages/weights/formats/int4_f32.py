@@ -6,27 +6,7 @@ values of GGUF's Q4_0, Q4_1 and Q4_K, of AWQ and of 4-bit GPTQ exactly.
 
 from __future__ import annotations
 
-import numpy as np
+from stages.weights.grouped import NIBBLES, Grouped, exact_format
 
-from stages.weights.grouped import NIBBLES, Grouped
-from stages.weights.scales import asymmetric, inverse
-
-MOST = 15
-
-GROUPED = Grouped(factors=0, scale_values=2, scale_type=np.float32, numbers=NIBBLES)
-
-
-def quantise(groups: np.ndarray) -> np.ndarray:
-    """Round f32 `[rows, groups, GROUP]`. Return stored rows."""
-    scale, minimum = asymmetric(groups, MOST)
-    numbers = np.clip(np.rint((groups + minimum[..., None]) * inverse(scale)[..., None]), 0, MOST)
-    return GROUPED.scaled(np.stack([scale, minimum], axis=-1), numbers.astype(np.uint8))
-
-
-def dequantise(stored: np.ndarray) -> np.ndarray:
-    """Return the values of stored rows, f32 `[..., groups, GROUP]`."""
-    scales, numbers = GROUPED.scaled_parts(stored)
-    return scales[..., :1] * numbers - scales[..., 1:]
-
-
-FORMAT = GROUPED.format("int4_f32", quantise, dequantise)
+GROUPED = Grouped(factors=0, scale_values=2, scale_type="float32", numbers=NIBBLES)
+FORMAT = exact_format("int4_f32", GROUPED, least=0, most=15)

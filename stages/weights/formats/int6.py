@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.grouped import SIX_BITS, Grouped
 from stages.weights.lanes import for_array
 from stages.weights.scales import Grid, quantise_scales, symmetric

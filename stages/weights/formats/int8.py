@@ -5,12 +5,11 @@ Geometry and rounding are those of GGUF's Q8_0, whose values it holds exactly (g
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.grouped import BYTES, Grouped
 from stages.weights.lanes import for_array
 
-GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float16, numbers=BYTES)
+GROUPED = Grouped(factors=0, scale_values=1, scale_type="float16", numbers=BYTES)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,15 +5,14 @@ The format is for checkpoints: it holds the values of GGUF's Q6_K exactly.
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import SHORT_GROUP
 from stages.weights.grouped import BYTES, Grouped
 from stages.weights.scales import inverse, symmetric
 
 MOST = 127
 
-GROUPED = Grouped(factors=0, scale_values=1, scale_type=np.float32, numbers=BYTES, group=SHORT_GROUP)
+GROUPED = Grouped(factors=0, scale_values=1, scale_type="float32", numbers=BYTES, group=SHORT_GROUP)
 
 
 def quantise(groups: np.ndarray) -> np.ndarray:

@@ -5,12 +5,11 @@ With `kv=int8`, the KV cache holds the row of each head and position in this for
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.format import Format
 from stages.weights.formats.w8a8 import parts, quantise_rows
 
-_SCALE = np.dtype(np.float32).itemsize
+_SCALE = 4
 
 
 def quantise(values: np.ndarray) -> np.ndarray:

@@ -6,14 +6,13 @@ whatever the order and the machine.
 
 from __future__ import annotations
 
-import numpy as np
-
+from stages.engine.lazy import np
 from stages.weights.constants import PANEL_ROWS, QUAD
 from stages.weights.format import Format, Layout, Shape
 
 MOST = 127
 
-_SCALE = np.dtype(np.float32).itemsize
+_SCALE = 4
 
 
 def quantise_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,7 @@ time limit allows for.
     bindings       XRT's Python bindings, and their exceptions as one line
     buffers        a buffer object, its mapping, and which side has the newer bytes
     session        everything that this process takes from the device, and its release
-    access         the bytes that a call reads and writes
-    submissions    a phase: stretches of host calls, runs and run lists
+    submissions    a phase: stretches of host calls, runs and run lists, and the bytes that a call reads and writes
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ class Session:
             for number, context in enumerate(self.contexts):
                 if _added(path, elf, context):
                     return number
-        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT"
+        remedy = f"an NPU has {CONTEXTS}: end what else uses it, compile fewer npu.buckets=, see doit doctor on XRT; "
+        remedy += "after a timeout, switch the machine off and on"
         try:
             with failures(f"{path}: no hardware context beside {len(self.contexts)} others", remedy):
                 self.contexts.append(self.pyxrt.hw_context(self.device, elf))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from llama_npu2.devices import Call, Submission
-from llama_npu2.devices.xrt.access import Access, accesses
+from llama_npu2.artifact.dtypes import nbytes
+from llama_npu2.devices import Binding, Call, Submission
 from llama_npu2.devices.xrt.bindings import FAILURES, failures, first_line
-from llama_npu2.devices.xrt.buffers import XrtBuffer
+from llama_npu2.devices.xrt.buffers import Range, XrtBuffer
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND, RECOVERY, WATCHDOG, WATCHDOG_PERIODS
 from llama_npu2.devices.xrt.session import Session, XrtProgram
 from llama_npu2.errors import UserError
@@ -24,6 +25,64 @@ TIMEOUT_MS = round(1000 * (WATCHDOG_PERIODS * WATCHDOG + RECOVERY + COMMAND))
 
 _BUSY = ("NEW", "QUEUED", "SUBMITTED")
 """Endings of the states of a run that has not finished."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """A call's access to one buffer."""
+
+    buffer: XrtBuffer
+    binding: Binding
+    slot: str
+    rows: str
+    """The name of the slot's first dimension, if it has one; a `max_seq` slot is a cache, to which a call adds rows."""
+    nbytes: int
+    """Bytes of a slot of static shape, else 0."""
+    reads: bool
+    writes: bool
+
+    @staticmethod
+    def of(binding: Binding, slot: Mapping[str, Any]) -> Access:
+        """Return the access of a call that binds a buffer to `slot`, as the manifest describes it."""
+        shape = slot["shape"]
+        named = any(isinstance(dim, str) for dim in shape)
+        first = str(shape[0]) if named else ""
+        writes = slot["role"] in ("output", "scratch")
+        reads = not writes or first == "max_seq"
+        size = 0 if named else nbytes(slot["dtype"], shape)
+        return Access(binding.buffer, binding, slot["name"], first, size, reads, writes)
+
+    def read(self, seq: int, pos: int) -> Range:
+        """Return the bytes that a call of `seq` rows from position `pos` on reads."""
+        if self.rows == "max_seq":
+            return 0, (pos if self.writes else pos + seq) * self.binding.row_bytes
+        return self._range(seq, pos)
+
+    def written(self, seq: int, pos: int) -> Range:
+        """Return the bytes that a call of `seq` rows from position `pos` on writes."""
+        if self.rows == "max_seq":
+            return pos * self.binding.row_bytes, (pos + seq) * self.binding.row_bytes
+        return self._range(seq, pos)
+
+    def _range(self, seq: int, pos: int) -> Range:
+        start = self.binding.offset(seq, pos)
+        size = self.nbytes or (self.binding.row_bytes if self.binding.view else self.buffer.nbytes)
+        if self.rows == "seq":
+            size = seq * self.binding.row_bytes
+        if start + size > self.buffer.nbytes:
+            raise UserError(
+                f"slot {self.slot} needs {size} bytes from {start} on, its buffer has {self.buffer.nbytes}: "
+                "run doit compile"
+            )
+        return start, start + size
+
+
+def accesses(calls: Sequence[Call]) -> Iterator[Access]:
+    """Yield the accesses of calls, in order, to buffers that both sides can change."""
+    for call in calls:
+        for binding, slot in zip(call.bindings, call.slots, strict=True):
+            if isinstance(binding.buffer, XrtBuffer) and not binding.buffer.constant:
+                yield Access.of(binding, slot)
 
 
 class XrtSubmission:
@@ -240,9 +299,11 @@ class _Run:
 
     def failed(self, state: str) -> UserError:
         """Return the error for a run that ended in `state`."""
-        late = "did not finish in time" if state.endswith("TIMEOUT") else "failed"
-        advice = "see dmesg, and docs/tutorials/ryzen-ai.md on timeouts"
-        return UserError(f"{self.where}: {late} on the NPU ({state}): {advice}")
+        if state.endswith("TIMEOUT"):
+            what, advice = "did not finish in time", "docs/tutorials/ryzen-ai.md on timeouts"
+        else:
+            what, advice = "failed", "doit doctor on firmware and driver"
+        return UserError(f"{self.where}: {what} on the NPU ({state}): see dmesg, and {advice}")
 
 
 class _Single:

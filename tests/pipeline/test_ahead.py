@@ -1,0 +1,85 @@
+"""What a start costs when nothing is stale: the runtime's process starts at once, and little is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.engine import ahead
+from tests.conftest import ROOT, doit, ran
+
+
+def _waiting(**options: int) -> tuple[subprocess.Popen[str], int]:
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "llama_npu2.ahead", str(read)]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "runtime")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    process = subprocess.Popen(command, env=env, pass_fds=[read], text=True, cwd=ROOT, **pipes)
+    os.close(read)
+    return process, write
+
+
+def test_a_process_without_a_command_line_ends_without_a_word() -> None:
+    process, write = _waiting()
+    os.close(write)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["run", "--raw"], 0), (["run", "--max-tokens=-1"], 1)])
+def test_a_process_runs_the_command_line_that_it_gets(demo: Path, arguments: list[str], status: int) -> None:
+    process, write = _waiting()
+    line = [*arguments, "--", str(demo), "The capital of France is"]
+    os.write(write, json.dumps(line).encode())
+    os.close(write)
+    out, _ = process.communicate(timeout=60)
+    plain = subprocess.run([sys.executable, "-m", "runtime", *line], cwd=ROOT, capture_output=True, text=True)
+    assert (out, process.returncode) == (plain.stdout, plain.returncode) and process.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        ("run prompt=x", True),
+        ("prompt=x max_tokens=3", True),
+        ("prompt_file=x", True),
+        ("chat", True),
+        ("run", False),
+        ("compile prompt=x", False),
+        ("-v 1 run prompt=x", False),
+        ("run compile prompt=x", False),
+    ],
+)
+def test_only_a_command_line_that_asks_for_a_reply_starts_one(
+    line: str, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_waiting", None)
+    ahead.start_ahead(line.split())
+    waiting = ahead.take_ahead()
+    assert bool(waiting) == starts
+    if waiting:
+        waiting.stop()
+        os.close(waiting.pipe)
+
+
+def test_a_process_that_has_ended_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_waiting", None)
+    ahead.start_ahead(["chat"])
+    assert ahead._waiting
+    os.close(ahead._waiting.pipe)
+    ahead._waiting.process.wait(timeout=60)
+    assert ahead.take_ahead() is None
+
+
+def test_what_finds_that_all_is_current_imports_no_arithmetic(demo: Path) -> None:
+    again = ("compile", f"artifacts={demo.parents[1]}", "target=cpu")
+    assert not ran(doit(*again))
+    told = doit(*again, env={"PYTHONPROFILEIMPORTTIME": "1"}).stderr
+    imported = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+    assert "stages.kernels.gemv" in imported
+    assert not imported & {"numpy", "ml_dtypes", "tqdm", "rich", "stages.sharing.store", "xdsl"}
