@@ -67,8 +67,9 @@ def reference_norm_swiglu(
     once: int | bool = False,
     activation: int = 0,
 ) -> np.ndarray:
-    """Return SwiGLU of two products with the RMS norm of `x`, or what it is with another activation. `weight`:
-    `[2 * out_cols, cols]`, gate's rows, then up's.
+    """Return SwiGLU of two products with the RMS norm of `x`, or what it is with another activation.
+
+    `weight`: `[2 * out_cols, cols]`, gate's rows, then up's.
     """
     gate, up = np.split(weight, 2)
     return reference_silu(gate, up, rms_norm.reference(x, norm, eps, offset, once), activation)

@@ -1,5 +1,6 @@
-"""The activation of a gated feed-forward network (Shazeer 2020): SwiGLU's `silu(gate) * up`, or with the tanh
-approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32 inside, one rounding. The arguments may have any
+"""The activation of a gated feed-forward network (Shazeer 2020).
+
+It is SwiGLU's `silu(gate) * up`, or with the tanh approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32 inside, one rounding. The arguments may have any
 layout, if all have the same.
 """
 

@@ -204,8 +204,9 @@ class ConfigFields:
         return Heads(heads, kv_heads, head_dim)
 
     def window(self, max_seq: int, default: int = 4096) -> int | None:
-        """Return the sliding window: `default` where the field is missing, None for null and for one as long as the
-        longest context. Raises UserError.
+        """Return the sliding window. Raises UserError.
+
+        It is `default` where the field is missing, None for null and for one as long as the longest context.
         """
         if self.values.get("sliding_window", default) is None:
             return None
@@ -229,8 +230,9 @@ class ConfigFields:
         return ConfigFields(value or {}, f"{self.where}: {name}")
 
     def rope(self, max_seq: int, head_dim: int, theta: float = 10000.0) -> Rope:
-        """Return the rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which
-        holds both. Raises UserError.
+        """Return the rotary embedding. Raises UserError.
+
+        It is `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
 
         Args:
             theta: the default of `rope_theta`.
@@ -351,7 +353,9 @@ ANGLES, PLACED_ANGLES = "rope_table", "token_table"
 
 
 def table(config: Config, name: str, positions: int) -> np.ndarray:
-    """Return a table that programs read rows of, by the name of its buffer: float32 `[positions, head_dim]`, for
+    """Return a table that programs read rows of, by the name of its buffer.
+
+    It is float32 `[positions, head_dim]`, for
     `PLACED_ANGLES` `[positions, head_dim + POSITION / 2]`.
     """
     begin, _, kind = name.partition(".")

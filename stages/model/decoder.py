@@ -1,4 +1,6 @@
-"""What a model computes, as data. A family's file makes it from `config.json`; parts, programs, plans, weights, the
+"""What a model computes, as data.
+
+A family's file makes it from `config.json`; parts, programs, plans, weights, the
 reference and what judges them are derived from it.
 """
 

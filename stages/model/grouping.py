@@ -152,8 +152,9 @@ def prompt_context_buckets(bucket: int, positions: int) -> list[int]:
 
 
 def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0) -> list[Placed]:
-    """Return the parts of a phase of a model, in order. `layers`: how many layers, if not as many as it has; those past
-    the last are like the last.
+    """Return the parts of a phase of a model, in order.
+
+    `layers`: how many layers, if not as many as it has; those past the last are like the last.
     """
     count, last = layers or config.layers, config.layers - 1
 
@@ -195,8 +196,9 @@ def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Gr
 
 
 def entry_of(group: Group | None, placed: Sequence[Placed]) -> str:
-    """Return the name of the function of a program: the group's, and what tells its parts from those of other
-    layers.
+    """Return the name of the function of a program.
+
+    It is the group's, and what tells its parts from those of other layers.
     """
     if group is None:
         return placed[0].part.name

@@ -71,8 +71,9 @@ def unpacking_part(config: Config, key: PartKey, policy: Policy) -> Part:
 
 
 def _products(config: Config, key: PartKey, policy: Policy) -> Part:
-    """Return a part with the weights of its products in the format of `policy.matmul`; weights that parts may have as
-    pairs are one slot where both are unpacked.
+    """Return a part with the weights of its products in the format of `policy.matmul`.
+
+    Weights that parts may have as pairs are one slot where both are unpacked.
     """
     plain, paired = plain_part(config, key), plain_part(config, key, paired=True)
     assert plain

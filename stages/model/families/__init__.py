@@ -72,8 +72,9 @@ _OUTER = ("tie_word_embeddings", "eos_token_id", "quantization_config")
 
 
 def text_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a `config.json` that are about text, without the others of a wrapped one. Raises
-    UserError.
+    """Return the fields of a `config.json` that are about text, without the others of a wrapped one.
+
+    Raises UserError.
     """
     family = family_of(values, where)
     if values.get("architectures") and values["architectures"][0] in family.wrapped:

@@ -17,8 +17,9 @@ from stages.weights.formats import formats
 
 @functools.cache
 def part(config: Config, key: PartKey, policy: Policy = BF16) -> Part:
-    """Return a part of a model with its weights and caches in the formats of a policy. KeyError if there is none of
-    that name.
+    """Return a part of a model with its weights and caches in the formats of a policy.
+
+    KeyError if there is none of that name.
     """
     policy = with_overrides(policy, key.overrides)
     fused = FUSED if shared_weights(policy) else {}

@@ -170,8 +170,9 @@ def _project_attended(d: Described, b: PartBuilder, rows: _Rows, role: str) -> s
 
 
 def _normed_swiglu(d: Described, b: PartBuilder, rows: _Rows, x: str, role: str, paired: bool) -> str:
-    """Add RMS norm, gate, up and the activation; `paired` as in `_o_ffn`. Return the result's slot, which has this
-    role.
+    """Add RMS norm, gate, up and the activation. Return the result's slot, which has this role.
+
+    `paired`: as in `_o_ffn`.
     """
     norm_w = d.weight(b, "ffn_norm_w")
     normed = b.slot("normed2", rows.act("emb"), "scratch")
@@ -287,8 +288,9 @@ def _added_product(b: PartBuilder, x: str, weight: str, residual: str, out: str,
 
 
 def _flash_attn(d: Described) -> PartBuilder:
-    """Build causal attention of a prompt's rows over the first positions of the interleaved cache, which has their K
-    and V already.
+    """Build causal attention of a prompt's rows over the first positions of the interleaved cache.
+
+    The cache has their K and V already.
     """
     b = PartBuilder()
     q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
@@ -306,8 +308,9 @@ def _new_rows(b: PartBuilder, rows: _Rows) -> tuple[str, dict[str, str]]:
 
 
 def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> PartBuilder:
-    """Build a part that appends new rows of K and V to a cache in panels, which the host's attention streams, then
-    attends over it.
+    """Build a part that appends new rows of K and V to a cache in panels, then attends over it.
+
+    The host's attention streams the panels.
     """
     b = PartBuilder()
     q, new = _new_rows(b, rows)
@@ -336,8 +339,9 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
 
 
 def _token_attn(d: Described) -> PartBuilder:
-    """Build a part that rotates a token's Q and K, writes K and V to the interleaved cache and attends over the cache's
-    first positions and them, as one launch. The position comes with the rotation's angles.
+    """Build a part that rotates a token's Q and K, stores K and V, and attends, as one launch.
+
+    It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position comes with the rotation's angles.
     """
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")

@@ -390,8 +390,9 @@ def _bound_norm(case: Case) -> tuple[ErrorBound, ...]:
 
 
 def _norm(case: Case, rows: np.ndarray, weight: np.ndarray, result: np.ndarray) -> ErrorBound:
-    """Bound a norm, which is rounded before and after the product with the weight; that product is exact. With `once`
-    it is rounded only after it.
+    """Bound a norm, which is rounded before and after the product with the weight; that product is exact.
+
+    With `once` it is rounded only after it.
     """
     cols, weight = rows.shape[-1], weight + np.float32(case.inputs.get("offset", 0))
     normed = rows / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + case.inputs["eps"])
