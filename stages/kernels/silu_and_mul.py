@@ -1,7 +1,7 @@
 """The activation of a gated feed-forward network (Shazeer 2020).
 
-It is SwiGLU's `silu(gate) * up`, or with the tanh approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32 inside, one rounding. The arguments may have any
-layout, if all have the same.
+It is SwiGLU's `silu(gate) * up`, or with the tanh approximation of GELU in place of SiLU (Hendrycks & Gimpel 2016); f32
+inside, one rounding. The arguments may have any layout, if all have the same.
 """
 
 from __future__ import annotations

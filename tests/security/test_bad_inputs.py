@@ -103,8 +103,8 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
         "must hold a JSON object, it holds a list: the checkpoint is incomplete or damaged",
     ),
     "config_not_utf8": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{}"), "not valid JSON"),
-    "other_architecture": (set_config(architectures=["MistralForCausalLM"]), 'architectures = ["MistralForCausalLM"]'),
-    "other_model_type": (set_config(model_type="qwen2"), 'model_type = "qwen2"'),
+    "other_architecture": (set_config(architectures=["PhiForCausalLM"]), 'architectures = ["PhiForCausalLM"]'),
+    "other_model_type": (set_config(model_type="phi"), 'model_type = "phi"'),
     "attention_bias": (set_config(attention_bias=True), "attention_bias = true"),
     "mlp_bias": (set_config(mlp_bias=True), "mlp_bias = true"),
     "other_activation": (set_config(hidden_act="gelu"), 'hidden_act = "gelu"'),
@@ -128,7 +128,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "truncated_header": (truncate("model.safetensors", 0.001), "is damaged"),
     "corrupt_header": (lambda m: flip(m / "model.safetensors", 8), "is damaged"),
     "missing_tensor": (edit_tensors(lambda t: t.pop(NORM)), NORM),
-    "no_architecture": (set_config(architectures=None, model_type="qwen2"), 'model_type = "qwen2"'),
+    "no_architecture": (set_config(architectures=None, model_type="phi"), 'model_type = "phi"'),
     "no_type_but_a_list": (set_config(architectures=None, model_type=["llama"]), 'model_type = ["llama"]'),
     "neither_architecture_nor_type": (set_config(architectures=None, model_type=None), "model_type = null"),
     "unexpected_tensor": (edit_tensors(lambda t: t.update(bias=t[NORM])), "ignore=bias leaves it out"),
@@ -212,7 +212,7 @@ def test_a_refused_model_leaves_what_was_there(tmp_path: Path) -> None:
         (artifacts / name).write_text("{}")
     command = ("run", "prompt=hi", f"model={tmp_path / 'model'}", f"artifacts={artifacts}")
     for _ in range(2):
-        one_line(doit(*command), "MistralForCausalLM")
+        one_line(doit(*command), "PhiForCausalLM")
         assert set(snapshot(artifacts)) - {".digests.json"} == set(before)
         assert not (artifacts / "model/cpu/build").exists()
         (artifacts / "model/cpu").mkdir(exist_ok=True)
@@ -222,7 +222,7 @@ def test_a_refused_model_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_refused_change_leaves_the_build(built: Path) -> None:
     before = snapshot(built / "artifacts/model")
     CHECKPOINTS["other_architecture"][0](built / "model")
-    one_line(doit("run", "prompt=hi", "model=model", cwd=built), "MistralForCausalLM")
+    one_line(doit("run", "prompt=hi", "model=model", cwd=built), "PhiForCausalLM")
     assert snapshot(built / "artifacts/model") == before
 
 

@@ -341,7 +341,8 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
 def _token_attn(d: Described) -> PartBuilder:
     """Build a part that rotates a token's Q and K, stores K and V, and attends, as one launch.
 
-    It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position comes with the rotation's angles.
+    It writes K and V to the interleaved cache, and attends over the cache's first positions and them. The position
+    comes with the rotation's angles.
     """
     b = PartBuilder()
     qkv = b.slot("qkv", ("qkv_dim",), "input")

@@ -18,7 +18,7 @@ from stages import air
 from stages.engine.objects import source_file
 from stages.kernels import kernels
 from stages.model.grouping import Program
-from stages.model.part import PartBuilder
+from stages.model.part import PartBuilder, PartKey
 from stages.targets.cpu.instruction_sets import objects_of
 from stages.targets.cpu.modules import cpu_source
 from stages.targets.cpu.objects import compile_host
@@ -38,7 +38,7 @@ args = {
     "out": b.slot("out", ("rows", "cols"), "output"),
 }
 b.launch("unpack", args, rows="rows", cols="cols")
-PART = b.build("unpack_weight")
+PART = b.build_keyed(PartKey("unpack_weight"))
 SIZES = {"rows": ROWS, "cols": COLS}
 
 
