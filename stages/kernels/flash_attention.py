@@ -11,6 +11,7 @@ from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
+from stages.weights.scalars import ALL as ALL
 
 if TYPE_CHECKING:
     from stages.air import AirModule, Builder, Index, MemRef, Number, Variant
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 PARAMS = "heads kv_heads head_dim scalar:float sees"
 """The scalars of attention: scores are divided by the root of `scalar`, and a row attends to the last `sees` positions,
 its own included."""
-
-ALL = 1 << 31
-"""The least `sees` that leaves out nothing."""
 
 
 def reference(

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 
 from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import elementwise, lanes, signature
-
-ACTIVATIONS = ("silu", "gelu_tanh")
-"""Names of activations. Kernels take their places here."""
+from stages.weights.scalars import ACTIVATIONS
 
 
 def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:

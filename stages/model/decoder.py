@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stages.kernels.flash_attention import ALL
-from stages.kernels.silu_and_mul import ACTIVATIONS
-from stages.model.part import Shape
+from stages.weights.scalars import ACTIVATIONS, ALL
+
+Shape = tuple[str | int, ...]
 
 SILU, GELU_TANH = ACTIVATIONS
 

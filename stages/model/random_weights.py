@@ -18,7 +18,6 @@ from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config
 from stages.model.decoder import ADDED, BIASES
-from stages.model.part import resolved
 from stages.weights.blobs import Tensor, write_safetensors
 
 RECIPE = 2
@@ -54,11 +53,11 @@ def write_random_weights(config: Config, path: Path) -> None:
     Rows have a mean square of `1 / fan_in` on average, and norms multiply by values of mean square 1, so that
     activations keep their scale through the layers.
     """
-    sizes, offset = config.dimensions(), np.float32(config.decoder.norm.offset)
+    shapes, offset = families.tensors(config), np.float32(config.decoder.norm.offset)
 
     def tensor(item: tuple[int, families.Weight]) -> np.ndarray:
         seed, weight = item
-        shape = resolved(weight.shape, sizes)
+        shape = shapes[weight.name]
         if weight.slot in BIASES:
             return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:

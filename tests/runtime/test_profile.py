@@ -28,7 +28,7 @@ from stages.targets import targets
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.modules import launches
 from stages.targets.cpu.work import described_launch
-from tests.conftest import CONFIG, doit
+from tests.conftest import A_LLAMA, CONFIG, doit
 from tests.support import browser
 from tests.support.runtime_process import run_module
 
@@ -64,7 +64,7 @@ def test_launches_are_those_that_the_parts_say(llm: Llama, demo: Path) -> None:
         plan = llm.manifest.plans[Phase(phase)]
         programs = [(span.name, span.about.get("layer")) for span in inside if span.kind == "program"]
         assert programs == [(call.program, call.layer) for call in plan]
-        kernels = [launch.kernel.name for call in plan for launch in fuse(part(family, call.program))]
+        kernels = [launch.kernel.name for call in plan for launch in fuse(part(A_LLAMA, PartKey(call.program)))]
         for thread in range(llm.device.threads):
             assert [s.name for s in inside if s.kind == "launch" and s.thread == thread] == kernels
 

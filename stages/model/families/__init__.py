@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, VOCABULARY
-from stages.model.part import Shape, resolved
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, VOCABULARY, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +125,7 @@ def weights(config: Config) -> Iterator[Weight]:
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a model, in model order."""
     sizes = config.dimensions()
-    return {weight.name: resolved(weight.shape, sizes) for weight in weights(config)}
+    return {weight.name: tuple(int(sizes[dim]) for dim in map(str, weight.shape)) for weight in weights(config)}
 
 
 def tensor(config: Config, slot: str) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
-from stages.kernels.silu_and_mul import ACTIVATIONS
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Layer
 from stages.model.part import Dim, Joined, PartBuilder, Shape, Slot
+from stages.weights.scalars import ACTIVATIONS
 
 
 @dataclass(frozen=True)
