@@ -19,7 +19,7 @@ from llama_npu2.artifact.plan import DECODE, Phase
 from llama_npu2.cli.profile import described, profile, summed
 from llama_npu2.devices.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
-from stages.model.families import parse_config, read_config
+from stages.model.families import parse_config
 from stages.model.part import PartKey
 from stages.model.parts import part
 from stages.model.plan import make_plan
@@ -58,7 +58,6 @@ def phase_of(spans: list[Span], name: str) -> list[Span]:
 
 def test_launches_are_those_that_the_parts_say(llm: Llama, demo: Path) -> None:
     spans = spans_of(llm, IDS)
-    family = read_config(demo / "build/config.json").family
     for phase in ("prefill", "decode"):
         inside = phase_of(spans, phase)
         plan = llm.manifest.plans[Phase(phase)]
