@@ -190,6 +190,9 @@ def library(tmp_path_factory: pytest.TempPathFactory, artifacts: Path) -> Path:
 
 SOURCES = ("dodo.py", "stages", "runtime", "kernel_src", "models/demo")
 
+unfinished = shutil.ignore_patterns(".?*", "*.pyc.*")
+"""For copies of directories in which other processes write: files that get their name when they are complete."""
+
 
 @pytest.fixture(scope="session")
 def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -199,10 +202,10 @@ def project(demo: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactor
     for name in SOURCES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, root / name)
+            shutil.copytree(ROOT / name, root / name, ignore=unfinished)
         else:
             shutil.copy(ROOT / name, root / name)
-    shutil.copytree(artifacts / ".cache", root / "artifacts/.cache")
+    shutil.copytree(artifacts / ".cache", root / "artifacts/.cache", ignore=unfinished)
     write_checkpoint(root / "model")
     assert "manifest" in ran(doit("compile", "model=model", cwd=root))
     return root

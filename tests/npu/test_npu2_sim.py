@@ -18,7 +18,7 @@ from llama_npu2.artifact.plan import Phase
 from llama_npu2.engine.chunks import Chunk
 from llama_npu2.engine.completion import Logprob
 from stages.targets.npu2_sim.toolchain import native_fingerprint
-from tests.conftest import ROOT, build, complaints, doit, ran, write_checkpoint
+from tests.conftest import ROOT, build, complaints, doit, ran, unfinished, write_checkpoint
 from tests.support.browser import Look
 
 EXPECTED = json.loads((ROOT / "models/demo/expected.json").read_text())
@@ -33,7 +33,7 @@ def fused(artifacts: Path) -> Path:
 @pytest.fixture(scope="module")
 def separate(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("separate")
-    shutil.copytree(artifacts / ".cache", root / ".cache")
+    shutil.copytree(artifacts / ".cache", root / ".cache", ignore=unfinished)
     return build("demo", root, target="npu2-sim", buckets="64", grouping="separate")
 
 

@@ -41,7 +41,7 @@ from llama_npu2.errors import UserError
 from stages.engine.doit_tasks import command_task
 from stages.graph import Build
 from stages.graph.options import parse_options
-from tests.conftest import write_checkpoint
+from tests.conftest import unfinished, write_checkpoint
 from tests.support.hub_server import HubServer, hub_server
 
 PROCESSES = 4
@@ -227,7 +227,7 @@ def chaos(scratch: Path, operations: int, seed: int, objects: Path | None = None
     whatever must not happen."""
     write_checkpoint(scratch / "model")
     if objects:
-        shutil.copytree(objects, scratch / "undisturbed/.cache/objects")
+        shutil.copytree(objects, scratch / "undisturbed/.cache/objects", ignore=unfinished)
     undisturbed = [Place(scratch / "model", scratch / "undisturbed", chosen) for chosen in CHOICES]
     for place in undisturbed:
         build(place)
