@@ -174,3 +174,5 @@ def _end_at_exit() -> None:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):
         os._exit(CLOSED)
+    # Python takes its handlers away before it ends: a step's process that notices late would end this one by a signal.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
