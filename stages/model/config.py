@@ -155,7 +155,7 @@ class ConfigFields:
     def positions(self, head_dim: int, default: int = 2048) -> int:
         """Return `max_position_embeddings`, which the size of the table of rotations bounds. Raises UserError."""
         positions = self.integer("max_position_embeddings", default)
-        most = LARGEST_TABLE // (head_dim * np.dtype(np.float32).itemsize)
+        most = LARGEST_TABLE // (head_dim * 4)  # f32
         if positions > most:
             raise self.fail(
                 "max_position_embeddings", f"must be at most {most}, or the table of rotations is too large"

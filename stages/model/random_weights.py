@@ -32,7 +32,7 @@ _LARGER = (5.0, 20.0)
 _DEGREES = 5
 """Degrees of freedom of Student's t: the fewest whole ones with a finite fourth moment."""
 
-_BIAS = np.float32(0.1)
+_BIAS = 0.1
 """The standard deviation of biases."""
 
 CHUNK = 1 << 22

@@ -81,5 +81,7 @@ def test_what_finds_that_all_is_current_imports_no_arithmetic(demo: Path) -> Non
     assert not ran(doit(*again))
     told = doit(*again, env={"PYTHONPROFILEIMPORTTIME": "1"}).stderr
     imported = {line.rpartition("|")[2].strip() for line in told.splitlines()}
-    assert "stages.kernels.gemv" in imported
-    assert not imported & {"numpy", "ml_dtypes", "tqdm", "rich", "stages.sharing.store", "xdsl"}
+    assert "stages.kernels" in imported
+    # `importlib.import_module` shows only what the module itself imports.
+    packages = {name.partition(".")[0] for name in imported}
+    assert not packages & {"numpy", "ml_dtypes", "tqdm", "rich", "xdsl"} and "stages.sharing.store" not in imported
