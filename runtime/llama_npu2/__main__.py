@@ -121,7 +121,7 @@ def overview(artifacts: str | None = None) -> str:
 
 
 def main(arguments: list[str] | None = None, artifacts: str | None = None) -> int:
-    """`artifacts` as for `parse`.
+    """Run a command line. `artifacts`: as for `parse`.
 
     Returns the exit status: 0, 1 for a user's mistake, 130 after Ctrl-C, `CLOSED` where nobody reads the output any
     more.
@@ -198,9 +198,10 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Llama:
-    """`chats`: prompts go through the chat template, if there is one.
+    """Open the artifacts that a command line names.
 
-    Its process starts while this one loads numpy, programs and weights. Raises UserError.
+    With `chats`, prompts go through the chat template, if there is one. Its process starts while this one loads numpy,
+    programs and weights. Raises UserError.
     """
     from llama_npu2.text.chat_template import ChatTemplate, start_renderer
 

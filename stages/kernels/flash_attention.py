@@ -36,9 +36,9 @@ def reference(
 ) -> np.ndarray:
     """Return attention, bf16 `[seq, heads * head_dim]`.
 
-    Row `r` of `q` is at position `pos + r` and attends to the last `sees` of positions `0 .. pos + r`. Without `scalar`
-    it is the head's size. `q`: bf16 `[seq, heads *
-    head_dim]`; `k`, `v`: `[pos + seq, kv_heads * head_dim]`, as the cache holds them.
+    Row `r` of `q` is at position `pos + r` and attends to the last `sees` of positions `0 .. pos + r`. Scores are
+    divided by the root of `scalar`, by default the head's size. `q`: bf16 `[seq, heads * head_dim]`; `k`, `v`:
+    `[pos + seq, kv_heads * head_dim]`, as the cache holds them.
     """
     seq, length = len(q), len(k)
     group = heads // kv_heads

@@ -7,7 +7,7 @@ reference and what judges them are derived from it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from stages.weights.scalars import ACTIVATIONS, ALL
@@ -108,14 +108,12 @@ class Layer:
 
     def slots(self) -> Iterator[tuple[str, Shape]]:
         """Yield the slots of its weights with their shapes, in model order."""
-        mixer = self.mixer
-        yield from ((slot, LAYER_SLOTS[slot]) for slot in ("norm_w", "wq", "wk", "wv"))
-        optional = {"bq": mixer.biased, "bk": mixer.biased, "bv": mixer.biased}
-        optional |= {"q_norm_w": mixer.qk_norm, "k_norm_w": mixer.qk_norm}  # type: ignore[dict-item]
-        yield from ((slot, LAYER_SLOTS[slot]) for slot, there in optional.items() if there)
-        after = (["attn_norm_w"], ["down_norm_w"]) if self.sandwich else ([], [])
-        names = ["wo", *after[0], "ffn_norm_w", "w_gate", "w_up", "w_down", *after[1]]
-        yield from ((slot, LAYER_SLOTS[slot]) for slot in names)
+        absent = {
+            *(() if self.mixer.biased else BIASES),
+            *(() if self.mixer.qk_norm else ("q_norm_w", "k_norm_w")),
+            *(() if self.sandwich else ("attn_norm_w", "down_norm_w")),
+        }
+        yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot not in absent)
 
 
 LAYER_SLOTS: Mapping[str, Shape] = {
@@ -136,7 +134,7 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "w_down": ("emb", "ffn"),
     "down_norm_w": ("emb",),
 }
-"""The slots of a layer's weights with their shapes in dimension names."""
+"""The slots of a layer's weights with their shapes in dimension names, in model order."""
 
 MATRICES = tuple(slot for slot, shape in LAYER_SLOTS.items() if len(shape) == 2)
 """The slots of a layer's matrices."""
@@ -171,7 +169,7 @@ class Decoder:
 
     @cached_property
     def _digest(self) -> int:
-        return hash((self.vocab, self.emb, self.layers, self.eps, self.tied, self.norm, self.embed_scale))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
         return self._digest

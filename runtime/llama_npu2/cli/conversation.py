@@ -41,7 +41,7 @@ class Conversation:
         return turn
 
     def save(self, path: Path) -> None:
-        """All of it, as JSON that only the user may read: `{"messages": [...]}`.
+        """Write all of it as JSON that only the user may read: `{"messages": [...]}`.
 
         Replaces a file of the kind, and nothing else. Raises UserError.
         """

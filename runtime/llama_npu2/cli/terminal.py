@@ -150,7 +150,7 @@ def _keys() -> Any:
 
 
 def _editor(history: History, commands: Sequence[str]) -> Reader:
-    """Return prompt_toolkit's.
+    """Return the key bindings for prompt_toolkit.
 
     Enter sends; Alt-Enter, Enter after a backslash and what is pasted begin lines; Tab completes commands.
     """
