@@ -23,7 +23,7 @@ using Known = Inputs<2, MOST>;
 extern "C" void AIE_FN(feed_forward_begin)(bfloat16 *x, bfloat16 *normed, float *acc, bfloat16 *, float eps) {
     use_nearest_even();
     clear(x, COLS, ROW);
-    norm_row(x, normed, normed, eps);
+    norm_row<COLS>(x, normed, normed, eps);
     Known::fix_all(normed, COLS, INPUTS, acc);
 }
 

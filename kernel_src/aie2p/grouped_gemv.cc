@@ -66,7 +66,7 @@ void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *re
 // x [INPUTS], behind it the norm's weight.
 extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc, float eps) {
     use_nearest_even();
-    norm_row(x, x + INPUTS, x, eps);
+    norm_row<COLS>(x, x + INPUTS, x, eps);
     begin(x, acc);
 }
 

@@ -3,5 +3,5 @@
 
 extern "C" void AIE_FN(rms_norm)(const bfloat16 *x, const bfloat16 *weight, bfloat16 *out, float eps) {
     use_nearest_even();
-    for (unsigned row = 0; row < ROWS; ++row, x += COLS, out += COLS) norm_row(x, weight, out, eps);
+    for (unsigned row = 0; row < ROWS; ++row, x += COLS, out += COLS) norm_row<COLS>(x, weight, out, eps);
 }

@@ -110,7 +110,7 @@ def require(what: str, limit: str, used: int, available: int) -> None:
         raise UserError(f"{what}: needs {used} of {limit}, the NPU has {available}")
 
 
-def require_multiple(what: str, size: str, value: int, step: int) -> None:
+def require_multiple(what: str, size: str, value: float, step: int) -> None:
     """Raise UserError if `value`, the size called `size`, is not a multiple of `step`."""
     if value % step:
         raise UserError(f"{what}: {size} = {value} is not a multiple of {step}")

@@ -63,8 +63,7 @@ class Tiling:
     """How its matrices are cut into panels and chunks."""
     cols: int
     """Elements of `x`: the hidden size."""
-    eps: float
-    """The epsilon of the RMS norm."""
+    norm: rms_norm.Norm
     together: int
     """Chunks that come to L2 at a time, per column."""
 
@@ -103,7 +102,7 @@ class Tiling:
         pairs, shares = self.network.pairs, self.network.shares
         chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.network.chunks[0]}
         sizes = {"COLS": self.cols, "INNER": self.network.inner, "OUTS": self.outputs, "PARTS": PARTS}
-        return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs))
+        return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs), **self.norm.macros)
 
     @property
     def macs(self) -> int:
@@ -121,7 +120,7 @@ class Tiling:
         activation = self.network.inner // pairs.lanes * self.panel_vectors
         vectors = activation + grouped_gemv.FIXED * shares.inputs // GROUP
         part_vectors = self.outputs // PARTS // (limits.VECTOR // 2)
-        begin = rms_norm.row_vectors(self.cols) + grouped_gemv.FIXED * pairs.inputs // GROUP
+        begin = self.norm.vectors(self.cols) + grouped_gemv.FIXED * pairs.inputs // GROUP
         return {
             "feed_forward_begin": Cost(vectors=begin),
             "feed_forward_step": Cost(vectors=-(-vectors // chunks), scheduled=grouped_gemv.chunk_vectors(pairs)),
@@ -139,7 +138,7 @@ class Tiling:
         )
 
 
-def tile(form: Format, cols: int, inner: int, eps: float) -> Tiling:
+def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm) -> Tiling:
     """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
 
     Raises UserError if a core's memory or L2 is too small.
@@ -148,7 +147,7 @@ def tile(form: Format, cols: int, inner: int, eps: float) -> Tiling:
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     assert form.feed_forward is not None
     network: FeedForward = form.feed_forward(cols, inner)
-    tilings = [Tiling(network, cols, eps, together) for together in limits.divisors(math.gcd(*network.chunks))]
+    tilings = [Tiling(network, cols, norm, together) for together in limits.divisors(math.gcd(*network.chunks))]
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
     return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
@@ -224,7 +223,7 @@ def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -
         for target in (x, normed):
             b.get(streams.rows, tile, target.at((0, p.cols, 1)))
         # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
-        b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, p.eps)
+        b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, p.norm.eps)
         with b.loop(sum(p.network.chunks)) as j, b.alloc(air.L1, ((p.network.pairs.chunk_bytes,), "i8")) as (chunk,):
             b.get(streams.fed, tile, chunk)
             b.call(p.variant, "feed_forward_step", chunk, normed, j, acc, inner, sums)

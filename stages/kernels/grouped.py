@@ -35,6 +35,7 @@ from stages.kernels import (
     gemm,
     gemv,
     grouped_gemv,
+    rms_norm,
     silu_and_mul,
 )
 from stages.kernels import embed as embedding
@@ -168,7 +169,8 @@ def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_ge
     assert cut is not None
 
     def tiling(sizes: Sizes) -> grouped_gemv.Tiling:
-        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, sizes.get("eps"), adds)
+        norm = rms_norm.Norm.of(sizes) if "eps" in sizes else None
+        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, norm, adds)
 
     return tiling
 
@@ -190,7 +192,7 @@ def _feed_forward(stored: Format) -> Kernel:
             for arg in kernel.args
         ),
         reference=reference,
-        tiling=lambda sizes: feed_forward.tile(stored, sizes["cols"], sizes["ffn"], sizes["eps"]),
+        tiling=lambda sizes: feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes)),
         program=feed_forward.build,
     )
 

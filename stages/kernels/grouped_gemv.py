@@ -39,8 +39,8 @@ class Tiling:
     """Rows of the herd."""
     pairs: bool = False
     """Whether a core takes a panel of gate and one of up at a time, and computes one panel of their SwiGLU."""
-    eps: float | None = None
-    """If given, every core first computes the RMS norm of `x` with this epsilon. The norm's weight comes with `x`."""
+    norm: rms_norm.Norm | None = None
+    """If given, every core first computes this norm of `x`. The norm's weight comes with `x`."""
     adds: bool = False
     """Whether a residual comes with `x` and is added to the product."""
 
@@ -67,7 +67,7 @@ class Tiling:
     @property
     def companion(self) -> int:
         """Elements that come with `x`, after it: those of a norm's weight or of a residual."""
-        return self.cols if self.eps is not None else self.out_cols if self.adds else 0
+        return self.cols if self.norm else self.out_cols if self.adds else 0
 
     @property
     def launches(self) -> list[int]:
@@ -124,8 +124,8 @@ class Tiling:
             shape["PANELS"] = self.panels
         if self.adds:
             shape |= {"ADD": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
-        flags = (("KEEP", self.dtype == "f32"), ("NORM", self.eps is not None))
-        shape |= {name: 1 for name, chosen in flags if chosen}
+        flags = (("KEEP", self.dtype == "f32"), ("NORM", self.norm is not None))
+        shape |= {name: 1 for name, chosen in flags if chosen} | (self.norm.macros if self.norm else {})
         return air.Variant.of("grouped_gemv", **shape)
 
     @property
@@ -134,7 +134,7 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        norm = 0 if self.eps is None else rms_norm.row_vectors(self.cols)
+        norm = self.norm.vectors(self.cols) if self.norm else 0
         return {
             "grouped_gemv_begin": Cost(vectors=norm + FIXED * self.cut.inputs // GROUP),
             "grouped_gemv_step": Cost(
@@ -151,7 +151,7 @@ class Tiling:
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"
-        norm = ", of a norm" if self.eps is not None else ""
+        norm = ", of a norm" if self.norm is not None else ""
         return (
             f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups{norm}{', residual' if self.adds else ''}: herd "
             f"{self.columns}x{self.herd_rows}, {panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of "
@@ -186,7 +186,7 @@ def tile(
     cols: int,
     dtype: str = "bf16",
     pairs: bool = False,
-    eps: float | None = None,
+    norm: rms_norm.Norm | None = None,
     adds: bool = False,
 ) -> Tiling:
     """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
@@ -203,7 +203,7 @@ def tile(
         for rows in range(limits.ROWS, 0, -1)
         if matrix.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, eps, adds) for herd in herds]
+    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds) for herd in herds]
     placeable = (p for p in tilings if all(_terminates(p.columns * p.herd_rows, steps) for steps in p.launches))
     tilings = limits.require_any(what, "a herd that the compiler can place", placeable)
     # L1 holds the outputs of a launch with everything else.
@@ -291,7 +291,7 @@ def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
             if p.companion:
                 b.get(rows, tile, x.at((p.cut.inputs, p.companion, 1)))
             # Sums that only the loop uses would be moved into it, and doubled. So this call is given them.
-            b.call(p.variant, "grouped_gemv_begin", x, acc, *(() if p.eps is None else (p.eps,)))
+            b.call(p.variant, "grouped_gemv_begin", x, acc, *((p.norm.eps,) if p.norm else ()))
             _multiply(b, p, start, steps, fed, tile, x, acc, kept)
             place = ((tile[0], 1, p.herd_rows * outputs), (0, steps, p.herd_rows * lanes), (tile[1], 1, lanes))
             b.dma(out.at(*place, (0, lanes, 1)), kept if outputs == p.kept else kept.at((0, outputs, 1)))

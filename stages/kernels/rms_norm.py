@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, Cost, add, elementwise, lanes, signature
+from stages.kernels import BF16, Cost, Sizes, add, elementwise, lanes, signature
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Number
+    from stages.air import AirModule, Number, Variant
 
 
 def reference(
@@ -39,16 +39,44 @@ def reference_add(
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The scalars of a norm."""
+
+    eps: float
+    offset: float = 0.0
+    once: int | bool = False
+
+    @staticmethod
+    def of(sizes: Sizes) -> Norm:
+        """Return that of a launch with these scalars."""
+        return Norm(float(sizes["eps"]), sizes.get("offset", 0.0), sizes.get("once", False))
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The macros with which `kernel_src/aie2p/rms_norm.h` is compiled. Raises UserError."""
+        limits.require_multiple("rms_norm", "the offset of its weight", self.offset, 1)
+        return {name: int(value) for name, value in (("OFFSET", self.offset), ("ONCE", self.once)) if value}
+
+    def vectors(self, cols: int) -> int:
+        """Return the vector operations that the norm of a row takes."""
+        return cols // lanes(cols) * (10 + 3 * bool(self.once) + 7 * bool(self.offset)) + 15
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How a norm is divided: each core has an equal share of the rows. The weight stays in L1."""
 
     rows: int
     cols: int
-    eps: float
+    norm: Norm
     columns: int
     """Columns of the herd, which has one row."""
     tile_rows: int
     """Rows that a core processes at a time."""
+
+    @property
+    def variant(self) -> Variant:
+        return air.Variant.of("rms_norm", COLS=self.cols, ROWS=self.tile_rows, **self.norm.macros)
 
     @property
     def macs(self) -> int:
@@ -56,18 +84,13 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
-        return {"rms_norm": Cost(vectors=self.tile_rows * row_vectors(self.cols))}
+        return {"rms_norm": Cost(vectors=self.tile_rows * self.norm.vectors(self.cols))}
 
     def __str__(self) -> str:
         return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
 
 
-def row_vectors(cols: int) -> int:
-    """Return the vector operations that the norm of a row takes."""
-    return cols // lanes(cols) * 10 + 15
-
-
-def tile(rows: int, cols: int, eps: float) -> Tiling:
+def tile(rows: int, cols: int, norm: Norm) -> Tiling:
     """Divide a norm so that a core processes as many rows at a time as fit L1, with the output and the weight.
 
     The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
@@ -80,7 +103,7 @@ def tile(rows: int, cols: int, eps: float) -> Tiling:
     heights = limits.divisors(share, 1, 4)
     fitting = (r for r in heights if limits.fits_l1(2 * limits.copies(share // r) * r * row, row))
     heights = limits.require_any(what, limits.IN_L1, fitting)
-    return Tiling(rows, cols, eps, columns, limits.steady_first(what, heights, lambda r: share // r)[0])
+    return Tiling(rows, cols, norm, columns, limits.steady_first(what, heights, lambda r: share // r)[0])
 
 
 def build(tiling: Tiling) -> AirModule:
@@ -91,7 +114,6 @@ def build(tiling: Tiling) -> AirModule:
     p = tiling
     wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
     b = air.Builder("rms_norm", {"x": wide, "weight": air.memref_type((p.cols,)), "out": wide})
-    variant = air.Variant.of("rms_norm", COLS=p.cols, ROWS=p.tile_rows)
     share = p.rows // p.columns
     with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _), b.alloc(air.L1, (p.cols,)) as (weight,):
         b.dma(weight, b.args["weight"].at((0, p.cols, 1)))
@@ -100,7 +122,7 @@ def build(tiling: Tiling) -> AirModule:
             if p.rows > 1:
                 place.insert(0, (tx * share + i * p.tile_rows, p.tile_rows, p.cols))
             b.dma(x, b.args["x"].at(*place))
-            b.call(variant, "rms_norm", x, weight, out, p.eps)
+            b.call(p.variant, "rms_norm", x, weight, out, p.norm.eps)
             b.dma(b.args["out"].at(*place), out)
     return b.finish()
 
@@ -114,7 +136,7 @@ KERNELS = (
         ("x", "weight"),
         f"rows cols {PARAMS}",
         reference,
-        tiling=lambda s: tile(s["rows"], s["cols"], float(s["eps"])),
+        tiling=lambda s: tile(s["rows"], s["cols"], Norm.of(s)),
         program=build,
     ),
     signature("norm_add", ("x", "residual", "weight"), f"rows cols {PARAMS}", reference_add, source="rms_norm"),

@@ -120,7 +120,7 @@ def _in_herd(op: Operation) -> bool:
 @pytest.mark.parametrize(
     ("tile", "limit"),
     [
-        (lambda: rms_norm.tile(8, 65536, 1e-5), "L1"),
+        (lambda: rms_norm.tile(8, 65536, rms_norm.Norm(1e-5)), "L1"),
         (lambda: gemv.tile(2048, 1 << 18), "no tile size fits L1"),
         (lambda: gemv.tile(64, 32), "no tile size fits cols = 32 into two chunks of whole vectors"),
         (lambda: gemm.tile(128, 256, 1024, head_dim=1024), "no tile size fits whole heads of 1024 into 512 columns"),

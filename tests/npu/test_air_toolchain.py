@@ -135,7 +135,9 @@ def _gemv(shape: random.Random) -> AirModule:
 
 
 def _norm(shape: random.Random) -> AirModule:
-    return rms_norm.build(rms_norm.tile(shape.choice([1, _rows(shape)]), 16 * shape.randint(2, 500), 1e-5))
+    return rms_norm.build(
+        rms_norm.tile(shape.choice([1, _rows(shape)]), 16 * shape.randint(2, 500), rms_norm.Norm(1e-5))
+    )
 
 
 GENERATED: tuple[Callable[[random.Random], AirModule], ...] = (

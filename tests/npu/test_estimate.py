@@ -352,10 +352,10 @@ def _elementwise(name: str, cols: int) -> tuple[Any, str, list[Any], int]:
     return air.Variant.of(name, COUNT=tiling.chunk), name, arguments, tiling.costs[name].vectors
 
 
-def _norm(rows: int, cols: int) -> tuple[Any, str, list[Any], int]:
-    tiling = rms_norm.Tiling(rows, cols, 1e-5, 1, rows)
+def _norm(rows: int, cols: int, **more: float) -> tuple[Any, str, list[Any], int]:
+    tiling = rms_norm.Tiling(rows, cols, rms_norm.Norm(1e-5, **more), 1, rows)
     arguments = [buffer(2 * rows * cols), buffer(2 * cols), buffer(2 * rows * cols), 1e-5]
-    return air.Variant.of("rms_norm", COLS=cols, ROWS=rows), "rms_norm", arguments, tiling.costs["rms_norm"].vectors
+    return tiling.variant, "rms_norm", arguments, tiling.costs["rms_norm"].vectors
 
 
 def _rope(rows: int, heads: int, head_dim: int, out: str = rope.ROWS) -> tuple[Any, str, list[Any], int]:
@@ -460,7 +460,9 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _elementwise("add", 48),
         lambda: _elementwise("silu_and_mul", 8192),
         lambda: _norm(1, 2048),
-        lambda: _norm(3, 576),
+        lambda: _norm(3, 576, offset=1.0),
+        lambda: _norm(1, 640, once=1),
+        lambda: _norm(2, 640, offset=1.0, once=1),
         lambda: _rope(1, 32, 64),
         lambda: _rope(2, 8, 128),
         lambda: _rope(2, 8, 64, rope.QUERIES),

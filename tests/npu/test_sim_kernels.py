@@ -91,16 +91,17 @@ def test_silu_of_every_number() -> None:
     assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
 
 
-@pytest.mark.parametrize(
-    "rows, cols, scale", [(128, 256, 3.0), (1, 576, 3.0), (16, 3072, 3.0), (8, 48, 3.0), (8, 64, 0.003)]
-)
-def test_rms_norm(rows: int, cols: int, scale: float) -> None:
-    """The smallest scale is that of epsilon's root."""
+@pytest.mark.parametrize("offset, once", [(0.0, 0), (1.0, 1), (1.0, 0), (0.0, 1)])
+@pytest.mark.parametrize("rows, cols, scale", [(128, 256, 3.0), (1, 576, 3.0), (8, 48, 3.0), (8, 64, 0.003)])
+def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) -> None:
+    """The smallest scale is that of epsilon's root. Weights of -0.99 nearly vanish with an offset."""
     x, weight = random(rows, cols, seed=5, scale=scale), random(cols, seed=6)
-    got = execute(rms_norm.build(rms_norm.tile(rows, cols, 1e-5)), x, weight, empty(rows, cols))
-    want = rms_norm.reference(x, weight, 1e-5)
+    weight[::7] = -0.99
+    norm = rms_norm.Norm(1e-5, offset, once)
+    got = execute(rms_norm.build(rms_norm.tile(rows, cols, norm)), x, weight, empty(rows, cols))
+    want = rms_norm.reference(x, weight, 1e-5, offset, once)
     # Two roundings in a row: a unit of the first becomes at most two of the second.
-    assert_close(got, want, 2 * ULP * magnitude(want))
+    assert_close(got, want, (1 if once else 2) * ULP * magnitude(want))
 
 
 @pytest.mark.parametrize(

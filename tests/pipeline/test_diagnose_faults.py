@@ -281,8 +281,8 @@ ARRAY = [
     Fault(
         "index",
         "grouped_gemv.cc",
-        "norm_row(x, x + INPUTS, x, eps);",
-        "norm_row(x, x + (INPUTS - WIDE), x, eps);",
+        "norm_row<COLS>(x, x + INPUTS, x, eps);",
+        "norm_row<COLS>(x, x + (INPUTS - WIDE), x, eps);",
         ("int4_norm_gemv", "decode@128", 0),
         NPU_INT4,
     ),

@@ -12,7 +12,7 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "add rows": lambda: elementwise.tile("add", 128, 960),
     "add vector": lambda: elementwise.tile("add", 1, 576),
     "silu": lambda: elementwise.tile("silu_and_mul", 512, 5632),
-    "rms_norm": lambda: rms_norm.tile(2048, 3072, 1e-5),
+    "rms_norm": lambda: rms_norm.tile(2048, 3072, rms_norm.Norm(1e-5)),
     "rope": lambda: rope.tile(128, 24, 128),
     "rope into KV": lambda: rope.tile(128, 3, 64, rope.KEYS),
     "rope of queries": lambda: rope.tile(128, 3, 64, rope.QUERIES),
@@ -42,7 +42,7 @@ PROGRAMS: dict[str, Callable[[], air.AirModule]] = {name: partial(_program, name
 
 def norm_twice() -> air.AirModule:
     """Two object variants in one function."""
-    parts = [rms_norm.build(rms_norm.tile(rows, 64, 1e-5)) for rows in (1, 32)]
+    parts = [rms_norm.build(rms_norm.tile(rows, 64, rms_norm.Norm(1e-5))) for rows in (1, 32)]
     wirings = [{name: f"{name}{n}" for name in ("x", "weight", "out")} for n in range(2)]
     slots = [slot for wiring in wirings for slot in wiring.values()]
     return air.stitch("norm_twice", slots, list(zip(parts, wirings, strict=True)))
