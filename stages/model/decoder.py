@@ -110,10 +110,16 @@ class Layer:
         """Yield the slots of its weights with their shapes, in model order."""
         absent = {
             *(() if self.mixer.biased else BIASES),
-            *(() if self.mixer.qk_norm else ("q_norm_w", "k_norm_w")),
+            *(() if self.mixer.qk_norm else QK_NORMS),
             *(() if self.sandwich else ("attn_norm_w", "down_norm_w")),
         }
         yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot not in absent)
+
+    def offset(self, slot: str) -> float:
+        """Return the number that is added to the weights of a slot."""
+        norms = {**dict.fromkeys(NORMS, self.norm), **dict.fromkeys(QK_NORMS, self.mixer.qk_norm)}
+        norm = norms.get(slot)
+        return norm.offset if norm else 0.0
 
 
 LAYER_SLOTS: Mapping[str, Shape] = {
@@ -143,6 +149,9 @@ ADDED = ("wo", "w_down")
 """The slots of matrices whose products are added to the residual stream."""
 
 BIASES = ("bq", "bk", "bv")
+
+NORMS = ("norm_w", "attn_norm_w", "ffn_norm_w", "down_norm_w")
+QK_NORMS = ("q_norm_w", "k_norm_w")
 
 EMBEDDING, FINAL_NORM, HEAD = "w_embed", "final_norm_w", "w_vocab"
 """The slots of weights outside of the layers."""

@@ -11,8 +11,9 @@ import pytest
 from ml_dtypes import bfloat16
 from tokenizers import Tokenizer
 
-from stages.model.families import parse_config, tensors
-from stages.model.importers.gguf import rotary_order, tensor_name
+from stages.model.families import parse_config, tensors, weights
+from stages.model.families.llama import GGUF
+from stages.model.importers.gguf import rotary_order
 from stages.model.importers.gguf_blocks import TYPES
 from tests.conftest import CONFIG
 
@@ -54,13 +55,14 @@ def write_file(path: Path, types: dict[str, str], **changes: Any) -> dict[str, n
     writer.add_token_types([1] * config.vocab)
     writer.add_token_merges(["< 1"])
     rng, values = np.random.default_rng(0), {}
-    for name, shape in tensors(config).items():
-        kind = gguf.GGMLQuantizationType[types.get(name, "F32")]
+    for weight in weights(config):
+        kind = gguf.GGMLQuantizationType[types.get(weight.name, "F32")]
+        shape = tensors(config)[weight.name]
         raw = random_blocks(rng, kind, shape)
-        writer.add_tensor(tensor_name(name), raw, raw_dtype=kind)
+        writer.add_tensor(GGUF.tensors[weight.slot].format(layer=weight.layer), raw, raw_dtype=kind)
         wide = gguf.dequantize(raw, kind).reshape(shape)
-        order = rotary_order(name, shape[0], config.head_dim)
-        values[name] = wide if order is None else wide[np.argsort(order)]
+        order = rotary_order(weight, GGUF, shape[0], config.head_dim)
+        values[weight.name] = wide if order is None else wide[np.argsort(order)]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

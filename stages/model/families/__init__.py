@@ -18,6 +18,7 @@ from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, VOCABULARY, Shape
+from stages.model.families.gguf import Gguf
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class Family:
     """Architectures that have this family's fields in `text_config`, next to a part that does not see text."""
     title: str = ""
     """What people call it."""
+    gguf: Gguf | None = None
+    """How GGUF files hold its models; None: they are not read."""
 
 
 @functools.cache
@@ -109,6 +112,8 @@ class Weight(NamedTuple):
     name: str
     shape: Shape
     """In dimension names."""
+    offset: float = 0.0
+    """The number that is added to its values."""
 
 
 def weights(config: Config) -> Iterator[Weight]:
@@ -116,8 +121,9 @@ def weights(config: Config) -> Iterator[Weight]:
     names, decoder = of(config).tensors, config.decoder
     yield Weight(EMBEDDING, None, names[EMBEDDING], VOCABULARY)
     for number, layer in enumerate(decoder.layers):
-        yield from (Weight(slot, number, names[slot].format(layer=number), shape) for slot, shape in layer.slots())
-    yield Weight(FINAL_NORM, None, names[FINAL_NORM], ("emb",))
+        for slot, shape in layer.slots():
+            yield Weight(slot, number, names[slot].format(layer=number), shape, layer.offset(slot))
+    yield Weight(FINAL_NORM, None, names[FINAL_NORM], ("emb",), decoder.norm.offset)
     if not decoder.tied:
         yield Weight(HEAD, None, names[HEAD], VOCABULARY)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from stages.engine.lazy import ml_dtypes
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -96,6 +98,38 @@ _NAMES = {
     "down_norm_w": of_layer("post_feedforward_layernorm.weight"),
 }
 
+_DEEPEST = 62
+"""Layers of Gemma 3 27B, of which llama.cpp knows by them that its scalar is not the head size."""
+
+
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what llama.cpp takes as given."""
+    own_scalar = fields["num_hidden_layers"] == _DEEPEST
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if own_scalar else fields["head_dim"]
+    given: dict[str, Any] = {"query_pre_attn_scalar": scalar}
+    slides = metadata.get("attention.sliding_window_pattern")
+    if not fields.get("sliding_window"):
+        given |= {"sliding_window": None, "sliding_window_pattern": 1}
+    elif isinstance(slides, list):
+        given["layer_types"] = [SLIDING if layer else FULL for layer in slides]
+    elif slides is not None:
+        given["sliding_window_pattern"] = slides
+    return given
+
+
+_GGUF = Gguf(
+    "gemma3",
+    {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+    {
+        "sliding_window": "attention.sliding_window",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    given=("attention.sliding_window_pattern",),
+    complete=_of_gguf,
+)
+
 FAMILY = Family(
     "gemma3_text",
     ("Gemma3ForCausalLM",),
@@ -104,4 +138,5 @@ FAMILY = Family(
     (*IGNORED, "*vision_tower.*", "*multi_modal_projector.*"),
     wrapped=("Gemma3ForConditionalGeneration",),
     title="Gemma 3",
+    gguf=_GGUF,
 )

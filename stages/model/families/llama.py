@@ -7,6 +7,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, FeedForward, Layer
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -52,4 +53,6 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("llama", [layer] * count, max_seq, tied=False)
 
 
-FAMILY = Family("llama", ("LlamaForCausalLM",), parse, TENSORS, IGNORED, title="Llama 2, 3, SmolLM2")
+GGUF = Gguf("llama", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, neighbours=True, factors=True)
+
+FAMILY = Family("llama", ("LlamaForCausalLM",), parse, TENSORS, IGNORED, title="Llama 2, 3, SmolLM2", gguf=GGUF)

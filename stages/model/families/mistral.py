@@ -7,7 +7,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.llama import IGNORED, TENSORS
+from stages.model.families.llama import GGUF, IGNORED, TENSORS
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -34,4 +34,5 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("mistral", [layer] * count, max_seq, tied=False, eos=(2,))
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), parse, TENSORS, IGNORED, title="Mistral 7B, Nemo, Small")
+FAMILY = Family("mistral", ("MistralForCausalLM",), parse, TENSORS, IGNORED, title="Mistral 7B, Nemo, Small", gguf=GGUF)
+"""In GGUF files it is a Llama, without windows."""

@@ -8,6 +8,7 @@ from typing import Any
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import BIASES, Attention, FeedForward, Layer
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
@@ -35,4 +36,12 @@ def layers(fields: ConfigFields, attention: Attention, max_seq: int) -> list[Lay
 
 _BIASES = {slot: TENSORS[f"w{slot[1:]}"].replace(".weight", ".bias") for slot in BIASES}
 
-FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), parse, TENSORS | _BIASES, IGNORED, title="Qwen 2, 2.5")
+FAMILY = Family(
+    "qwen2",
+    ("Qwen2ForCausalLM",),
+    parse,
+    TENSORS | _BIASES,
+    IGNORED,
+    title="Qwen 2, 2.5",
+    gguf=Gguf("qwen2", {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}),
+)

@@ -7,6 +7,7 @@ from typing import Any
 from stages.model.config import Config, ConfigFields
 from stages.model.decoder import Attention, Norm
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 from stages.model.families.qwen2 import layers
 
@@ -29,4 +30,12 @@ def parse(fields: ConfigFields) -> Config:
 
 _NORMS = {slot: of_layer(f"self_attn.{slot[0]}_norm.weight") for slot in ("q_norm_w", "k_norm_w")}
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), parse, TENSORS | _NORMS, IGNORED, title="Qwen 3")
+FAMILY = Family(
+    "qwen3",
+    ("Qwen3ForCausalLM",),
+    parse,
+    TENSORS | _NORMS,
+    IGNORED,
+    title="Qwen 3",
+    gguf=Gguf("qwen3", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}),
+)

@@ -1,8 +1,9 @@
-"""A GGUF file of a Llama as llama.cpp's converter writes it, with configuration and tokenizer in it."""
+"""A GGUF file as llama.cpp's converter writes it, with configuration and tokenizer in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -10,49 +11,25 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.engine.lazy import ml_dtypes, np
-from stages.model.config import ConfigFields
-from stages.model.importers import Held
+from stages.model.config import Config, ConfigFields
+from stages.model.families import Weight, parse_config, weights
+from stages.model.families.gguf import TURNED, Gguf
+from stages.model.importers import PLAIN, Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
+from stages.model.importers.gguf_config import architecture, config_fields
 from stages.model.importers.gguf_header import Header, Place
-from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
+from stages.model.importers.gguf_tokenizer import tokenizer_files
 from stages.weights.format import Shape
 from stages.weights.formats import formats
 
 ROPE_FACTORS = "rope_freqs.weight"
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 _CHUNK = 1 << 20
 """Values that are rearranged at a time, so that temporaries stay in the CPU's cache."""
 
 
-def tensor_name(name: str) -> str:
-    """Return the name of a Llama's tensor in a GGUF file."""
-    if name in _NAMES:
-        return _NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
-def rotary_order(name: str, rows: int, head_dim: int) -> np.ndarray | None:
-    """Return the checkpoint's row that is in each row of the file; None where all are in their places.
-
-    llama.cpp rotates neighbouring rows (2 d, 2 d + 1) of Q and K, a checkpoint rows (d, d + head_dim / 2).
-    """
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+def rotary_order(weight: Weight, kind: Gguf, rows: int, head_dim: int) -> np.ndarray | None:
+    """Return the checkpoint's row that is in each row of the file; None where all are in their places."""
+    if not kind.neighbours or weight.slot not in TURNED:
         return None
     return np.arange(rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
 
@@ -67,54 +44,49 @@ class GgufFile:
         self.names = frozenset(self._places) - {ROPE_FACTORS}
 
     @cached_property
-    def fields(self) -> dict[str, Any]:
-        meta = ConfigFields(self._metadata, self.where)
-        if meta.values.get("general.architecture") != "llama":
-            raise meta.fail("general.architecture", "only llama is supported")
-        if meta.values.get("split.count", 0) > 1:
-            raise meta.fail("split.count", "join the parts with llama-gguf-split --merge")
-        meta.require({"llama.expert_count": (0,)})
-        emb, heads = meta.integer("llama.embedding_length"), meta.integer("llama.attention.head_count")
-        head_dim = meta.integer("llama.attention.key_length", max(emb // heads, 1))
-        same = dict.fromkeys(("llama.attention.value_length", "llama.rope.dimension_count"), (head_dim,))
-        meta.require(same)
-        embedding = self._places.get("token_embd.weight")
-        vocab = meta.integer("llama.vocab_size", embedding.shape[0] if embedding else None)
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": emb,
-            "intermediate_size": meta.integer("llama.feed_forward_length"),
-            "num_hidden_layers": meta.integer("llama.block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": meta.integer("llama.attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "vocab_size": vocab,
-            "max_position_embeddings": meta.integer("llama.context_length"),
-            "rms_norm_eps": meta.number("llama.attention.layer_norm_rms_epsilon"),
-            "rope_theta": meta.number("llama.rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(meta, head_dim),
-            "tie_word_embeddings": "output.weight" not in self._places,
-            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": end_tokens(meta, vocab),
-        }
+    def _meta(self) -> ConfigFields:
+        return ConfigFields(self._metadata, self.where)
 
-    def _rope_scaling(self, meta: ConfigFields, head_dim: int) -> dict[str, Any] | None:
+    @cached_property
+    def _kind(self) -> Gguf:
+        return architecture(self._meta)
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        if self._metadata.get("split.count", 0) > 1:
+            raise self._meta.fail("split.count", "join the parts with llama-gguf-split --merge")
+        fields = config_fields(self._meta, self._kind, self._places)
+        return {**fields, "rope_scaling": self._rope_scaling(fields["head_dim"])}
+
+    @cached_property
+    def _weights(self) -> dict[str, Weight]:
+        """The model's tensors by their names in a checkpoint directory."""
+        return {weight.name: weight for weight in weights(self.config)}
+
+    @cached_property
+    def config(self) -> Config:
+        """The model that it holds. Raises UserError."""
+        return parse_config(self.fields, self.where)
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         """Return the scaling of the rotary embedding. A GGUF file has Llama 3's as the resulting factors."""
-        kind = self._metadata.get("llama.rope.scaling.type", "none")
+        prefix = f"{self._kind.architecture}.rope.scaling"
+        kind = self._metadata.get(f"{prefix}.type", "none")
         if kind not in ("none", "linear"):
-            raise meta.fail("llama.rope.scaling.type", "only none, linear are supported")
+            raise self._meta.fail(f"{prefix}.type", "only none, linear are supported")
         if ROPE_FACTORS in self._places:
-            place = self._place(ROPE_FACTORS, (head_dim // 2,))
-            factors = self._read(ROPE_FACTORS, place, None)
-            if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
-                raise UserError(f"{self.path}: tensor {ROPE_FACTORS} must be F32 and hold positive numbers")
-            same = factors.astype(np.float64).tolist()
+            same = self._factors(ROPE_FACTORS, head_dim // 2)
             return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
         if kind == "linear":
-            return {"rope_type": "linear", "factor": meta.number("llama.rope.scaling.factor")}
+            return {"rope_type": "linear", "factor": self._meta.number(f"{prefix}.factor")}
         return None
+
+    def _factors(self, name: str, count: int) -> list[float]:
+        """Return what the rotations are divided by. Raises UserError."""
+        factors = self._read(name, self._place(name, (count,)), None)
+        if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
+            raise UserError(f"{self.path}: tensor {name} must be F32 and hold positive numbers")
+        return factors.astype(np.float64).tolist()
 
     def files(self) -> list[Path]:
         return [self.path]
@@ -122,13 +94,23 @@ class GgufFile:
     def where_is(self, name: str) -> str:
         return self.where
 
+    def inside(self, name: str) -> str:
+        """Return the file's tensor that has the values of a checkpoint's."""
+        weight = self._weights[name]
+        return self._kind.tensors[weight.slot].format(layer=weight.layer)
+
     def held(self, name: str, shape: Shape) -> Held | None:
-        inside = tensor_name(name)
+        inside, weight = self.inside(name), self._weights[name]
         if inside not in self._places:
             return None
         place = self._place(inside, shape)
-        order = rotary_order(name, shape[0], self.fields["head_dim"])
-        return self._held(inside, place, None if order is None else np.argsort(order))
+        order = rotary_order(weight, self._kind, shape[0], self.config.head_dim)
+        held = self._held(inside, place, None if order is None else np.argsort(order))
+        if not weight.offset:
+            return held
+        if held.format not in PLAIN:
+            raise UserError(f"{self.path}: tensor {inside} is {TYPES[place.type].name}: only F32, F16, BF16 are read")
+        return _without(held, weight.offset)
 
     def _place(self, name: str, shape: Shape) -> Place:
         """Return where a tensor is. Raise UserError for another shape, an unknown type or a file that ends early."""
@@ -176,4 +158,9 @@ class GgufFile:
         return stored
 
     def tokenizer(self) -> Mapping[str, bytes]:
-        return tokenizer_files(ConfigFields(self._metadata, self.where))
+        return tokenizer_files(self._meta)
+
+
+def _without(held: Held, offset: float) -> Held:
+    """Return a vector less a number that llama.cpp's converter has added to it, f32."""
+    return replace(held, format="f32", read=lambda: held.read().astype(np.float32) - np.float32(offset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from llama_npu2.errors import UserError
+from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, inverse_frequencies
-from stages.model.decoder import Rope
-from stages.model.families import tensors, token_tensors
-from stages.model.importers.gguf import ROPE_FACTORS, rotary_order, tensor_name
+from stages.model.decoder import Decoder, Layer, Rope
+from stages.model.families import token_tensors
+from stages.model.families.gguf import Gguf
+from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, rotary_order
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_header import Header
 
@@ -24,32 +27,69 @@ PLAIN = "BF16"
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a checkpoint without its tokenizer. Matrices stay bf16, vectors become f32, as by llama.cpp's converter."""
+    """Write a checkpoint without its tokenizer. Matrices stay bf16, vectors become f32, as by llama.cpp's converter.
+
+    Raises UserError for a model that a GGUF file cannot describe.
+    """
     import gguf
 
     config, temporary = checkpoint.config, path.with_suffix(".part")
+    kind = families.of(config).gguf
+    if kind is None:
+        raise UserError(f"peers=llama.cpp: GGUF files of {config.family} are not written: leave it out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(temporary, "llama")
+    writer = gguf.GGUFWriter(temporary, kind.architecture)
     try:
-        _describe(writer, config)
-        for name in tensors(config):
-            tensor = checkpoint.tensor(name)
-            order = rotary_order(name, len(tensor), config.head_dim)
-            if tensor.ndim == 1:
-                writer.add_tensor(tensor_name(name), tensor.astype(np.float32))
-            else:
-                inside = tensor.astype(bfloat16)[slice(None) if order is None else order]
-                raw = inside.view(np.uint8).reshape(len(inside), -1)
-                writer.add_tensor(tensor_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        if config.decoder.attention.rope.scaling.type != "default":
+        _describe(writer, config, kind)
+        for weight in families.weights(config):
+            _add(writer, weight, checkpoint.tensor(weight.name), kind, config.head_dim)
+        if kind.factors and config.decoder.attention.rope.scaling.type != "default":
             writer.add_tensor(ROPE_FACTORS, _frequency_factors(config))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        _check_described(temporary, config)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _add(writer: Any, weight: families.Weight, tensor: np.ndarray, kind: Gguf, head_dim: int) -> None:
+    """Add a tensor as llama.cpp's converter does."""
+    import gguf
+
+    name = kind.tensors[weight.slot].format(layer=weight.layer)
+    order = rotary_order(weight, kind, len(tensor), head_dim)
+    rows = tensor if order is None else tensor[order]
+    if rows.ndim == 1:
+        writer.add_tensor(name, rows.astype(np.float32) + np.float32(weight.offset))
+    else:
+        raw = rows.astype(bfloat16).view(np.uint8).reshape(len(rows), -1)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def _check_described(path: Path, config: Config) -> None:
+    """Raise UserError where a file says something else than the configuration that it was written of."""
+    written, ours = GgufFile(path).config.decoder, config.decoder
+    layers = [[_comparable(layer) for layer in decoder.layers] for decoder in (written, ours)]
+    scalars = [replace(decoder, layers=(), eps=0.0) for decoder in (written, ours)]
+    same = {
+        "layers": layers[0] == layers[1],
+        "rotary embedding": np.allclose(_turns(written, config), _turns(ours, config), rtol=1e-5, atol=0),
+        "scalars": scalars[0] == scalars[1],
+        "epsilon": np.isclose(written.eps, ours.eps, rtol=1e-5, atol=0),
+    }
+    if other := [name for name, equal in same.items() if not equal]:
+        raise UserError(f"peers=llama.cpp: a GGUF file cannot describe its {', '.join(other)}: leave it out")
+
+
+def _turns(decoder: Decoder, config: Config) -> list[np.ndarray]:
+    return [inverse_frequencies(layer.mixer.rope, config.head_dim) for layer in decoder.layers]
+
+
+def _comparable(layer: Layer) -> Layer:
+    return replace(layer, mixer=replace(layer.mixer, rope=Rope()))
 
 
 def silenced() -> Any:
@@ -86,8 +126,8 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
 
 def token_bytes(path: Path, config: Config) -> int:
     """Return the bytes of weights that llama.cpp reads to decode a token."""
-    tensors = Header(path).tensors
-    places = [tensors[tensor_name(name)] for name in token_tensors(config)]
+    tensors, file = Header(path).tensors, GgufFile(path)
+    places = [tensors[file.inside(name)] for name in token_tensors(config)]
     kinds = [(TYPES[place.type], prod(place.shape)) for place in places]
     return sum(values // kind.values * kind.bytes for kind, values in kinds)
 
@@ -99,7 +139,7 @@ def bits(path: Path) -> float:
     return 8 * sum(values // kind.values * kind.bytes for kind, values in matrices) / sum(n for _, n in matrices)
 
 
-def _describe(writer: Any, config: Config) -> None:
+def _describe(writer: Any, config: Config, kind: Gguf) -> None:
     import gguf
 
     writer.add_tokenizer_model("no_vocab")
@@ -113,9 +153,33 @@ def _describe(writer: Any, config: Config) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.decoder.attention.rope.theta)
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    _describe_ropes(writer, config, kind)
+    windows = [layer.mixer.window for layer in config.decoder.layers]
+    if any(windows) and "attention.sliding_window" in kind.keys.values():
+        writer.add_sliding_window(max(filter(None, windows)))
+        slides = [window is not None for window in windows]
+        period = slides.index(False) + 1 if False in slides else len(slides) + 1
+        if slides == [bool((layer + 1) % period) for layer in range(len(slides))]:
+            writer.add_sliding_window_pattern(period)
+        else:
+            writer.add_sliding_window_pattern(slides)
+
+
+def _describe_ropes(writer: Any, config: Config, kind: Gguf) -> None:
+    """Add the rotary embedding of layers that see all positions, and the base of those with a window."""
+    ropes = {layer.mixer.window is None: layer.mixer.rope for layer in config.decoder.layers}
+    rope = ropes.get(True, ropes.get(False))
+    assert rope
+    writer.add_rope_freq_base(rope.theta)
+    if "rope.freq_base_swa" in kind.keys.values() and False in ropes:
+        writer.add_float32(f"{kind.architecture}.rope.freq_base_swa", ropes[False].theta)
+    if not kind.factors and rope.scaling.type == "linear":
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.scaling.factor)
 
 
 def _frequency_factors(config: Config) -> np.ndarray:

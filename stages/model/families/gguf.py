@@ -1,0 +1,72 @@
+"""How GGUF files hold models, as llama.cpp's converter writes them: what most architectures share.
+
+A family's file says what is different in its own (`Family.gguf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+
+
+def of_block(tensor: str) -> str:
+    return f"blk.{{layer}}.{tensor}"
+
+
+TENSORS: Mapping[str, str] = {
+    EMBEDDING: "token_embd.weight",
+    "norm_w": of_block("attn_norm.weight"),
+    "wq": of_block("attn_q.weight"),
+    "wk": of_block("attn_k.weight"),
+    "wv": of_block("attn_v.weight"),
+    "bq": of_block("attn_q.bias"),
+    "bk": of_block("attn_k.bias"),
+    "bv": of_block("attn_v.bias"),
+    "q_norm_w": of_block("attn_q_norm.weight"),
+    "k_norm_w": of_block("attn_k_norm.weight"),
+    "wo": of_block("attn_output.weight"),
+    "attn_norm_w": of_block("post_attention_norm.weight"),
+    "ffn_norm_w": of_block("ffn_norm.weight"),
+    "w_gate": of_block("ffn_gate.weight"),
+    "w_up": of_block("ffn_up.weight"),
+    "w_down": of_block("ffn_down.weight"),
+    "down_norm_w": of_block("post_ffw_norm.weight"),
+    FINAL_NORM: "output_norm.weight",
+    HEAD: "output.weight",
+}
+"""The tensor of each slot of weights."""
+
+TURNED = ("wq", "wk", "bq", "bk")
+"""The slots whose rows are turned by the rotary embedding."""
+
+
+def _nothing(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How GGUF files hold a family's models. Norms that have an offset are stored with it added."""
+
+    architecture: str
+    """Its `general.architecture`."""
+    fields: Mapping[str, Any]
+    """Fields of a `config.json` that hold for all of its models, as `architectures`."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a `config.json` besides those that all families have -> the keys of metadata that have their values,
+    without the architecture's name before them."""
+    given: tuple[str, ...] = ()
+    """More keys that `complete` reads."""
+    tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
+    """The tensor of each slot of weights, with `{layer}` in those of layers."""
+    neighbours: bool = False
+    """Whether neighbouring rows (2 d, 2 d + 1) of a head turn together. Rows of Q and K are in that order then, and
+    not in a checkpoint's, where rows (d, d + head_dim / 2) do."""
+    factors: bool = False
+    """Whether a scaled rotation is in the file as what each frequency is divided by."""
+    complete: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    """Returns the fields that the metadata imply: those found so far and the metadata, by key without the
+    architecture's name -> more fields, or others instead."""

@@ -1,0 +1,62 @@
+"""GGUF files of every family: what we write is the same model for us and for llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from llama_npu2.errors import UserError
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
+from stages.proof.comparison import gguf_file, peers
+from tests.conftest import needs_llama_cpp
+from tests.kernels.test_families import FAMILIES, Raw, error, theirs, torch, write
+
+pytestmark = needs_llama_cpp
+
+WRITTEN = [name for name in FAMILIES if families.families()[name].gguf]
+CASES = [
+    pytest.param(family, seed, id=f"{family}-{seed}", marks=[pytest.mark.slow] if seed else [])
+    for family in WRITTEN
+    for seed in range(4)
+]
+
+
+SAID: dict[str, Callable[[Raw], Raw]] = {
+    "gemma3_text": lambda raw: raw | {"query_pre_attn_scalar": raw["head_dim"]},
+}
+"""Changes to random configurations, without which few could be described."""
+
+
+def written(family: str, seed: int, directory: Path) -> tuple[Path, Path]:
+    """Write the first of a seed's checkpoints that a GGUF file can describe, and its file; return both paths."""
+    for number in range(20):
+        rng = np.random.default_rng([seed, number, *map(ord, family)])
+        checkpoint = directory / f"{family}-{seed}-{number}"
+        write(checkpoint, family, SAID.get(family, dict)(FAMILIES[family][1](rng)), seed)
+        try:
+            gguf_file.write_gguf(Checkpoint.open(checkpoint), directory / "BF16.gguf")
+        except UserError as refused:
+            assert "cannot describe its" in str(refused)
+        else:
+            return checkpoint, directory / "BF16.gguf"
+    raise AssertionError(f"none of 20 models of {family} can be written")
+
+
+@pytest.mark.parametrize("family, seed", CASES)
+def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
+    """The file has the checkpoint's tensors, bit for bit, and llama.cpp computes from it what transformers does."""
+    directory, file = written(family, seed, tmp_path)
+    before, after = Checkpoint.open(directory), Checkpoint.open(file, ())
+    for name in before.held:
+        np.testing.assert_array_equal(after.tensor(name).astype(bfloat16), before.tensor(name))
+    ids = np.random.default_rng(seed).integers(0, before.config.vocab, 200).tolist()
+    exact, rounded = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    llama_cpp, places = peers.LlamaCpp(file, 2, 256, safely=True), [149, *range(190, 200)]
+    logits = [llama_cpp.step(ids[:150]), llama_cpp.step(ids[150:191])]
+    logits += [llama_cpp.step([token]) for token in ids[191:]]
+    assert error(logits, exact[places]) <= 1.5 * error(rounded[places], exact[places])
