@@ -32,7 +32,7 @@ from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, tables
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
-from stages.model.grouping import Placed
+from stages.model.grouping import Placed, rope_suffix
 from stages.model.part import Launch
 from stages.model.parts import layer_part
 from stages.model.reference import run_launch
@@ -234,7 +234,7 @@ class _Layer:
         """Yield the launches of the layer with the buffers that are bound to their arguments."""
         for name in _LAYER:
             config = self.checkpoint.config
-            rope = config.decoder.layers[self.index].mixer.rope.suffix
+            rope = rope_suffix(config.decoder.layers[self.index])
             placed = Placed(layer_part(config, name, self.index), self.index, True, rope)
             for launch in placed.part.launches:
                 yield launch, {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}

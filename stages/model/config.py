@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.errors import UserError
 from stages.engine.lazy import np
-from stages.model.decoder import Decoder, Layer, Rope, RopeScaling
+from stages.model.decoder import Attention, Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
@@ -104,6 +104,8 @@ class Config:
             "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
             "eps": self.eps,
             "score_scalar": self.decoder.attention.scalar,
+            "taps": self.decoder.taps,
+            "conv_dim": 3 * self.emb,
         }
 
 
@@ -117,6 +119,9 @@ class Heads(NamedTuple):
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers in `layer_types`."""
+
+_RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent")
+"""Kinds of layers whose state has no positions, so that a prefix of a text cannot be kept."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 """Scalings of the rotary embedding that can be run."""
@@ -213,13 +218,14 @@ class ConfigFields:
         window = self.integer("sliding_window", default)
         return window if window < max_seq else None
 
-    def kinds(self, default: Sequence[str]) -> list[str]:
-        """Return `layer_types`, the kind of each layer. Raises UserError."""
+    def kinds(self, default: Sequence[str], known: Sequence[str] = (FULL, SLIDING)) -> list[str]:
+        """Return `layer_types`, the kind of each layer, all of them `known`. Raises UserError."""
         kinds = self.values.get("layer_types")
         kinds = list(default) if kinds is None else kinds
-        known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-        if not known or len(kinds) != len(default):
-            raise self.fail("layer_types", f"must be {len(default)} times {FULL} or {SLIDING}")
+        if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in known for kind in kinds):
+            if isinstance(kinds, list) and (states := [kind for kind in kinds if kind in _RECURRENT]):
+                raise self.fails("layer_types", states[0], "layers whose state cannot be rewound are not supported")
+            raise self.fail("layer_types", f"must be {len(default)} times {' or '.join(known)}")
         return kinds
 
     def nested(self, name: str) -> ConfigFields:
@@ -296,6 +302,10 @@ class ConfigFields:
             tied=self.boolean("tie_word_embeddings", tied),
             **fields,
         )
+        if not any(isinstance(layer.mixer, Attention) for layer in decoder.kinds):
+            raise self.fail("layer_types", "at least one layer must have attention")
+        if name := decoder.uneven:
+            raise UserError(f"{self.where}: layers differ in {name}: only one for all layers is supported")
         ends = self.token_ids("eos_token_id", vocab) if "eos_token_id" in self.values else eos
         return Config(family, decoder, max_seq, ends)
 

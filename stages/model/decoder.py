@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import ClassVar
 
 from stages.weights.scalars import ACTIVATIONS, ALL
 
@@ -67,6 +68,7 @@ class Rope:
 class Attention:
     """Grouped-query attention with a rotary embedding."""
 
+    kind: ClassVar[str] = "attention"
     heads: int
     kv_heads: int
     head_dim: int
@@ -85,6 +87,29 @@ class Attention:
         """The positions that a row attends to."""
         return self.window or ALL
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of its weights."""
+        biases, norms = BIASES if self.biased else (), QK_NORMS if self.qk_norm else ()
+        return ("wq", "wk", "wv", "wo", *biases, *norms)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated causal convolution of each channel over the last positions, between two projections."""
+
+    kind: ClassVar[str] = "conv"
+    taps: int
+    """The positions that a row is computed from, its own included."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of its weights."""
+        return ("w_in", "w_taps", "w_out")
+
+
+Mixer = Attention | ShortConv
+
 
 @dataclass(frozen=True)
 class FeedForward:
@@ -94,12 +119,17 @@ class FeedForward:
     activation: str = SILU
     """One of `ACTIVATIONS`."""
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of its weights."""
+        return ("w_gate", "w_up", "w_down")
+
 
 @dataclass(frozen=True)
 class Layer:
     """A mixer of positions and a feed-forward network, each added to the residual stream."""
 
-    mixer: Attention
+    mixer: Mixer
     feed_forward: FeedForward
     norm: Norm = Norm()
     """All norms of the layer but those of heads."""
@@ -108,16 +138,14 @@ class Layer:
 
     def slots(self) -> Iterator[tuple[str, Shape]]:
         """Yield the slots of its weights with their shapes, in model order."""
-        absent = {
-            *(() if self.mixer.biased else BIASES),
-            *(() if self.mixer.qk_norm else QK_NORMS),
-            *(() if self.sandwich else ("attn_norm_w", "down_norm_w")),
-        }
-        yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot not in absent)
+        norms = ("attn_norm_w", "down_norm_w") if self.sandwich else ()
+        own = {"norm_w", "ffn_norm_w", *norms, *self.mixer.slots, *self.feed_forward.slots}
+        yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot in own)
 
     def offset(self, slot: str) -> float:
         """Return the number that is added to the weights of a slot."""
-        norms = {**dict.fromkeys(NORMS, self.norm), **dict.fromkeys(QK_NORMS, self.mixer.qk_norm)}
+        of_heads = self.mixer.qk_norm if isinstance(self.mixer, Attention) else None
+        norms = {**dict.fromkeys(NORMS, self.norm), **dict.fromkeys(QK_NORMS, of_heads)}
         norm = norms.get(slot)
         return norm.offset if norm else 0.0
 
@@ -133,6 +161,9 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "q_norm_w": ("head_dim",),
     "k_norm_w": ("head_dim",),
     "wo": ("emb", "q_dim"),
+    "w_in": ("conv_dim", "emb"),
+    "w_taps": ("emb", 1, "taps"),
+    "w_out": ("emb", "emb"),
     "attn_norm_w": ("emb",),
     "ffn_norm_w": ("emb",),
     "w_gate": ("ffn", "emb"),
@@ -145,7 +176,7 @@ LAYER_SLOTS: Mapping[str, Shape] = {
 MATRICES = tuple(slot for slot, shape in LAYER_SLOTS.items() if len(shape) == 2)
 """The slots of a layer's matrices."""
 
-ADDED = ("wo", "w_down")
+ADDED = ("wo", "w_out", "w_down")
 """The slots of matrices whose products are added to the residual stream."""
 
 BIASES = ("bq", "bk", "bv")
@@ -185,8 +216,13 @@ class Decoder:
 
     @cached_property
     def attention(self) -> Attention:
-        """A layer's attention: sizes are the same in all layers."""
-        return self.layers[0].mixer
+        """The first layer's with attention: sizes are the same in all (`uneven`). StopIteration if there is none."""
+        return next(layer.mixer for layer in self.kinds if isinstance(layer.mixer, Attention))
+
+    @cached_property
+    def taps(self) -> int:
+        """The taps of convolutions; 0 without any."""
+        return next((layer.mixer.taps for layer in self.kinds if isinstance(layer.mixer, ShortConv)), 0)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
@@ -196,4 +232,14 @@ class Decoder:
     @cached_property
     def ropes(self) -> dict[str, Rope]:
         """The rotary embeddings by the ends of their tables' names."""
-        return {layer.mixer.rope.suffix: layer.mixer.rope for layer in self.kinds}
+        ropes = (layer.mixer.rope for layer in self.kinds if isinstance(layer.mixer, Attention))
+        return {rope.suffix: rope for rope in ropes}
+
+    @property
+    def uneven(self) -> str | None:
+        """The name of a size that layers have several of; None where none has. Parts have one size for all layers."""
+        for name in ("heads", "kv_heads", "head_dim", "scalar", "taps", "inner"):
+            values = {getattr(half, name, None) for kind in self.kinds for half in (kind.mixer, kind.feed_forward)}
+            if len(values - {None}) > 1:
+                return name
+        return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from llama_npu2.artifact.plan import LAST_ROW, WHOLE, BufferRef
 from stages.model.config import Config
+from stages.model.decoder import Attention, Decoder, Layer
 from stages.model.part import Part, PartKey, Slot
 from stages.model.parts import joins, key_of, layer_part
 from stages.model.policy import BF16, Policy
@@ -24,8 +25,8 @@ class Chain:
 
     start: tuple[str, ...]
     """Before the layers."""
-    layer: tuple[str, ...]
-    """The parts of every layer."""
+    layers: Mapping[str, tuple[str, ...]]
+    """The parts of a layer by the kind of its mixer."""
     end: tuple[str, ...]
     """After the layers."""
     unpacks: str = ""
@@ -156,25 +157,32 @@ def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0
 
     `layers`: how many layers, if not as many as it has; those past the last are like the last.
     """
-    count, last = layers or config.layers, config.layers - 1
+    described, last = config.decoder.layers, config.layers - 1
+    count = layers or config.layers
 
     def outside(names: Iterable[str], layer: int) -> Iterator[Placed]:
         return (Placed(layer_part(config, name, 0, policy), layer, False) for name in names)
 
     body = [
-        Placed(inner, i, True, config.decoder.layers[min(i, last)].mixer.rope.suffix)
+        Placed(inner, i, True, rope_suffix(layer))
         for i in range(count)
-        for inner in _layer(config, chain, i, policy)
+        for layer in (described[min(i, last)],)
+        for inner in _layer(config, chain.layers[layer.mixer.kind], chain.unpacks, i, policy)
     ]
     return [*outside(chain.start, 0), *body, *outside(chain.end, count)]
 
 
-def _layer(config: Config, chain: Chain, layer: int, policy: Policy) -> Iterator[Part]:
-    if not chain.unpacks:
-        yield from (layer_part(config, name, layer, policy) for name in chain.layer)
+def rope_suffix(layer: Layer) -> str:
+    """Return the end of the name of the tables that a layer reads."""
+    return layer.mixer.rope.suffix if isinstance(layer.mixer, Attention) else ""
+
+
+def _layer(config: Config, names: Iterable[str], unpacks: str, layer: int, policy: Policy) -> Iterator[Part]:
+    if not unpacks:
+        yield from (layer_part(config, name, layer, policy) for name in names)
         return
-    for name in chain.layer:
-        yield from filter(None, unpacked(config, key_of(config, name, layer), policy, chain.unpacks))
+    for name in names:
+        yield from filter(None, unpacked(config, key_of(config, name, layer), policy, unpacks))
 
 
 def cover(phase: Sequence[Placed], groups: Iterable[Group]) -> Iterator[tuple[Group | None, list[Placed]]]:
@@ -208,7 +216,21 @@ def entry_of(group: Group | None, placed: Sequence[Placed]) -> str:
 
 
 _LAYERS = 3
-"""The fewest layers that programs are derived from: the first, one in the middle and the last."""
+"""The fewest layers that programs of equal layers are derived from: the first, one in the middle and the last."""
+
+
+def _derived_from(decoder: Decoder, named: int) -> int:
+    """Return how many layers programs are derived from.
+
+    They are the first ones: as many as a policy names and one more, which is like all others, and as it takes until
+    every kind has come before each kind that follows it anywhere, and the last is of the kind of the model's last.
+    """
+    layers = decoder.layers
+    if len(decoder.kinds) == 1:
+        return max(_LAYERS, named + 1)
+    neighbours = {*itertools.pairwise(layers)}
+    enough = (n for n in range(min(named + 1, len(layers)), len(layers)) if layers[n - 1] == layers[-1])
+    return next((n for n in enough if {*itertools.pairwise(layers[:n])} == neighbours), len(layers))
 
 
 def programs(
@@ -231,8 +253,7 @@ def programs(
     grouping = grouping.of(config, policy)
     joined: dict[str, Program] = {}
     group_of: dict[str, Group] = {}
-    # One layer after those that the policy names: it is like all others.
-    layers = max(_LAYERS, policy.layers + 1, config.layers if len(config.decoder.kinds) > 1 else 0)
+    layers = _derived_from(config.decoder, policy.layers)
     for chain in (grouping.prompt, grouping.token):
         calls = list(cover(chained(config, chain, policy, layers), grouping.groups))
         for position, (group, placed) in enumerate(calls):

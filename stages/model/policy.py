@@ -155,21 +155,23 @@ def held_policy(checkpoint: Checkpoint, usable: Callable[[str], bool]) -> Policy
 
     Matrices in other formats than quantised ones that are `usable` are bf16.
     """
-    config, layers = checkpoint.config, range(checkpoint.config.layers)
+    config = checkpoint.config
 
     def held(tensor: str) -> str:
         name = checkpoint.stored_format(tensor)
         return name if name not in PLAIN and usable(name) else "bf16"
 
-    names = {slot: families.tensor(config, slot) for slot in MATRICES}
-    by_layer = {slot: [held(name.format(layer=layer)) for layer in layers] for slot, name in names.items()}
-    usual = {slot: _most(of_slot) for slot, of_slot in by_layer.items()}
+    by_layer: dict[str, dict[int, str]] = {}
+    for weight in families.weights(config):
+        if weight.layer is not None and weight.slot in MATRICES:
+            by_layer.setdefault(weight.slot, {})[weight.layer] = held(weight.name)
+    usual = {slot: _most(of_slot.values()) for slot, of_slot in by_layer.items()}
     matrices = _most(usual.values())
     exceptions = {slot: name for slot, name in usual.items() if name != matrices}
     in_layers = {
         LayerSlot(slot, layer): name
         for slot, of_slot in by_layer.items()
-        for layer, name in enumerate(of_slot)
+        for layer, name in of_slot.items()
         if name != usual[slot]
     }
     exceptions[VOCAB] = held(families.tensor(config, HEAD))

@@ -64,7 +64,8 @@ def write_random_weights(config: Config, path: Path) -> None:
             # All norms from one seed: outliers stay in their channels.
             return (_channels(np.random.default_rng(0), shape[0]) - offset).astype(ml_dtypes.bfloat16)
         added = 2 * config.layers if weight.slot in ADDED else 1
-        return _matrix(np.random.Generator(np.random.SFC64(seed)), shape, added)
+        rows = _matrix(np.random.Generator(np.random.SFC64(seed)), (shape[0], shape[-1]), added)
+        return rows.reshape(shape)
 
     with ThreadPoolExecutor() as pool:
         values = _computed_ahead(pool, tensor, list(enumerate(families.weights(config))))

@@ -14,6 +14,8 @@ from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.model import families
 from stages.model.buffers import tensors_of
+from stages.model.config import FULL, ConfigFields
+from stages.model.decoder import Attention, FeedForward, Layer, ShortConv
 from stages.model.families import parse_config
 from stages.model.grouping import Chain, Group, Grouping, Program, context_buckets, programs
 from stages.model.plan import make_plan, with_context
@@ -86,7 +88,7 @@ def test_any_neighbours_can_share_a_program() -> None:
 
 def test_a_group_that_would_write_its_input_is_refused() -> None:
     fused = GROUPINGS["fused"]
-    two_layers = Group("two_layers", (*fused.prompt.layer, *fused.prompt.layer), prompt=True)
+    two_layers = Group("two_layers", fused.prompt.layers[Attention.kind] * 2, prompt=True)
     with pytest.raises(TypeError):
         programs(A_LLAMA, replace(fused, groups=(two_layers, *fused.groups)), [64])
 
@@ -97,7 +99,7 @@ ENDS = ("final_norm", "lm_head_gemv")
 @pytest.mark.parametrize("start", ["embed_tokens", "embed_token_rows"])
 def test_a_weight_in_layouts_that_exclude_each_other_is_refused(start: str) -> None:
     """One copy of the vocabulary: the head's panels are no rows, on any target."""
-    chain = Chain((start,), (), ENDS)
+    chain = Chain((start,), {Attention.kind: ()}, ENDS)
     grouping = Grouping(chain, chain, (Group("lm_head_gemv", ("lm_head_gemv",)),))
     if start == "embed_tokens":
         plan = make_plan(config(), grouping, "cpu")
@@ -222,3 +224,41 @@ def test_modules_of_the_npu_follow_the_version_of_xdsl(monkeypatch: pytest.Monke
     modules.fingerprint.cache_clear()
     assert step._key(None)["tool"] == "xdsl 99 of xdsl" != before
     modules.fingerprint.cache_clear()
+
+
+def test_programs_of_layers_that_differ_follow_from_a_period() -> None:
+    """Every kind beside each that follows it, and the last: more layers of the same order change nothing."""
+    window, everything = A_LLAMA.decoder.layers[0], A_LLAMA.decoder.layers[0]
+    window = replace(window, mixer=replace(A_LLAMA.decoder.attention, window=16))
+
+    def found(order: str) -> list[Program]:
+        layers = tuple({"w": window, "a": everything}[kind] for kind in order)
+        changed = replace(A_LLAMA, decoder=replace(A_LLAMA.decoder, layers=layers))
+        return programs(changed, targets()["cpu"].grouping("separate"), policy=parse_policy("bf16,w_down.0=int8"))
+
+    assert found("wwwaww") == found("wwwa" * 20 + "ww")
+    assert {p.name for p in found("wa" * 9)} - {p.name for p in found("w" * 9)} == {
+        "flash_attn_panels__w16",
+        "decode_attn_panels__w16",
+    }
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [({"head_dim": 32}, "head_dim"), ({"kv_heads": 1}, "kv_heads"), ({"scalar": 3.0}, "scalar"), ({}, "inner")],
+)
+def test_layers_of_other_sizes_are_refused(change: dict[str, Any], named: str) -> None:
+    """Parts take sizes for the same in all layers."""
+    layer = A_LLAMA.decoder.layers[0]
+    other = replace(layer, mixer=replace(layer.mixer, **change))
+    other = other if change else replace(layer, feed_forward=FeedForward(3))
+    with pytest.raises(UserError, match=f"layers differ in {named}"):
+        ConfigFields(CONFIG, "test").config("llama", [layer, other], 100, tied=False)
+
+
+def test_layers_that_are_not_known_are_refused() -> None:
+    fields = ConfigFields({"layer_types": ["full_attention", "linear_attention"]}, "test")
+    with pytest.raises(UserError, match=r'layer_types = "linear_attention".*rewound'):
+        fields.kinds([FULL] * 2)
+    with pytest.raises(UserError, match="at least one layer must have attention"):
+        ConfigFields(CONFIG, "test").config("llama", [Layer(ShortConv(3), FeedForward(8))], 100, tied=False)

@@ -131,7 +131,10 @@ def weights(config: Config) -> Iterator[Weight]:
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a model, in model order."""
     sizes = config.dimensions()
-    return {weight.name: tuple(int(sizes[dim]) for dim in map(str, weight.shape)) for weight in weights(config)}
+    return {
+        weight.name: tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in weight.shape)
+        for weight in weights(config)
+    }
 
 
 def tensor(config: Config, slot: str) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from stages.model.config import Config
-from stages.model.decoder import Layer
-from stages.model.part import Joined, Part, PartKey
-from stages.model.parts.builders import BUILDERS, FUSED, PAIRED, SHARED, Build, Described, variant
+from stages.model.decoder import Attention, Layer
+from stages.model.part import Joined, Part, PartBuilder, PartKey
+from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, SHARED, Build, Described
 from stages.model.policy import BF16, Policy
 from stages.model.stored import stored
 from stages.weights.formats import formats
@@ -35,14 +35,47 @@ def plain_part(config: Config, key: PartKey, paired: bool = False) -> Part | Non
 
 @functools.cache
 def _built(config: Config, key: PartKey, build: Build) -> Part:
-    layers = (layer for layer in config.decoder.kinds if variant(config, key.name, layer) == key.variant)
-    return build(Described(config, next(layers))).build_keyed(PartKey(key.name, key.variant))
+    layer = next(layer for layer, variant in variants(config, key.name).items() if variant == key.variant)
+    return build(Described(config, layer)).build_keyed(PartKey(key.name, key.variant))
+
+
+@functools.cache
+def variants(config: Config, name: str) -> dict[Layer, str]:
+    """Return, for each kind of layer that has a part, what tells it from the same part of others.
+
+    It is nothing where all are equal; else what their layers have in common that others do not have, and a number where
+    that does not tell them apart.
+    """
+    having = [layer for layer in config.decoder.kinds if MIXES.get(name, layer.mixer.kind) == layer.mixer.kind]
+    builds: list[tuple[PartBuilder, list[Layer]]] = []
+    for layer in having:
+        built = BUILDERS[name](Described(config, layer))
+        alike = next((layers for other, layers in builds if other == built), None)
+        if alike is None:
+            builds.append((built, [layer]))
+        else:
+            alike.append(layer)
+    everywhere, found = _traits(having), dict[Layer, str]()
+    for number, (_, layers) in enumerate(builds):
+        variant = "_".join(trait for trait in _traits(layers) if trait not in everywhere)
+        taken = variant in found.values()
+        found |= dict.fromkeys(layers, "_".join(filter(None, (variant, str(number)))) if taken else variant)
+    return found
+
+
+def _traits(layers: Iterable[Layer]) -> list[str]:
+    """Return what layers have in common, besides what most models have."""
+    each = [
+        [f"w{mixer.window}"] * bool(mixer.window) if isinstance(mixer := layer.mixer, Attention) else [mixer.kind]
+        for layer in layers
+    ]
+    return [trait for trait in each[0] if all(trait in traits for traits in each)] if each else []
 
 
 def key_of(config: Config, name: str, layer: int = 0) -> PartKey:
     """Return the key of a part of a layer, past the last the last, or of one outside of the layers."""
     layers = config.decoder.layers
-    return PartKey(name, variant(config, name, layers[min(layer, len(layers) - 1)]))
+    return PartKey(name, variants(config, name)[layers[min(layer, len(layers) - 1)]])
 
 
 def layer_part(config: Config, name: str, layer: int, policy: Policy = BF16) -> Part:

@@ -15,7 +15,7 @@ from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Layer
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Attention, Layer
 from stages.model.part import Dim, Joined, PartBuilder, Shape, Slot
 from stages.weights.scalars import ACTIVATIONS
 
@@ -67,11 +67,16 @@ class Described:
         return Joined(Slot(name, (rows, "emb"), "weight", buffer=tensors, joins=tuple(parts)), parts, paired)
 
     @property
+    def mixer(self) -> Attention:
+        """The layer's attention."""
+        assert isinstance(self.layer.mixer, Attention)
+        return self.layer.mixer
+
+    @property
     def attention(self) -> dict[str, Dim | float]:
         """The scalars of attention."""
-        mixer = self.layer.mixer
         sizes: dict[str, Dim | float] = {"heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim"}
-        return {**sizes, "scalar": "score_scalar", "sees": mixer.sees}
+        return {**sizes, "scalar": "score_scalar", "sees": self.mixer.sees}
 
     @property
     def activation(self) -> dict[str, Dim | float]:
@@ -96,7 +101,7 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
         interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
             which comes with its angles.
     """
-    b, mixer = PartBuilder(), d.layer.mixer
+    b, mixer = PartBuilder(), d.mixer
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w = d.weight(b, "norm_w")
     normed = b.slot("normed", rows.act("emb"), "scratch")
@@ -444,12 +449,9 @@ SHARED = ("w_gate", "w_up", "w_down")
 FUSED: dict[str, Build] = {"o_ffn_gemvs": lambda d: _o_ffn_gemvs(d, fused=True)}
 """Parts of a token in place of those of `BUILDERS` if the cores of a launch can share the weights of `SHARED`."""
 
-ATTENDS = ("flash_attn", "flash_attn_panels", "decode_attn_panels", "decode_attn_kv", "token_attn")
-"""Parts that a layer's window makes a difference to."""
-
-
-def variant(config: Config, name: str, layer: Layer) -> str:
-    """Return what tells a part of this layer from the same part of other layers: nothing where they are equal."""
-    windows = {other.mixer.window for other in config.decoder.kinds}
-    window = layer.mixer.window
-    return f"w{window}" if name in ATTENDS and window and len(windows) > 1 else ""
+MIXES: dict[str, str] = {
+    **dict.fromkeys(("rms_gemms_rope", "rms_gemms_rope_kv", "rms_gemv_rope", "norm_qkv_gemv"), Attention.kind),
+    **dict.fromkeys(("flash_attn", "flash_attn_panels"), Attention.kind),
+    **dict.fromkeys(("decode_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
+}
+"""Parts that only layers with one kind of mixer have -> that kind."""

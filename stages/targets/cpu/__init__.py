@@ -3,6 +3,7 @@
 Each device part is a program of its own, which fuses its launches where the host's kernels can.
 """
 
+from stages.model.decoder import Attention
 from stages.model.grouping import Chain, Group, Grouping
 from stages.targets import Target
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
@@ -19,8 +20,8 @@ TARGET = Target(
     static=False,
     groupings={
         "separate": Grouping(
-            Chain(_START, _PROMPT, _END),
-            Chain(_START, _TOKEN, _END),
+            Chain(_START, {Attention.kind: _PROMPT}, _END),
+            Chain(_START, {Attention.kind: _TOKEN}, _END),
             tuple(Group(name, (name,)) for name in _DEVICE),
         )
     },

@@ -1,5 +1,6 @@
 """The groupings of the NPU: which parts run in which order, and which of them share a program."""
 
+from stages.model.decoder import Attention
 from stages.model.grouping import Chain, Group, Grouping
 from stages.model.part import UNPACK, UNPACK_JOINED
 
@@ -16,14 +17,16 @@ _PROMPT_PROGRAMS = (
     Group("prefill_up", _PROMPT_THIRDS[3:4], prompt=True),
     Group("prefill_down", _PROMPT_THIRDS[4:], prompt=True),
 )
-_TOKEN = Chain(_START, ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn"), ("final_norm", "lm_head_gemv"))
+_TOKEN = Chain(
+    _START, {Attention.kind: ("rms_gemv_rope", "decode_attn_kv", "o_gemv_ffn")}, ("final_norm", "lm_head_gemv")
+)
 _LOGITS = ("final_norm", "lm_head_gemv")
 _LAST_ROW = ("final_norm", "lm_head_rows")
 
 GROUPINGS = {
     # The six programs of mlir-air's example for Llama-3.2-1B (credit: `stages.model.parts.builders`).
     "separate": Grouping(
-        Chain(_START, _PROMPT, _LOGITS, UNPACK),
+        Chain(_START, {Attention.kind: _PROMPT}, _LOGITS, UNPACK),
         _TOKEN,
         (
             Group("rms_gemms_rope", ("rms_gemms_rope_kv",), prompt=True),
@@ -35,7 +38,7 @@ GROUPINGS = {
     # Prefill takes three calls per layer, and the host computes the logits. Decode takes layers + 1 calls, because the
     # host computes attention between `rms_gemv_rope` and `o_gemv_ffn`.
     "fused": Grouping(
-        Chain(_START, _PROMPT_THIRDS, _LAST_ROW, UNPACK),
+        Chain(_START, {Attention.kind: _PROMPT_THIRDS}, _LAST_ROW, UNPACK),
         _TOKEN,
         (
             *_PROMPT_PROGRAMS,
@@ -46,8 +49,8 @@ GROUPINGS = {
         # For weights that can be joined: fewer and larger products that include norms and residuals; K and V go
         # straight into the cache.
         Grouping(
-            Chain(_START, _PROMPT_THIRDS, _LAST_ROW, UNPACK_JOINED),
-            Chain(_START, ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs"), ("norm_lm_head",)),
+            Chain(_START, {Attention.kind: _PROMPT_THIRDS}, _LAST_ROW, UNPACK_JOINED),
+            Chain(_START, {Attention.kind: ("norm_qkv_gemv", "token_attn", "o_ffn_gemvs")}, ("norm_lm_head",)),
             (
                 *_PROMPT_PROGRAMS,
                 Group("decode_first", ("norm_qkv_gemv", "token_attn"), windowed=True),
