@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.errors import UserError
 from stages.engine.lazy import np
-from stages.model.decoder import Attention, Decoder, Layer, Rope, RopeScaling
+from stages.model.decoder import Decoder, Layer, Rope, RopeScaling
 from stages.weights.constants import HEAD_POSITION, KV_BLOCK_POSITIONS, PANEL_ROWS, POSITION
 
 _TOO_LARGE = 1 << 31
@@ -302,7 +302,7 @@ class ConfigFields:
             tied=self.boolean("tie_word_embeddings", tied),
             **fields,
         )
-        if not any(isinstance(layer.mixer, Attention) for layer in decoder.kinds):
+        if not decoder.attentions:
             raise self.fail("layer_types", "at least one layer must have attention")
         if name := decoder.uneven:
             raise UserError(f"{self.where}: layers differ in {name}: only one for all layers is supported")

@@ -215,9 +215,14 @@ class Decoder:
         return self._digest
 
     @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attention of each layer that has it."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
     def attention(self) -> Attention:
-        """The first layer's with attention: sizes are the same in all (`uneven`). StopIteration if there is none."""
-        return next(layer.mixer for layer in self.kinds if isinstance(layer.mixer, Attention))
+        """A layer's attention: sizes are the same in all (`uneven`)."""
+        return self.attentions[0]
 
     @cached_property
     def taps(self) -> int:
@@ -232,8 +237,7 @@ class Decoder:
     @cached_property
     def ropes(self) -> dict[str, Rope]:
         """The rotary embeddings by the ends of their tables' names."""
-        ropes = (layer.mixer.rope for layer in self.kinds if isinstance(layer.mixer, Attention))
-        return {rope.suffix: rope for rope in ropes}
+        return {mixer.rope.suffix: mixer.rope for mixer in self.attentions}
 
     @property
     def uneven(self) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.config import Config
-from stages.model.decoder import SILU, Attention, Norm
+from stages.model.decoder import SILU, Norm
 from stages.model.grouping import Grouping, Program
 from stages.model.part import Launch, Part
 from stages.model.policy import Policy
@@ -155,7 +155,7 @@ class Target:
         if not self.static:
             return
         layers, usual = config.decoder.kinds, Norm()
-        mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
+        mixers = {*config.decoder.attentions}
         reasons = {
             "norms of other kinds": any(norm != usual for norm in (config.decoder.norm, *(k.norm for k in layers))),
             "norms of heads": any(mixer.qk_norm for mixer in mixers),
@@ -163,7 +163,7 @@ class Target:
             "biases": any(mixer.biased for mixer in mixers),
             "windows": any(mixer.sees < positions for mixer in mixers),
             "another scale of scores": any(mixer.scalar != mixer.head_dim for mixer in mixers),
-            "short convolutions": len(mixers) < len(layers),
+            "short convolutions": bool(config.decoder.taps),
             "another activation": any(layer.feed_forward.activation != SILU for layer in layers),
         }
         if missing := [reason for reason, there in reasons.items() if there]:

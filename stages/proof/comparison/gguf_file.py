@@ -15,7 +15,7 @@ from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, inverse_frequencies
-from stages.model.decoder import Decoder, Layer, Rope
+from stages.model.decoder import Attention, Decoder, Layer, Rope
 from stages.model.families import token_tensors
 from stages.model.families.gguf import Gguf
 from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, rotary_order
@@ -85,11 +85,11 @@ def _check_described(path: Path, config: Config) -> None:
 
 
 def _turns(decoder: Decoder, config: Config) -> list[np.ndarray]:
-    return [inverse_frequencies(layer.mixer.rope, config.head_dim) for layer in decoder.layers]
+    return [inverse_frequencies(mixer.rope, config.head_dim) for mixer in decoder.attentions]
 
 
 def _comparable(layer: Layer) -> Layer:
-    return replace(layer, mixer=replace(layer.mixer, rope=Rope()))
+    return replace(layer, mixer=replace(layer.mixer, rope=Rope())) if isinstance(layer.mixer, Attention) else layer
 
 
 def silenced() -> Any:
@@ -156,7 +156,7 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     _describe_ropes(writer, config, kind)
-    windows = [layer.mixer.window for layer in config.decoder.layers]
+    windows = [mixer.window for mixer in config.decoder.attentions]
     if any(windows) and "attention.sliding_window" in kind.keys.values():
         writer.add_sliding_window(max(filter(None, windows)))
         slides = [window is not None for window in windows]
@@ -169,7 +169,7 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
 
 def _describe_ropes(writer: Any, config: Config, kind: Gguf) -> None:
     """Add the rotary embedding of layers that see all positions, and the base of those with a window."""
-    ropes = {layer.mixer.window is None: layer.mixer.rope for layer in config.decoder.layers}
+    ropes = {mixer.window is None: mixer.rope for mixer in config.decoder.attentions}
     rope = ropes.get(True, ropes.get(False))
     assert rope
     writer.add_rope_freq_base(rope.theta)
