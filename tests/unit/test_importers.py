@@ -528,6 +528,10 @@ def test_ends_and_chat_template() -> None:
     meta |= {"model": "gpt2", "merges": ["a a"]}
     fields = {f"tokenizer.ggml.{name}": value for name, value in meta.items()} | {"tokenizer.chat_template": "{{ x }}"}
     assert end_tokens(ConfigFields(fields, "test"), 4) == [0, 2]
+    for others, ends in (([], [0]), (["<|return|>"], [0, 1]), (["<|return|>", "<|call|>"], [1, 2])):
+        tokens = ["<|end|>", *others]
+        harmony = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * len(tokens)}
+        assert end_tokens(ConfigFields(harmony, "test"), 3) == ends
     files = tokenizer_files(ConfigFields(fields, "test"))
     assert json.loads(files["tokenizer_config.json"])["chat_template"] == "{{ x }}"
 

@@ -18,26 +18,42 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Kinds of tokens (`llama_token_type`) that are found in text before it is cut."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = (
+    _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _REST
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN, _GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}|"
+    + digits
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + _REST
+    for end, digits in (("", r"\p{N}"), (_SUFFIX + "?", r"\p{N}{1,3}"))
+)
+"""As in the models' own tokenizers. llama.cpp takes letters outside of ASCII for both upper and lower case here."""
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "tekken")
+"""Sets whose words are one token if they are in the vocabulary, whatever the merges; texts begin with `bos`."""
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 _CUTS: Mapping[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_LLAMA3,),
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,
-    "command-r": _SINGLE_DIGITS,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys((*_WHOLE_WORDS[:-1], "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SINGLE_DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT_4O,)),
+    "tekken": (_TEKKEN,),
 }
 """The expressions of each `tokenizer.ggml.pre`, each applied to the pieces of the one before."""
-_WHOLE_WORDS = ("llama-bpe",)
-"""Sets whose words are one token if they are in the vocabulary, whatever the merges; texts begin with `bos`."""
-
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "</s>")
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "</s>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
+)
 """Control tokens that end a text whether or not the metadata say so, as in llama.cpp."""
+_RETURNS = {"<|return|>", "<|call|>"}
+"""Where both are there, `<|end|>` ends only a part of an answer."""
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
@@ -50,7 +66,10 @@ def end_tokens(meta: ConfigFields, vocab: int) -> list[int]:
     tokens, kinds = (meta.values.get(_PREFIX + name) for name in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(kinds, list):
         pairs = zip(tokens[:vocab], kinds, strict=False)
-        ids |= {i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _ENDS}
+        known = {token: i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _ENDS}
+        if known.keys() >= _RETURNS:
+            known.pop("<|end|>", None)
+        ids |= {*known.values()}
     return sorted(ids)
 
 
@@ -143,8 +162,12 @@ def _finish(tokenizer: Any, vocabulary: _Vocabulary) -> None:
     from tokenizers import AddedToken, processors
 
     added = [(i, kind) for i, kind in enumerate(vocabulary.kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    keeps = _KEEP_SPACE if _strips(vocabulary.meta) else vocabulary.ids
     tokenizer.add_tokens(
-        [AddedToken(vocabulary.tokens[i], normalized=False, special=kind != _USER_DEFINED) for i, kind in added]
+        [
+            AddedToken(token, normalized=False, special=kind != _USER_DEFINED, rstrip=token not in keeps)
+            for token, kind in ((vocabulary.tokens[i], kind) for i, kind in added)
+        ]
     )
     begins = vocabulary.get("model") == "llama" or vocabulary.get("pre") in _WHOLE_WORDS
     begin = vocabulary.special("bos") if vocabulary.get("add_bos_token", begins) else None
@@ -154,6 +177,12 @@ def _finish(tokenizer: Any, vocabulary: _Vocabulary) -> None:
             single=[*filter(None, (begin,)), "$A", *filter(None, (end,))],
             special_tokens=[(token, vocabulary.ids[token]) for token in {begin, end} if token],
         )
+
+
+def _strips(meta: ConfigFields) -> bool:
+    """Whether tokens take the spaces behind them: of Phi 3's, whose files say so only by the model's name."""
+    name = meta.values.get("general.name")
+    return isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
 
 
 def _config(vocabulary: _Vocabulary) -> dict[str, Any]:
