@@ -17,6 +17,10 @@ def _vectors(values: int) -> int:
 
 KERNELS = (
     signature(
-        "add", ("a", "b"), "rows cols", reference, **elementwise.device("add", ("a", "b", "out"), vectors=_vectors)
+        "add",
+        ("a", "b"),
+        "rows cols",
+        reference,
+        **elementwise.device("add", ("a", "b", "out"), lambda sizes: {"vectors": _vectors}),
     ),
 )

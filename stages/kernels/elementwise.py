@@ -6,7 +6,7 @@ It uses one row of the array: eight cores keep eight pairs of DDR streams busy, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stages import air
@@ -37,6 +37,8 @@ class Tiling:
     """A chunk is `tile_rows` x `tile_cols` elements."""
     vectors: Callable[[int], int] = lambda values: 0
     """Number of values -> vector operations that they take."""
+    macros: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Macros of its tile function."""
 
     @property
     def chunk(self) -> int:
@@ -105,7 +107,7 @@ def build(tiling: Tiling, args: tuple[str, str, str]) -> AirModule:
     shape = (tiling.cols,) if tiling.rows == 1 else (tiling.rows, tiling.cols)
     b = air.Builder(tiling.kernel, {name: air.memref_type(shape) for name in args})
     left, right, out = (b.args[name] for name in args)
-    variant = air.Variant.of(tiling.kernel, COUNT=tiling.chunk)
+    variant = air.Variant.of(tiling.kernel, COUNT=tiling.chunk, **tiling.macros)
     share = (tiling.cols if tiling.rows == 1 else tiling.rows) // tiling.columns
     outer, inner = tiling.steps
     chunks = [(tiling.chunk,)] * 3
@@ -123,13 +125,15 @@ def build(tiling: Tiling, args: tuple[str, str, str]) -> AirModule:
     return b.finish()
 
 
-def device(kernel: str, args: tuple[str, str, str], vectors: Callable[[int], int]) -> dict[str, Any]:
+def device(kernel: str, args: tuple[str, str, str], fields: Callable[[Sizes], Mapping[str, Any]]) -> dict[str, Any]:
     """Return `tiling` and `program` of an elementwise kernel, as keyword arguments of `signature`.
 
-    `args` as in `build`, `vectors` as in `Tiling`.
+    Args:
+        args: As in `build`.
+        fields: Further fields of its tilings, `vectors` and `macros`, by a launch's scalars.
     """
 
     def cut(sizes: Sizes) -> Tiling:
-        return replace(tile(kernel, sizes["rows"], sizes["cols"]), vectors=vectors)
+        return replace(tile(kernel, sizes["rows"], sizes["cols"]), **fields(sizes))
 
     return {"tiling": cut, "program": lambda tiling: build(tiling, args)}

@@ -66,6 +66,8 @@ class Tiling:
     norm: rms_norm.Norm
     together: int
     """Chunks that come to L2 at a time, per column."""
+    activation: int = 0
+    """That of SwiGLU, or the other one's."""
 
     @property
     def outputs(self) -> int:
@@ -101,8 +103,9 @@ class Tiling:
     def variant(self) -> Variant:
         pairs, shares = self.network.pairs, self.network.shares
         chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.network.chunks[0]}
+        more = {**self.norm.macros, **silu_and_mul.macros(self.activation)}
         sizes = {"COLS": self.cols, "INNER": self.network.inner, "OUTS": self.outputs, "PARTS": PARTS}
-        return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs), **self.norm.macros)
+        return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs), **more)
 
     @property
     def macs(self) -> int:
@@ -112,7 +115,7 @@ class Tiling:
     @property
     def panel_vectors(self) -> int:
         """Vector operations that the activation of a panel takes."""
-        return self.network.pairs.lanes // 16 + 2 * 3 + silu_and_mul.vectors(self.network.pairs.lanes)
+        return self.network.pairs.lanes // 16 + 2 * 3 + silu_and_mul.vectors(self.network.pairs.lanes, self.activation)
 
     @property
     def costs(self) -> Mapping[str, Cost]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stages import air
@@ -90,6 +90,8 @@ class Tiling:
     """Whether the weight is in block floating point, to which a core converts `x` too: faster, less exact."""
     swiglu: bool = False
     """Whether the product's columns alternate between eight of the gate and eight of up, whose SwiGLU is the output."""
+    activation: int = 0
+    """That of SwiGLU, or the other one's."""
 
     @property
     def block_m(self) -> int:
@@ -150,6 +152,7 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         flags = {name: 1 for name, chosen in (("BFP", self.bfp16), ("SWIGLU", self.swiglu)) if chosen}
+        flags |= silu_and_mul.macros(self.activation)
         return air.Variant.of("gemm", TK=self.tile_k, TM=self.tile_m, TN=self.tile_n, **flags)
 
     @property
@@ -160,7 +163,7 @@ class Tiling:
     def costs(self) -> Mapping[str, Cost]:
         vectors = self.tile_m * self.tile_n // limits.VECTOR
         macs = self.tile_m * self.tile_n * self.tile_k
-        activation = silu_and_mul.vectors(self.tile_m * self.tile_n // 2) if self.swiglu else 0
+        activation = silu_and_mul.vectors(self.tile_m * self.tile_n // 2, self.activation) if self.swiglu else 0
         return {
             "gemm_zero": Cost(vectors=2 * vectors),
             "gemm_step": Cost(macs, "bf16_x_bfp16" if self.bfp16 else "bf16"),
@@ -334,7 +337,8 @@ def _cut(sizes: Sizes, bfp16: bool = False) -> Tiling:
 
 
 def _cut_swiglu(sizes: Sizes, bfp16: bool = False) -> Tiling:
-    return tile(sizes["rows"], sizes["cols"], 2 * sizes["out_cols"], bfp16=bfp16, swiglu=True)
+    cut = tile(sizes["rows"], sizes["cols"], 2 * sizes["out_cols"], bfp16=bfp16, swiglu=True)
+    return replace(cut, activation=sizes.get("activation", 0))
 
 
 def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[..., Any] = reference) -> Kernel:

@@ -170,7 +170,8 @@ def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_ge
 
     def tiling(sizes: Sizes) -> grouped_gemv.Tiling:
         norm = rms_norm.Norm.of(sizes) if "eps" in sizes else None
-        return grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, norm, adds)
+        made = grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, norm, adds)
+        return replace(made, activation=sizes.get("activation", 0))
 
     return tiling
 
@@ -192,7 +193,10 @@ def _feed_forward(stored: Format) -> Kernel:
             for arg in kernel.args
         ),
         reference=reference,
-        tiling=lambda sizes: feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes)),
+        tiling=lambda sizes: replace(
+            feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes)),
+            activation=sizes.get("activation", 0),
+        ),
         program=feed_forward.build,
     )
 

@@ -43,6 +43,8 @@ class Tiling:
     """If given, every core first computes this norm of `x`. The norm's weight comes with `x`."""
     adds: bool = False
     """Whether a residual comes with `x` and is added to the product."""
+    activation: int = 0
+    """That of SwiGLU, or the other one's."""
 
     @property
     def panels(self) -> int:
@@ -126,6 +128,7 @@ class Tiling:
             shape |= {"ADD": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
         flags = (("KEEP", self.dtype == "f32"), ("NORM", self.norm is not None))
         shape |= {name: 1 for name, chosen in flags if chosen} | (self.norm.macros if self.norm else {})
+        shape |= silu_and_mul.macros(self.activation)
         return air.Variant.of("grouped_gemv", **shape)
 
     @property
@@ -147,7 +150,11 @@ class Tiling:
         """Vector operations on a step's outputs, after the products of its chunks."""
         lanes = self.panels * self.cut.lanes // 16
         rounded = self.panels * 3 + lanes
-        return lanes + rounded + (silu_and_mul.vectors(self.cut.lanes) if self.pairs else 6 if self.adds else 0)
+        return (
+            lanes
+            + rounded
+            + (silu_and_mul.vectors(self.cut.lanes, self.activation) if self.pairs else 6 if self.adds else 0)
+        )
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"

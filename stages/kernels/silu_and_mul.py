@@ -6,10 +6,12 @@ inside, one rounding. The arguments may have any layout, if all have the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import elementwise, lanes, signature
+from stages.kernels import Sizes, elementwise, lanes, signature
 from stages.weights.scalars import ACTIVATIONS
 
 
@@ -26,14 +28,27 @@ def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarr
         return (wide / (1.0 + np.exp(-inner)) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
-_VECTORS: Mapping[int, int] = {64: 63, 32: 56, 16: 56}
-"""Lanes of a vector -> vector operations that its activation takes."""
+_VECTORS: Mapping[int, int] = {64: 63, 32: 58, 16: 58}
+"""Lanes of a vector -> vector operations that SwiGLU's activation takes."""
+
+_GELU = 13
+"""Vector operations that the other one takes besides."""
 
 
-def vectors(values: int) -> int:
+def vectors(values: int, activation: int = 0) -> int:
     """Return the vector operations that the activation of `values` values takes."""
     width = lanes(values, 64)
-    return values // width * _VECTORS[width]
+    return values // width * (_VECTORS[width] + (_GELU if macros(activation) else 0))
+
+
+def macros(activation: int) -> dict[str, int]:
+    """Return the macros with which `kernel_src/aie2p/silu.h` is compiled."""
+    return {"GELU": 1} if ACTIVATIONS[activation] == "gelu_tanh" else {}
+
+
+def _scalars(sizes: Sizes) -> dict[str, Any]:
+    activation = sizes.get("activation", 0)
+    return {"macros": macros(activation), "vectors": functools.partial(vectors, activation=activation)}
 
 
 LEAST = 2.0**-110
@@ -46,6 +61,6 @@ KERNELS = (
         ("gate", "up"),
         "rows cols activation",
         reference,
-        **elementwise.device("silu_and_mul", ("gate", "up", "out"), vectors=vectors),
+        **elementwise.device("silu_and_mul", ("gate", "up", "out"), _scalars),
     ),
 )

@@ -344,12 +344,12 @@ def test_buffers_are_named_by_what_passes_through_them(found: dict[str, Any]) ->
 # vector operations
 
 
-def _elementwise(name: str, cols: int) -> tuple[Any, str, list[Any], int]:
+def _elementwise(name: str, cols: int, activation: int = 0) -> tuple[Any, str, list[Any], int]:
     cut = kernels()[name].tiling
     assert cut
-    tiling: Any = cut({"rows": 1, "cols": cols})
+    tiling: Any = cut({"rows": 1, "cols": cols, "activation": activation})
     arguments = [buffer(2 * tiling.chunk) for _ in range(3)]
-    return air.Variant.of(name, COUNT=tiling.chunk), name, arguments, tiling.costs[name].vectors
+    return air.Variant.of(name, COUNT=tiling.chunk, **tiling.macros), name, arguments, tiling.costs[name].vectors
 
 
 def _norm(rows: int, cols: int, **more: float) -> tuple[Any, str, list[Any], int]:
@@ -459,6 +459,8 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _elementwise("add", 8192),
         lambda: _elementwise("add", 48),
         lambda: _elementwise("silu_and_mul", 8192),
+        lambda: _elementwise("silu_and_mul", 8192, activation=1),
+        lambda: _elementwise("silu_and_mul", 48, activation=1),
         lambda: _norm(1, 2048),
         lambda: _norm(3, 576, offset=1.0),
         lambda: _norm(1, 640, once=1),

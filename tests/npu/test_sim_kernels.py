@@ -16,7 +16,6 @@ from ml_dtypes import bfloat16
 from stages.air import AirModule
 from stages.kernels import (
     add,
-    elementwise,
     flash_attention,
     gemm,
     gemv,
@@ -38,10 +37,10 @@ NO_SILU = 2.0**-118
 """More than 87 exp(-87): what the array makes at most of gates whose activation is nothing."""
 
 
-def by_element(name: str, rows: int, cols: int) -> AirModule:
-    build = kernels()[name].program
-    assert build
-    return build(elementwise.tile(name, rows, cols))
+def by_element(name: str, rows: int, cols: int, activation: int = 0) -> AirModule:
+    kernel = kernels()[name]
+    assert kernel.program and kernel.tiling
+    return kernel.program(kernel.tiling({"rows": rows, "cols": cols, "activation": activation}))
 
 
 def magnitude(x: np.ndarray) -> np.ndarray:
@@ -64,29 +63,31 @@ def test_add(rows: int, cols: int) -> None:
     assert (got == add.reference(a, b)).all(), "one f32 addition and one rounding leave no room"
 
 
-@pytest.mark.parametrize("rows, cols", [(64, 768), (1, 1536), (8, 48), (3, 32)])
-def test_silu_and_mul(rows: int, cols: int) -> None:
+@pytest.mark.parametrize("rows, cols, activation", [(64, 768, 0), (1, 1536, 1), (8, 48, 1), (3, 32, 0)])
+def test_silu_and_mul(rows: int, cols: int, activation: int) -> None:
     gate, up = random(rows, cols, seed=3, scale=4), random(rows, cols, seed=4)
     gate.reshape(-1)[:40] = np.linspace(-100, 100, 40)
-    got = execute(by_element("silu_and_mul", rows, cols), gate, up, empty(rows, cols))
+    got = execute(by_element("silu_and_mul", rows, cols, activation), gate, up, empty(rows, cols))
     with np.errstate(over="ignore"):
-        want = silu_and_mul.reference(gate, up)
+        want = silu_and_mul.reference(gate, up, activation)
     # Rounded are the exponential, silu, its product, and the reference: half a unit each.
     assert_close(got, want, 2 * ULP * magnitude(want) + NO_SILU * magnitude(up))
 
 
-def test_silu_of_every_number() -> None:
+@pytest.mark.parametrize("activation", [0, 1])
+def test_activation_of_every_number(activation: int) -> None:
     """All finite bf16: within the exponential's rounding and silu's."""
     gate = np.arange(2**16, dtype=np.uint16).view(bfloat16)
     gate[~np.isfinite(gate.astype(np.float32))] = 0
     up = np.ones_like(gate)
-    made = by_element("silu_and_mul", 16, 2**12)
+    made = by_element("silu_and_mul", 16, 2**12, activation)
     got = execute(made, gate.reshape(16, -1), up.reshape(16, -1), empty(16, 2**12)).reshape(-1)
     with np.errstate(over="ignore"):
         wide = gate.astype(np.float64)
-        exact = wide / (1 + np.exp(-wide))
+        inner = 1.5957691216 * (wide + 0.044715 * wide**3) if activation else wide
+        exact = wide / (1 + np.exp(-inner))
     # What the exponential is off by counts in proportion to its part of 1 + e, and less than it where that is all.
-    small = np.exp(-np.abs(wide))
+    small = np.exp(-np.abs(inner))
     part = np.where(wide < 0, 1, small) / (1 + small)
     assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
 
@@ -241,13 +242,16 @@ def test_gemm_in_block_floating_point(rows: int, cols: int, out_cols: int, optio
 @pytest.mark.parametrize("bfp16", [False, True])
 @pytest.mark.parametrize("rows, cols, out_cols", [(64, 64, 32), (128, 240, 144)])
 def test_gemm_swiglu(rows: int, cols: int, out_cols: int, bfp16: bool) -> None:
-    """The bits of two products and their activation, each a launch of its own."""
+    """The bits of two products and their activation, SwiGLU's or the other one's, each a launch of its own."""
+    activation = int(cols > 64)
     x, weight = random(rows, cols, seed=21), random(2 * out_cols, cols, seed=22, scale=0.2)
     weight[:8] *= 20
     gate, up = (part.reshape(out_cols, cols) for part in weight.reshape(-1, 2, 8, cols).transpose(1, 0, 2, 3))
-    got = run_gemm(gemm.tile(rows, cols, 2 * out_cols, bfp16=bfp16, swiglu=True), x, weight)
+    tiling = replace(gemm.tile(rows, cols, 2 * out_cols, bfp16=bfp16, swiglu=True), activation=activation)
+    got = run_gemm(tiling, x, weight)
     alone = [run_gemm(gemm.tile(rows, cols, out_cols, bfp16=bfp16), x, each) for each in (gate, up)]
-    assert got.tobytes() == execute(by_element("silu_and_mul", rows, out_cols), *alone, empty(rows, out_cols)).tobytes()
+    made = by_element("silu_and_mul", rows, out_cols, activation)
+    assert got.tobytes() == execute(made, *alone, empty(rows, out_cols)).tobytes()
 
 
 @pytest.mark.parametrize(
