@@ -39,7 +39,7 @@ class Checkpoint:
     files: Sequence[Path]
     """The files that hold weights and tokenizer."""
     held: Mapping[str, Held]
-    """Its tensors by name."""
+    """Its weights by name (`families.Weight`)."""
 
     @classmethod
     def open(cls, path: Path, ignore: Sequence[str] = ("*",)) -> Checkpoint:
@@ -54,7 +54,7 @@ class Checkpoint:
             raise UserError(
                 f"{path}: {config.layers} layers by its configuration, but only {len(within.names)} tensors"
             )
-        held = _held(path, within, families.tensors(config))
+        held = _held(path, within, config)
         _check_others(within, held, (*families.of(config).ignored, *ignore))
         return cls(config, text_fields(within.fields, within.where), within.files(), held)
 
@@ -91,24 +91,25 @@ def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _held(path: Path, within: Container, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
-    """Return every tensor of the model. Raises UserError."""
+def _held(path: Path, within: Container, config: Config) -> dict[str, Held]:
+    """Return all weights of the model by name. Raises UserError."""
     held, missing, wrapped = {}, [], "text_config" in within.fields
-    for name, shape in shapes.items():
-        named = (within.held(stored, shape) for stored in stored_names(name, wrapped))
+    for weight in families.weights(config):
+        at = within.location(config, weight)
+        named = (within.held(stored, at.shape) for stored in stored_names(at.tensor, wrapped))
         tensor = next(filter(None, named), None)
         if tensor is None:
-            missing.append(name)
-        elif tensor.shape != shape:
+            missing.append(at.tensor)
+        elif tensor.shape != at.shape:
             raise UserError(
                 f"{within.where_is(tensor.parts[0])}: tensor {tensor.parts[0]} has shape {list(tensor.shape)}, "
-                f"the configuration implies {list(shape)}"
+                f"the configuration implies {list(at.shape)}"
             )
         else:
-            held[name] = tensor
+            held[weight.name] = tensor.taken(at.rows)
     if missing:
         raise UserError(
-            f"{path}: {len(missing)} tensors are missing, first {missing[0]}: "
+            f"{path}: {len({*missing})} tensors are missing, first {missing[0]}: "
             "the checkpoint is incomplete or not the model that its configuration describes"
         )
     return held

@@ -322,10 +322,16 @@ class ConfigFields:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Return the rotation per position of each pair, float64 `[head_dim / 2]`, with the scaling applied."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    inverse: np.ndarray = rope.theta**-exponent
-    scaling = rope.scaling
+    """Return the rotation per position of each pair, float64 `[head_dim / 2]`, with the scaling applied.
+
+    Pairs of rows that do not turn have 0.
+    """
+    turned = head_dim if rope.turned is None else rope.turned
+    scaled = _scaled(rope.theta ** -(np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)), rope.scaling)
+    return np.pad(scaled, (0, (head_dim - turned) // 2))
+
+
+def _scaled(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     if scaling.type == "linear":
         return inverse / scaling.factor
     if scaling.type == "longrope":

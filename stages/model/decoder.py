@@ -52,16 +52,37 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """The angles of a rotary embedding."""
+    """The angles of a rotary embedding.
+
+    Kernels turn a row of the first half of a head with one of the second. Weights are in that order
+    (`Rope.rows`), and rows that do not turn have angles of 0.
+    """
 
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
     kind: str = ""
     """The end of its tables' names, which tells those of different layers apart."""
+    turned: int | None = None
+    """The first rows of a head, which turn; None: all."""
+    interleaved: bool = False
+    """Whether a checkpoint has rows that turn together next to each other."""
 
     @property
     def suffix(self) -> str:
         return f".{self.kind}" if self.kind else ""
+
+    def rows(self, head_dim: int, interleaved: bool | None = None) -> list[int] | None:
+        """Return a checkpoint's row that is in each row of a head; None: all are in their places.
+
+        Args:
+            interleaved: as the field, of another kind of checkpoint; None: the field.
+        """
+        turned = head_dim if self.turned is None else self.turned
+        pairs, still = range(turned // 2), range(turned, head_dim)
+        apart = self.interleaved if interleaved is None else interleaved
+        first, second = [2 * i if apart else i for i in pairs], [2 * i + 1 if apart else turned // 2 + i for i in pairs]
+        rows = [*first, *still[: len(still) // 2], *second, *still[len(still) // 2 :]]
+        return None if rows == [*range(head_dim)] else rows
 
 
 @dataclass(frozen=True)
@@ -183,6 +204,8 @@ BIASES = ("bq", "bk", "bv")
 
 NORMS = ("norm_w", "attn_norm_w", "ffn_norm_w", "down_norm_w")
 QK_NORMS = ("q_norm_w", "k_norm_w")
+TURNED = ("wq", "wk", "bq", "bk", "q_norm_w", "k_norm_w")
+"""The slots whose rows the rotary embedding turns, or that go with them."""
 
 EMBEDDING, FINAL_NORM, HEAD = "w_embed", "final_norm_w", "w_vocab"
 """The slots of weights outside of the layers."""

@@ -10,7 +10,7 @@ heavy-tailed (Student's t, a normal distribution for each row).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config
 from stages.model.decoder import ADDED, BIASES
+from stages.model.families.place import Location, whole
 from stages.weights.blobs import Tensor, write_safetensors
 
 RECIPE = 2
@@ -44,7 +45,7 @@ AHEAD = 4
 
 def random_tensors(config: Config) -> list[Tensor]:
     """Return name, dtype and shape of every tensor that is written."""
-    return [(name, "bf16", shape) for name, shape in families.tensors(config).items()]
+    return [(name, "bf16", pieces[0][1].shape) for name, pieces in families.locations(config).items()]
 
 
 def write_random_weights(config: Config, path: Path) -> None:
@@ -54,10 +55,10 @@ def write_random_weights(config: Config, path: Path) -> None:
     activations keep their scale through the layers.
     """
     shapes, offset = families.tensors(config), np.float32(config.decoder.norm.offset)
+    seeds = {weight.name: seed for seed, weight in enumerate(families.weights(config))}
 
-    def tensor(item: tuple[int, families.Weight]) -> np.ndarray:
-        seed, weight = item
-        shape = shapes[weight.name]
+    def weights(weight: families.Weight) -> np.ndarray:
+        seed, shape = seeds[weight.name], shapes[weight.name]
         if weight.slot in BIASES:
             return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:
@@ -67,8 +68,11 @@ def write_random_weights(config: Config, path: Path) -> None:
         rows = _matrix(np.random.Generator(np.random.SFC64(seed)), (shape[0], shape[-1]), added)
         return rows.reshape(shape)
 
+    def tensor(pieces: Sequence[tuple[families.Weight, Location]]) -> np.ndarray:
+        return whole([(at, weights(weight)) for weight, at in pieces])
+
     with ThreadPoolExecutor() as pool:
-        values = _computed_ahead(pool, tensor, list(enumerate(families.weights(config))))
+        values = _computed_ahead(pool, tensor, list(families.locations(config).values()))
         write_safetensors(path, random_tensors(config), values)
 
 

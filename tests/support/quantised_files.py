@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from stages.model.families import parse_config, tensors, weights
 from stages.model.families.llama import GGUF
-from stages.model.importers.gguf import rotary_order
 from stages.model.importers.gguf_blocks import TYPES
 from tests.conftest import CONFIG
 
@@ -59,10 +58,12 @@ def write_file(path: Path, types: dict[str, str], **changes: Any) -> dict[str, n
         kind = gguf.GGMLQuantizationType[types.get(weight.name, "F32")]
         shape = tensors(config)[weight.name]
         raw = random_blocks(rng, kind, shape)
-        writer.add_tensor(GGUF.tensors[weight.slot].format(layer=weight.layer), raw, raw_dtype=kind)
+        writer.add_tensor(GGUF.tensors[weight.slot].tensor.format(layer=weight.layer), raw, raw_dtype=kind)
         wide = gguf.dequantize(raw, kind).reshape(shape)
-        order = rotary_order(weight, GGUF, shape[0], config.head_dim)
-        values[weight.name] = wide if order is None else wide[np.argsort(order)]
+        if weight.slot in ("wq", "wk"):
+            # Rows 2 d and 2 d + 1 of a head turn together, in a directory rows d and d + head_dim / 2.
+            wide = wide.reshape(-1, config.head_dim // 2, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
+        values[weight.name] = wide
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, VOCABULARY, Shape
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, TURNED, VOCABULARY, Attention, Shape
 from stages.model.families.gguf import Gguf
+from stages.model.families.place import Location, Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +30,8 @@ class Family:
     architectures: tuple[str, ...]
     parse: Callable[[ConfigFields], Config]
     """Returns the configuration of a checkpoint, or raises UserError that names the field that cannot be run."""
-    tensors: Mapping[str, str]
-    """The tensor of each slot of weights, with `{layer}` in those of layers."""
+    tensors: Mapping[str, Place]
+    """Where each slot of weights is."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that exporters write next to the weights."""
     wrapped: tuple[str, ...] = ()
@@ -105,11 +106,12 @@ def of(config: Config) -> Family:
 
 
 class Weight(NamedTuple):
-    """A tensor of a model."""
+    """The weights of a slot of a layer."""
 
     slot: str
     layer: int | None
     name: str
+    """That of a tensor. Where others lie in one tensor with it, the slot's name follows the tensor's."""
     shape: Shape
     """In dimension names."""
     offset: float = 0.0
@@ -117,33 +119,77 @@ class Weight(NamedTuple):
 
 
 def weights(config: Config) -> Iterator[Weight]:
-    """Yield every tensor of a model, in model order. An embedding that is the LM head too comes once."""
-    names, decoder = of(config).tensors, config.decoder
-    yield Weight(EMBEDDING, None, names[EMBEDDING], VOCABULARY)
+    """Yield all weights of a model, in model order. An embedding that is the LM head too comes once."""
+    decoder = config.decoder
+
+    def weight(slot: str, layer: int | None, shape: Shape, offset: float = 0.0) -> Weight:
+        return Weight(slot, layer, tensor(config, slot).format(layer=layer), shape, offset)
+
+    yield weight(EMBEDDING, None, VOCABULARY)
     for number, layer in enumerate(decoder.layers):
-        for slot, shape in layer.slots():
-            yield Weight(slot, number, names[slot].format(layer=number), shape, layer.offset(slot))
-    yield Weight(FINAL_NORM, None, names[FINAL_NORM], ("emb",), decoder.norm.offset)
+        yield from (weight(slot, number, shape, layer.offset(slot)) for slot, shape in layer.slots())
+    yield weight(FINAL_NORM, None, ("emb",), decoder.norm.offset)
     if not decoder.tied:
-        yield Weight(HEAD, None, names[HEAD], VOCABULARY)
+        yield weight(HEAD, None, VOCABULARY)
 
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a model, in model order."""
+    """Return name and shape of all weights of a model, in model order."""
     sizes = config.dimensions()
-    return {
-        weight.name: tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in weight.shape)
-        for weight in weights(config)
-    }
+    return {weight.name: _resolved(weight.shape, sizes) for weight in weights(config)}
+
+
+def _resolved(shape: Shape, sizes: Mapping[str, float]) -> tuple[int, ...]:
+    return tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in shape)
 
 
 def tensor(config: Config, slot: str) -> str:
-    """Return the tensor of a slot, with `{layer}` in those of layers."""
-    return of(config).tensors[EMBEDDING if slot == HEAD and config.tied else slot]
+    """Return the name of the weights of a slot, with `{layer}` in those of layers."""
+    slot = EMBEDDING if slot == HEAD and config.tied else slot
+    return of(config).tensors[slot].name(slot)
+
+
+def location(
+    config: Config, weight: Weight, places: Mapping[str, Place] | None = None, interleaved: bool | None = None
+) -> Location:
+    """Return where weights lie in a checkpoint.
+
+    Args:
+        places: where each slot of weights is; None: as in the family's own checkpoints.
+        interleaved: whether neighbouring rows of a head turn together; None: as in these checkpoints.
+    """
+    sizes, place, head = config.dimensions(), (places or of(config).tensors)[weight.slot], None
+    shapes: dict[str, Shape] = {weight.slot: weight.shape}
+    if weight.layer is not None:
+        layer = config.decoder.layers[weight.layer]
+        shapes |= layer.slots()
+        if weight.slot in TURNED and isinstance(layer.mixer, Attention):
+            head = layer.mixer.rope.rows(config.head_dim, interleaved)
+    counts = {slot: _resolved(shape, sizes)[0] for slot, shape in shapes.items()}
+    rows = sum(counts[slot] for slot in place.among or (weight.slot,))
+    return Location(
+        place.tensor.format(layer=weight.layer),
+        (rows, *_resolved(weight.shape[1:], sizes)),
+        place.rows(weight.slot, counts, head),
+    )
+
+
+def locations(
+    config: Config, find: Callable[[Config, Weight], Location] = location
+) -> dict[str, list[tuple[Weight, Location]]]:
+    """Return the tensors of a checkpoint by name, each with the weights that lie in it, in model order.
+
+    `find`: where weights lie.
+    """
+    found: dict[str, list[tuple[Weight, Location]]] = {}
+    for weight in weights(config):
+        at = find(config, weight)
+        found.setdefault(at.tensor, []).append((weight, at))
+    return found
 
 
 def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a decoded token reads in full: all but an embedding that is not the LM head as well."""
+    """Return the weights that a decoded token reads in full: all but an embedding that is not the LM head as well."""
     gathered = {tensor(config, EMBEDDING)} - {tensor(config, HEAD)}
     return {name: shape for name, shape in tensors(config).items() if name not in gathered}
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+from stages.model.families.place import Place
 
 
-def of_block(tensor: str) -> str:
-    return f"blk.{{layer}}.{tensor}"
+def of_block(tensor: str, *among: str) -> Place:
+    """Return the place of a slot in a layer's tensor. `among`: the slots that it holds if there are several."""
+    return Place(f"blk.{{layer}}.{tensor}", among)
 
 
-TENSORS: Mapping[str, str] = {
-    EMBEDDING: "token_embd.weight",
+TENSORS: Mapping[str, Place] = {
+    EMBEDDING: Place("token_embd.weight"),
     "norm_w": of_block("attn_norm.weight"),
     "wq": of_block("attn_q.weight"),
     "wk": of_block("attn_k.weight"),
@@ -34,13 +36,10 @@ TENSORS: Mapping[str, str] = {
     "w_up": of_block("ffn_up.weight"),
     "w_down": of_block("ffn_down.weight"),
     "down_norm_w": of_block("post_ffw_norm.weight"),
-    FINAL_NORM: "output_norm.weight",
-    HEAD: "output.weight",
+    FINAL_NORM: Place("output_norm.weight"),
+    HEAD: Place("output.weight"),
 }
-"""The tensor of each slot of weights."""
-
-TURNED = ("wq", "wk", "bq", "bk")
-"""The slots whose rows are turned by the rotary embedding."""
+"""Where each slot of weights is."""
 
 
 def _nothing(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -60,8 +59,8 @@ class Gguf:
     without the architecture's name before them."""
     given: tuple[str, ...] = ()
     """More keys that `complete` reads."""
-    tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)
-    """The tensor of each slot of weights, with `{layer}` in those of layers."""
+    tensors: Mapping[str, Place] = field(default_factory=lambda: TENSORS)
+    """Where each slot of weights is."""
     neighbours: bool = False
     """Whether neighbouring rows (2 d, 2 d + 1) of a head turn together. Rows of Q and K are in that order then, and
     not in a checkpoint's, where rows (d, d + head_dim / 2) do."""

@@ -8,6 +8,7 @@ from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, FeedForward, Layer
 from stages.model.families import Family
 from stages.model.families.gguf import Gguf
+from stages.model.families.place import Place
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -19,12 +20,13 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 """Fields that would change the arithmetic if they had any other value."""
 
 
-def of_layer(tensor: str) -> str:
-    return f"model.layers.{{layer}}.{tensor}"
+def of_layer(tensor: str, *among: str) -> Place:
+    """Return the place of a slot in a layer's tensor. `among`: the slots that it holds if there are several."""
+    return Place(f"model.layers.{{layer}}.{tensor}", among)
 
 
 TENSORS = {
-    EMBEDDING: "model.embed_tokens.weight",
+    EMBEDDING: Place("model.embed_tokens.weight"),
     "norm_w": of_layer("input_layernorm.weight"),
     "wq": of_layer("self_attn.q_proj.weight"),
     "wk": of_layer("self_attn.k_proj.weight"),
@@ -34,8 +36,8 @@ TENSORS = {
     "w_gate": of_layer("mlp.gate_proj.weight"),
     "w_up": of_layer("mlp.up_proj.weight"),
     "w_down": of_layer("mlp.down_proj.weight"),
-    FINAL_NORM: "model.norm.weight",
-    HEAD: "lm_head.weight",
+    FINAL_NORM: Place("model.norm.weight"),
+    HEAD: Place("lm_head.weight"),
 }
 
 IGNORED = ("*.rotary_emb.inv_freq", "lm_head.weight")

@@ -9,7 +9,7 @@ from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import BIASES, Attention, FeedForward, Layer
 from stages.model.families import Family
 from stages.model.families.gguf import Gguf
-from stages.model.families.llama import IGNORED, TENSORS
+from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
 
@@ -34,7 +34,7 @@ def layers(fields: ConfigFields, attention: Attention, max_seq: int) -> list[Lay
     return [Layer(seeing[kind], feed_forward) for kind in kinds]
 
 
-_BIASES = {slot: TENSORS[f"w{slot[1:]}"].replace(".weight", ".bias") for slot in BIASES}
+_BIASES = {slot: of_layer(f"self_attn.{slot[1]}_proj.bias") for slot in BIASES}
 
 FAMILY = Family(
     "qwen2",

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,9 @@ from stages.engine.lazy import np
 from stages.weights.format import Shape
 
 if TYPE_CHECKING:
-    from stages.model.config import ConfigFields
+    from stages.model.config import Config, ConfigFields
+    from stages.model.families import Weight
+    from stages.model.families.place import Location
     from stages.model.importers.directory import Tensors
 
 PLAIN = ("bf16", "f16", "f32")
@@ -40,6 +42,13 @@ class Held:
     parts: tuple[str, ...]
     """The file's tensors that it is made of."""
 
+    def taken(self, rows: slice | np.ndarray) -> Held:
+        """Return some of its rows as a tensor: one slice, or the number of each."""
+        if isinstance(rows, slice) and rows == slice(None):
+            return self
+        count = len(range(self.shape[0])[rows]) if isinstance(rows, slice) else len(rows)
+        return replace(self, shape=(count, *self.shape[1:]), read=lambda: self.read()[rows])
+
 
 class Container(Protocol):
     """A directory or file that holds a checkpoint."""
@@ -58,8 +67,11 @@ class Container(Protocol):
     def files(self) -> list[Path]:
         """Return the files that hold weights or tokenizer."""
 
+    def location(self, config: Config, weight: Weight) -> Location:
+        """Return where weights of the model lie in it."""
+
     def held(self, name: str, shape: Shape) -> Held | None:
-        """Return a tensor of the model, which has that shape by the configuration; None if it is not there.
+        """Return a tensor, which has that shape by the configuration; None if it is not there.
 
         Raises UserError.
         """

@@ -13,7 +13,9 @@ from typing import Any
 from llama_npu2.errors import UserError, first_line
 from stages.engine.files import read_json
 from stages.engine.lazy import np
-from stages.model.config import ConfigFields
+from stages.model import families
+from stages.model.config import Config, ConfigFields
+from stages.model.families.place import Location
 from stages.model.importers import PLAIN, Held, methods
 from stages.weights.format import Shape
 
@@ -103,6 +105,9 @@ class Directory:
 
     def where_is(self, name: str) -> str:
         return str(self.tensors.entries[name].file)
+
+    def location(self, config: Config, weight: families.Weight) -> Location:
+        return families.location(config, weight)
 
     def held(self, name: str, shape: Shape) -> Held | None:
         if self._find_quantised and (tensor := self._find_quantised(self.tensors, name, shape)):

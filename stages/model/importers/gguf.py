@@ -11,9 +11,11 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.engine.lazy import ml_dtypes, np
+from stages.model import families
 from stages.model.config import Config, ConfigFields
 from stages.model.families import Weight, parse_config, weights
-from stages.model.families.gguf import TURNED, Gguf
+from stages.model.families.gguf import Gguf
+from stages.model.families.place import Location
 from stages.model.importers import PLAIN, Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
 from stages.model.importers.gguf_config import architecture, config_fields
@@ -27,11 +29,9 @@ _CHUNK = 1 << 20
 """Values that are rearranged at a time, so that temporaries stay in the CPU's cache."""
 
 
-def rotary_order(weight: Weight, kind: Gguf, rows: int, head_dim: int) -> np.ndarray | None:
-    """Return the checkpoint's row that is in each row of the file; None where all are in their places."""
-    if not kind.neighbours or weight.slot not in TURNED:
-        return None
-    return np.arange(rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+def location(config: Config, weight: Weight, kind: Gguf) -> Location:
+    """Return where weights lie in a GGUF file."""
+    return families.location(config, weight, kind.tensors, kind.neighbours)
 
 
 class GgufFile:
@@ -83,7 +83,7 @@ class GgufFile:
 
     def _factors(self, name: str, count: int) -> list[float]:
         """Return what the rotations are divided by. Raises UserError."""
-        factors = self._read(name, self._place(name, (count,)), None)
+        factors = self._read(name, self._place(name, (count,)))
         if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
             raise UserError(f"{self.path}: tensor {name} must be F32 and hold positive numbers")
         return factors.astype(np.float64).tolist()
@@ -94,23 +94,24 @@ class GgufFile:
     def where_is(self, name: str) -> str:
         return self.where
 
-    def inside(self, name: str) -> str:
-        """Return the file's tensor that has the values of a checkpoint's."""
-        weight = self._weights[name]
-        return self._kind.tensors[weight.slot].format(layer=weight.layer)
+    def location(self, config: Config, weight: Weight) -> Location:
+        return location(config, weight, self._kind)
+
+    @cached_property
+    def _offsets(self) -> dict[str, float]:
+        """The number that is added to a tensor's values, by its name."""
+        return {self.location(self.config, each).tensor: each.offset for each in weights(self.config)}
 
     def held(self, name: str, shape: Shape) -> Held | None:
-        inside, weight = self.inside(name), self._weights[name]
-        if inside not in self._places:
+        if name not in self._places:
             return None
-        place = self._place(inside, shape)
-        order = rotary_order(weight, self._kind, shape[0], self.config.head_dim)
-        held = self._held(inside, place, None if order is None else np.argsort(order))
-        if not weight.offset:
+        place, offset = self._place(name, shape), self._offsets[name]
+        held = Held(shape, TYPES[place.type].format, partial(self._read, name, place), (name,))
+        if not offset:
             return held
         if held.format not in PLAIN:
-            raise UserError(f"{self.path}: tensor {inside} is {TYPES[place.type].name}: only F32, F16, BF16 are read")
-        return _without(held, weight.offset)
+            raise UserError(f"{self.path}: tensor {name} is {TYPES[place.type].name}: only F32, F16, BF16 are read")
+        return _without(held, offset)
 
     def _place(self, name: str, shape: Shape) -> Place:
         """Return where a tensor is. Raise UserError for another shape, an unknown type or a file that ends early."""
@@ -127,29 +128,24 @@ class GgufFile:
             raise UserError(f"{where} is not all in the file: it is truncated, download it again")
         return place
 
-    def _held(self, name: str, place: Place, rows: np.ndarray | None) -> Held:
-        """Return a tensor. `rows`: the file's rows in the order of the checkpoint's; None: the same order."""
-        return Held(place.shape, TYPES[place.type].format, partial(self._read, name, place, rows), (name,))
-
-    def _read(self, name: str, place: Place, rows: np.ndarray | None) -> np.ndarray:
+    def _read(self, name: str, place: Place) -> np.ndarray:
         kind, (*outer, length) = TYPES[place.type], place.shape
         blocks = length // kind.values
         raw = np.memmap(self.path, np.uint8, "r", place.offset, (prod(outer), blocks, kind.bytes))
         if kind.stored is None:
             dtypes = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
             plain = raw.reshape(len(raw), -1).view(dtypes[kind.format])
-            return (np.array(plain) if rows is None else plain[rows]).reshape(place.shape)
-        return self._stored(name, kind, raw, rows).reshape(*outer, -1)
+            return np.array(plain).reshape(place.shape)
+        return self._stored(name, kind, raw).reshape(*outer, -1)
 
-    def _stored(self, name: str, kind: BlockType, raw: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    def _stored(self, name: str, kind: BlockType, raw: np.ndarray) -> np.ndarray:
         """Return blocks as rows of the format, converted some rows at a time. Raises UserError."""
         assert kind.stored
-        order = np.arange(len(raw)) if rows is None else rows
         length = raw.shape[1] * kind.values
         stored = np.empty(formats()[kind.format].stored_shape((len(raw), length)), np.int8)
         step = max(1, _CHUNK // length)
-        for first in range(0, len(order), step):
-            chunk = raw[order[first : first + step]]
+        for first in range(0, len(raw), step):
+            chunk = raw[first : first + step]
             if not finite(kind, chunk):
                 raise UserError(
                     f"{self.path}: tensor {name} holds a scale that is not a finite number: the file is damaged"

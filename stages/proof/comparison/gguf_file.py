@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from stages.model.config import Config, inverse_frequencies
 from stages.model.decoder import Attention, Decoder, Layer, Rope
 from stages.model.families import token_tensors
 from stages.model.families.gguf import Gguf
-from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, rotary_order
+from stages.model.families.place import Location, whole
+from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, location
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_header import Header
 
@@ -41,8 +43,9 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
     writer = gguf.GGUFWriter(temporary, kind.architecture)
     try:
         _describe(writer, config, kind)
-        for weight in families.weights(config):
-            _add(writer, weight, checkpoint.tensor(weight.name), kind, config.head_dim)
+        for name, pieces in _locations(config, kind).items():
+            values = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
+            _add(writer, name, values, pieces[0][0].offset)
         if kind.factors and config.decoder.attention.rope.scaling.type != "default":
             writer.add_tensor(ROPE_FACTORS, _frequency_factors(config))
         writer.write_header_to_file()
@@ -55,17 +58,19 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _add(writer: Any, weight: families.Weight, tensor: np.ndarray, kind: Gguf, head_dim: int) -> None:
+def _locations(config: Config, kind: Gguf) -> dict[str, list[tuple[families.Weight, Location]]]:
+    """Return the tensors of a file by name, each with the weights that lie in it."""
+    return families.locations(config, partial(location, kind=kind))
+
+
+def _add(writer: Any, name: str, tensor: np.ndarray, offset: float) -> None:
     """Add a tensor as llama.cpp's converter does."""
     import gguf
 
-    name = kind.tensors[weight.slot].format(layer=weight.layer)
-    order = rotary_order(weight, kind, len(tensor), head_dim)
-    rows = tensor if order is None else tensor[order]
-    if rows.ndim == 1:
-        writer.add_tensor(name, rows.astype(np.float32) + np.float32(weight.offset))
+    if tensor.ndim == 1:
+        writer.add_tensor(name, tensor.astype(np.float32) + np.float32(offset))
     else:
-        raw = rows.astype(bfloat16).view(np.uint8).reshape(len(rows), -1)
+        raw = tensor.astype(bfloat16).view(np.uint8).reshape(len(tensor), -1)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
@@ -126,9 +131,10 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
 
 def token_bytes(path: Path, config: Config) -> int:
     """Return the bytes of weights that llama.cpp reads to decode a token."""
-    tensors, file = Header(path).tensors, GgufFile(path)
-    places = [tensors[file.inside(name)] for name in token_tensors(config)]
-    kinds = [(TYPES[place.type], prod(place.shape)) for place in places]
+    kind, tensors, read = families.of(config).gguf, Header(path).tensors, token_tensors(config)
+    assert kind
+    names = [name for name, pieces in _locations(config, kind).items() if pieces[0][0].name in read]
+    kinds = [(TYPES[tensors[name].type], prod(tensors[name].shape)) for name in names]
     return sum(values // kind.values * kind.bytes for kind, values in kinds)
 
 

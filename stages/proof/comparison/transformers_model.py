@@ -22,6 +22,7 @@ from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+from stages.model.families.place import Location, whole
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
@@ -38,7 +39,10 @@ def load_transformers(checkpoint: Path, dtype: str) -> Any:
     architecture, config = _described(opened)
     if checkpoint.is_dir() and {tensor.format for tensor in opened.held.values()} <= set(PLAIN):
         return architecture.from_pretrained(checkpoint, dtype=chosen).eval()
-    weights = {name: _torch(opened.tensor(name), chosen) for name in opened.held}
+    weights = {
+        name: _torch(whole([(at, opened.tensor(weight.name)) for weight, at in pieces]), chosen)
+        for name, pieces in families.locations(opened.config).items()
+    }
     return architecture.from_pretrained(None, config=config, state_dict=weights, dtype=chosen).eval()
 
 
@@ -127,10 +131,11 @@ def _through_layers(
     checkpoint: Checkpoint, values: Values, running: dict[Any, list[Any]], kv: str
 ) -> Iterator[Callable[[Any], Any]]:
     """Run texts from their embeddings to the input of the last norm, a layer for each item; each item is that norm."""
-    names: dict[int | None, dict[str, str]] = {}
-    patterns = families.of(checkpoint.config).tensors
-    for weight in families.weights(checkpoint.config):
-        names.setdefault(weight.layer, {})[patterns[weight.slot].rpartition("{layer}.")[2]] = weight.name
+    tensors: dict[int | None, dict[str, list[tuple[families.Weight, Location]]]] = {}
+    places = families.of(checkpoint.config).tensors
+    for pieces in families.locations(checkpoint.config).values():
+        weight = pieces[0][0]
+        tensors.setdefault(weight.layer, {})[places[weight.slot].tensor.rpartition("{layer}.")[2]] = pieces
     models: dict[str, tuple[Any, Any]] = {}
 
     def forward(state: Any, model: Any) -> Any:
@@ -142,7 +147,10 @@ def _through_layers(
         if kinds[layer] not in models:
             models[kinds[layer]] = _one_layer(checkpoint, kinds[layer])
         model, norm = models[kinds[layer]]
-        weights = {inside: values(name) for inside, name in names[layer].items()}
+        weights = {
+            inside: whole([(at, values(weight.name)) for weight, at in pieces])
+            for inside, pieces in tensors[layer].items()
+        }
         _run(model.layers[0], weights, running, partial(forward, model=model))
         yield norm
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from stages.model.config import Config, ConfigFields
 from stages.model.families import llama
+from stages.model.families.place import Place
 
 
-def renamed(name: str) -> str:
-    return name.replace("model.layers.", "decoder.").replace("model.embed_tokens", "tokens")
+def renamed(place: Place) -> Place:
+    tensor = place.tensor.replace("model.layers.", "decoder.").replace("model.embed_tokens", "tokens")
+    return replace(place, tensor=tensor)
 
 
 def parse(fields: ConfigFields) -> Config:
@@ -19,5 +21,5 @@ FAMILY = replace(
     model_type="toy",
     architectures=("ToyForCausalLM",),
     parse=parse,
-    tensors={slot: renamed(name) for slot, name in llama.TENSORS.items()},
+    tensors={slot: renamed(place) for slot, place in llama.TENSORS.items()},
 )
