@@ -194,5 +194,6 @@ def _slots() -> list[str]:
 
 
 def _check_known(where: str, name: str, names: list[str]) -> None:
+    # Formats differ in a digit, so a near one is no guess: all are listed.
     if name not in names:
-        raise UserError(f"{where}: {name or 'nothing'} is unknown: {suggestion(name, names)}")
+        raise UserError(f"{where}: {name or 'nothing'} is unknown: {suggestion(name, names, 0.8)}")

@@ -66,7 +66,7 @@ def test_the_vocabulary_is_wider_than_four_bits() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int5", "weights: int5 is unknown: did you mean int"),
+        ("int5", "weights: int5 is unknown: one of bf16, int4"),
         ("int4,w_dwon=int8", "weights=int4,w_dwon=int8: w_dwon is unknown: did you mean w_down"),
         ("int4,vocab=", "nothing is unknown: one of bf16"),
         ("int4,", "nothing is unknown"),
