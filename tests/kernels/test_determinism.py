@@ -92,6 +92,7 @@ def compare_products(case: Case, name: str, epilogue: str) -> None:
         assert_same(out, whole[part])
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ["bf16", "w8a8", *(stored.name for stored in GROUPED)])
 def test_products(teams: list[Kernels], name: str) -> None:
     for seed in range(CASES):
@@ -168,6 +169,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "weights", "kv"),
     [*((model, "bf16", kv) for model in MODELS for kv in KV_FORMATS), ("", "int4", "bf16"), ("odd", "w8a8", "bf16")],

@@ -75,6 +75,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.verify
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, artifacts: Path) -> None:
@@ -94,6 +95,7 @@ def test_logits_are_those_of_the_cache_it_holds(shape: str, tmp_path: Path, arti
     assert found.passed and found.ours < 0.05, found
 
 
+@pytest.mark.thorough
 @pytest.mark.verify
 def test_verify_passes_on_the_demo(artifacts: Path) -> None:
     pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[verify]'")
@@ -108,6 +110,7 @@ def test_verify_passes_on_the_demo(artifacts: Path) -> None:
     assert quality["divergence"] < 0.0002, "a tenth of what weights in 4 bits cost"
 
 
+@pytest.mark.thorough
 def test_bench_counts_what_a_token_reads_of_the_cache(tmp_path: Path, artifacts: Path) -> None:
     checkpoint = tmp_path / "counted"
     write_checkpoint(checkpoint, dtype=bfloat16)

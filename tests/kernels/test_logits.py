@@ -133,6 +133,7 @@ def our_logits(artifacts: Path, ids: list[int], isa: str, out: Path) -> tuple[np
     return np.load(out), run.stdout
 
 
+@pytest.mark.sampled(4)
 def test_error_is_that_of_bf16(case: tuple[Path, Path, int], tmp_path: Path) -> None:
     """Against the fp32 model our error is at most 1.5x that of transformers' own bf16 run, in every instruction set."""
     checkpoint, artifacts, vocab = case
@@ -146,6 +147,7 @@ def test_error_is_that_of_bf16(case: tuple[Path, Path, int], tmp_path: Path) -> 
         assert error(ours, exact[rows]) <= 1.5 * error(theirs[rows], exact[rows]), device
 
 
+@pytest.mark.sampled(4)
 def test_prefill_agrees_with_single_steps(case: tuple[Path, Path, int]) -> None:
     """n tokens at once and n tokens one by one differ by no more than bf16 differs from fp32."""
     checkpoint, artifacts, vocab = case

@@ -232,6 +232,7 @@ def test_a_programs_rows_are_its_described_launches(grouping: str) -> None:
 # a token, a prompt
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_token_moves_hardly_more_than_the_weights(model: str) -> None:
     moved, weights = Estimate(MODELS[model], "fused", [128], MACHINE).traffic()
@@ -453,6 +454,7 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
     return tiling.variant, function, arguments[function], tiling.costs[function].vectors + fed
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     "case",
     [

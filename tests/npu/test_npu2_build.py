@@ -258,6 +258,7 @@ def fakes(tmp_path: Path, artifacts: Path) -> dict[str, str]:
     return install(root, FAKE_PEANO, FAKE_AIRCC, FAKE_AIRCC) | {"SIMULATED": str(simulated)}
 
 
+@pytest.mark.thorough
 def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fakes: dict[str, str]) -> None:
     first = ran(doit(*COMPILE, cwd=built, env=fakes))
     assert {"object:aie2p/gemm", "object:aie2p/silu_and_mul", "elf:rms_gemv_rope", "manifest"} | LINKS_SILU <= first
@@ -278,6 +279,7 @@ def test_a_changed_tile_function_reaches_the_elfs_that_link_it(built: Path, fake
     assert ran(doit(*COMPILE, cwd=built, env=fakes)) == objects
 
 
+@pytest.mark.thorough
 def test_a_level_of_its_own_rebuilds_one_source(built: Path, fakes: dict[str, str]) -> None:
     ran(doit(*COMPILE, cwd=built, env=fakes))
     chosen = fakes | {VARIABLE: "silu_and_mul=1"}
@@ -336,6 +338,7 @@ def _linked(checkout: Path, program: str) -> set[str]:
     return set(json.loads((checkout / f"artifacts/demo/npu2/build/modules/{program}.json").read_text())["objects"])
 
 
+@pytest.mark.thorough
 def test_artifacts_of_another_machine_need_no_tools(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
     """Copied into a checkout on a machine that has nothing but Python and XRT: no task runs, text comes."""
     ran(doit(*COMPILE, cwd=built, env=fakes))
@@ -372,6 +375,7 @@ FAILURES: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failure_is_one_line_and_leaves_the_log(
     tools: Path, module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str

@@ -61,6 +61,7 @@ def test_groupings_and_cpu_choose_the_same_tokens(fused: Path, separate: Path, d
     assert chosen[0] == chosen[1] == chosen[2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str) -> None:
     """Prompts with what the host unpacks, in chunks as at once, tokens with what the array unpacks."""
@@ -299,6 +300,7 @@ def test_buckets_are_counted_apart(fused: Path) -> None:
     llm.close()
 
 
+@pytest.mark.thorough
 def test_simulated_programs_are_rebuilt_from_what_they_read(built: Path, fused: Path) -> None:
     """A comment in a tile function stops at its objects; a change reaches the programs that link them, and no other."""
     del fused  # its tile objects are in the session's cache, not in this checkout's

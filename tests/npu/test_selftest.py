@@ -657,6 +657,7 @@ def bindings(checkout: Path, tmp_path: Path, **switches: Any) -> dict[str, str]:
 COMMAND = ("selftest", "model=models/demo", "target=npu2", "npu.buckets=64", "repeats=1")
 
 
+@pytest.mark.thorough
 def test_probes_travel(built: Path, fakes: dict[str, str], tmp_path: Path) -> None:
     """Built by the tools, copied into a checkout on a machine that has none: nothing is built, the ladder climbs."""
     first = doit(*COMMAND, cwd=built, env=fakes | bindings(built, tmp_path))

@@ -135,6 +135,7 @@ PREFILL = ("q_roped", "kv")
 DECODE = ("q_roped", "k_roped", "v")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
 @pytest.mark.parametrize(
     "name, outputs",
@@ -160,6 +161,7 @@ def test_a_prompt_goes_on_from_any_position(config: Config) -> None:
     check("fused", "prefill_attend", config, ("kv", "res1"), pos=101)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("config", [TINY, ODD, pytest.param(DEMO, marks=pytest.mark.slow)], ids=["tiny", "odd", "demo"])
 @pytest.mark.parametrize(
     "name, outputs",

@@ -196,6 +196,7 @@ def run(pages: Iterable[Path], *marks: pytest.MarkDecorator) -> list[object]:
     return parameters
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [*run(BEGINNINGS), *run(HOW_TOS, pytest.mark.slow)])
 def test_commands_run(page: Path, checkout: Path) -> None:
     """All commands of a page, in its order, in one checkout."""

@@ -135,6 +135,7 @@ def test_a_role_edited_in_a_description_changes_the_manifest(built: Path) -> Non
     assert (before, role()) == ("scratch", "output")
 
 
+@pytest.mark.thorough
 def test_another_bucket_packs_nothing_and_fewer_leave_nothing(built: Path) -> None:
     """Programs come and go with the buckets, their receipts too; the weights of all are the same."""
     sim = built / "artifacts/model/npu2-sim"
@@ -314,6 +315,7 @@ def test_two_builds_at_once_take_turns(built: Path) -> None:
     assert ran(doit(*COMPILE, cwd=built)) == set()
 
 
+@pytest.mark.thorough
 def test_two_builds_of_different_kinds_do_not_mix(built: Path) -> None:
     """Same directory, different parameters, at once: the result is that of one or the other, whole."""
     command = [sys.executable, "-m", "doit", "compile", "target=npu2-sim"]

@@ -93,6 +93,7 @@ def test_a_fault_in_one_call_is_named(host: Build, fault: Fault) -> None:
     named(host, fault)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ON_ARRAY, ids=str)
 def test_a_fault_in_one_call_of_the_array_is_named(array: Build, fault: Fault) -> None:
     named(array, fault)

@@ -106,6 +106,7 @@ def test_download_build_and_stay_current(hub: Hub, built: Path, tmp_path: Path) 
     assert ran(doit("compile", f"model={REPO}", cwd=built, env=offline)) == set(), "what is built needs no hub"
 
 
+@pytest.mark.thorough
 def test_fit_fetches_no_quantised_weights(hub: Hub, tmp_path: Path) -> None:
     """What they hold decides on the steps of a build, which are not asked for."""
     config = json.loads((hub.files / "config.json").read_text())

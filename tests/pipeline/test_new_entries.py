@@ -50,6 +50,7 @@ def extended(built: Path) -> Path:
     return built
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["cpu", "npu2-sim"])
 def test_runs(extended: Path, target: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(extended / "runtime"), str(extended)])}
@@ -70,6 +71,7 @@ def test_changes_nothing_that_was_built(extended: Path) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_family(built: Path) -> None:
     """The same weights under other names, in a checkpoint of another family: the same logits."""
     for place, source in FAMILY.items():
@@ -88,6 +90,7 @@ def test_a_family(built: Path) -> None:
     assert (logits(built, "artifacts/toy/cpu") == logits(built, "artifacts/model/cpu")).all()
 
 
+@pytest.mark.thorough
 def test_a_target(built: Path) -> None:
     """A folder and a device: the whole pipeline builds it, and the runtime runs it."""
     add(built, "stages/targets/twin/__init__.py", (ENTRIES / "target.py").read_text())

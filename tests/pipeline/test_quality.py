@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="needs the verify extra: pip install -e '.[v
 pytest.importorskip("transformers", reason="needs the verify extra: pip install -e '.[verify]'")
 
 
+@pytest.mark.thorough
 @needs_llama_cpp
 def test_formats_are_measured_beside_those_of_llama_cpp(
     demo: Path, artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

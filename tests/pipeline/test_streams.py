@@ -141,6 +141,7 @@ STATUS = re.compile(r"Traceback|Broken pipe|Exception ignored|Error\b")
 """What is said of a pipe that broke."""
 
 
+@pytest.mark.sampled(1)
 @RUNNERS
 def test_a_reply_is_alone_also_where_all_is_stale(runner: tuple[str, ...], built: Path) -> None:
     reply = doit("run", *ANSWER, cwd=built)
@@ -160,6 +161,7 @@ def shared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(project, tmp_path_factory.mktemp("streams") / "checkout")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "command",
     [
@@ -240,6 +242,7 @@ def test_progress_that_nobody_reads(lines: int, runner: tuple[str, ...], chatty:
     assert doit("speak", cwd=chatty).stdout == "the answer is\n42\n", "the next run goes on"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "command",
     [
@@ -264,6 +267,7 @@ def test_commands_that_nobody_reads(command: tuple[str, ...], shared: Path) -> N
     quiet([sys.executable, "-m", "doit", *command, *of_model], shared)
 
 
+@pytest.mark.thorough
 def test_a_stale_build_that_nobody_reads(built: Path) -> None:
     whole = snapshot(built / "artifacts/model/cpu")
     command = [sys.executable, "-m", "doit", "run", *ANSWER]
@@ -343,6 +347,7 @@ def test_a_reply_for_which_there_is_no_room(demo: Path) -> None:
             assert (run.returncode, run.stderr) == (1, FULL)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("also_errors", [False, True])
 @pytest.mark.parametrize("arguments", [("hi",), ("hi", "--json"), ("check",), (), ("hi", "--n=2")])
 def test_a_runtime_that_nobody_reads(arguments: tuple[str, ...], also_errors: bool, demo: Path) -> None:

@@ -52,6 +52,7 @@ def blobs(remote: Path) -> dict[str, int]:
     return {path.parent.name + path.name: path.stat().st_size for path in paths}
 
 
+@pytest.mark.thorough
 def test_a_changed_kernel_moves_what_depends_on_it(built: Path, tmp_path: Path, no_compiler: dict[str, str]) -> None:
     """A push and a pull each way: what is sent is the files that are not there, byte for byte."""
     other, remote = another(built, tmp_path / "other"), tmp_path / "remote"
@@ -89,6 +90,7 @@ def travelling(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if not name.startswith(own)}
 
 
+@pytest.mark.thorough
 def test_weights_of_a_private_checkpoint_stay(built: Path, tmp_path: Path, no_compiler: dict[str, str]) -> None:
     """Who pulls the programs packs weights from their own checkpoint, and builds nothing else."""
     other, remote = another(built, tmp_path / "other"), tmp_path / "remote"
@@ -122,6 +124,7 @@ def hub() -> Iterator[tuple[str, dict[str, str]]]:
         yield "hf://org/shared", {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("server", "command"), [(s3, "cache"), (hub, "pull")], ids=["s3", "hub"])
 def test_the_second_builds_nothing_and_says_the_same(
     server: Callable[[], contextlib.AbstractContextManager[tuple[str, dict[str, str]]]],

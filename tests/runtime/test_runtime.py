@@ -413,6 +413,7 @@ def test_other_instruction_sets_say_the_same(demo: Path, isa: str, monkeypatch: 
     assert isa in run.stderr
 
 
+@pytest.mark.thorough
 def test_a_rebuilt_directory_is_loaded_anew_in_one_process(artifacts: Path, tmp_path: Path) -> None:
     """The dynamic loader would hand out the old programs."""
     logits = []

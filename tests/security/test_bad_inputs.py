@@ -168,6 +168,7 @@ def test_the_model_type_will_do_for_an_architecture(tmp_path: Path) -> None:
     assert doit(*command).returncode == 0
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_checkpoint(name: str, tmp_path: Path) -> None:
     damage, fragment = CHECKPOINTS[name]
@@ -186,6 +187,7 @@ REFUSED = ("other_architecture", "config_not_json", "truncated_weights", "no_tok
 RUNNERS = [(), ("-n", "0"), ("-n", "2", "-P", "process")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("runner", RUNNERS, ids=["serial", "process", "thread"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_model_leaves_nothing(name: str, runner: tuple[str, ...], tmp_path: Path) -> None:
@@ -278,6 +280,7 @@ COMMAND_LINES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_bad_command_line(name: str, tmp_path: Path) -> None:
     arguments, fragment = COMMAND_LINES[name]

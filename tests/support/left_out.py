@@ -5,12 +5,13 @@ They are deselected, and the summary has one line for each reason. What is skipp
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
 
 NOT_ASKED_FOR = {
+    "thorough": "more cases, and long builds, minutes: pytest -m thorough",
     "slow": "takes minutes: pytest -m slow",
     "long": "too long for every run: see CONTRIBUTING.md for its command",
     "toolchain": "the real MLIR-AIR passes, minutes: pytest -m toolchain",
@@ -20,7 +21,9 @@ NOT_ASKED_FOR = {
 _counts: Counter[str] = Counter()
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_all_but_samples(items)
     reasons = {item: _why_left_out(item, bool(config.option.markexpr)) for item in items}
     left_out = [item for item, reason in reasons.items() if reason]
     config.hook.pytest_deselected(items=left_out)
@@ -28,6 +31,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _counts.update(reason for reason in reasons.values() if reason)
     if hasattr(config, "workeroutput"):  # of xdist: what the process that writes the summary gets to know
         config.workeroutput["left_out"] = dict(_counts)
+
+
+def _mark_all_but_samples(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests marked `sampled(count)` as thorough, except for so many, evenly spread."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        (count,) = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        samples = {number * len(of_test) // count for number in range(count)}
+        for number, item in enumerate(of_test):
+            if number not in samples:
+                item.add_marker("thorough")
 
 
 def _why_left_out(item: pytest.Item, is_asked_for: bool) -> str | None:

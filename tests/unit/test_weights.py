@@ -166,6 +166,7 @@ ALWAYS = [
 """Each choice over odd widths, each shape with two choices. The other pairs are slow."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.verify
 @pytest.mark.parametrize(
     ("shape", "chosen"),
