@@ -15,7 +15,7 @@ from llama_npu2.cli.bench import Result, run_bench
 from llama_npu2.options import Running, chosen
 from stages.graph import Build
 from stages.model.checkpoint import Checkpoint
-from stages.model.sources import GgufSource
+from stages.model.sources import GgufSource, HubGguf
 from stages.proof.comparison import divergence, transformers_model, verification
 from stages.proof.comparison.peers import AS_IT_IS, Peer, conversions, entrants, open_peers
 
@@ -23,7 +23,7 @@ from stages.proof.comparison.peers import AS_IT_IS, Peer, conversions, entrants,
 def run(build: Build) -> None:
     """Measure, and print a table or JSON. Raises UserError."""
     options = build.options
-    as_it_is = isinstance(build.source, GgufSource) and not options.weights
+    as_it_is = isinstance(build.source, GgufSource | HubGguf) and not options.weights
     weights = AS_IT_IS if as_it_is else build.policy.matrices
     chosen_peers = entrants(options.peer_list(), weights, build.source, conversions(build.artifacts, build.directory))
     peers = partial(open_peers, chosen_peers, options.threads or len(os.sched_getaffinity(0)))

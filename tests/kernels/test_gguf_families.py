@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llama_npu2 import load
 from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import gguf_file, peers
-from tests.conftest import needs_llama_cpp
+from tests.conftest import build, needs_llama_cpp
 from tests.kernels.test_families import FAMILIES, Raw, error, theirs, torch, write
+from tests.support.quantised_files import with_tokenizer
 
 pytestmark = needs_llama_cpp
 
@@ -60,3 +64,27 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
     logits = [llama_cpp.step(ids[:150]), llama_cpp.step(ids[150:191])]
     logits += [llama_cpp.step([token]) for token in ids[191:]]
     assert error(logits, exact[places]) <= 1.5 * error(rounded[places], exact[places])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WRITTEN)
+def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: Path) -> None:
+    """32 greedy tokens of both sides from a file in F16, but where two are as likely as makes no difference."""
+    directory, file = written(family, 0, tmp_path)
+    config = Checkpoint.open(directory).config
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[("a", "b")])
+    with with_tokenizer(Tokenizer(model), "gpt-2", config.eos[0], config.vocab):
+        gguf_file.write_gguf(Checkpoint.open(directory), file)
+    f16 = tmp_path / f"{family}-f16.gguf"
+    gguf_file.quantise_gguf(file, f16, "F16")
+    ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
+    llama_cpp = peers.LlamaCpp(f16, 2, 256, safely=True)
+    with contextlib.closing(load(build(f16, artifacts), 2)) as llm:
+        ours, other = llm.prefill(ids), llama_cpp.step(ids)
+        for _ in range(32):
+            distance = error(ours, other)
+            assert distance < 0.02 * float(np.std(other))
+            assert ours.max() - ours[other.argmax()] < 4 * distance
+            token = int(other.argmax())
+            ours, other = llm.decode(token), llama_cpp.step([token])

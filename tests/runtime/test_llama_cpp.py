@@ -17,7 +17,7 @@ from stages.model.sources import DEMO
 from stages.proof.comparison import gguf_file, peers
 from stages.proof.comparison.continuations import TOKENS
 from tests.conftest import build, needs_llama_cpp
-from tests.support.quantised_files import metadata_of
+from tests.support.quantised_files import with_tokenizer
 
 pytestmark = [needs_llama_cpp, pytest.mark.slow]
 
@@ -33,22 +33,8 @@ MARGIN = 4
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that ships in bf16, with its tokenizer, which is what `write_gguf` leaves out."""
-    import gguf
-
-    name_it = gguf.GGUFWriter.add_tokenizer_model
-
-    def add_tokenizer(writer: gguf.GGUFWriter, _: str) -> None:
-        metadata = metadata_of(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
-        name_it(writer, "gpt2")
-        writer.add_tokenizer_pre("llama-bpe")
-        writer.add_token_list(metadata["tokens"])
-        writer.add_token_types(metadata["token_type"])
-        writer.add_token_merges(metadata["merges"])
-        writer.add_eos_token_id(2047)
-
     path = tmp_path_factory.mktemp("llama_cpp") / "BF16.gguf"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gguf.GGUFWriter, "add_tokenizer_model", add_tokenizer)
+    with with_tokenizer(Tokenizer.from_file(str(DEMO / "tokenizer.json")), "llama-bpe", 2047):
         gguf_file.write_gguf(Checkpoint.open(DEMO), path)
     return path
 

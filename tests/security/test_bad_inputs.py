@@ -521,7 +521,8 @@ def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyP
 
     import huggingface_hub
 
-    from stages.model.sources import HubSource
+    from llama_npu2.errors import UserError
+    from stages.model.sources import HubSource, resolve
 
     asked: dict[str, Any] = {}
 
@@ -530,6 +531,9 @@ def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyP
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UserError, match=r"org/name has no config.json: .* as org/name/NAME.gguf$"):
+        HubSource("org/name", "v1").fetch()
+    (tmp_path / "config.json").write_text("{}")
     assert HubSource("org/name", "v1").fetch() == tmp_path
     wanted = [
         file
@@ -546,3 +550,12 @@ def test_hub_download_asks_for_just_the_files_needed(monkeypatch: pytest.MonkeyP
     ]
     assert (asked["repo"], asked["revision"]) == ("org/name", "v1")
     assert wanted == ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]
+    one = resolve("org/name-GGUF/Q8_0/some-00002-of-00002.gguf", tmp_path / "artifacts", "v1")
+    assert one.name == "org--name-GGUF--Q8_0--some"
+    with pytest.raises(UserError, match=r"has no file Q8_0/some-00002-of-00002\.gguf: check the name"):
+        one.fetch()
+    (tmp_path / "Q8_0").mkdir()
+    (tmp_path / "Q8_0/some-00001-of-00002.gguf").touch()
+    assert one.fetch() == tmp_path / "Q8_0/some-00001-of-00002.gguf"
+    assert asked["repo"] == "org/name-GGUF"
+    assert asked["allow_patterns"] == [f"Q8_0/some-0000{number}-of-00002.gguf" for number in (1, 2)]

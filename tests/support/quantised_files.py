@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,11 @@ CONFIG_OF_TESTS = CONFIG | SHAPES
 MATRICES = [name for name, shape in tensors(parse_config(CONFIG_OF_TESTS, "test")).items() if len(shape) == 2]
 
 
-def write_file(path: Path, types: dict[str, str], **changes: Any) -> dict[str, np.ndarray]:
-    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. `changes`: to its
-    configuration. Returns values by name."""
+def write_file(path: Path, types: dict[str, str], split: int = 0, **changes: Any) -> dict[str, np.ndarray]:
+    """A GGUF file of random blocks: `types` of matrices by name, F32 where none is said. `split`: the most tensors of
+    a part, where it is in parts. `changes`: to its configuration. Returns values by name."""
     config = parse_config(CONFIG_OF_TESTS | changes, "test")
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
     fields: dict[str, Any] = {
         "context_length": 128,
         "embedding_length": 256,
@@ -85,10 +87,32 @@ def random_blocks(rng: np.random.Generator, kind: Any, shape: tuple[int, ...]) -
     return raw.reshape(*shape[:-1], -1)
 
 
-def metadata_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What llama.cpp's converter writes of a byte-level tokenizer."""
+def metadata_of(tokenizer: Tokenizer, vocab: int = 0) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a byte-level tokenizer, for at least `vocab` tokens."""
     inner, added = json.loads(tokenizer.to_str())["model"], tokenizer.get_added_tokens_decoder()
     ids = range(tokenizer.get_vocab_size())
     kinds = [(3 if added[i].special else 4) if i in added else 1 for i in ids]
     merges = [" ".join(merge) for merge in inner["merges"]]
-    return {"model": "gpt2", "tokens": [tokenizer.id_to_token(i) for i in ids], "token_type": kinds, "merges": merges}
+    tokens = [tokenizer.id_to_token(i) for i in ids]
+    more = range(len(tokens), vocab)
+    tokens, kinds = [*tokens, *(f"[PAD{i}]" for i in more)], [*kinds, *(5 for _ in more)]
+    return {"model": "gpt2", "tokens": tokens, "token_type": kinds, "merges": merges}
+
+
+@contextlib.contextmanager
+def with_tokenizer(tokenizer: Tokenizer, pre: str, eos: int, vocab: int = 0) -> Iterator[None]:
+    """`write_gguf` writes this byte-level tokenizer, too, which it leaves out otherwise."""
+    name_it = gguf.GGUFWriter.add_tokenizer_model
+
+    def add_tokenizer(writer: Any, _: str) -> None:
+        metadata = metadata_of(tokenizer, vocab)
+        name_it(writer, "gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(metadata["tokens"])
+        writer.add_token_types(metadata["token_type"])
+        writer.add_token_merges(metadata["merges"])
+        writer.add_eos_token_id(eos)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gguf.GGUFWriter, "add_tokenizer_model", add_tokenizer)
+        yield

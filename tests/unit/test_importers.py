@@ -181,6 +181,36 @@ def test_gguf_is_a_source(tmp_path: Path) -> None:
 # Tensors in parts
 
 
+def test_gguf_in_parts(tmp_path: Path) -> None:
+    """Any part names all; they are read as the whole file is. Names and numbers that do not agree are refused."""
+    types = dict.fromkeys(MATRICES, "Q8_0")
+    expected = write_file(tmp_path / "Some.gguf", types, split=3)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"Some-0000{i}-of-00004.gguf" for i in (1, 2, 3, 4)]
+    source = resolve(str(files[2]), tmp_path / "artifacts")
+    assert (source.name, source.fetch(), source.files()) == ("Some", files[0], files)
+    checkpoint = Checkpoint.open(files[1], ())
+    assert list(checkpoint.files) == files
+    for name, values in expected.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).astype(np.float32), values)
+    contents = [file.read_bytes() for file in files]
+    up = next(number for number, content in enumerate(contents) if b"ffn_up" in content)
+    for damage, reason in (
+        ({1: contents[2]}, "split.no = 2 and split.count = 4 in it, its name means 1 and 4"),
+        ({3: None}, "Some-00004-of-00004.gguf is missing: Some-00001-of-00004.gguf is one of 4 parts"),
+        ({3: contents[3][: len(contents[3]) // 2]}, "is not all in the file"),
+        ({up: contents[up].replace(b"ffn_up", b"attn_k")}, "tensor blk.0.attn_k.weight is in another part, too"),
+    ):
+        for number, content in damage.items():
+            files[number].unlink() if content is None else files[number].write_bytes(content)
+        assert reason in refused(files[0])
+        for file, content in zip(files, contents, strict=True):
+            file.write_bytes(content)
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(contents[0])
+    assert "split.no = 0 and split.count = 4 in it, its name means 0 and 1" in refused(alone)
+
+
 def pack_words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
     """Numbers `[rows, n]` into i32 along the rows, as the formats' descriptions have it; `order`: which number of a
     word is in its i-th place."""

@@ -19,7 +19,8 @@ from stages.model.families.place import Location
 from stages.model.importers import PLAIN, Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
 from stages.model.importers.gguf_config import architecture, config_fields
-from stages.model.importers.gguf_header import Header, Place
+from stages.model.importers.gguf_header import Place
+from stages.model.importers.gguf_parts import parts, read_parts
 from stages.model.importers.gguf_tokenizer import tokenizer_files
 from stages.weights.format import Shape
 from stages.weights.formats import formats
@@ -39,9 +40,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
-        self._header = Header(path)
-        self._metadata, self._places = self._header.metadata, self._header.tensors
-        self.names = frozenset(self._places) - {ROPE_FACTORS}
+        self._parts = parts(path)
+        self._metadata, self.places = read_parts(self._parts)
+        self.names = frozenset(self.places) - {ROPE_FACTORS}
 
     @cached_property
     def _meta(self) -> ConfigFields:
@@ -53,15 +54,8 @@ class GgufFile:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        if self._metadata.get("split.count", 0) > 1:
-            raise self._meta.fail("split.count", "join the parts with llama-gguf-split --merge")
-        fields = config_fields(self._meta, self._kind, self._places)
+        fields = config_fields(self._meta, self._kind, self.places)
         return {**fields, "rope_scaling": self._rope_scaling(fields["head_dim"])}
-
-    @cached_property
-    def _weights(self) -> dict[str, Weight]:
-        """The model's tensors by their names in a checkpoint directory."""
-        return {weight.name: weight for weight in weights(self.config)}
 
     @cached_property
     def config(self) -> Config:
@@ -74,7 +68,7 @@ class GgufFile:
         kind = self._metadata.get(f"{prefix}.type", "none")
         if kind not in ("none", "linear"):
             raise self._meta.fail(f"{prefix}.type", "only none, linear are supported")
-        if ROPE_FACTORS in self._places:
+        if ROPE_FACTORS in self.places:
             same = self._factors(ROPE_FACTORS, head_dim // 2)
             return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
         if kind == "linear":
@@ -85,14 +79,14 @@ class GgufFile:
         """Return what the rotations are divided by. Raises UserError."""
         factors = self._read(name, self._place(name, (count,)))
         if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
-            raise UserError(f"{self.path}: tensor {name} must be F32 and hold positive numbers")
+            raise UserError(f"{self.where_is(name)}: tensor {name} must be F32 and hold positive numbers")
         return factors.astype(np.float64).tolist()
 
     def files(self) -> list[Path]:
-        return [self.path]
+        return self._parts
 
     def where_is(self, name: str) -> str:
-        return self.where
+        return str(self.places[name].file)
 
     def location(self, config: Config, weight: Weight) -> Location:
         return location(config, weight, self._kind)
@@ -103,19 +97,19 @@ class GgufFile:
         return {self.location(self.config, each).tensor: each.offset for each in weights(self.config)}
 
     def held(self, name: str, shape: Shape) -> Held | None:
-        if name not in self._places:
+        if name not in self.places:
             return None
         place, offset = self._place(name, shape), self._offsets[name]
         held = Held(shape, TYPES[place.type].format, partial(self._read, name, place), (name,))
         if not offset:
             return held
         if held.format not in PLAIN:
-            raise UserError(f"{self.path}: tensor {name} is {TYPES[place.type].name}: only F32, F16, BF16 are read")
+            raise UserError(f"{place.file}: tensor {name} is {TYPES[place.type].name}: only F32, F16, BF16 are read")
         return _without(held, offset)
 
     def _place(self, name: str, shape: Shape) -> Place:
         """Return where a tensor is. Raise UserError for another shape, an unknown type or a file that ends early."""
-        place, where = self._places[name], f"{self.path}: tensor {name}"
+        place, where = self.places[name], f"{self.where_is(name)}: tensor {name}"
         if place.type not in TYPES:
             readable = ", ".join(kind.name for kind in TYPES.values())
             raise UserError(f"{where} is {REFUSED.get(place.type, f'of type {place.type}')}: only {readable} are read")
@@ -124,14 +118,14 @@ class GgufFile:
             raise UserError(f"{where} has shape {list(place.shape)}, the metadata imply {list(shape)}")
         if shape[-1] % kind.values:
             raise UserError(f"{where} has rows of {shape[-1]} values, {kind.name} has blocks of {kind.values}")
-        if place.offset + prod(shape) // kind.values * kind.bytes > self.path.stat().st_size:
+        if place.offset + prod(shape) // kind.values * kind.bytes > place.file.stat().st_size:
             raise UserError(f"{where} is not all in the file: it is truncated, download it again")
         return place
 
     def _read(self, name: str, place: Place) -> np.ndarray:
         kind, (*outer, length) = TYPES[place.type], place.shape
         blocks = length // kind.values
-        raw = np.memmap(self.path, np.uint8, "r", place.offset, (prod(outer), blocks, kind.bytes))
+        raw = np.memmap(place.file, np.uint8, "r", place.offset, (prod(outer), blocks, kind.bytes))
         if kind.stored is None:
             dtypes = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
             plain = raw.reshape(len(raw), -1).view(dtypes[kind.format])
@@ -147,9 +141,8 @@ class GgufFile:
         for first in range(0, len(raw), step):
             chunk = raw[first : first + step]
             if not finite(kind, chunk):
-                raise UserError(
-                    f"{self.path}: tensor {name} holds a scale that is not a finite number: the file is damaged"
-                )
+                where = f"{self.where_is(name)}: tensor {name}"
+                raise UserError(f"{where} holds a scale that is not a finite number: the file is damaged")
             stored[first : first + step] = kind.stored(chunk)
         return stored
 

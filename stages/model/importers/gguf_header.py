@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Place:
     """ggml's number."""
     offset: int
     """Bytes from the file's beginning."""
+    file: Path
 
 
 class Header:
@@ -81,7 +82,7 @@ class Header:
         if not isinstance(alignment, int) or not 0 < alignment < 1 << 20:
             raise self._damaged(f"general.alignment = {alignment}")
         start = -(-self._at // alignment) * alignment
-        return metadata, {n: Place(p.shape, p.type, start + p.offset) for n, p in places.items()}
+        return metadata, {name: replace(place, offset=start + place.offset) for name, place in places.items()}
 
     def _take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:
@@ -132,4 +133,4 @@ class Header:
         shape = tuple(self._number("<u8") for _ in range(dimensions))[::-1]
         if not 0 < prod(shape) < 1 << 48:
             raise self._damaged(f"tensor {name[:80]} has shape {list(shape)}")
-        return Place(shape, self._number("<u4"), self._number("<u8"))
+        return Place(shape, self._number("<u4"), self._number("<u8"), self.path)

@@ -1,4 +1,4 @@
-"""The sources of models: `model=demo | hub id | local directory | GGUF file | random:<shapes>`.
+"""The sources of models: `model=demo | hub id | GGUF file on the hub | local directory | GGUF file | random:<shapes>`.
 
 Every source provides a path that `stages.model.checkpoint` opens.
 """
@@ -22,9 +22,10 @@ from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
+from stages.model.importers.gguf_parts import parts, whole_name
 from stages.model.presets import PRESETS
 from stages.model.sources.generated import RandomSource
-from stages.model.sources.hub import HubSource
+from stages.model.sources.hub import HubGguf, HubSource
 from stages.model.sources.local import DEMO, ArtifactsOnly, GgufSource, LocalSource
 from stages.model.sources.source import Listed, Source
 
@@ -43,7 +44,7 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
     if path.is_dir():
         return LocalSource(safe_name(path.resolve().name), path)
     if path.suffix == ".gguf" and path.is_file():
-        return GgufSource(safe_name(path.stem), path)
+        return GgufSource(safe_name(whole_name(path.name).removesuffix(".gguf")), parts(path)[0])
     if ((artifacts / model).is_dir() or elsewhere) and safe_name(model) == model:
         return ArtifactsOnly(model)
     if path.is_file():
@@ -52,9 +53,12 @@ def resolve(model: str, artifacts: Path, revision: str = "main", elsewhere: bool
         )
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.startswith((".", "/")):
         return HubSource(model, revision)
+    if match := re.fullmatch(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/((?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf)", model):
+        return HubGguf(match[1], revision, match[2])
     raise UserError(
         f"model={model}: no such directory or GGUF file; use demo, a local checkpoint, a hub id such as "
-        f"meta-llama/Llama-3.2-1B-Instruct, or random:<{'|'.join(sorted(PRESETS))}|config.json>"
+        "meta-llama/Llama-3.2-1B-Instruct or Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf, or "
+        f"random:<{'|'.join(sorted(PRESETS))}|config.json>"
     )
 
 
@@ -83,10 +87,10 @@ def config_of(source: Source) -> Config:
         raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
     if isinstance(source, RandomSource):
         return source.config
-    if isinstance(source, HubSource):
+    if isinstance(source, HubSource) and not isinstance(source, HubGguf):
         files = {path.name: path for path in source.config_files()}
         if CONFIG_FILES[0] not in files:
-            raise UserError(f"model {source.repo} has no {CONFIG_FILES[0]}: model= needs one in Hugging Face format")
+            raise source.other_format()
         return families.read_config(files[CONFIG_FILES[0]], DAMAGED)
     within = container(source.fetch())
     return parse_config(within.fields, within.where)
@@ -95,16 +99,38 @@ def config_of(source: Source) -> Config:
 def known_config(source: Source, recorded: Path) -> Config:
     """Return the configuration of a model before its checkpoint is on this machine.
 
-    It is the one that `recorded` or the source has. If neither has one that can be read, it is a Llama's: a build will
+    It is the one that the source or `recorded` has. If neither has one that can be read, it is a Llama's: a build will
     say why it cannot be read.
     """
+    return _known(source, recorded) or _a_llama()
+
+
+def known_positions(source: Source, recorded: Path) -> int | None:
+    """Return the longest context of a model before its checkpoint is on this machine; None if it is not known yet.
+
+    `recorded` as in `known_config`.
+    """
+    config = _known(source, recorded)
+    return config.max_seq if config else None
+
+
+def _known(source: Source, recorded: Path) -> Config | None:
     if isinstance(source, RandomSource):
         return source.config
-    files = [path for path in (*source.files(), recorded) if path.name == recorded.name and path.is_file()]
     with contextlib.suppress(UserError):
+        if isinstance(source, GgufSource) or (isinstance(source, HubGguf) and not recorded.is_file()):
+            # The configuration is in the file: what was recorded may be that of another one.
+            return _read_inside(source.fetch(), source.fetch().stat().st_mtime_ns)
+        files = [path for path in (*source.files(), recorded) if path.name == recorded.name and path.is_file()]
         files = files or [path for path in source.config_files() if path.name == recorded.name]
-        return _read_once(files[0], files[0].stat().st_mtime_ns) if files else _a_llama()
-    return _a_llama()
+        return _read_once(files[0], files[0].stat().st_mtime_ns) if files else None
+    return None
+
+
+@functools.cache
+def _read_inside(path: Path, changed: int) -> Config:
+    within = container(path)
+    return parse_config(within.fields, within.where)
 
 
 @functools.cache
@@ -117,28 +143,12 @@ def _a_llama() -> Config:
     return parse_config(PRESETS["llama-3.2-1b"], "model=random:llama-3.2-1b")
 
 
-def known_positions(source: Source, recorded: Path) -> int | None:
-    """Return the longest context of a model before its checkpoint is on this machine; None if it is not known yet.
-
-    `recorded` as in `known_config`.
-    """
-    if isinstance(source, RandomSource):
-        return source.config.max_seq
-    files = [recorded] if recorded.is_file() else []
-    with contextlib.suppress(UserError):
-        files = files or [path for path in source.config_files() if path.name == recorded.name]
-    for path in files:
-        with contextlib.suppress(UserError):
-            return families.read_config(path).max_seq
-    return None
-
-
 def quantised(source: Source, recorded: Path) -> bool:
     """Return whether a checkpoint may hold quantised weights, as far as its configuration tells.
 
     `recorded` has the configuration if it was read before.
     """
-    if isinstance(source, GgufSource):
+    if isinstance(source, GgufSource | HubGguf):
         return True
     files = [recorded] if isinstance(source, HubSource) and recorded.is_file() else []
     # A build will say why the configuration cannot be read.

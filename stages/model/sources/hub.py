@@ -12,6 +12,7 @@ from typing import Any
 from llama_npu2.errors import UserError, first_line
 from stages.engine.room import no_room
 from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
+from stages.model.importers.gguf_parts import part_names, whole_name
 from stages.model.sources.source import Listed, Source
 
 _PATTERNS = (*CONFIG_FILES, "model*.safetensors", "gptq_model*.safetensors", INDEX, *TOKENIZER_FILES)
@@ -46,9 +47,28 @@ class HubSource(Source):
         directory = self._download(CONFIG_FILES)
         return [path for name in CONFIG_FILES if (path := directory / name).is_file()]
 
+    @property
+    def patterns(self) -> Sequence[str]:
+        """The files that are downloaded."""
+        return _PATTERNS
+
     def fetch(self) -> Path:
         """Download what is missing into the Hugging Face cache (resumes; token from the usual places)."""
-        return self._download(_PATTERNS)
+        path = self._download(self.patterns)
+        self.check(path)
+        return path
+
+    def check(self, path: Path) -> None:
+        """Raise UserError where a download does not have what it has to."""
+        if not (path / CONFIG_FILES[0]).is_file():
+            raise self.other_format()
+
+    def other_format(self) -> UserError:
+        """Return the error about a repository that is not in Hugging Face format."""
+        return UserError(
+            f"model {self.repo} has no {CONFIG_FILES[0]}: model= takes a repository in Hugging Face format, or a GGUF "
+            f"file in one, as {self.repo}/NAME.gguf"
+        )
 
     def inventory(self) -> Mapping[str, Listed]:
         from huggingface_hub import HfApi, try_to_load_from_cache
@@ -59,7 +79,7 @@ class HubSource(Source):
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         return {
             name: Listed(sizes[name], isinstance(try_to_load_from_cache(self.repo, name, revision=info.sha), str))
-            for name in filter_repo_objects(sizes, allow_patterns=list(_PATTERNS))
+            for name in filter_repo_objects(sizes, allow_patterns=list(self.patterns))
         }
 
     def _download(self, patterns: Sequence[str]) -> Path:
@@ -93,3 +113,33 @@ class HubSource(Source):
             full = no_room(error, [Path(constants.HF_HUB_CACHE)], elsewhere="set HF_HOME to another place")
             why = f": {full or f'download failed ({first_line(error)}): run the command again to resume'}"
         raise UserError(where + why) from None
+
+
+@dataclass(frozen=True)
+class HubGguf(HubSource):
+    """A GGUF file in a repository of the hub, or the first of its parts."""
+
+    file: str
+    """Its path in the repository."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{super().name}--{whole_name(self.file).removesuffix('.gguf').replace('/', '--')}"
+
+    def identity(self) -> Mapping[str, Any]:
+        return {**super().identity(), "file": self.file}
+
+    def config_files(self) -> list[Path]:
+        return []
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        directory, _, name = self.file.rpartition("/")
+        return [f"{directory}/{part}".lstrip("/") for part in part_names(name)]
+
+    def fetch(self) -> Path:
+        return super().fetch() / self.patterns[0]
+
+    def check(self, path: Path) -> None:
+        if not (path / self.patterns[0]).is_file():
+            raise UserError(f"model {self.repo} (revision {self.revision}) has no file {self.file}: check the name")

@@ -10,6 +10,7 @@ from typing import Any
 from llama_npu2.errors import UserError
 from stages.engine.places import ROOT
 from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
+from stages.model.importers.gguf_parts import parts
 from stages.model.sources.source import Source
 
 DEMO = ROOT / "models/demo"
@@ -41,7 +42,7 @@ class LocalSource(Source):
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A GGUF file."""
+    """A GGUF file, or the first of its parts."""
 
     name: str
     file: Path
@@ -50,7 +51,7 @@ class GgufSource(Source):
         return {"kind": "gguf"}
 
     def files(self) -> list[Path]:
-        return [self.file]
+        return parts(self.file)
 
     def fetch(self) -> Path:
         return self.file

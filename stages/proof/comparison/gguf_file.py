@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -22,7 +23,7 @@ from stages.model.families.gguf import Gguf
 from stages.model.families.place import Location, whole
 from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, location
 from stages.model.importers.gguf_blocks import TYPES
-from stages.model.importers.gguf_header import Header
+from stages.model.importers.gguf_header import Place
 
 PLAIN = "BF16"
 """llama.cpp's name for the files of `write_gguf`."""
@@ -131,18 +132,19 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
 
 def token_bytes(path: Path, config: Config) -> int:
     """Return the bytes of weights that llama.cpp reads to decode a token."""
-    kind, tensors, read = families.of(config).gguf, Header(path).tensors, token_tensors(config)
+    kind, places, read = families.of(config).gguf, GgufFile(path).places, token_tensors(config)
     assert kind
-    names = [name for name, pieces in _locations(config, kind).items() if pieces[0][0].name in read]
-    kinds = [(TYPES[tensors[name].type], prod(tensors[name].shape)) for name in names]
-    return sum(values // kind.values * kind.bytes for kind, values in kinds)
+    return _bytes([places[name] for name, pieces in _locations(config, kind).items() if pieces[0][0].name in read])
 
 
 def bits(path: Path) -> float:
     """Return the mean number of bits of a matrix's weight."""
-    entries = [entry for entry in Header(path).tensors.values() if len(entry.shape) == 2]
-    matrices = [(TYPES[entry.type], prod(entry.shape)) for entry in entries]
-    return 8 * sum(values // kind.values * kind.bytes for kind, values in matrices) / sum(n for _, n in matrices)
+    matrices = [place for place in GgufFile(path).places.values() if len(place.shape) == 2]
+    return 8 * _bytes(matrices) / sum(prod(place.shape) for place in matrices)
+
+
+def _bytes(places: Sequence[Place]) -> int:
+    return sum(prod(place.shape) // TYPES[place.type].values * TYPES[place.type].bytes for place in places)
 
 
 def _describe(writer: Any, config: Config, kind: Gguf) -> None:

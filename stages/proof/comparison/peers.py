@@ -55,6 +55,8 @@ class LlamaCpp:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = not safely
         model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
+        if not model:
+            raise RuntimeError(f"llama.cpp does not read {gguf}")
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = context, 2048, 512
         options.n_threads = options.n_threads_batch = threads
