@@ -81,8 +81,11 @@ class Config:
         names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
         return {name: getattr(self, name) for name in names}
 
-    def dimensions(self) -> dict[str, int | float]:
-        """Return the values of the dimension names that parts use."""
+    def dimensions(self, positions: int = 0) -> dict[str, int | float]:
+        """Return the values of the dimension names that parts use.
+
+        `positions`: rows of what has one for each position; 0: as many as the longest context.
+        """
         return {
             "vocab": self.vocab,
             "emb": self.emb,
@@ -98,7 +101,7 @@ class Config:
             "ffn_pair_dim": 2 * self.ffn,
             "placed_heads_dim": self.heads * (self.head_dim + HEAD_POSITION),
             "placed_head_dim": self.head_dim + POSITION // 2,
-            "max_seq": self.max_seq,
+            "max_seq": positions or self.max_seq,
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
             "kv_block_positions": KV_BLOCK_POSITIONS,
             "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
@@ -106,6 +109,7 @@ class Config:
             "score_scalar": self.decoder.attention.scalar,
             "taps": self.decoder.taps,
             "conv_dim": 3 * self.emb,
+            "history": (positions or self.max_seq) + max(self.decoder.taps - 1, 0),
         }
 
 

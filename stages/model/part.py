@@ -17,6 +17,9 @@ from stages.weights.formats import formats
 
 RUNTIME_SCALARS = ("seq", "pos")
 
+KV, HISTORY = "kv", "history"
+"""What caches keep: keys and values, or rows by position that a convolution looks back at."""
+
 Dim = str | int
 Shape = tuple[Dim, ...]
 
@@ -66,8 +69,8 @@ class Slot:
     for the end of the name of the layer's tables."""
     view: str = WHOLE
     """The rows of that buffer that the part sees: a view of `llama_npu2.artifact.plan`."""
-    keeps: bool = False
-    """Whether the buffer outlives a call, as a cache does."""
+    keeps: str = ""
+    """What the buffer, a cache, keeps from call to call: `KV` or the `HISTORY` of a convolution. Nothing for others."""
     joins: tuple[str, ...] = ()
     """The slots of weights whose rows it holds one after the other."""
 

@@ -130,8 +130,7 @@ class _Planner:
         self.context_buckets = sorted({p.context for p in all_programs if p.context and not p.bucket})
         longest = self.buckets[-1] if buckets else 0
         positions = max(config.max_seq, longest, *(p.context for p in all_programs if p.context))
-        self.dimensions: Mapping[str, float] = config.dimensions() | {
-            "max_seq": positions,
+        self.dimensions: Mapping[str, float] = config.dimensions(positions) | {
             "window": positions,
             "seq": longest or min(PREFILL_ROWS, config.max_seq),
         }

@@ -15,7 +15,7 @@ from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import Kernel
 from stages.kernels.unpacking import written_part
 from stages.model.grouping import Program
-from stages.model.part import Dim, Launch, Slot
+from stages.model.part import HISTORY, Dim, Launch, Slot
 
 Values = dict[str, "np.ndarray"]
 Sizes = Mapping[str, Any]
@@ -51,6 +51,8 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
         until = inputs["pos"] + inputs.get("seq", 1)
         # What appends to a cache has its own `k` and `v`.
         inputs = {"k": _half(cache, 0, until), "v": _half(cache, 1, until), "kv": cache} | inputs
+    if "history" in slots:
+        inputs["history"] = values[slots["history"]]
     for slot, result in zip(written, results(kernel, inputs), strict=True):
         if kernel.name in HALVES and slot == written[-1]:
             rows = values[slot][inputs["pos"] :][: inputs.get("rows", 1)]
@@ -84,6 +86,16 @@ def _shaped(name: str, inputs: Mapping[str, Any]) -> Any:
     """Return an input; a new row of K or V for a cache by heads."""
     one_row = name in ("k", "v") and inputs[name].ndim == 1
     return inputs[name].reshape(inputs["kv_heads"], -1) if one_row else inputs[name]
+
+
+def history(positions: int, cols: int, taps: int) -> np.ndarray:
+    """Return the history of a convolution before the first position, bf16 `[positions + taps - 1, cols]`.
+
+    Rows of positions are NaN, and those before them zeros.
+    """
+    rows = np.full((positions + taps - 1, cols), np.nan, ml_dtypes.bfloat16)
+    rows[: taps - 1] = 0
+    return rows
 
 
 class Model:
@@ -145,6 +157,8 @@ class Model:
         shape = tuple(int(sizes[dim]) if isinstance(dim, str) else dim for dim in slot.shape)
         if slot.role in ("weight", "table"):
             return self._tensor(name, self._logical(slot.shape, shape))
+        if slot.keeps == HISTORY:
+            return self._buffers.setdefault(name, history(self._positions, sizes["emb"], sizes["taps"]))
         if slot.keeps:
             heads = (self._dimensions["kv_heads"], 2, self._dimensions["head_dim"])
             return self._buffers.setdefault(name, np.full((self._positions, *heads), np.nan, ml_dtypes.bfloat16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stages.kernels import format_kernel, kernels
-from stages.model.part import Launch, Part, Slot
+from stages.model.part import KV, Launch, Part, Slot
 from stages.model.policy import Policy
 
 
@@ -22,14 +22,14 @@ def stored(part: Part, policy: Policy) -> Part:
     def with_kernel(launch: Launch) -> Launch:
         bound = [(arg, by_name[launch.args[arg.name]]) for arg in launch.kernel.args]
         matrices = {slot.format for arg, slot in bound if arg.matrix}
-        (name,) = matrices or {slot.format for _, slot in bound if slot.keeps} or {"bf16"}
+        (name,) = matrices or {slot.format for _, slot in bound if slot.keeps == KV} or {"bf16"}
         return replace(launch, kernel=kernels()[format_kernel(launch.kernel.operation, name)])
 
     return replace(part, slots=slots, launches=tuple(map(with_kernel, part.launches)))
 
 
 def _format(slot: Slot, policy: Policy) -> str:
-    if slot.keeps:
+    if slot.keeps == KV:
         return policy.cache
     if slot.role != "weight":
         return slot.format

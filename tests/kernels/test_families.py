@@ -91,12 +91,24 @@ def gemma3(rng: np.random.Generator) -> Raw:
     return raw
 
 
+def lfm2(rng: np.random.Generator) -> Raw:
+    raw = common(rng) | {"norm_eps": 1e-5, "conv_L_cache": int(rng.choice([2, 3, 4]))}
+    raw |= {"block_auto_adjust_ff_dim": bool(rng.integers(2)), "block_multiple_of": int(rng.choice([8, 30]))}
+    raw |= {"block_ffn_dim_multiplier": float(rng.choice([1.0, 1.3])), "num_hidden_layers": int(rng.choice([2, 3, 6]))}
+    attending = sorted(rng.choice(raw["num_hidden_layers"], int(rng.choice([1, 2])), replace=False).tolist())
+    if rng.integers(2):
+        return raw | {"full_attn_idxs": attending}
+    kinds = ["full_attention" if layer in attending else "conv" for layer in range(raw["num_hidden_layers"])]
+    return raw | {"layer_types": kinds}
+
+
 FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
     "qwen2": ("Qwen2ForCausalLM", qwen2),
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3),
+    "lfm2": ("Lfm2ForCausalLM", lfm2),
 }
 
 CASES = [
@@ -112,7 +124,7 @@ def weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     for weight in families.weights(config):
         shape = resolved(weight.shape, sizes)
         values = rng.standard_normal(shape, np.float32)
-        if len(shape) == 2:
+        if len(shape) > 1:
             values /= np.sqrt(shape[-1])
         elif weight.slot not in BIASES:
             values = 1 + 0.4 * values - config.decoder.norm.offset

@@ -15,8 +15,8 @@ from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Attention, Layer
-from stages.model.part import Dim, Joined, PartBuilder, Shape, Slot
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Attention, Layer, ShortConv
+from stages.model.part import HISTORY, KV, Dim, Joined, PartBuilder, Shape, Slot
 from stages.weights.scalars import ACTIVATIONS
 
 
@@ -38,6 +38,9 @@ class _Rows:
         kernel = f"{self.product}_bias" if bias else self.product
         b.launch(kernel, {"x": x, "weight": weight, "out": out, **bias}, cols=cols, out_cols=out_cols, **rows)
 
+
+_MIXED = "attn_out.{turn}"
+"""The buffer of what a device program mixes. One program reads that of a layer and writes that of the next."""
 
 _PROMPT = _Rows("seq", "gemm")
 _TOKEN = _Rows(1, "gemv")
@@ -72,6 +75,13 @@ class Described:
         assert isinstance(self.layer.mixer, Attention)
         return self.layer.mixer
 
+    def mixed(self, buffer: str = "attn_out") -> tuple[str, str, str]:
+        """Return the slot of the mixer's last projection, and width and buffer of what that takes.
+
+        `buffer`: that of attention.
+        """
+        return ("wo", "q_dim", buffer) if isinstance(self.layer.mixer, Attention) else ("w_out", "emb", _MIXED)
+
     @property
     def attention(self) -> dict[str, Dim | float]:
         """The scalars of attention."""
@@ -86,12 +96,12 @@ class Described:
 
 def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
-    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=True)
+    return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
 
 
 def _window(b: PartBuilder) -> str:
     """Add the first rows of the NPU's KV cache: those of a context bucket."""
-    return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=True)
+    return b.slot("kv_window", ("window", "kv_pair_dim"), "input", buffer="kv_cache.{layer}", keeps=KV)
 
 
 def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartBuilder:
@@ -139,6 +149,29 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
     return b
 
 
+def _norm_conv(d: Described, rows: _Rows) -> PartBuilder:
+    """Build the RMS norm, the product with B, C and x, and the convolution."""
+    b = PartBuilder()
+    x, norm_w = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}"), d.weight(b, "norm_w")
+    normed = b.slot("normed", rows.act("emb"), "scratch")
+    w_in = d.weight(b, "w_in")
+    bcx = b.slot("bcx", rows.act("conv_dim"), "scratch")
+    args = {"x": x, "weight": norm_w, "out": normed}
+    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    rows.project(b, normed, w_in, bcx, "emb", "conv_dim")
+    _convolve(d, b, rows, bcx)
+    return b
+
+
+def _convolve(d: Described, b: PartBuilder, rows: _Rows, bcx: str) -> None:
+    """Add the convolution of rows of B, C and x, with its history."""
+    taps = d.weight(b, "w_taps")
+    history = b.slot("history", ("history", "emb"), "output", buffer="history.{layer}", keeps=HISTORY)
+    out = b.slot("mixed", rows.act("emb"), "output", buffer=_MIXED)
+    args = {"bcx": bcx, "weight": taps, "history": history, "out": out}
+    b.launch("short_conv", args, rows=rows.rows, pos="pos", cols="emb", taps="taps")
+
+
 def _o_ffn(d: Described, rows: _Rows, paired: bool = False) -> PartBuilder:
     """Build output projection, residual, RMS norm, gated feed-forward network and residual.
 
@@ -162,14 +195,15 @@ def _add(d: Described, b: PartBuilder, rows: _Rows, residual: str, product: str,
 
 
 def _project_attended(d: Described, b: PartBuilder, rows: _Rows, role: str) -> str:
-    """Add the output projection of attention, and the residual. Return the slot of the sum, which has this role."""
-    attn_out = b.slot("attn_out", rows.act("q_dim"), "input")
-    wo = d.weight(b, "wo")
+    """Add the output projection of the mixer, and the residual. Return the slot of the sum, which has this role."""
+    weight, width, buffer = d.mixed()
+    attn_out = b.slot("attn_out", rows.act(width), "input", buffer=buffer)
+    wo = d.weight(b, weight)
     proj = b.slot("proj", rows.act("emb"), "scratch")
     norm = d.weight(b, "attn_norm_w") if d.layer.sandwich else ""
     x_residual = b.slot("x_residual", rows.act("emb"), "input", buffer="x.{turn}")
     res1 = b.slot("res1", rows.act("emb"), role)
-    rows.project(b, attn_out, wo, proj, "q_dim", "emb")
+    rows.project(b, attn_out, wo, proj, width, "emb")
     _add(d, b, rows, x_residual, proj, res1, norm)
     return res1
 
@@ -237,10 +271,6 @@ def _down_add(d: Described) -> PartBuilder:
     return b
 
 
-_ATTENDED = "attn_out.{turn}"
-"""The buffer of a token's attention. One program reads that of a layer and writes that of the next."""
-
-
 def _residual_row(b: PartBuilder, name: str = "x_in") -> str:
     """Add a token's row between layers."""
     return b.slot(name, ("emb",), "input", buffer="x.{turn}")
@@ -258,6 +288,17 @@ def _norm_qkv_gemv(d: Described) -> PartBuilder:
     return b
 
 
+def _norm_conv_gemv(d: Described) -> PartBuilder:
+    """Build the RMS norm of a token's row with the product that makes B, C and x, and the convolution."""
+    b = PartBuilder()
+    x, norm_w, w_in = _residual_row(b), d.weight(b, "norm_w"), d.weight(b, "w_in")
+    bcx = b.slot("bcx", ("conv_dim",), "scratch")
+    args = {"x": x, "norm": norm_w, "weight": w_in, "out": bcx}
+    b.launch("norm_gemv", args, cols="emb", out_cols="conv_dim", **d.layer.norm.scalars)
+    _convolve(d, b, _TOKEN, bcx)
+    return b
+
+
 def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
     """Build what follows a token's attention, as three products.
 
@@ -267,8 +308,9 @@ def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
         fused: Whether everything from the norm on is one launch.
     """
     b = PartBuilder()
-    attn_out = b.slot("attn_out", ("q_dim",), "input", buffer=_ATTENDED)
-    wo, x = d.weight(b, "wo"), _residual_row(b, "x_residual")
+    weight, width, buffer = d.mixed(_MIXED)
+    attn_out = b.slot("attn_out", (width,), "input", buffer=buffer)
+    wo, x = d.weight(b, weight), _residual_row(b, "x_residual")
     res1 = b.slot("res1", ("emb",), "scratch")
     norm_w = d.weight(b, "ffn_norm_w")
     _, gate_up = d.joined()
@@ -276,7 +318,7 @@ def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
     swiglu = "" if fused else b.slot("swiglu", ("ffn",), "scratch")
     w_down = d.weight(b, "w_down")
     output = b.slot("output", ("emb",), "output", buffer="x.{next}")
-    _added_product(b, attn_out, wo, x, res1, "q_dim")
+    _added_product(b, attn_out, wo, x, res1, width)
     scalars = {**d.layer.norm.scalars, **d.activation}
     if fused:
         args = {"x": res1, "norm": norm_w, "gate_up": gate_up.slot.name, "down": w_down, "out": output}
@@ -322,7 +364,7 @@ def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> Pa
     block = ("kv_blocks", "kv_heads", "kv_block_positions")
     cache = {
         f"{which}_panels": b.slot(
-            f"{which}_cache", (*block, width), "output", buffer=f"{which}_cache.{{layer}}", keeps=True
+            f"{which}_cache", (*block, width), "output", buffer=f"{which}_cache.{{layer}}", keeps=KV
         )
         for which, width in (("k", "head_dim"), ("v", "padded_head_dim"))
     }
@@ -353,7 +395,7 @@ def _token_attn(d: Described) -> PartBuilder:
     qkv = b.slot("qkv", ("qkv_dim",), "input")
     table = b.slot("lut", ("max_seq", "placed_head_dim"), "table", format="f32", buffer=f"{PLACED_ANGLES}{{rope}}")
     kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
-    out = b.slot("attended", ("q_dim",), "output", buffer=_ATTENDED)
+    out = b.slot("attended", ("q_dim",), "output", buffer=_MIXED)
     args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
     b.launch("token_attention", args, window="window", pos="pos", **d.attention)
     return b
@@ -417,6 +459,9 @@ BUILDERS: dict[str, Build] = {
     "rms_gemms_rope": lambda d: _norm_qkv_rope(d, _PROMPT),
     "rms_gemms_rope_kv": lambda d: _norm_qkv_rope(d, _PROMPT, interleave=True),
     "rms_gemv_rope": lambda d: _norm_qkv_rope(d, _TOKEN),
+    "rms_gemm_conv": lambda d: _norm_conv(d, _PROMPT),
+    "rms_gemv_conv": lambda d: _norm_conv(d, _TOKEN),
+    "norm_gemv_conv": _norm_conv_gemv,
     "flash_attn": _flash_attn,
     "flash_attn_panels": lambda d: _attend_panels(d, _PROMPT, "flash_attention_panels", seq="seq"),
     "decode_attn_panels": lambda d: _attend_panels(d, _TOKEN, "decode_attention_panels"),
@@ -453,5 +498,6 @@ MIXES: dict[str, str] = {
     **dict.fromkeys(("rms_gemms_rope", "rms_gemms_rope_kv", "rms_gemv_rope", "norm_qkv_gemv"), Attention.kind),
     **dict.fromkeys(("flash_attn", "flash_attn_panels"), Attention.kind),
     **dict.fromkeys(("decode_attn_panels", "decode_attn_kv", "token_attn"), Attention.kind),
+    **dict.fromkeys(("rms_gemm_conv", "rms_gemv_conv", "norm_gemv_conv"), ShortConv.kind),
 }
 """Parts that only layers with one kind of mixer have -> that kind."""

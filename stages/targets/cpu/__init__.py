@@ -3,15 +3,21 @@
 Each device part is a program of its own, which fuses its launches where the host's kernels can.
 """
 
-from stages.model.decoder import Attention
+from stages.model.decoder import Attention, ShortConv
 from stages.model.grouping import Chain, Group, Grouping
 from stages.targets import Target
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
 
 _START, _END = ("embed_tokens",), ("final_norm", "lm_head_gemv")
-_PROMPT = ("rms_gemms_rope", "flash_attn_panels", "o_ffn")
-_TOKEN = ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn")
-_DEVICE = (*_PROMPT, "rms_gemv_rope", "o_gemv_ffn", "lm_head_gemv")
+_PROMPT = {
+    Attention.kind: ("rms_gemms_rope", "flash_attn_panels", "o_ffn"),
+    ShortConv.kind: ("rms_gemm_conv", "o_ffn"),
+}
+_TOKEN = {
+    Attention.kind: ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn"),
+    ShortConv.kind: ("rms_gemv_conv", "o_gemv_ffn"),
+}
+_DEVICE = (*_PROMPT[Attention.kind], "rms_gemv_rope", "rms_gemm_conv", "rms_gemv_conv", "o_gemv_ffn", "lm_head_gemv")
 
 TARGET = Target(
     name="cpu",
@@ -20,8 +26,8 @@ TARGET = Target(
     static=False,
     groupings={
         "separate": Grouping(
-            Chain(_START, {Attention.kind: _PROMPT}, _END),
-            Chain(_START, {Attention.kind: _TOKEN}, _END),
+            Chain(_START, _PROMPT, _END),
+            Chain(_START, _TOKEN, _END),
             tuple(Group(name, (name,)) for name in _DEVICE),
         )
     },

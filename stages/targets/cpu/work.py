@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stages.model.part import Launch, Part, resolved
+from stages.model.part import HISTORY, Launch, Part, resolved
 
 FLOP = 2
 """A multiply-accumulate."""
@@ -35,10 +35,12 @@ def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]
 def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Mapping[str, float]) -> tuple[int, int]:
     """(index into what is said of each call, row and position; bytes) of a slot that a launch reads or else writes."""
     slot = part.slot(name)
-    scope, share, (first, *rest) = int(slot.keeps), 1, slot.shape
+    scope, share, (first, *rest) = int(bool(slot.keeps)), 1, slot.shape
     if slot.role == "weight" and "tokens" in launch.args:
         scope, share = 1, resolved([first], dimensions)[0]
     elif first in ("seq", "max_seq"):
+        scope, slot = 1, replace(slot, shape=(1, *rest))
+    elif slot.keeps == HISTORY:
         scope, slot = 1, replace(slot, shape=(1, *rest))
     elif slot.keeps:
         # A cache that is no table of rows still grows by one position a row.

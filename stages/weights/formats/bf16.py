@@ -76,6 +76,16 @@ def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape)
     return padded
 
 
+def to_taps(weight: np.ndarray) -> np.ndarray:
+    """Order the taps `[channels, 1, taps]` of a convolution as `[taps, channels]`: vectors are of channels."""
+    return np.ascontiguousarray(weight[:, 0].T)
+
+
+def from_taps(packed: np.ndarray, shape: Shape) -> np.ndarray:
+    """Return the taps `[channels, 1, taps]`."""
+    return packed.reshape(shape[2], shape[0]).T[:, None]
+
+
 def quantise(values: np.ndarray) -> np.ndarray:
     """Round to bf16, to nearest even."""
     return values.astype(ml_dtypes.bfloat16, copy=False)
@@ -89,6 +99,7 @@ FORMAT = Format(
     layouts={
         "panels": Layout.of_panels(PANEL_ROWS, panels_shape, to_panels, from_panels),
         "blocks": Layout(blocks_shape, to_blocks, from_blocks),
+        "taps": Layout(lambda shape: (shape[2], shape[0]), to_taps, from_taps),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },
 )
