@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_npu2.errors import UserError
-from stages.kernels import Arg, flash_attention, rms_norm, signature
+from stages.kernels import Arg, flash_attention, rms_norm, short_conv, signature
 from stages.kernels.append_kv import reference_panels
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.prototypes import prototypes
@@ -138,6 +138,23 @@ def test_biases_are_added_before_rounding(teams, rng, rows, cols, out_cols):
     assert (np.abs(wide(out) - exact) <= U * np.abs(exact) + 1e-5 * cols).all(), "rounded once"
     teams("gemv_bias", packed, x[0], bias, row, out_cols, cols)
     assert (row.view(np.uint16) == out[0].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("rows, pos, cols, taps", [(1, 0, 7, 3), (2, 0, 64, 3), (9, 5, 331, 4), (40, 1, 600, 1)])
+def test_short_conv(teams, rng, rows, pos, cols, taps):
+    """The reference's bits; nothing but the rows' history is written."""
+    weight, bcx = normal(rng, cols, 1, taps), normal(rng, rows, 3 * cols)
+    history = normal(rng, pos + rows + taps - 1, cols)
+    history[: taps - 1] = 0
+    before, out = history.copy(), output((rows, cols))
+    packed = guarded(formats()["bf16"].pack(np.asarray(weight), "taps"))
+    teams("short_conv", bcx, packed, history, out, rows, pos, cols, taps)
+    want_history, want = short_conv.reference(bcx, weight, before, pos, taps)
+    assert (out.view(np.uint16) == want.view(np.uint16)).all()
+    assert (history.view(np.uint16) == want_history.view(np.uint16)).all()
+    exact = sum(wide(history[pos + t : pos + t + rows]) * wide(weight[:, 0, t]) for t in range(taps))
+    exact = exact * wide(bcx[:, cols : 2 * cols])
+    np.testing.assert_allclose(wide(out), exact, rtol=3 * U, atol=1e-30)
 
 
 @pytest.mark.parametrize("kv", ["", "int8_rows_"])

@@ -146,9 +146,9 @@ def compare_rows(case: Case) -> None:
     def results(part: slice) -> list[np.ndarray]:
         count, mine, other = part.stop - part.start, guarded(x[part]), guarded(up[part])
         made = [output((count, cols)) for _ in range(4)]
-        case("rms_norm", mine, scale, made[0], count, cols, 1e-5)
+        case("rms_norm", mine, scale, made[0], count, cols, 1e-5, 0.0, 0)
         case("rope", mine, table, made[1], count, part.start, heads, 2 * half)
-        case("silu_and_mul", mine, other, made[2], count, cols)
+        case("silu_and_mul", mine, other, made[2], count, cols, 0)
         case("add", mine, other, made[3], count, cols)
         return made
 
@@ -158,9 +158,26 @@ def compare_rows(case: Case) -> None:
             assert_same(out, all_rows[part])
 
 
-def test_rows_of_norm_rotation_and_activation(teams: list[Kernels]) -> None:
+def compare_convolutions(case: Case) -> None:
+    """Pieces go on in one history. A rewind finds the rows that it needs in it."""
+    rows, cols, taps = case.size(60), case.size(600), case.size(5)
+    bcx, weight = case.normal(rows, 3 * cols), case.normal(taps, cols)
+    history, whole = guarded(np.zeros((rows + taps - 1, cols), BF16)), output((rows, cols))
+    case("short_conv", bcx, weight, history, whole, rows, 0, cols, taps)
+    again = guarded(np.zeros(history.shape, BF16))
+    pieces = list(case.pieces(rows))
+    for part in (*pieces, *pieces[int(case.rng.integers(len(pieces))) :]):
+        count, mine = part.stop - part.start, guarded(bcx[part])
+        out = output((count, cols))
+        case("short_conv", mine, weight, again, out, count, part.start, cols, taps)
+        assert_same(out, whole[part])
+    assert_same(history, again)
+
+
+def test_rows_of_norm_rotation_activation_and_convolution(teams: list[Kernels]) -> None:
     for seed in range(CASES):
         compare_rows(Case(teams, seed))
+        compare_convolutions(Case(teams, seed))
 
 
 MODELS = {

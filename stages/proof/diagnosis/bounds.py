@@ -489,6 +489,21 @@ def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ..
     return (ErrorBound(error + unit, np.minimum(1, error / unit)),)
 
 
+def _bound_short_conv(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound a short convolution. On the host it has no error, and nowhere has what goes into the history."""
+    history, mixed = case.results
+    if case.op.kernel_set == HOST_SET:
+        return _bound_exact(case)
+    taps, rows = case.inputs["taps"], len(history) - case.inputs["taps"] + 1
+    seen, factors = history.astype(np.float32), case.wide("weight")[:, 0].T
+    terms = np.stack([seen[tap : tap + rows] * factors[tap] for tap in range(taps)])
+    total = _rounded(terms.sum(axis=0), taps * U32 * np.abs(terms).sum(axis=0))
+    after = np.abs(np.split(np.atleast_2d(case.wide("bcx")), 3, axis=-1)[1])
+    limit = (after * total.limit).reshape(mixed.shape)
+    limit = np.where(limit > 0, limit + ulp(np.abs(mixed.astype(np.float32)) + limit), 0)
+    return _no_error(history.shape), ErrorBound(limit, total.chance.reshape(mixed.shape))
+
+
 def _scores(q: np.ndarray, k: np.ndarray, scalar: float) -> np.ndarray:
     """`[kv_heads, group, seq, positions]`."""
     scores: np.ndarray = np.einsum("sgmd,pgd->gmsp", q, k) / np.sqrt(scalar)
@@ -545,5 +560,6 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     **dict.fromkeys(("gemm_bias", "gemv_bias"), _bound_biased_product),
     "rope_q": _bound_query_rotation,
     "token_attention": _bound_token_attention,
+    "short_conv": _bound_short_conv,
 }
 """The function that bounds each operation, whatever its format."""

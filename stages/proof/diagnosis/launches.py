@@ -157,6 +157,9 @@ def _place(op: Op) -> float:
 
 
 def _reference(op: Op, inputs: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    if "history" in inputs:
+        # It begins with the first row that the call sees.
+        return results(op.judged_by, {**inputs, "pos": 0})
     if op.operation not in _APPENDS:
         return results(op.judged_by, inputs)
     form = formats()[op.format]

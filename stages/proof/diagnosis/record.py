@@ -16,6 +16,7 @@ from llama_npu2.engine.trace import TracedCall
 from stages.kernels import Arg
 from stages.kernels.append_kv import rows_of_panels
 from stages.kernels.unpacking import written_part
+from stages.model.part import HISTORY
 from stages.model.reference import HALVES
 from stages.proof.diagnosis.ops import Op
 from stages.weights.formats import bfp16, formats
@@ -34,7 +35,8 @@ class Sample:
     rows: int
     position: int
     values: Values
-    """Values of the kernel's arguments, without weights and tables: of a cache that is written, the new rows; of one
+    """Values of the kernel's arguments, without weights and tables: of a history, the rows that the call sees and those
+    that it adds; of another cache that is written, the new rows; of one
     that is read, all rows up to the last as `k` and `v`, f32 or bf16 `[positions, kv_heads * head_dim]`."""
 
 
@@ -89,6 +91,10 @@ class Recorder:
 
     def _of_cache(self, op: Op, arg: Arg, call: TracedCall, content: np.ndarray) -> Values:
         sizes, until = self.dimensions, call.position + call.rows
+        if op.slots[arg.name].keeps == HISTORY:
+            first = 0 if op.slots[arg.name].view == FROM_POSITION else call.position
+            rows = content.reshape(-1, sizes["emb"])[first:]
+            return {arg.name: rows[: call.rows + sizes["taps"] - 1].copy()}
         if arg.name.endswith("_panels"):
             return self._of_panels(op, arg, call, until)
         rows = content.reshape(-1, sizes["kv_heads"], 2, sizes["head_dim"])
@@ -108,6 +114,11 @@ class Recorder:
         rows = rows_of_panels(k, v, self.dimensions["head_dim"], until, op.format)
         names = [f"{which}_panels" if arg.written else which for which in "kv"]
         return {name: each[first:].reshape(until - first, -1) for name, each in zip(names, rows, strict=True)}
+
+    def histories(self) -> set[str]:
+        """Return the buffers of histories."""
+        ops = (op for of_phase in self.ops.values() for call in of_phase for op in call)
+        return {op.buffers[arg] for op in ops for arg, slot in op.slots.items() if slot.keeps == HISTORY}
 
     def states(self) -> dict[int, dict[int, np.ndarray]]:
         """Return outputs of layers f32 `[emb]`, by layer from 0 and position."""
@@ -134,8 +145,11 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
     """
     llm.reset()
     if llm.manifest.target["device"] != "xrt":
+        histories, taps = recorder.histories(), recorder.dimensions["taps"]
         for name in _caches(llm):
-            llm.memory.array(name)[: len(ids) + tokens].view(np.uint8)[...] = STALE
+            # What comes before the first position in a history is zeros.
+            first = taps - 1 if name in histories else 0
+            llm.memory.array(name)[first : first + len(ids) + tokens].view(np.uint8)[...] = STALE
     text = list(ids)
     with llm.trace(recorder):
         logits = llm.prefill(text, chunks)

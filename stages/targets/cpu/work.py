@@ -38,9 +38,7 @@ def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Map
     scope, share, (first, *rest) = int(bool(slot.keeps)), 1, slot.shape
     if slot.role == "weight" and "tokens" in launch.args:
         scope, share = 1, resolved([first], dimensions)[0]
-    elif first in ("seq", "max_seq"):
-        scope, slot = 1, replace(slot, shape=(1, *rest))
-    elif slot.keeps == HISTORY:
+    elif first in ("seq", "max_seq") or slot.keeps == HISTORY:
         scope, slot = 1, replace(slot, shape=(1, *rest))
     elif slot.keeps:
         # A cache that is no table of rows still grows by one position a row.
