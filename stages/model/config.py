@@ -79,7 +79,7 @@ class Config:
     def summary(self) -> dict[str, Any]:
         """Return what a manifest says of it."""
         names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"attention_layers": len(self.decoder.attentions)}
 
     def dimensions(self, positions: int = 0) -> dict[str, int | float]:
         """Return the values of the dimension names that parts use.

@@ -343,12 +343,20 @@ class Bench:
             result.values.append(100 * (1 - (self.device.native_seconds - native) / seconds))
         return result
 
+    @property
+    def _attention_layers(self) -> int:
+        count: int = self.config.get("attention_layers", self.config["layers"])
+        return count
+
     def _position_bytes(self, engine: str) -> float:
-        """Return the bytes of K and V of one position in all layers: ours as they are stored, peers' in 16 bits."""
+        """Return the bytes of K and V of one position in all layers: ours as they are stored, peers' in 16 bits.
+
+        Of a convolution's history a token reads a few rows, wherever it is.
+        """
         if engine != Ours.name:
-            return 4 * self.config["layers"] * self.config["kv_heads"] * self.config["head_dim"]
+            return 4 * self._attention_layers * self.config["kv_heads"] * self.config["head_dim"]
         manifest = self.llm.manifest
-        caches = (name for name, spec in manifest.buffers.items() if spec["kind"] == "cache")
+        caches = (name for name, spec in manifest.buffers.items() if spec["kind"] == "cache" and "history" not in name)
         return sum(map(manifest.nbytes, caches)) / self.llm.context_length
 
     def _prefill_flop(self, rows: int) -> float:
@@ -363,7 +371,7 @@ class Bench:
             for weight in manifest.weights_read(call).values()
         )
         pairs = rows * (rows + 1) / 2
-        return 2 * products + 4 * self.config["layers"] * self.config["heads"] * self.config["head_dim"] * pairs
+        return 2 * products + 4 * self._attention_layers * self.config["heads"] * self.config["head_dim"] * pairs
 
 
 def _token_bytes(llm: Llama) -> dict[str, int]:

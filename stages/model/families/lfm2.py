@@ -9,6 +9,7 @@ from stages.model.config import FULL, MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import FINAL_NORM, Attention, FeedForward, Layer, Mixer, Norm, ShortConv
 from stages.model.families import Family
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
+from stages.model.families.place import Place
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {"conv_bias": (False,), "partial_rotary_factor": (1, None)}
 
@@ -73,7 +74,7 @@ def _inner(fields: ConfigFields) -> int:
 
 
 _NAMES = {
-    FINAL_NORM: "model.embedding_norm.weight",
+    FINAL_NORM: Place("model.embedding_norm.weight"),
     "norm_w": of_layer("operator_norm.weight"),
     "q_norm_w": of_layer("self_attn.q_layernorm.weight"),
     "k_norm_w": of_layer("self_attn.k_layernorm.weight"),

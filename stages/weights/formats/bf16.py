@@ -78,12 +78,12 @@ def pad_rows(weight: np.ndarray, shape: Callable[[Shape], Shape] = padded_shape)
 
 def to_taps(weight: np.ndarray) -> np.ndarray:
     """Order the taps `[channels, 1, taps]` of a convolution as `[taps, channels]`: vectors are of channels."""
-    return np.ascontiguousarray(weight[:, 0].T)
+    return np.ascontiguousarray(weight.reshape(len(weight), -1).T)
 
 
 def from_taps(packed: np.ndarray, shape: Shape) -> np.ndarray:
     """Return the taps `[channels, 1, taps]`."""
-    return packed.reshape(shape[2], shape[0]).T[:, None]
+    return packed.reshape(shape[-1], shape[0]).T.reshape(shape)
 
 
 def quantise(values: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ FORMAT = Format(
     layouts={
         "panels": Layout.of_panels(PANEL_ROWS, panels_shape, to_panels, from_panels),
         "blocks": Layout(blocks_shape, to_blocks, from_blocks),
-        "taps": Layout(lambda shape: (shape[2], shape[0]), to_taps, from_taps),
+        "taps": Layout(lambda shape: (shape[-1], shape[0]), to_taps, from_taps),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },
 )
