@@ -5,8 +5,11 @@
 // the last block begins with its position, i32. kv bf16 [KR][2*HD], a row = K then V of one position; acc f32 blocks
 // [QR/8][HD/8][8 queries][8 dims]; stats f32 [2][QR] = ceiling (behind WHOLE), running sum; work f32 [QR][KR], scratch.
 //
+// Scores are divided by the root of HD, or they are multiplied by the f32 with the bits SCALE. With SEES a row attends to
+// that many positions, its own included.
+//
 // Scores are computed transposed, in blocks [8 keys][8 queries], so that a query's maximum and sum run along vectors
-// and not across lanes; the blocks of q are transposed for this. They are scaled, too, by log2(e) / sqrt(HD), and rounded
+// and not across lanes; the blocks of q are transposed for this. They are scaled, too, by log2(e) besides, and rounded
 // once more, so that their products with K are exponents of two.
 //
 // Weights are rounded to bf16 (exp2.h), which is what the product with V takes; the sum is taken over those same rounded
@@ -46,6 +49,16 @@ constexpr float root(float x) {
     for (unsigned i = 0; i < 32; ++i) r = 0.5f * (r + x / r);
     return r;
 }
+
+#ifdef SCALE
+constexpr float SCALED = LOG2E * __builtin_bit_cast(float, SCALE);
+#else
+constexpr float SCALED = LOG2E / root(HD);
+#endif
+
+#ifndef SEES
+#define SEES 0
+#endif
 
 // Query minus key inside half a score block: lane = key * EDGE + query.
 #ifdef SAME_ROW
@@ -93,12 +106,12 @@ void scores(const bfloat16 *q, const bfloat16 *kv, float *work) {
 
 // A block of q, as `scores` takes it.
 aie::vector<bfloat16, BLOCK> prepared(const aie::vector<bfloat16, BLOCK> &q) {
-    const auto scaled = product(q, constants<BLOCK>(halves_of(LOG2E / root(HD))));
+    const auto scaled = product(q, constants<BLOCK>(halves_of(SCALED)));
     return aie::transpose(scaled.template to_vector<bfloat16>(), EDGE, EDGE);
 }
 
 // Masks the scores of one query block; returns their maximum, per query, behind WHOLE: rounded, so less than 1 off.
-// Key j of this tile is visible to query i of this block iff i - j >= first_visible.
+// Key j of this tile is visible to query i of this block iff i - j >= first_visible, and with SEES less than that plus SEES.
 Counts mask(float *work, int32 first_visible) {
     const Half masked = aie::broadcast<float, HALF>(MASKED), whole = aie::broadcast<float, HALF>(WHOLE);
     aie::vector<int32, HALF> top = aie::broadcast<float, HALF>(WHOLE + MASKED).template cast_to<int32>();
@@ -107,6 +120,11 @@ Counts mask(float *work, int32 first_visible) {
         const int32 bound = first_visible + static_cast<int32>(half * KEYS);
         if (bound > 1 - static_cast<int32>(KEYS)) {
             y = aie::select(y, masked, aie::lt(aie::load_v<HALF>(DISTANCE), aie::broadcast<int32, HALF>(bound)));
+            aie::store_v(work, y);
+        }
+        if (SEES && bound + SEES <= APART * static_cast<int32>(EDGE - 1)) {
+            const auto last = aie::broadcast<int32, HALF>(bound + SEES - 1);
+            y = aie::select(y, masked, aie::lt(last, aie::load_v<HALF>(DISTANCE)));
             aie::store_v(work, y);
         }
         top = aie::max(top, aie::add(y, whole).template cast_to<int32>());
@@ -204,9 +222,11 @@ void begin(float *acc, float *stats) {
 }
 
 // q_row, k_row: absolute positions of the first query and the first key. Query i sees key j iff k_row + j is no more than
-// the query's position.
+// the query's position, and with SEES more than that less SEES. What a query without a key in its first tiles makes of them
+// is nothing once it sees one: the ceiling rises from MASKED.
 void attend(int32 q_row, int32 k_row, const bfloat16 *q, const bfloat16 *kv, float *acc, float *stats, float *work) {
     if (k_row > q_row + APART * (static_cast<int32>(QR) - 1)) return;
+    if (SEES && q_row - k_row >= SEES + static_cast<int32>(KR) - 1) return;
     use_nearest_even();
     scores(q, kv, work);
     for (unsigned query = 0; query < QUERY_BLOCKS; ++query)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, format_kernel, signature
+from stages.kernels import BF16, F32, KV_FORMATS, Arg, Cost, Sizes, format_kernel, signature
 from stages.weights.constants import HEAD_POSITION
 from stages.weights.scalars import ALL as ALL
 
@@ -86,6 +86,36 @@ def reference_placed(
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What scores are multiplied with, and which of them count."""
+
+    scalar: float | None = None
+    """They are divided by its root. None: the head's size."""
+    sees: int | None = None
+    """The last positions that a row attends to, its own included. None: all."""
+
+    @staticmethod
+    def of(sizes: Sizes) -> Scores:
+        """Return those of a launch with these scalars. A window that holds all positions is none."""
+        scalar, sees = sizes.get("scalar"), sizes.get("sees", ALL)
+        return Scores(None if scalar == sizes["head_dim"] else scalar, sees if sees < sizes["window"] else None)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The macros with which `kernel_src/aie2p/flash_attention.h` is compiled."""
+        scale = {"SCALE": int(np.float32(self.scalar**-0.5).view(np.int32))} if self.scalar else {}
+        return scale | ({"SEES": self.sees} if self.sees else {})
+
+    def steps(self, first: int, rows: int, keys: int) -> range:
+        """Return the tiles of so many keys that rows from position `first` on see something of."""
+        seen = max(first + 1 - self.sees, 0) if self.sees else 0
+        return range(seen // keys, (first + rows - 1) // keys + 1)
+
+
+PLAIN = Scores()
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How attention is divided: a column of the herd takes a KV head, its cores the query heads of that head's group.
 
@@ -114,6 +144,7 @@ class Tiling:
     """Queries of a core's tile."""
     tile_k: int
     """Keys that a core processes at a time."""
+    scores: Scores = PLAIN
 
     @property
     def group(self) -> int:
@@ -141,13 +172,14 @@ class Tiling:
 
     @property
     def variant(self) -> Variant:
-        return air.Variant.of("flash_attention", HD=self.head_dim, KR=self.tile_k, QR=self.tile_q)
+        sizes = {"HD": self.head_dim, "KR": self.tile_k, "QR": self.tile_q}
+        return air.Variant.of("flash_attention", **sizes, **self.scores.macros)
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates for rows at the end of the window. Steps whose keys are all masked do none."""
-        ends = range(self.window - self.seq + self.tile_q, self.window + 1, self.tile_q)
-        steps = sum((end - 1) // self.tile_k + 1 for end in ends)
+        firsts = range(self.window - self.seq, self.window, self.tile_q)
+        steps = sum(len(self.scores.steps(first, self.tile_q, self.tile_k)) for first in firsts)
         return 2 * steps * self.heads * self.tile_q * self.tile_k * self.head_dim
 
     @property
@@ -281,7 +313,9 @@ KERNELS = (
         reference_placed,
         attends=True,
         host=False,
-        tiling=lambda s: tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["window"]),
+        tiling=lambda s: replace(
+            tile(s["seq"], s["heads"], s["kv_heads"], s["head_dim"], s["window"]), scores=Scores.of(s)
+        ),
         program=build,
     ),
     *(

@@ -7,7 +7,7 @@ with its own K and V.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stages import air
@@ -61,6 +61,7 @@ class Tiling:
     """Columns of the herd, which has one row."""
     tile_k: int
     """Positions that a core processes at a time."""
+    scores: flash_attention.Scores = flash_attention.PLAIN
 
     @property
     def group(self) -> int:
@@ -98,11 +99,17 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         sizes = {"HD": self.head_dim, "KR": self.tile_k, "MEMBERS": self.group, "QR": self.queries}
-        return air.Variant.of("token_attention", HEADS=self.heads, KV_HEADS=self.kv_heads, **sizes)
+        heads = {"HEADS": self.heads, "KV_HEADS": self.kv_heads}
+        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros)
 
     @property
     def macs(self) -> int:
-        return 2 * self.window * self.kv_heads * self.queries * self.head_dim
+        return 2 * self.seen * self.tile_k * self.kv_heads * self.queries * self.head_dim
+
+    @property
+    def seen(self) -> int:
+        """Steps for the last position whose keys are not all masked."""
+        return len(self.scores.steps(self.window - 1, 1, self.tile_k))
 
     @property
     def costs(self) -> Mapping[str, Cost]:
@@ -119,6 +126,7 @@ class Tiling:
             "ta_step": Cost(
                 2 * self.queries * self.tile_k * self.head_dim,
                 vectors=flash_attention.softmax_vectors(self.queries, self.tile_k),
+                share=self.seen / self.steps,
             ),
             "ta_out": Cost(vectors=blocks * (24 * dims + 43) + moved // 2),
         }
@@ -217,7 +225,9 @@ KERNELS = (
         writes=("out", "row"),
         attends=True,
         host=False,
-        tiling=lambda s: tile(s["window"], s["heads"], s["kv_heads"], s["head_dim"]),
+        tiling=lambda s: replace(
+            tile(s["window"], s["heads"], s["kv_heads"], s["head_dim"]), scores=flash_attention.Scores.of(s)
+        ),
         program=build,
     ),
 )

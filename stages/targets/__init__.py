@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.config import Config
-from stages.model.decoder import SILU, Norm
 from stages.model.grouping import Grouping, Program
 from stages.model.part import Launch, Part
 from stages.model.policy import Policy
@@ -146,25 +145,17 @@ class Target:
             )
         return policy
 
-    def check(self, config: Config, positions: int) -> None:
-        """Raise UserError, which names the family and the target, for a model that the target cannot run.
-
-        Args:
-            positions: positions of the KV cache.
-        """
+    def check(self, config: Config) -> None:
+        """Raise UserError, which names the family and the target, for a model that the target cannot run."""
         if not self.static:
             return
-        layers, usual = config.decoder.kinds, Norm()
+        layers = config.decoder.kinds
         mixers = {*config.decoder.attentions}
         reasons = {
-            "norms of other kinds": any(norm != usual for norm in (config.decoder.norm, *(k.norm for k in layers))),
             "norms of heads": any(mixer.qk_norm for mixer in mixers),
             "norms of results": any(layer.sandwich for layer in layers),
             "biases": any(mixer.biased for mixer in mixers),
-            "windows": any(mixer.sees < positions for mixer in mixers),
-            "another scale of scores": any(mixer.scalar != mixer.head_dim for mixer in mixers),
             "short convolutions": bool(config.decoder.taps),
-            "another activation": any(layer.feed_forward.activation != SILU for layer in layers),
         }
         if missing := [reason for reason, there in reasons.items() if there]:
             raise UserError(

@@ -8,6 +8,7 @@ What is added to that is the f32 arithmetic's own error, bounded per kernel belo
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,15 +107,27 @@ def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) 
 
 
 @pytest.mark.parametrize(
-    "window, heads, kv_heads, head_dim", [(128, 4, 2, 64), (256, 9, 3, 64), (128, 10, 1, 32), (128, 10, 10, 64)]
+    "window, heads, kv_heads, head_dim, scores",
+    [
+        (128, 4, 2, 64, {}),
+        (256, 9, 3, 64, {"sees": 65, "scalar": 24.0}),
+        (128, 10, 1, 32, {}),
+        (128, 10, 10, 64, {}),
+        (256, 3, 1, 32, {"sees": 1}),
+        (256, 3, 1, 32, {"sees": 64}),
+        (256, 8, 1, 32, {"sees": 200}),
+    ],
+    ids=str,
 )
-def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """At the first position, inside a tile of keys, at its end and at the window's. What lies behind is not seen, and
-    what the cache has at the position itself is not either."""
+def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int, scores: dict[str, Any]) -> None:
+    """At the first position, inside a tile of keys, at its end and at the window's. What lies behind is not seen, what
+    the cache has at the position itself is not either, and no more than the last positions are."""
     width = kv_heads * head_dim
     x, kv = random(heads * head_dim + 2 * width, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
-    made = token_attention.build(token_attention.tile(window, heads, kv_heads, head_dim))
-    for position in (0, 37, 63, window - 1):
+    tiling = token_attention.tile(window, heads, kv_heads, head_dim)
+    made = token_attention.build(replace(tiling, scores=flash_attention.Scores(**scores)))
+    edge = scores.get("sees", 63)
+    for position in sorted({0, 37, edge - 1, edge, edge + 1, window - 1}):
         table = token_table(position, head_dim)
         seen = kv.copy()
         seen[position:] = 1000
@@ -122,7 +135,7 @@ def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int) 
         out, row = execute_two(made, *arrays)
         k, v = (kv[:, :, which].reshape(window, -1) for which in (0, 1))
         tables = np.repeat(table, position + 1, axis=0)
-        want, want_row = token_attention.reference(x[None], tables, position, k, v, heads, kv_heads)
+        want, want_row = token_attention.reference(x[None], tables, position, k, v, heads, kv_heads, **scores)
         got = row.reshape(want_row.shape)
         assert_close(got, want_row, ULP * magnitude(want_row) + 2.0**-15)
         assert (got[:, 1] == x[-width:].reshape(kv_heads, head_dim)).all(), "V is copied"
@@ -290,25 +303,36 @@ ATTENTION = [
 @pytest.mark.parametrize("seq, window, heads, kv_heads, dim, pos, scale", ATTENTION)
 def test_flash_attention(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float) -> None:
     """From any position on."""
+    attend(seq, window, heads, kv_heads, dim, pos, scale)
+
+
+@pytest.mark.parametrize("sees, pos", [(1, 0), (17, 90), (63, 0), (64, 37), (65, 128), (130, 0)])
+def test_flash_attention_over_the_last_positions(sees: int, pos: int) -> None:
+    """Windows that end inside tiles of keys, at their ends and behind them."""
+    attend(128, 256, 3, 1, 32, pos, 3.0, sees=sees, scalar=20.0)
+
+
+def attend(seq: int, window: int, heads: int, kv_heads: int, dim: int, pos: int, scale: float, **scores: Any) -> None:
+    """Compare attention with its reference."""
     q, k, v, kv = attention_case(seq, window, heads, kv_heads, dim, pos, scale)
-    tiling = flash_attention.tile(seq, heads, kv_heads, dim, window)
+    tiling = replace(flash_attention.tile(seq, heads, kv_heads, dim, window), scores=flash_attention.Scores(**scores))
     got = execute(flash_attention.build(tiling), q, kv, empty(seq, heads * dim))
-    want = flash_attention.reference_placed(q, k, v, pos, heads, kv_heads)
+    want = flash_attention.reference_placed(q, k, v, pos, heads, kv_heads, **scores)
     # Weights carry an error of half a unit (2^-8) in numerator and sum alike, and what the sums of a score are rounded
     # by, up to 2^-16 of the largest (times ln 2).
     own = q.reshape(seq, heads, -1)[..., :dim]
-    weight_error = 2.0**-8 + 2.0**-12 + score_bound(own, k, dim) * 2.0**-16
-    spread = flash_attention.reference_placed(q, k, np.abs(v), pos, heads, kv_heads)
+    weight_error = 2.0**-8 + 2.0**-12 + score_bound(own, k, dim, scores.get("scalar", dim)) * 2.0**-16
+    spread = flash_attention.reference_placed(q, k, np.abs(v), pos, heads, kv_heads, **scores)
     assert_close(got, want, ULP * magnitude(want) + 2 * weight_error * magnitude(spread))
     # Three independent roundings of at most 2^-9 in the root mean square: weights, result, reference.
     error = np.linalg.norm(got.astype(np.float64) - want.astype(np.float64))
     assert error < 2.0**-8 * np.linalg.norm(want.astype(np.float64))
 
 
-def score_bound(q: np.ndarray, k: np.ndarray, dim: int) -> float:
+def score_bound(q: np.ndarray, k: np.ndarray, dim: int, scalar: float) -> float:
     """No scaled score is larger (Cauchy-Schwarz)."""
     longest = [np.linalg.norm(t.astype(np.float64).reshape(-1, dim), axis=1).max() for t in (q, k)]
-    return float(longest[0] * longest[1] / np.sqrt(dim))
+    return float(longest[0] * longest[1] / np.sqrt(scalar))
 
 
 def test_attention_reads_nothing_past_a_position() -> None:
@@ -334,11 +358,17 @@ def test_a_query_that_is_no_number_has_no_result() -> None:
     assert out.tobytes() == good.tobytes()
 
 
-def test_attention_gives_the_same_bytes_through_every_window() -> None:
+@pytest.mark.parametrize("sees", [None, 50])
+def test_attention_gives_the_same_bytes_through_every_window(sees: int | None) -> None:
     """Also for fewer rows at a time, from any position on."""
+
+    def program(rows: int, window: int) -> AirModule:
+        tiling = flash_attention.tile(rows, 3, 1, 64, window)
+        return flash_attention.build(replace(tiling, scores=flash_attention.Scores(sees=sees)))
+
     q, _, _, kv = attention_case(128, 512, 3, 1, 64, 0, 1.0)
-    whole = execute(flash_attention.build(flash_attention.tile(128, 3, 1, 64)), q, kv[:128].copy(), empty(128, 192))
+    whole = execute(program(128, 128), q, kv[:128].copy(), empty(128, 192))
     for first, rows, window in ((0, 128, 512), (64, 64, 128), (37, 64, 256)):
-        made = flash_attention.build(flash_attention.tile(rows, 3, 1, 64, window))
+        made = program(rows, window)
         got = execute(made, q[first : first + rows], kv[:window].copy(), empty(rows, 192))
         assert got.tobytes() == whole[first : first + rows].tobytes()
