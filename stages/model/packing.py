@@ -113,7 +113,7 @@ def _contents(
 def conversions(checkpoint: Checkpoint, buffers: Mapping[str, Buffer]) -> list[str]:
     """Return a line for each pair of formats, of the checkpoint and of storage, in which values are rounded."""
     pairs = Counter(
-        (checkpoint.stored_format(tensor), buffer.format)
+        (checkpoint.held[tensor].origin or checkpoint.stored_format(tensor), buffer.format)
         for name, buffer in buffers.items()
         if buffer.kind == "weight" and len(buffer.shape) == 2
         for tensor in tensors_of(name)

@@ -69,7 +69,10 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WRITTEN)
 def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: Path) -> None:
-    """32 greedy tokens of both sides from a file in F16, but where two are as likely as makes no difference."""
+    """32 greedy tokens of both sides from a file in F16, but where two are as likely as makes no difference.
+
+    Each side may be 1.5 times as far from transformers in float32 as transformers in bf16 is.
+    """
     directory, file = written(family, 0, tmp_path)
     config = Checkpoint.open(directory).config
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
@@ -79,12 +82,13 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
     f16 = tmp_path / f"{family}-f16.gguf"
     gguf_file.quantise_gguf(file, f16, "F16")
     ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
+    least = error(*(theirs(directory, ids, dtype)[100:] for dtype in (torch.bfloat16, torch.float32)))
     llama_cpp = peers.LlamaCpp(f16, 2, 256, safely=True)
     with contextlib.closing(load(build(f16, artifacts), 2)) as llm:
         ours, other = llm.prefill(ids), llama_cpp.step(ids)
         for _ in range(32):
             distance = error(ours, other)
-            assert distance < 0.02 * float(np.std(other))
+            assert distance < np.hypot(1.5, 1.5) * least
             assert ours.max() - ours[other.argmax()] < 4 * distance
             token = int(other.argmax())
             ours, other = llm.decode(token), llama_cpp.step([token])

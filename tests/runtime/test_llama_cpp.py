@@ -39,7 +39,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_tokens_are_those_of_llama_cpp(kind: str, plain: Path, artifacts: Path) -> None:
     file = plain.with_name(f"demo-{kind}.gguf")
     gguf_file.quantise_gguf(plain, file, kind)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
-from safetensors.numpy import load_file, save_file
+from ml_dtypes import bfloat16, float8_e4m3fn
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llama_npu2.errors import UserError
@@ -25,8 +25,11 @@ from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.decoder import Rope
 from stages.model.families import parse_config, tensors
+from stages.model.importers.directory import Tensors
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
+from stages.model.packing import conversions
+from stages.model.plan import make_plan
 from stages.model.policy import LayerSlot, Policy, held_policy
 from stages.model.sources import resolve
 from stages.proof.comparison.gguf_file import write_gguf
@@ -363,6 +366,53 @@ def test_awq(size: int, tmp_path: Path) -> None:
     check_all(tmp_path, expected, "int4_f32")
 
 
+def fp8_parts(
+    block: tuple[int, int], dtype: Any = np.float32, scale: str = "weight_scale", powers: bool = False
+) -> Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, np.ndarray]]:
+    """`block`: rows and columns that share a scale, 0 for all of them."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Parts, np.ndarray]:
+        height, width = (size or length for size, length in zip(block, shape, strict=True))
+        wide = rng.standard_normal(shape, np.float32) * 2.0 ** rng.integers(-9, 8, shape)
+        q = np.clip(wide, -448, 448).astype(float8_e4m3fn)
+        grid = (-(-shape[0] // height), -(-shape[1] // width))
+        s = (2.0 ** rng.integers(-20, 3, grid)).astype(dtype) if powers else random_scales(rng, grid, dtype)
+        wide = s.astype(np.float32)[np.arange(shape[0]) // height][:, np.arange(shape[1]) // width]
+        return {"weight": q, scale: s.reshape(-1) if s.size == 1 else s}, q.astype(np.float32) * wide
+
+    return make
+
+
+def fp8_settings(**changes: Any) -> dict[str, Any]:
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return settings | {"modules_to_not_convert": ["lm_head"]} | changes
+
+
+FP8 = {
+    "blocks": ({}, (128, 128), "f32"),
+    "odd blocks": ({"weight_block_size": [48, 100]}, (48, 100), "f32"),
+    "rows": ({"weight_block_size": None}, (1, 0), "f32"),
+    "tensor": ({"weight_block_size": None, "activation_scheme": "static"}, (0, 0), "f32"),
+    "powers of two": ({}, (128, 128), "bf16"),
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_fp8(case: str, tmp_path: Path) -> None:
+    """Values are as transformers dequantises them. Where all are bf16 that is what they are held as."""
+    settings, block, form = FP8[case]
+    parts = fp8_parts(block, bfloat16, "weight_scale_inv", powers=form == "bf16")
+    expected = write_quantised(tmp_path, fp8_settings(**settings), parts)
+    checkpoint = Checkpoint.open(tmp_path, ())
+    for name, values in expected.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).astype(np.float32), values)
+        assert checkpoint.stored_format(name) == form
+        assert checkpoint.tensor(name).dtype == form.replace("f32", "float32").replace("bf16", "bfloat16")
+    plan = make_plan(checkpoint.config, targets()["cpu"].grouping(targets()["cpu"].default_grouping), "cpu")
+    lines = [f"{len(expected)} matrices that the checkpoint holds as FP8 are rounded to bf16"]
+    assert conversions(checkpoint, plan.buffers) == (lines if form == "f32" else [])
+
+
 def compressed_settings(kind: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64} | weights
     token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -385,10 +435,19 @@ COMPRESSED = {
     "W8A8 rows f32": ({"num_bits": 8, "strategy": "channel", "group_size": None}, np.float32, "w8a8"),
     "W8A8 tensor": ({"num_bits": 8, "strategy": "tensor", "group_size": None}, np.float32, "w8a8"),
 }
+_FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
+COMPRESSED_FP8 = {
+    "FP8 rows": (_FLOAT | {"strategy": "channel"}, bfloat16, "f32"),
+    "FP8 tensor": (_FLOAT | {"strategy": "tensor"}, np.float32, "f32"),
+    "FP8 blocks": (_FLOAT | {"strategy": "block", "block_structure": [128, 128]}, np.float32, "f32"),
+}
+COMPRESSED |= COMPRESSED_FP8
 
 
 def compressed_parts(case: str) -> Callable[[np.random.Generator, tuple[int, int]], tuple[Parts, np.ndarray]]:
     weights, dtype, _ = COMPRESSED[case]
+    if case in COMPRESSED_FP8:
+        return fp8_parts({"channel": (1, 0), "tensor": (0, 0), "block": (128, 128)}[weights["strategy"]], dtype)
     args = compressed_settings(**weights)["config_groups"]["group_0"]["weights"]
     bits, half, packed = args["num_bits"], 1 << args["num_bits"] - 1, "W8A8" not in case
 
@@ -413,7 +472,7 @@ def compressed_parts(case: str) -> Callable[[np.random.Generator, tuple[int, int
 
 def write_compressed(directory: Path, case: str, **shapes: int) -> dict[str, np.ndarray]:
     weights, *_ = COMPRESSED[case]
-    kind = "int-quantized" if "W8A8" in case else "pack-quantized"
+    kind = "int-quantized" if "W8A8" in case else "float-quantized" if "FP8" in case else "pack-quantized"
     return write_quantised(directory, compressed_settings(kind, **weights), compressed_parts(case), **shapes)
 
 
@@ -744,7 +803,8 @@ def part(name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Damage
 
     def damage(directory: Path) -> None:
         path, key = directory / "model.safetensors", DAMAGED + name
-        tensors = load_file(path)
+        found = Tensors(directory)
+        tensors = {name: np.array(found.read(name)) for name in found.entries}
         old = tensors.pop(key)
         save_file(tensors | ({key: np.ascontiguousarray(change(old))} if change else {}), path)
 
@@ -814,7 +874,7 @@ METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
         "of GPTQ": (settings(quant_method="gptq"), "q_proj.qweight has shape [256, 32]"),
     },
     "compressed": {
-        "format": (settings(format="float-quantized"), 'format = "float-quantized"'),
+        "format": (settings(format="marlin-24"), 'format = "marlin-24"'),
         "no groups": (settings(config_groups=None), "config_groups = null"),
         "groups list": (settings(config_groups=[]), "config_groups = []"),
         "group text": (settings(config_groups={"group_0": "W4A16"}), "must be an object of objects"),
@@ -830,7 +890,7 @@ METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
             weights(num_bits=8),
             "q_proj.weight_packed has shape [256, 32], its configuration implies [256, 64]",
         ),
-        "float": (weights(type="float"), 'type = "float"'),
+        "float": (weights(type="float"), "num_bits = 4: only 8"),
         "block": (weights(strategy="block"), 'strategy = "block"'),
         "group": (weights(group_size=128), "q_proj.weight_scale has shape [256, 4], group_size implies [256, 2]"),
         "group 0": (weights(group_size=0), "group_size = 0"),
@@ -846,6 +906,19 @@ METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
         "scale NaN": (part("weight_scale", put(NAN)), "up_proj.weight_scale holds a scale that is not a finite number"),
         "scale infinite": (part("weight_scale", put(INF)), "up_proj.weight_scale holds a scale that is not a finite"),
     },
+    "fp8": {
+        "block": (settings(weight_block_size=[128, 0]), "weight_block_size = 0: must be a positive integer"),
+        "block of one": (settings(weight_block_size=[128]), "weight_block_size = [128]: must be two numbers"),
+        "other block": (settings(weight_block_size=[64, 64]), "q_proj.weight_scale_inv has shape [2, 2], blocks of 64"),
+        "rows": (settings(weight_block_size=None), "q_proj.weight_scale_inv has shape [2, 2], blocks of"),
+        "format": (settings(fmt="e5m2"), 'fmt = "e5m2": only "e4m3" is supported'),
+        "not a number": (part("weight", put(NAN)), "up_proj.weight holds a value that is not a number"),
+        "no scales": (part("weight_scale_inv", None), "up_proj.weight is F8_E4M3: only BF16, F16, F32"),
+        "scale NaN": (part("weight_scale_inv", put(NAN)), "up_proj.weight_scale_inv holds a scale that is not"),
+        "scales int": (part("weight_scale_inv", lambda a: a.astype(np.int8)), "up_proj.weight_scale_inv is I8"),
+        "numbers int": (part("weight", lambda a: a.view(np.int8)), "up_proj.weight is I8: only F8_E4M3"),
+        "short": (part("weight", shorter), "up_proj.weight has shape [511, 256]"),
+    },
 }
 
 
@@ -856,6 +929,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_quantised(root / "gptq", gptq_settings(), gptq_parts(order="equal"))
     write_quantised(root / "awq", AWQ_SETTINGS, awq_parts())
     write_compressed(root / "compressed", "W4A16")
+    write_quantised(root / "fp8", fp8_settings(), fp8_parts((128, 128), scale="weight_scale_inv"))
     for name in METHOD_DAMAGE:
         read_everything(root / name)
     return {name: root / name for name in METHOD_DAMAGE}

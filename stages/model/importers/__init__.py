@@ -41,6 +41,8 @@ class Held:
     be right."""
     parts: tuple[str, ...]
     """The file's tensors that it is made of."""
+    origin: str = ""
+    """What the file holds where that is another format, of which no format of ours holds the values."""
 
     def taken(self, rows: slice | np.ndarray) -> Held:
         """Return some of its rows as a tensor: one slice, or the number of each."""

@@ -1,10 +1,11 @@
-"""compressed-tensors: weights of 8 bits as they are (`int-quantized`), of 4 or 8 bits in words (`pack-quantized`).
+"""compressed-tensors: whole numbers (`int-quantized`), the same in words (`pack-quantized`), FP8 (`float-quantized`).
 
 The parts of a matrix `[out, in]` are
 
     weight              i8 [out, in]                            or
     weight_packed       i32 [out, ceil(in * bits / 32)]         numbers plus half their range, the lowest bits first
     weight_shape        [2]                                     next to it
+    weight              f8_e4m3 [out, in], see `stages.model.importers.fp8`
     weight_scale        [out, groups], [out, 1] or [1]
     weight_zero_point   i8 as the scale, or i32 [ceil(out * bits / 32), groups] packed along the outputs
     weight_g_idx        i32 [in]                                the group of each input; -1: not used
@@ -24,14 +25,14 @@ import numpy as np
 
 from llama_npu2.errors import UserError
 from stages.model.config import ConfigFields
-from stages.model.importers import Held, Method, affine
+from stages.model.importers import Held, Method, affine, fp8
 from stages.model.importers.affine import Affine, equal_groups, words, words_to_numbers
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gptq import given_groups
 from stages.weights.format import Shape
 from stages.weights.formats import w8a8
 
-FORMATS = ("int-quantized", "pack-quantized", "naive-quantized")
+FORMATS = ("int-quantized", "pack-quantized", "naive-quantized", "float-quantized")
 _BESIDE = ("input_scale", "input_zero_point")
 
 
@@ -46,6 +47,10 @@ class _Scheme:
     targets: tuple[str, ...]
     integers: bool
     """Whether activations are whole numbers, too."""
+    floats: bool = False
+    """Whether weights are FP8."""
+    block: tuple[int, int] | None = None
+    """The rows and columns of FP8 that share a scale; None as for `size`."""
 
     def rank(self, module: str) -> int | None:
         """Return how closely its targets mean a module: 0 by name, 1 by pattern, 2 by class; None: not at all."""
@@ -167,6 +172,11 @@ def _open(fields: ConfigFields) -> Callable[[Tensors, str, Shape], Held | None]:
 
 def _held(matrix: _Matrix) -> Held:
     scheme, tensors, (_, cols) = matrix.scheme, matrix.tensors, matrix.shape
+    if scheme.floats:
+        names = (matrix.stem + part for part in _BESIDE)
+        beside = [name for name in names if name in tensors.entries]
+        parts = (matrix.stem + "weight", *beside, matrix.stem + "weight_scale")
+        return fp8.held(tensors, parts, matrix.shape, scheme.block)
     parts, groups = matrix.parts(), equal_groups(cols, scheme.size or cols)
     if scheme.integers and not matrix.packed and not scheme.size:
         return Held(matrix.shape, "w8a8", matrix.rows, parts)
@@ -194,6 +204,9 @@ def _scheme(group: Mapping[str, Any], where: str) -> _Scheme | None:
         except re.error:
             raise outer.fail("targets", f"{target} is not a regular expression") from None
     fields = ConfigFields(weights, f"{where}.weights")
+    if weights.get("type") == "float":
+        fields.require({"num_bits": (8,), "strategy": ("channel", "tensor", "block", None), "symmetric": (True, None)})
+        return _Scheme(8, None, True, tuple(targets), False, True, fp8.block_of(fields, "block_structure"))
     strategies = ("channel", "tensor", "group", None)
     fields.require({"num_bits": (4, 8), "type": ("int",), "dynamic": (False, None), "strategy": strategies})
     symmetric = fields.boolean("symmetric", True)

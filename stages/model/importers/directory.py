@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,6 +32,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
+_OF_A_BYTE = {"F8_E4M3": "float8_e4m3fn"}
+"""Names of dtypes in safetensors -> in ml_dtypes."""
+
 DAMAGED = "the checkpoint is incomplete or damaged, download it again"
 
 
@@ -55,8 +59,18 @@ class Tensors:
         import ml_dtypes  # noqa: F401 - tells numpy what bfloat16 is, which safetensors asks for by name
         from safetensors import safe_open
 
+        if self.entries[name].dtype in _OF_A_BYTE:
+            return self._bytes(name).view(_OF_A_BYTE[self.entries[name].dtype])
         with safe_open(self.entries[name].file, framework="numpy") as file:
             return file.get_tensor(name)
+
+    def _bytes(self, name: str) -> np.ndarray:
+        """Return a tensor whose elements are bytes, u8. The library knows their dtypes, but numpy does not."""
+        entry = self.entries[name]
+        with entry.file.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            begin, _ = json.loads(file.read(size))[name]["data_offsets"]
+        return np.memmap(entry.file, np.uint8, "r", 8 + size + begin, entry.shape)
 
     def fails(self, name: str, why: str) -> UserError:
         return UserError(f"{self.entries[name].file}: tensor {name} {why}")

@@ -130,6 +130,30 @@ def _q6_k(raw: np.ndarray) -> np.ndarray:
     return form.scaled(scales.reshape(len(raw), -1, 1), numbers.reshape(len(raw), -1, form.group))
 
 
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The values of IQ4's numbers."""
+
+
+def _iq4(raw: np.ndarray) -> np.ndarray:
+    """Unpack u8 `[..., n]` to the values of the numbers, i8 `[..., 2 n]`."""
+    return np.array(_IQ4, np.int8)[_nibbles(raw, 16)]
+
+
+def _iq4_nl(raw: np.ndarray) -> np.ndarray:
+    """D f16, numbers: d t[q]. With their values in place of numbers it is Q8_0."""
+    return (
+        np.concatenate([raw[..., :2], _iq4(raw[..., 2:]).view(np.uint8)], axis=-1).reshape(len(raw), -1).view(np.int8)
+    )
+
+
+def _iq4_xs(raw: np.ndarray) -> np.ndarray:
+    """D f16, pairs of high bits and low nibbles of eight scales s, numbers: d (s - 32) t[q]."""
+    low = _nibbles(raw[..., 4:8], 1)
+    scales = (low | _bits(raw[..., 2:4], 2, 1) << 4).astype(np.float32) - 32
+    scale = (scales * _f16(raw[..., :2])).reshape(len(raw), -1)
+    return _stored8(scale, np.zeros_like(scale), _iq4(raw[..., 8:]))
+
+
 TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", "f32", 4),
     1: BlockType("F16", "f16", 2),
@@ -141,12 +165,14 @@ TYPES: Mapping[int, BlockType] = {
     12: BlockType("Q4_K", "int4_f32", 144, 256, (0, 4), _q4_k),
     13: BlockType("Q5_K", "int8_f32", 176, 256, (0, 4), _q5_k),
     14: BlockType("Q6_K", "int8_f32_16", 210, 256, (208, 210), _q6_k),
+    20: BlockType("IQ4_NL", "int8", 18, 32, (0, 2), _iq4_nl),
+    23: BlockType("IQ4_XS", "int8_f32", 136, 256, (0, 2), _iq4_xs),
     30: BlockType("BF16", "bf16", 2),
 }
 """Types by ggml's number."""
 
 REFUSED: Mapping[int, str] = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
 }
 """Names of types that are not read, for messages."""
