@@ -18,7 +18,7 @@ def of_block(tensor: str, *among: str) -> Place:
     return Place(f"blk.{{layer}}.{tensor}", among)
 
 
-TENSORS: Mapping[str, Place] = {
+TENSORS: dict[str, Place] = {
     EMBEDDING: Place("token_embd.weight"),
     "norm_w": of_block("attn_norm.weight"),
     "wq": of_block("attn_q.weight"),
@@ -58,7 +58,7 @@ class Gguf:
     """Fields of a `config.json` besides those that all families have -> the keys of metadata that have their values,
     without the architecture's name before them."""
     given: tuple[str, ...] = ()
-    """More keys that `complete` reads."""
+    """More keys that `complete` reads. Sizes of layers among them may be 0 where a layer has no such thing."""
     tensors: Mapping[str, Place] = field(default_factory=lambda: TENSORS)
     """Where each slot of weights is."""
     neighbours: bool = False

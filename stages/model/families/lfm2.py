@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.model.config import FULL, MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import FINAL_NORM, Attention, FeedForward, Layer, Mixer, Norm, ShortConv
 from stages.model.families import Family
+from stages.model.families.gguf import TENSORS as GGUF_TENSORS
+from stages.model.families.gguf import Gguf, of_block
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 from stages.model.families.place import Place
 
@@ -88,4 +91,27 @@ _NAMES = {
     "w_down": of_layer("feed_forward.w2.weight"),
 }
 
-FAMILY = Family("lfm2", ("Lfm2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="LFM2, LFM2.5")
+
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers: those without KV heads are convolutions."""
+    heads = metadata.get("attention.head_count_kv")
+    kinds = {"layer_types": [FULL if count else _CONV for count in heads]} if isinstance(heads, list) else {}
+    return {**kinds, "block_auto_adjust_ff_dim": False}
+
+
+_GGUF = Gguf(
+    "lfm2",
+    {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"},
+    {"conv_L_cache": "shortconv.l_cache"},
+    given=("attention.head_count_kv",),
+    tensors=GGUF_TENSORS
+    | {
+        FINAL_NORM: Place("token_embd_norm.weight"),
+        "w_in": of_block("shortconv.in_proj.weight"),
+        "w_taps": of_block("shortconv.conv.weight"),
+        "w_out": of_block("shortconv.out_proj.weight"),
+    },
+    complete=_of_gguf,
+)
+
+FAMILY = Family("lfm2", ("Lfm2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="LFM2, LFM2.5", gguf=_GGUF)

@@ -99,7 +99,7 @@ class GgufFile:
     def held(self, name: str, shape: Shape) -> Held | None:
         if name not in self.places:
             return None
-        place, offset = self._place(name, shape), self._offsets[name]
+        place, offset = replace(self._place(name, shape), shape=shape), self._offsets[name]
         held = Held(shape, TYPES[place.type].format, partial(self._read, name, place), (name,))
         if not offset:
             return held
@@ -114,7 +114,7 @@ class GgufFile:
             readable = ", ".join(kind.name for kind in TYPES.values())
             raise UserError(f"{where} is {REFUSED.get(place.type, f'of type {place.type}')}: only {readable} are read")
         kind = TYPES[place.type]
-        if place.shape != shape:
+        if place.shape[-1:] != shape[-1:] or _lengths(place.shape) != _lengths(shape):
             raise UserError(f"{where} has shape {list(place.shape)}, the metadata imply {list(shape)}")
         if shape[-1] % kind.values:
             raise UserError(f"{where} has rows of {shape[-1]} values, {kind.name} has blocks of {kind.values}")
@@ -148,6 +148,11 @@ class GgufFile:
 
     def tokenizer(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._meta)
+
+
+def _lengths(shape: Shape) -> list[int]:
+    """Return the lengths of the dimensions that are there: llama.cpp's converter leaves out some of length 1."""
+    return [length for length in shape if length != 1]
 
 
 def _without(held: Held, offset: float) -> Held:

@@ -53,6 +53,7 @@ def config_fields(meta: ConfigFields, kind: Gguf, places: Mapping[str, Place]) -
     heads = _same(meta, f"{prefix}attention.head_count")
     emb = meta.integer(f"{prefix}embedding_length")
     head_dim = meta.integer(f"{prefix}attention.key_length", max(emb // heads, 1))
+    kv_heads = "attention.head_count_kv"
     lengths = ("attention.value_length", "rope.dimension_count", "attention.key_length_swa")
     more = ("attention.value_length_swa", "rope.dimension_count_swa")
     meta.require({prefix + name: (head_dim,) for name in (*lengths, *more)})
@@ -63,7 +64,7 @@ def config_fields(meta: ConfigFields, kind: Gguf, places: Mapping[str, Place]) -
         "intermediate_size": _same(meta, f"{prefix}feed_forward_length"),
         "num_hidden_layers": meta.integer(f"{prefix}block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _same(meta, f"{prefix}attention.head_count_kv", heads),
+        "num_key_value_heads": _same(meta, prefix + kv_heads, heads, absent=kv_heads in kind.given),
         "head_dim": head_dim,
         "vocab_size": vocab,
         "max_position_embeddings": meta.integer(f"{prefix}context_length"),
@@ -87,11 +88,15 @@ def _check_others(meta: ConfigFields, kind: Gguf, own: Mapping[str, Any]) -> Non
             raise meta.fail(f"{kind.architecture}.{key}", "is not supported")
 
 
-def _same(meta: ConfigFields, name: str, default: int | None = None) -> int:
-    """Return a size that may be said for each layer, and is the same in all. Raises UserError."""
+def _same(meta: ConfigFields, name: str, default: int | None = None, absent: bool = False) -> int:
+    """Return a size that may be said for each layer, and is the same in all. Raises UserError.
+
+    `absent`: whether it may be 0, too.
+    """
     value = meta.values.get(name)
     if not isinstance(value, list):
         return meta.integer(name, default)
-    if len({*value}) != 1:
+    sizes = {size for size in value if size or not absent}
+    if len(sizes) != 1:
         raise meta.fail(name, "only one size in all layers is supported")
-    return ConfigFields({name: value[0]}, meta.where).integer(name)
+    return ConfigFields({name: sizes.pop()}, meta.where).integer(name)

@@ -68,8 +68,8 @@ def _add(writer: Any, name: str, tensor: np.ndarray, offset: float) -> None:
     """Add a tensor as llama.cpp's converter does."""
     import gguf
 
-    if tensor.ndim == 1:
-        writer.add_tensor(name, tensor.astype(np.float32) + np.float32(offset))
+    if tensor.ndim != 2:
+        writer.add_tensor(name, tensor.astype(np.float32).squeeze() + np.float32(offset))
     else:
         raw = tensor.astype(bfloat16).view(np.uint8).reshape(len(tensor), -1)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -157,7 +157,11 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
     writer.add_block_count(config.layers)
     writer.add_feed_forward_length(config.ffn)
     writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    mixers = [layer.mixer for layer in config.decoder.layers]
+    kv_heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
+    writer.add_head_count_kv(kv_heads if 0 in kv_heads else config.kv_heads)
+    if config.decoder.taps:
+        writer.add_shortconv_l_cache(config.decoder.taps)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)

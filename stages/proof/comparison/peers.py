@@ -62,14 +62,22 @@ class LlamaCpp:
         options.n_threads = options.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(model, options)
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._ids: list[int] = []
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def rewind(self, depth: int) -> None:
-        """Keep the first `depth` tokens of the context."""
-        self._api.llama_memory_seq_rm(self._memory, 0, depth, -1)
+        """Keep the first `depth` tokens of the context, or process them again where that is not possible."""
+        kept, self._ids = self._ids[:depth], []
+        if self._api.llama_memory_seq_rm(self._memory, 0, depth, -1):
+            self._ids = kept
+        else:
+            self._api.llama_memory_clear(self._memory, True)
+            if kept:
+                self.step(kept)
 
     def step(self, ids: Sequence[int]) -> np.ndarray:
         """Append tokens; returns float32 logits `[vocab]` of the last one."""
+        self._ids += ids
         for start in range(0, len(ids), 2048):
             part = ids[start : start + 2048]
             tokens = (self._api.llama_token * len(part))(*part)
