@@ -31,11 +31,11 @@ from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, tables
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, ShortConv
 from stages.model.grouping import Placed, rope_suffix
 from stages.model.part import Launch
 from stages.model.parts import layer_part
-from stages.model.reference import run_launch
+from stages.model.reference import history, run_launch
 from stages.model.sources import Source
 from stages.weights import feedback
 from stages.weights.format import Format
@@ -51,8 +51,11 @@ WINDOW, WINDOWS = 512, 32
 Slots = Mapping[str, str]
 """Names of buffers by the kernel argument that they are bound to."""
 
-_LAYER = ("rms_gemms_rope_kv", "flash_attn", "o_ffn")
-"""The parts of a layer."""
+_LAYER = {
+    Attention.kind: ("rms_gemms_rope_kv", "flash_attn", "o_ffn"),
+    ShortConv.kind: ("rms_gemm_conv", "o_ffn"),
+}
+"""The parts of a layer by the kind of its mixer."""
 
 _COLUMNS = 512
 """Columns of products that are computed at a time."""
@@ -212,11 +215,14 @@ class _Layer:
 
     def __post_init__(self) -> None:
         config, (_, length, _) = self.checkpoint.config, self.entering.shape
-        self._sizes = {**config.dimensions(), "seq": length, "pos": 0, "max_seq": length, "window": length}
+        self._sizes = {**config.dimensions(length), "seq": length, "pos": 0, "window": length}
         self._shared = tables(config, length)
-        cache = np.full((length, config.kv_heads, 2, config.head_dim), np.nan, ml_dtypes.bfloat16)
+        if isinstance(config.decoder.layers[self.index].mixer, Attention):
+            name, cache = "kv_cache", np.full((length, config.kv_heads, 2, config.head_dim), np.nan, ml_dtypes.bfloat16)
+        else:
+            name, cache = "history", history(length, config.emb, config.decoder.taps)
         self.windows: list[ChainMap[str, np.ndarray]] = [
-            ChainMap({f"x.{self.index % 2}": window, f"kv_cache.{self.index}": cache.copy()}, self._shared)
+            ChainMap({f"x.{self.index % 2}": window, f"{name}.{self.index}": cache.copy()}, self._shared)
             for window in self.entering
         ]
         self._uses_left = Counter(name for _, slots in self.launches() for name in set(slots.values()))
@@ -232,9 +238,10 @@ class _Layer:
 
     def launches(self) -> Iterator[tuple[Launch, Slots]]:
         """Yield the launches of the layer with the buffers that are bound to their arguments."""
-        for name in _LAYER:
-            config = self.checkpoint.config
-            rope = rope_suffix(config.decoder.layers[self.index])
+        config = self.checkpoint.config
+        layer = config.decoder.layers[self.index]
+        rope = rope_suffix(layer)
+        for name in _LAYER[layer.mixer.kind]:
             placed = Placed(layer_part(config, name, self.index), self.index, True, rope)
             for launch in placed.part.launches:
                 yield launch, {arg: placed.buffer(placed.part.slot(slot)) for arg, slot in launch.args.items()}
