@@ -21,7 +21,7 @@ from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention
 from stages.model.families.place import Location, whole
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
@@ -138,8 +138,9 @@ def _through_layers(
         tensors.setdefault(weight.layer, {})[places[weight.slot].tensor.rpartition("{layer}.")[2]] = pieces
     models: dict[str, tuple[Any, Any]] = {}
 
-    def forward(state: Any, model: Any) -> Any:
-        cache = rounding_cache(kv)
+    def forward(state: Any, model: Any, layer: int) -> Any:
+        mixer = checkpoint.config.decoder.layers[layer].mixer
+        cache = rounding_cache(kv) if isinstance(mixer, Attention) else None
         return model(inputs_embeds=state, use_cache=cache is not None, **cache_argument(model, cache))[0]
 
     kinds = _kinds(checkpoint)
@@ -151,7 +152,7 @@ def _through_layers(
             inside: whole([(at, values(weight.name)) for weight, at in pieces])
             for inside, pieces in tensors[layer].items()
         }
-        _run(model.layers[0], weights, running, partial(forward, model=model))
+        _run(model.layers[0], weights, running, partial(forward, model=model, layer=layer))
         yield norm
 
 
