@@ -42,7 +42,7 @@ from stages.model.grouping import (
     prompt_context_buckets,
 )
 from stages.model.lifetimes import LaunchAccess, places
-from stages.model.part import Dim, Launch, Slot, resolved
+from stages.model.part import HISTORY, Dim, Launch, Slot, resolved
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
 
@@ -200,9 +200,12 @@ class _Planner:
         return tuple(references[slot.name] for slot in program.slots)
 
     def _reference(self, program: Program, reference: BufferRef, slot: Slot) -> BufferRef:
-        """Static programs get a table from the row of their first position on, so that no position is compiled in."""
-        static = bool(self.buckets) and not program.host
-        return reference._replace(view=FROM_POSITION) if static and slot.role == "table" else reference
+        """Static programs get tables and histories from the row of their first position on.
+
+        So no position is compiled in.
+        """
+        moves = bool(self.buckets) and not program.host and (slot.role == "table" or slot.keeps == HISTORY)
+        return reference._replace(view=FROM_POSITION) if moves else reference
 
     def _require(self, program: Program, at: Placed, slot: Slot, reference: BufferRef, bucket: int | None) -> None:
         """Add a buffer, or compare it with what other calls require of it."""

@@ -48,6 +48,8 @@ VARIANTS = (
     Variant.of("rms_norm", ROWS=1, COLS=2048),
     Variant.of("rope", ROWS=2, HEADS=4, HEAD_DIM=64),
     Variant.of("silu_and_mul", COUNT=2048),
+    Variant.of("short_conv", COLS=256, ROWS=8, TAPS=3),
+    Variant.of("short_conv", COLS=48, ROWS=1, TAPS=4),
     Variant.of("gemm", TM=64, TK=32, TN=128),
     Variant.of("gemm", TM=64, TK=32, TN=128, BFP=1),
     Variant.of("gemm", TM=8, TK=24, TN=16, BFP=1),

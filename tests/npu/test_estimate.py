@@ -50,6 +50,7 @@ from stages.kernels import (
     kernels,
     rms_norm,
     rope,
+    short_conv,
     token_attention,
 )
 from stages.model.policy import parse_policy
@@ -365,6 +366,13 @@ def _rope(rows: int, heads: int, head_dim: int, out: str = rope.ROWS) -> tuple[A
     return tiling.variant, "rope", [buffer(size) for size in sizes], tiling.costs["rope"].vectors
 
 
+def _short_conv(rows: int, cols: int, taps: int) -> tuple[Any, str, list[Any], int]:
+    tiling = short_conv.Tiling(rows, cols, taps, 1, rows)
+    sizes = 3 * rows, taps, taps - 1 + rows, rows, rows
+    arguments = [buffer(2 * cols * size) for size in sizes]
+    return tiling.variant, "short_conv", arguments, tiling.costs["short_conv"].vectors
+
+
 def _gemv(function: str, rows: int, chunk: int, blocked: bool) -> tuple[Any, str, list[Any], int]:
     tiling = gemv.Tiling(rows, 2 * chunk, "bf16", blocked, 1, rows, chunk, (1,))
     accumulators = buffer(4 * max(rows, 16))
@@ -471,6 +479,8 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _rope(2, 8, 128),
         lambda: _rope(2, 8, 64, rope.QUERIES),
         lambda: _rope(2, 24, 128, rope.QUERIES),
+        lambda: _short_conv(8, 256, 3),
+        lambda: _short_conv(1, 48, 4),
         lambda: _gemv("gemv_step", 8, 1024, True),
         lambda: _gemv("gemv_step", 16, 512, False),
         lambda: _gemv("gemv_step", 2, 512, False),

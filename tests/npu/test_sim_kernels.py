@@ -23,12 +23,13 @@ from stages.kernels import (
     kernels,
     rms_norm,
     rope,
+    short_conv,
     silu_and_mul,
     token_attention,
 )
 from stages.model.config import position_rows
 from stages.weights.constants import POSITION
-from stages.weights.formats import bfp16
+from stages.weights.formats import bfp16, formats
 from stages.weights.formats.bf16 import pad_rows, to_blocks
 from tests.support.sim_kernels import ULP, assert_close, attention_case, empty, execute, random
 from tests.support.sim_support import run
@@ -91,6 +92,18 @@ def test_activation_of_every_number(activation: int) -> None:
     small = np.exp(-np.abs(inner))
     part = np.where(wide < 0, 1, small) / (1 + small)
     assert_close(got, exact, ULP / 2 * (1 + part + 2.0**-4) * np.abs(exact) + NO_SILU)
+
+
+@pytest.mark.parametrize("rows, cols, taps", [(1, 256, 3), (16, 256, 3), (1, 48, 4), (24, 96, 2), (2, 1536, 5)])
+def test_short_conv(rows: int, cols: int, taps: int) -> None:
+    """The host's bits. The rows before are those of the history, and nothing but the new ones is written."""
+    bcx, weight = random(rows, 3 * cols, seed=7), random(cols * taps, seed=8).reshape(cols, 1, taps)
+    history = random(rows + taps - 1, cols, seed=9).reshape(-1, cols)
+    packed = formats()["bf16"].pack(np.asarray(weight), "taps")
+    got, out = execute_two(short_conv.build(short_conv.tile(rows, cols, taps)), bcx, packed, history, empty(rows, cols))
+    want_history, want = short_conv.reference(bcx, weight, history, 0, taps)
+    assert (got.view(np.uint16) == want_history.view(np.uint16)).all()
+    assert (out.view(np.uint16) == want.view(np.uint16)).all()
 
 
 @pytest.mark.parametrize("offset, once", [(0.0, 0), (1.0, 1), (1.0, 0), (0.0, 1)])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from stages import air
-from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope
+from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope, short_conv
 
 TILINGS: dict[str, Callable[[], Tiling]] = {
     "add rows": lambda: elementwise.tile("add", 128, 960),
@@ -16,6 +16,8 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "rope": lambda: rope.tile(128, 24, 128),
     "rope into KV": lambda: rope.tile(128, 3, 64, rope.KEYS),
     "rope of queries": lambda: rope.tile(128, 3, 64, rope.QUERIES),
+    "short convolution": lambda: short_conv.tile(512, 2048, 3),
+    "short convolution of a row": lambda: short_conv.tile(1, 1536, 3),
     "gemv": lambda: gemv.tile(576, 576),
     "gemv wide": lambda: gemv.tile(2048, 8192),
     "vocabulary": lambda: gemv.tile(49152, 960, "f32", blocked=False),
