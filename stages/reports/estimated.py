@@ -22,6 +22,7 @@ from stages.model.grouping import (
     chained,
     context_buckets,
     cover,
+    entry_of,
     programs,
     prompt_context_buckets,
 )
@@ -162,14 +163,13 @@ class Estimate:
         calls = cover(parts, self.grouping.groups)
         for _, part in groupby(calls, lambda call: call[0] is None):
             pairs = list(part)
-            names = tuple(self._program(group, bucket, window) for group, _ in pairs if group)
+            names = tuple(self._program(group, placed, bucket, window) for group, placed in pairs if group)
             yield Stretch(tuple(placed for _, parts in pairs for placed in parts), names)
 
-    def _program(self, group: Group, bucket: int | None, window: int) -> str:
-        """Return the name of a group's program; without a window, the first of the bucket's."""
-        candidates = (
-            p for p in self.programs if p.entry == group.name and p.bucket == (bucket if group.prompt else None)
-        )
+    def _program(self, group: Group, placed: Sequence[Placed], bucket: int | None, window: int) -> str:
+        """Return the name of a group's program of these parts; without a window, the first of the bucket's."""
+        entry, rows = entry_of(group, placed), bucket if group.prompt else None
+        candidates = (p for p in self.programs if p.entry == entry and p.bucket == rows)
         return next(p.name for p in candidates if not (bucket and window) or p.context in (None, window))
 
     def host_traffic(self, bucket: int) -> dict[str, int]:
@@ -232,7 +232,7 @@ def host_traffic(config: Config, grouping: str = "fused", bucket: int = 2048, at
     def rows(*shape: int) -> int:
         return nbytes("bf16", shape)
 
-    x, layers, logits = rows(sizes["emb"]), config.layers, nbytes("f32", [sizes["vocab"]])
+    x, layers, logits = rows(sizes["emb"]), len(config.decoder.attentions), nbytes("f32", [sizes["vocab"]])
     prompt = [bucket * x, rows(layers, bucket, sizes["kv_pair_dim"]), 2 * x, logits]
     attention = [rows(layers, sizes["q_dim"] + sizes["kv_pair_dim"]), rows(layers, sizes["q_dim"])]
     token = [x, logits, *([] if attends else attention)]

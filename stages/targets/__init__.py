@@ -155,7 +155,7 @@ class Target:
             "norms of heads": any(mixer.qk_norm for mixer in mixers),
             "norms of results": any(layer.sandwich for layer in layers),
             "biases": any(mixer.biased for mixer in mixers),
-            "short convolutions": bool(config.decoder.taps),
+            "convolutions of one position": config.decoder.taps == 1,
         }
         if missing := [reason for reason, there in reasons.items() if there]:
             raise UserError(
