@@ -53,4 +53,10 @@ void norm_row(const bfloat16 *x, const bfloat16 *weight, bfloat16 *out, float ep
     }
 }
 
+// Rows that follow one another, in place.
+template <unsigned Rows, unsigned Cols>
+void norm_rows(bfloat16 *x, const bfloat16 *weight, float eps) {
+    for (unsigned row = 0; row < Rows; ++row, x += Cols) norm_row<Cols>(x, weight, x, eps);
+}
+
 }  // namespace

@@ -1,7 +1,11 @@
 // Rotary embedding (rope.h) of ROWS rows, x [ROWS][HEADS * HEAD_DIM]; table f32 [ROWS][HEAD_DIM], out like x. With PLACED
 // rows of the table have their positions behind them, i32, and so has then each head of a row: table [ROWS][HEAD_DIM +
-// POSITION / 2], out [ROWS][HEADS][HEAD_DIM + HEAD_POSITION].
+// POSITION / 2], out [ROWS][HEADS][HEAD_DIM + HEAD_POSITION]. NORM: each head is normed first (rms_norm.h), in place, with
+// one weight [HEAD_DIM] for all.
 #include "rope.h"
+#if NORM
+#include "rms_norm.h"
+#endif
 
 constexpr unsigned HEAD_POSITION = LAYOUT_HEAD_POSITION, POSITION = LAYOUT_POSITION;
 static_assert(HEAD_POSITION == 8, "a vector of bf16, and a row of a block");
@@ -12,9 +16,16 @@ constexpr unsigned WIDTH = HEAD_DIM + HEAD_POSITION, ANGLES = HEAD_DIM + POSITIO
 constexpr unsigned WIDTH = HEAD_DIM, ANGLES = HEAD_DIM;
 #endif
 
+#if NORM
+extern "C" void AIE_FN(rope)(bfloat16 *x, const float *table, const bfloat16 *weight, bfloat16 *out, float eps) {
+#else
 extern "C" void AIE_FN(rope)(const bfloat16 *x, const float *table, bfloat16 *out) {
+#endif
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row) {
+#if NORM
+        norm_rows<HEADS, HEAD_DIM>(x, weight, eps);
+#endif
         rotate_heads<HEADS, WIDTH>(x, table, out);
 #ifdef PLACED
         const auto position = aie::load_v<HEAD_POSITION>(reinterpret_cast<const bfloat16 *>(table + HEAD_DIM));

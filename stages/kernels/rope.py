@@ -13,7 +13,7 @@ from stages.kernels import BF16, F32, Arg, Cost, elementwise, lanes, rms_norm, s
 from stages.weights.constants import HEAD_POSITION, POSITION
 
 if TYPE_CHECKING:
-    from stages.air import AirModule, Variant
+    from stages.air import AirModule, Builder, Channel, Index, MemRef, Number, Variant
 
 
 def reference(x: np.ndarray, table: np.ndarray, pos: int, head_dim: int) -> np.ndarray:
@@ -76,6 +76,9 @@ class Tiling:
     """Columns of the herd, which has one row."""
     tile_rows: int
     """Rows that a core processes at a time."""
+    norm: rms_norm.Norm | None = None
+    """The norm of each head before the rotation. Its weight comes in front of the table's rows, because a core has only
+    two input streams."""
 
     @property
     def width(self) -> int:
@@ -110,7 +113,8 @@ class Tiling:
     @property
     def variant(self) -> Variant:
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "ROWS": self.tile_rows}
-        return air.Variant.of("rope", **sizes, **({"PLACED": 1} if self.out == QUERIES else {}))
+        flags = {name: 1 for name, chosen in (("PLACED", self.out == QUERIES), ("NORM", self.norm)) if chosen}
+        return air.Variant.of("rope", **sizes, **flags, **(self.norm.macros if self.norm else {}))
 
     @property
     def macs(self) -> int:
@@ -121,10 +125,11 @@ class Tiling:
         """Return the cost of one call of each tile function.
 
         It is that of the pairs of each head, and once per row of those of the table, which are split into cosines and
-        sines. Heads between positions are stored in parts of one block row each.
+        sines. Heads between positions are stored in parts of one block row each. Norms of heads come on top.
         """
         pairs = self.head_dim // 2
         row = (self.heads * 14 + 12) * (pairs // lanes(pairs))
+        row += self.heads * self.norm.vectors(self.head_dim) if self.norm else 0
         if self.out == QUERIES:
             row += self.heads * (2 * pairs // limits.BLOCK - 2 * pairs // lanes(pairs) + 1) + 1
         return {"rope": Cost(vectors=self.tile_rows * row)}
@@ -133,12 +138,12 @@ class Tiling:
         out = {ROWS: "rows", KEYS: "K halves of KV", QUERIES: "heads with positions"}[self.out]
         return (
             f"rope {self.rows}x{self.heads}x{self.head_dim}: herd {self.columns}x1, {self.tile_rows} rows at a time, "
-            f"out {out}"
+            f"out {out}{', of norms' if self.norm else ''}"
         )
 
 
-def tile(rows: int, heads: int, head_dim: int, out: str = ROWS) -> Tiling:
-    """Divide a rotation so that a core processes as many rows at a time as fit L1, with output and table.
+def tile(rows: int, heads: int, head_dim: int, out: str = ROWS, norm: rms_norm.Norm | None = None) -> Tiling:
+    """Divide a rotation so that a core processes as many rows at a time as fit L1, with output, table and a norm.
 
     The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
     allows it (`limits.steady`).
@@ -147,8 +152,9 @@ def tile(rows: int, heads: int, head_dim: int, out: str = ROWS) -> Tiling:
     limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     columns = elementwise.divisors_of_herd(rows)[0]
     share = rows // columns
-    tilings = [Tiling(rows, heads, head_dim, out, columns, r) for r in limits.divisors(share, 1, 8)]
-    fitting = (p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p)))
+    tilings = [Tiling(rows, heads, head_dim, out, columns, r, norm) for r in limits.divisors(share, 1, 8)]
+    weight = BF16 * head_dim if norm else 0
+    fitting = (p for p in tilings if limits.fits_l1(limits.copies(share // p.tile_rows) * _l1(p), weight))
     tilings = limits.require_any(what, limits.IN_L1, fitting)
     return limits.steady_first(what, tilings, lambda p: share // p.tile_rows)[0]
 
@@ -159,32 +165,62 @@ def _l1(p: Tiling) -> int:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `x`, `table` and `out`.
+    """Build the AIR program with the arguments `x`, `table`, `weight` if heads are normed, and `out`.
 
     `x`: bf16 `[rows][heads * head_dim]`. `table`: f32 `[rows][head_dim]`, the rows of these positions; for prompts
-    `[rows][head_dim + POSITION / 2]`. `out`: bf16, as `x` for `ROWS`, `[rows][2 * heads * head_dim]` for `KEYS`,
-    `[rows][heads * (head_dim + HEAD_POSITION)]` for `QUERIES`. With one row, there is no first dimension.
+    `[rows][head_dim + POSITION / 2]`. `weight`: bf16 `[head_dim]`. `out`: bf16, as `x` for `ROWS`,
+    `[rows][2 * heads * head_dim]` for `KEYS`, `[rows][heads * (head_dim + HEAD_POSITION)]` for `QUERIES`. With one row,
+    there is no first dimension.
     """
     p = tiling
-    single = p.rows == 1
-    widths = {"x": p.width, "table": p.table_width, "out": p.out_width}
-    types = {
-        name: air.memref_type((width,) if single else (p.rows, width), "f32" if name == "table" else "bf16")
-        for name, width in widths.items()
-    }
-    b = air.Builder("rope", types)
+    shapes = {name: (width,) if p.rows == 1 else (p.rows, width) for name, width in _widths(p).items()}
+    shapes |= {"weight": (p.head_dim,)} if p.norm else {}
+    types = {name: air.memref_type(shape, "f32" if name == "table" else "bf16") for name, shape in shapes.items()}
+    b = air.Builder("rope", {name: types[name] for name in ("x", "table", "weight", "out") if name in types})
+    with b.launch(), b.segment():
+        angles = _send_angles(b, p) if p.norm else None
+        with b.herd(p.columns, 1) as tile, b.alloc(air.L1, *([(p.head_dim,)] if p.norm else [])) as weights:
+            for weight in weights:
+                b.get(str(angles), tile, weight)
+            _rotate(b, p, tile, angles, weights)
+    return b.finish()
+
+
+def _widths(p: Tiling) -> dict[str, int]:
+    """Return the elements of a row of each argument with rows."""
+    return {"x": p.width, "table": p.table_width, "out": p.out_width}
+
+
+def _rows(p: Tiling, name: str, first: Number) -> list[tuple[Number, int, int]]:
+    """Return the dimension of an argument's rows from `first` on; none for a single row."""
+    return [] if p.rows == 1 else [(first, p.tile_rows, _widths(p)[name])]
+
+
+def _send_angles(b: Builder, p: Tiling) -> Channel:
+    """Send the norm's weight to each core, and then its rows of the table."""
+    angles, share = b.channel((p.columns, 1), (p.columns, 1)), p.rows // p.columns
+    for column in range(p.columns):
+        b.put(angles, (column, 0), b.args["weight"].at((0, p.head_dim, 1)))
+        with b.loop(share // p.tile_rows) as i:
+            rows = _rows(p, "table", i * p.tile_rows + column * share)
+            b.put(angles, (column, 0), b.args["table"].at(*rows, (0, p.angles, 1)))
+    return angles
+
+
+def _rotate(b: Builder, p: Tiling, tile: tuple[Index, Index], angles: Channel | None, weights: list[MemRef]) -> None:
+    """Rotate a core's rows. `weights`: that of the norm, if there is one, whose channel brings the angles, too."""
     share = p.rows // p.columns
     buffers = ((p.tile_rows, p.width), ((p.tile_rows, p.angles), "f32"), (p.tile_elements,))
-    with b.launch(), b.segment(), b.herd(p.columns, 1) as (tx, _):
-        with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
-            first = tx * share + i * p.tile_rows
-            rows = {name: [] if single else [(first, p.tile_rows, width)] for name, width in widths.items()}
-            b.dma(x, b.args["x"].at(*rows["x"], (0, p.width, 1)))
-            b.dma(table, b.args["table"].at(*rows["table"], (0, p.angles, 1)))
-            b.call(p.variant, "rope", x, table, out)
-            heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
-            b.dma(b.args["out"].at(*rows["out"], *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
-    return b.finish()
+    with b.loop(share // p.tile_rows) as i, b.alloc(air.L1, *buffers) as (x, table, out):
+        first = tile[0] * share + i * p.tile_rows
+        b.dma(x, b.args["x"].at(*_rows(p, "x", first), (0, p.width, 1)))
+        if angles:
+            b.get(angles, tile, table)
+        else:
+            b.dma(table, b.args["table"].at(*_rows(p, "table", first), (0, p.angles, 1)))
+        b.call(p.variant, "rope", x, table, *weights, out, *((p.norm.eps,) if p.norm else ()))
+        heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
+        b.dma(b.args["out"].at(*_rows(p, "out", first), *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
 
 
 def reference_qkv(
@@ -233,8 +269,14 @@ KERNELS = (
             f"rows pos heads head_dim {rms_norm.PARAMS}",
             _normed(computes),
             source="rope",
-            host=name == "rope",
+            host=out == ROWS,
+            tiling=lambda s, out=out: tile(s["rows"], s["heads"], s["head_dim"], out, rms_norm.Norm.of(s)),
+            program=build,
         )
-        for name, computes in (("rope", reference), ("rope_kv", reference), ("rope_q", reference_queries))
+        for name, computes, out in (
+            ("rope", reference, ROWS),
+            ("rope_kv", reference, KEYS),
+            ("rope_q", reference_queries, QUERIES),
+        )
     ),
 )

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
-from stages.kernels import BF16, F32, Arg, Cost, decode_attention, flash_attention, lanes, rope, signature
+from stages.kernels import (
+    BF16,
+    F32,
+    Arg,
+    Cost,
+    Sizes,
+    decode_attention,
+    flash_attention,
+    lanes,
+    rms_norm,
+    rope,
+    signature,
+)
 from stages.weights.constants import POSITION
 
 if TYPE_CHECKING:
@@ -42,6 +54,42 @@ def reference(
     return decode_attention.reference(scaled, k, v, heads, kv_heads, scalar, sees), row
 
 
+def reference_norm(
+    x: np.ndarray,
+    table: np.ndarray,
+    q_norm: np.ndarray,
+    k_norm: np.ndarray,
+    pos: int,
+    k: np.ndarray,
+    v: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    scalar: float | None = None,
+    sees: int = flash_attention.ALL,
+    offset: float = 0.0,
+    once: int | bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `reference` with the RMS norms of the heads of Q and K, whose weights are bf16 `[head_dim]`."""
+    normed = normed_heads(x, heads, q_norm, k_norm, eps, offset, once)
+    return reference(normed, table, pos, k, v, heads, kv_heads, scalar, sees)
+
+
+def normed_heads(
+    x: np.ndarray, heads: int, q_norm: np.ndarray, k_norm: np.ndarray, eps: float, offset: float, once: int | bool
+) -> np.ndarray:
+    """Return Q, K and V of one row with heads of Q and K normed. All as in `reference_norm`."""
+    rows = x.reshape(-1, len(q_norm))
+    kv_heads = (len(rows) - heads) // 2
+    weights = (heads, q_norm), (kv_heads, k_norm)
+    normed, first = rows.copy(), 0
+    for count, weight in weights:
+        part = slice(first, first + count)
+        normed[part] = rms_norm.reference(rows[part], weight, eps, offset, once)
+        first += count
+    return normed.reshape(x.shape)
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How a token's attention is divided: one core per KV head and column, for all query heads of its group.
@@ -62,6 +110,8 @@ class Tiling:
     tile_k: int
     """Positions that a core processes at a time."""
     scores: flash_attention.Scores = flash_attention.PLAIN
+    norm: rms_norm.Norm | None = None
+    """The norm of each head of Q and K before the rotation. Its two weights follow the table's row."""
 
     @property
     def group(self) -> int:
@@ -100,7 +150,8 @@ class Tiling:
     def variant(self) -> Variant:
         sizes = {"HD": self.head_dim, "KR": self.tile_k, "MEMBERS": self.group, "QR": self.queries}
         heads = {"HEADS": self.heads, "KV_HEADS": self.kv_heads}
-        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros)
+        norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
+        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm)
 
     @property
     def macs(self) -> int:
@@ -119,6 +170,7 @@ class Tiling:
         """
         pairs = self.head_dim // 2
         rotation = pairs // lanes(pairs) * ((self.group + 1) * 14 + 28)
+        rotation += (self.group + 1) * self.norm.vectors(self.head_dim) if self.norm else 0
         blocks, dims = self.queries // limits.BLOCK, self.head_dim // limits.BLOCK
         moved = 2 * self.group * dims
         return {
@@ -134,11 +186,11 @@ class Tiling:
     def __str__(self) -> str:
         return (
             f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
-            f"{self.columns}x1, {self.tile_k} keys at a time"
+            f"{self.columns}x1, {self.tile_k} keys at a time{', of norms' if self.norm else ''}"
         )
 
 
-def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
+def tile(window: int, heads: int, kv_heads: int, head_dim: int, norm: rms_norm.Norm | None = None) -> Tiling:
     """Divide a token's attention: the most columns among which KV heads divide evenly, then the largest tile of keys.
 
     Each column has a stream from DDR. The tile fits L1 as often as the compiler copies it. Raises UserError if a head
@@ -150,7 +202,7 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
     limits.require_multiple(what, "window", window, 2 * limits.BLOCK)
     columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
     keys = limits.divisors(window, 2 * limits.BLOCK, 64)
-    tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k) for k in keys]
+    tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k, norm=norm) for k in keys]
     fitting = limits.require_any(what, limits.IN_L1, filter(_fits, tilings))
     return limits.steady_first(what, fitting, lambda p: p.steps)[0]
 
@@ -158,12 +210,13 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int) -> Tiling:
 def _fits(p: Tiling) -> bool:
     """Return whether the buffers of a core fit L1.
 
-    In order: Q, K and V; the table's row; the cache's row; the result; queries and accumulators; keys, values and
-    scores, which the compiler copies because only the loop over the keys uses them; maxima and sums.
+    In order: Q, K and V; the table's row; weights of norms; the cache's row; the result; queries and accumulators;
+    keys, values and scores, which the compiler copies because only the loop over the keys uses them; maxima and sums.
     """
     return limits.fits_l1(
         limits.aligned(BF16 * p.width),
         limits.aligned(F32 * p.angles),
+        BF16 * 2 * p.head_dim if p.norm else 0,
         BF16 * 2 * p.head_dim,
         BF16 * p.group * p.head_dim,
         (BF16 + F32) * p.queries * p.head_dim,
@@ -173,15 +226,18 @@ def _fits(p: Tiling) -> bool:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `x`, `table`, `kv`, `out` and `row`.
+    """Build the AIR program with the arguments `x`, `table`, `q_norm` and `k_norm` for norms, `kv`, `out` and `row`.
 
     `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`. `table`: f32 `[head_dim + POSITION / 2]`, the row of the token's
-    position, which follows the angles as i32. `kv`: bf16 `[window][kv_heads * 2 * head_dim]`. `out`: bf16
-    `[heads * head_dim]`. `row`: bf16 `[2 * kv_heads * head_dim]`, the position's row of the cache.
+    position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: bf16
+    `[window][kv_heads * 2 * head_dim]`. `out`: bf16 `[heads * head_dim]`. `row`: bf16 `[2 * kv_heads * head_dim]`, the
+    position's row of the cache.
     """
     p = tiling
     kv = p.kv_heads * 2 * p.head_dim
-    shapes = {"x": (p.width,), "table": (p.angles,), "kv": (p.window, kv), "out": (p.heads * p.head_dim,), "row": (kv,)}
+    given = {"x": p.width, "table": p.angles, **(dict.fromkeys(_NORMS, p.head_dim) if p.norm else {})}
+    shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in given.items()}
+    shapes |= {"kv": (p.window, kv), "out": (p.heads * p.head_dim,), "row": (kv,)}
     dtypes = {"table": "f32"}
     b = air.Builder(
         "token_attention", {name: air.memref_type(shape, dtypes.get(name, "bf16")) for name, shape in shapes.items()}
@@ -189,11 +245,14 @@ def build(tiling: Tiling) -> AirModule:
     for launch in range(p.passes):
         with b.launch(), b.segment():
             rows = b.channel((1, 1), (p.columns, 1))
-            for name, size in (("x", p.width), ("table", p.angles)):
+            for name, size in given.items():
                 b.put(rows, (0, 0), b.args[name].at((0, size, 1)))
             with b.herd(p.columns, 1) as (tx, ty):
                 _attend(b, p, rows, (tx, ty), tx + launch * p.columns)
     return b.finish()
+
+
+_NORMS = ("q_norm", "k_norm")
 
 
 def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_head: Index) -> None:
@@ -202,11 +261,18 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
     blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
     sums = (((p.queries, d), "f32"), ((2, p.queries), "f32"), ((p.queries, k), "f32"))
     head_in_cache = kv_head * (2 * d), 2 * d, 1
-    with b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), (2 * d,), blocks, *sums) as (x, table, row, q, *work):
+    weights, eps = ([(2 * d,)], [p.norm.eps]) if p.norm else ([], [])
+    with (
+        b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), (2 * d,), blocks, *sums) as (x, table, row, q, *work),
+        b.alloc(air.L1, *weights) as norms,
+    ):
         b.get(rows, tile, x)
         b.get(rows, tile, table)
+        for norm in norms:
+            for which in range(len(_NORMS)):
+                b.get(rows, tile, norm.at((which * d, d, 1)))
         acc, stats, scores = work
-        b.call(p.variant, "ta_init", x, table, kv_head, q, acc, stats, row)
+        b.call(p.variant, "ta_init", x, table, *norms, kv_head, q, acc, stats, row, *eps)
         b.dma(b.args["row"].at(head_in_cache), row)
         with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), head_in_cache))
@@ -216,18 +282,30 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
             b.dma(b.args["out"].at((kv_head * width, width, 1)), out)
 
 
-KERNELS = (
+def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
+    tiling = tile(sizes["window"], sizes["heads"], sizes["kv_heads"], sizes["head_dim"], norm)
+    return replace(tiling, scores=flash_attention.Scores.of(sizes))
+
+
+def _normed_tile(sizes: Sizes) -> Tiling:
+    return _tile(sizes, rms_norm.Norm.of(sizes))
+
+
+KERNELS = tuple(
     signature(
-        "token_attention",
-        ("x", Arg("table", "f32"), "kv"),
-        f"window pos {flash_attention.PARAMS}",
-        reference,
+        name,
+        ("x", Arg("table", "f32"), *norms, "kv"),
+        f"window pos {flash_attention.PARAMS}{scalars}",
+        computes,
         writes=("out", "row"),
+        source="token_attention",
         attends=True,
         host=False,
-        tiling=lambda s: replace(
-            tile(s["window"], s["heads"], s["kv_heads"], s["head_dim"]), scores=flash_attention.Scores.of(s)
-        ),
+        tiling=_normed_tile if norms else _tile,
         program=build,
-    ),
+    )
+    for name, norms, scalars, computes in (
+        ("token_attention", (), "", reference),
+        ("norm_token_attention", _NORMS, f" {rms_norm.PARAMS}", reference_norm),
+    )
 )

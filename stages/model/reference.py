@@ -24,7 +24,7 @@ Sizes = Mapping[str, Any]
 HALVES = {
     **dict.fromkeys(("rope_kv", "norm_rope_kv"), slice(0, 1)),
     **dict.fromkeys(("gemm_kv", "gemm_kv_bias"), slice(1, 2)),
-    "token_attention": slice(0, 2),
+    **dict.fromkeys(("token_attention", "norm_token_attention"), slice(0, 2)),
 }
 """Kernels whose last result goes to rows of an interleaved cache -> the halves of each head that it goes to: 0 is K, 1
 is V."""

@@ -152,7 +152,6 @@ class Target:
         layers = config.decoder.kinds
         mixers = {*config.decoder.attentions}
         reasons = {
-            "norms of heads": any(mixer.qk_norm for mixer in mixers),
             "norms of results": any(layer.sandwich for layer in layers),
             "biases": any(mixer.biased for mixer in mixers),
             "convolutions of one position": config.decoder.taps == 1,

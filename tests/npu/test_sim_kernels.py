@@ -119,41 +119,70 @@ def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) 
     assert_close(got, want, (1 if once else 2) * ULP * magnitude(want))
 
 
+NORMS = (rms_norm.Norm(1e-6), rms_norm.Norm(0.02, offset=1.0, once=1))
+"""Qwen's and Gemma's."""
+
+
+def head_weights(head_dim: int, count: int, norm: rms_norm.Norm | None) -> list[np.ndarray]:
+    """No two alike, so that no norm passes for another."""
+    return [random(head_dim, seed=40 + which, scale=2.0) for which in range(count)] if norm else []
+
+
 @pytest.mark.parametrize(
-    "window, heads, kv_heads, head_dim, scores",
+    "window, heads, kv_heads, head_dim, scores, norm",
     [
-        (128, 4, 2, 64, {}),
-        (256, 9, 3, 64, {"sees": 65, "scalar": 24.0}),
-        (128, 10, 1, 32, {}),
-        (128, 10, 10, 64, {}),
-        (256, 3, 1, 32, {"sees": 1}),
-        (256, 3, 1, 32, {"sees": 64}),
-        (256, 8, 1, 32, {"sees": 200}),
+        (128, 4, 2, 64, {}, None),
+        (256, 9, 3, 64, {"sees": 65, "scalar": 24.0}, None),
+        (128, 10, 1, 32, {}, None),
+        (128, 10, 10, 64, {}, NORMS[0]),
+        (256, 3, 1, 32, {"sees": 1}, None),
+        (256, 3, 1, 32, {"sees": 64}, None),
+        (256, 8, 1, 32, {"sees": 200}, None),
+        (128, 6, 2, 96, {"sees": 100}, NORMS[1]),
     ],
     ids=str,
 )
-def test_token_attention(window: int, heads: int, kv_heads: int, head_dim: int, scores: dict[str, Any]) -> None:
+def test_token_attention(
+    window: int, heads: int, kv_heads: int, head_dim: int, scores: dict[str, Any], norm: rms_norm.Norm | None
+) -> None:
     """At the first position, inside a tile of keys, at its end and at the window's. What lies behind is not seen, what
-    the cache has at the position itself is not either, and no more than the last positions are."""
+    the cache has at the position itself is not either, and no more than the last positions are. With norms of heads, to
+    the bit what they and attention make one after the other."""
     width = kv_heads * head_dim
     x, kv = random(heads * head_dim + 2 * width, seed=12), random(window, kv_heads, 2, head_dim, seed=13)
-    tiling = token_attention.tile(window, heads, kv_heads, head_dim)
-    made = token_attention.build(replace(tiling, scores=flash_attention.Scores(**scores)))
+    tiling = token_attention.tile(window, heads, kv_heads, head_dim, norm)
+    tiling = replace(tiling, scores=flash_attention.Scores(**scores))
+    weights = head_weights(head_dim, 2, norm)
+    normed = in_heads(x, ((heads, weights[0]), (kv_heads, weights[1])), norm) if norm else x
     edge = scores.get("sees", 63)
     for position in sorted({0, 37, edge - 1, edge, edge + 1, window - 1}):
         table = token_table(position, head_dim)
         seen = kv.copy()
         seen[position:] = 1000
-        arrays = (x, table[0], seen.reshape(window, -1), empty(heads * head_dim), empty(2 * width))
-        out, row = execute_two(made, *arrays)
+        rest = (seen.reshape(window, -1), empty(heads * head_dim), empty(2 * width))
+        out, row = execute_two(token_attention.build(replace(tiling, norm=None)), normed, table[0], *rest)
+        if norm:
+            got = execute_two(token_attention.build(tiling), x, table[0], *weights, *rest)
+            assert [each.tobytes() for each in got] == [out.tobytes(), row.tobytes()]
         k, v = (kv[:, :, which].reshape(window, -1) for which in (0, 1))
         tables = np.repeat(table, position + 1, axis=0)
-        want, want_row = token_attention.reference(x[None], tables, position, k, v, heads, kv_heads, **scores)
-        got = row.reshape(want_row.shape)
-        assert_close(got, want_row, ULP * magnitude(want_row) + 2.0**-15)
-        assert (got[:, 1] == x[-width:].reshape(kv_heads, head_dim)).all(), "V is copied"
+        want, want_row = token_attention.reference(normed[None], tables, position, k, v, heads, kv_heads, **scores)
+        got_row = row.reshape(want_row.shape)
+        assert_close(got_row, want_row, ULP * magnitude(want_row) + 2.0**-15)
+        assert (got_row[:, 1] == x[-width:].reshape(kv_heads, head_dim)).all(), "V is copied"
         # Weights are rounded to bf16, and so are rotated values and the result; values are of size 1.
         assert_close(out, want, ULP * magnitude(want) + 2 * ULP)
+
+
+def in_heads(x: np.ndarray, parts: tuple[tuple[int, np.ndarray], ...], norm: rms_norm.Norm) -> np.ndarray:
+    """A row of heads after the array's norms of them: of so many with a weight, then of so many with the next."""
+    rows, first = x.reshape(-1, len(parts[0][1])).copy(), 0
+    for count, weight in parts:
+        made, part = rms_norm.build(rms_norm.tile(count, len(weight), norm)), slice(first, first + count)
+        given = rows[part] if count > 1 else rows[first]
+        rows[part] = execute(made, given, weight, empty(*given.shape))
+        first += count
+    return rows.reshape(x.shape)
 
 
 def token_table(position: int, head_dim: int) -> np.ndarray:
@@ -165,6 +194,7 @@ def token_table(position: int, head_dim: int) -> np.ndarray:
     return table
 
 
+@pytest.mark.parametrize("norm", [None, *NORMS], ids=["plain", "norm", "norm once"])
 @pytest.mark.parametrize(
     "rows, heads, head_dim, out",
     [
@@ -177,12 +207,19 @@ def token_table(position: int, head_dim: int) -> np.ndarray:
         (16, 3, 96, rope.QUERIES),
     ],
 )
-def test_rope(rows: int, heads: int, head_dim: int, out: str) -> None:
+def test_rope(rows: int, heads: int, head_dim: int, out: str, norm: rms_norm.Norm | None) -> None:
+    """With norms of heads, to the bit what they and the rotation make one after the other."""
     x, angles = random(rows, heads * head_dim, seed=7), np.random.default_rng(8).normal(size=(rows, head_dim // 2)) * 50
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     placed = np.concatenate([table, position_rows(70000, rows)], axis=1)
-    tiling = rope.tile(rows, heads, head_dim, out)
-    got = execute(rope.build(tiling), x, table if out == rope.ROWS else placed, empty(rows, tiling.out_width))
+    weights = head_weights(head_dim, 1, norm)
+    tiling = rope.tile(rows, heads, head_dim, out, norm)
+    given = table if out == rope.ROWS else placed
+    got = execute(rope.build(tiling), x, given, *weights, empty(rows, tiling.out_width))
+    if norm:
+        x = in_heads(x, ((rows * heads, weights[0]),), norm)
+        plain = rope.build(replace(tiling, norm=None))
+        assert got.tobytes() == execute(plain, x, given, empty(rows, tiling.out_width)).tobytes()
     if out == rope.KEYS:
         pairs = got.reshape(rows, heads, 2, head_dim)
         assert np.isnan(pairs[:, :, 1].astype(np.float32)).all(), "rope wrote where V goes"

@@ -397,7 +397,11 @@ def _token_attn(d: Described) -> PartBuilder:
     kv, row = _window(b), _interleaved(b, "output", FROM_POSITION)
     out = b.slot("attended", ("q_dim",), "output", buffer=_MIXED)
     args = {"x": qkv, "table": table, "kv": kv, "out": out, "row": row}
-    b.launch("token_attention", args, window="window", pos="pos", **d.attention)
+    kernel, scalars, norm = "token_attention", d.attention, d.mixer.qk_norm
+    if norm:
+        args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
+        kernel, scalars = f"norm_{kernel}", scalars | norm.scalars
+    b.launch(kernel, args, window="window", pos="pos", **scalars)
     return b
 
 

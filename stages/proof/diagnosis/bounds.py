@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul
+from stages.kernels import HOST_SET, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul, token_attention
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
@@ -371,18 +371,22 @@ def _bound_added_norm(case: Case) -> tuple[ErrorBound, ...]:
 def _bound_normed_rotation(case: Case) -> tuple[ErrorBound, ...]:
     """Bound rotated heads that are normed first."""
     inputs, (result,) = case.inputs, case.results
-    head_dim = inputs["head_dim"]
-    heads = np.atleast_2d(inputs["x"]).reshape(-1, head_dim)
-    normed = rms_norm.reference(heads, *(inputs[name] for name in ("weight", "eps", "offset", "once")))
-    of_norm = _norm(case, heads.astype(np.float32), case.wide("weight"), normed)
-    rows = normed.reshape(len(np.atleast_2d(inputs["x"])), -1)
-    last = _rotation(case, rows, inputs["table"][:, :head_dim], result.reshape(rows.shape))
+    angles = inputs["table"][:, : inputs["head_dim"]]
+    return (_normed_rotation(case, np.atleast_2d(inputs["x"]), inputs["weight"], angles, result),)
+
+
+def _normed_rotation(
+    case: Case, x: np.ndarray, weight: np.ndarray, angles: np.ndarray, result: np.ndarray
+) -> ErrorBound:
+    """Bound rotated rows of heads `[rows, width]` that are normed first."""
+    inputs, heads = case.inputs, x.reshape(-1, angles.shape[-1])
+    normed = rms_norm.reference(heads, weight, *(inputs[name] for name in ("eps", "offset", "once")))
+    of_norm = _norm(case, heads.astype(np.float32), weight.astype(np.float32), normed)
+    last = _rotation(case, normed.reshape(x.shape), angles, result.reshape(x.shape))
     first, second = np.split(of_norm.limit, 2, axis=-1)
-    carried = np.concatenate([first + second, first + second], axis=-1).reshape(rows.shape)
-    limit = (carried + last.limit + ulp(np.abs(result.astype(np.float32)).reshape(rows.shape) + carried)).reshape(
-        result.shape
-    )
-    return (ErrorBound(limit, np.ones(result.shape)),)
+    carried = np.concatenate([first + second, first + second], axis=-1).reshape(x.shape)
+    limit = carried + last.limit + ulp(np.abs(result.astype(np.float32)).reshape(x.shape) + carried)
+    return ErrorBound(limit.reshape(result.shape), np.ones(result.shape))
 
 
 def _bound_norm(case: Case) -> tuple[ErrorBound, ...]:
@@ -420,11 +424,13 @@ def _bound_rotation(case: Case) -> tuple[ErrorBound, ...]:
     return (_rotation(case, np.atleast_2d(case.inputs["x"]), angles, case.results[0]),)
 
 
-def _bound_query_rotation(case: Case) -> tuple[ErrorBound, ...]:
+def _bound_query_rotation(
+    case: Case, rotation: Callable[[Case], tuple[ErrorBound, ...]] = _bound_rotation
+) -> tuple[ErrorBound, ...]:
     """Bound rotated heads that are followed by positions, which are exact."""
     heads = case.results[0].reshape(len(case.results[0]), case.inputs["heads"], -1)
     own = heads[..., :-HEAD_POSITION]
-    (spread,) = _bound_rotation(replace(case, results=(own.reshape(len(own), -1),)))
+    (spread,) = rotation(replace(case, results=(own.reshape(len(own), -1),)))
 
     def with_position(part: np.ndarray) -> np.ndarray:
         exact = np.zeros((*own.shape[:2], HEAD_POSITION))
@@ -443,8 +449,16 @@ def _bound_token_attention(case: Case) -> tuple[ErrorBound, ...]:
     ends = inputs["heads"] * head_dim, (inputs["heads"] + inputs["kv_heads"]) * head_dim
     q, k, _ = np.split(np.atleast_2d(inputs["x"]), ends, axis=-1)
     angles = inputs["table"][:, :head_dim]
-    rotated = rope.reference(q, inputs["table"], position, head_dim)[0]
-    of_q, of_k = _rotation(case, q, angles, rotated), _rotation(case, k, angles, np.ascontiguousarray(row[:, 0]))
+    own = np.ascontiguousarray(row[:, 0])
+    if "q_norm" in inputs:
+        names = ("heads", "q_norm", "k_norm", "eps", "offset", "once")
+        normed = token_attention.normed_heads(np.atleast_2d(inputs["x"]), *(inputs[name] for name in names))
+        rotated = rope.reference(normed[:, : ends[0]], inputs["table"], position, head_dim)[0]
+        of_q = _normed_rotation(case, q, inputs["q_norm"], angles, rotated)
+        of_k = _normed_rotation(case, k, inputs["k_norm"], angles, own)
+    else:
+        rotated = rope.reference(q, inputs["table"], position, head_dim)[0]
+        of_q, of_k = _rotation(case, q, angles, rotated), _rotation(case, k, angles, own)
     newest = [
         np.concatenate([inputs[which][:position], row[:, half].reshape(1, -1)]) for half, which in enumerate("kv")
     ]
@@ -556,10 +570,11 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     "silu_and_mul": _bound_silu,
     "rms_norm": _bound_norm,
     "norm_add": _bound_added_norm,
-    "norm_rope": _bound_normed_rotation,
+    **dict.fromkeys(("norm_rope", "norm_rope_kv"), _bound_normed_rotation),
+    "norm_rope_q": partial(_bound_query_rotation, rotation=_bound_normed_rotation),
     **dict.fromkeys(("gemm_bias", "gemv_bias"), _bound_biased_product),
     "rope_q": _bound_query_rotation,
-    "token_attention": _bound_token_attention,
     "short_conv": _bound_short_conv,
+    **dict.fromkeys(("token_attention", "norm_token_attention"), _bound_token_attention),
 }
 """The function that bounds each operation, whatever its format."""
