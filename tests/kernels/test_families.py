@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from llama_npu2 import load
 from llama_npu2.artifact.plan import DECODE, PREFILL
 from stages.model import families
+from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, table
 from stages.model.decoder import BIASES
@@ -24,6 +26,7 @@ from stages.model.part import resolved
 from stages.model.plan import make_plan
 from stages.model.random_weights import write_byte_tokenizer
 from stages.model.reference import Model
+from stages.proof.comparison import transformers_model
 from stages.targets.npu2.groupings import GROUPINGS
 from tests.conftest import build
 
@@ -209,6 +212,57 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
         if kv == "bf16":
             assert (tokens == ours[2]).all()
             assert error(numpy_logits(checkpoint, ids[: end + 1], 1), exact[[end - 1, end]]) <= 1.5 * least
+
+
+def on_array(rng: np.random.Generator, raw: Raw) -> Raw:
+    """Sizes that blocks of the array divide, else as odd as they may be."""
+    head_dim, kv_heads = int(rng.choice([32, 64, 96])), int(rng.choice([2, 4]))
+    heads = kv_heads * int(rng.choice([1, 2, 3]))
+    layers = min(raw["num_hidden_layers"], 3)
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+    sizes = {"hidden_size": 64 * int(rng.choice([1, 2, 3, 5])), "intermediate_size": 64 * int(rng.choice([3, 5, 6]))}
+    if raw.get("head_dim") is None:
+        sizes["hidden_size"], head_dim = heads * 64, 64
+    return raw | fields | sizes | {"head_dim": raw.get("head_dim") and head_dim, "use_sliding_window": False}
+
+
+ON_ARRAY = ("qwen3",)
+
+ARRAYS = [
+    ({"weights": "int4", "matmul": "bf16"}, 1.5),
+    ({"grouping": "separate"}, 1.5),
+    ({"weights": "int8", "matmul": "bfp16"}, 3),
+]
+"""How each of the first seeds is built, and its error as a multiple of that of transformers in bf16."""
+
+ON_ARRAY_CASES = [
+    pytest.param(family, seed, id=f"{family}-{seed}", marks=[pytest.mark.slow] if seed else [])
+    for family in ON_ARRAY
+    for seed in range(len(ARRAYS))
+]
+
+
+@pytest.mark.parametrize("family, seed", ON_ARRAY_CASES)
+def test_logits_of_the_array(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None:
+    """As of the host, with the weights that the artifact has; also in another context bucket."""
+    rng = np.random.default_rng([seed, *map(ord, family)])
+    checkpoint = tmp_path / f"{family}-{seed}"
+    config = write(checkpoint, family, on_array(rng, FAMILIES[family][1](rng)), seed)
+    ids = rng.integers(0, config.vocab, 140).tolist()
+    variables, most = ARRAYS[seed]
+    directory = build(checkpoint, artifacts, target="npu2-sim", buckets="64", context=256, **variables)
+    found = transformers_model.logits(Checkpoint.open(checkpoint), ArtifactWeights(directory).values, [ids], [ids])
+    exact, rounded = found
+    with closing(load(directory)) as llm:
+        ours = [llm.prefill(ids[:50]), llm.prefill(ids[50:53]), llm.prefill(ids[53:126])]
+        ours += [llm.decode(token) for token in ids[126:132]]
+        llm.rewind(53)
+        assert (llm.prefill(ids[53:126]) == ours[2]).all()
+    places = [49, 52, *range(125, 132)]
+    least = error(rounded[places], exact[places])
+    for at, logits in zip(places, ours, strict=True):
+        assert error(logits, exact[at]) <= 2 * most * least, at
+    assert error(ours, exact[places]) <= most * least
 
 
 def test_wrapped_configurations(tmp_path: Path) -> None:

@@ -27,9 +27,21 @@ from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
 from stages.targets.npu2.modules import Module, build_module, step_descriptors
 from tests.conftest import A_LLAMA, outputs_of_two_runs
-from tests.support.npu_shapes import BUCKETS, DEMO, JUDGED, MODELS, device_program, device_programs, layout
+from tests.support.npu_shapes import (
+    BUCKETS,
+    DEMO,
+    FAMILIES,
+    JUDGED,
+    MODELS,
+    device_program,
+    device_programs,
+    family_programs,
+    layout,
+)
 
 LLAMA = MODELS["llama-3.2-1b"]
+SMALLEST = ("qwen3-0.6b",)
+"""Of each family in `FAMILIES`."""
 
 
 def module(name: str, grouping: str, model: str = "llama-3.2-1b", bucket: int = 2048) -> Module:
@@ -98,6 +110,22 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
     for built in modules[1]:
         assert len(built.air.launches) % 2 == 0, built.program.name
         assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
+
+
+@pytest.mark.parametrize("grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SMALLEST)) for name in FAMILIES]
+)
+def test_programs_of_other_families(name: str, grouping: str, weights: str) -> None:
+    """They pass the checks and are even; a layer of a token is four launches for each pass over the KV heads."""
+    config = FAMILIES[name]
+    for program in family_programs(name, grouping, weights):
+        built = build_module(program, config.dimensions())
+        air.check(built.air.module)
+        assert len(built.air.launches) % 2 == 0, program.name
+        assert not any(map(tells_its_step, built.air.launches)), program.name
+        if program.entry == "decode_layer" and weights == "int4":
+            assert len(built.tilings) == 4 and not air.settles(built.air.module)
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)

@@ -25,7 +25,7 @@ from stages.targets.npu2.objects import compile_tile
 from stages.targets.npu2.programs import INTERMEDIATE, Job, link
 from stages.targets.npu2.toolchain import peano
 from tests.support.air_programs import PROGRAMS
-from tests.support.npu_shapes import BUCKETS, JUDGED, device_programs
+from tests.support.npu_shapes import BUCKETS, FAMILIES, JUDGED, device_programs, family_programs
 
 pytestmark = [
     pytest.mark.toolchain,
@@ -91,6 +91,18 @@ def test_modules_are_compiled_right(model: str, program: Program, tmp_path: Path
     assert found.resets % 2 == 0, "else the link step makes it even"
 
 
+@pytest.mark.parametrize("grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4")])
+@pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_modules_of_families_are_compiled_right(model: str, grouping: str, weights: str, tmp_path: Path) -> None:
+    """Each that no other program has but for its weights' sizes."""
+    for program in family_programs(model, grouping, weights):
+        module = build_module(program, FAMILIES[model].dimensions())
+        work = tmp_path / program.name
+        work.mkdir()
+        found = judged(work, module.text(), module.name, module.variants, module.options)
+        assert found.resets % 2 == 0, "else the link step makes it even"
+
+
 def _heads(shape: random.Random) -> tuple[int, int, int]:
     kv_heads = shape.choice([1, 2, 3, 4, 5, 8, 12, 16])
     return kv_heads * shape.choice([1, 2, 3, 4, 6, 7]), kv_heads, shape.choice([32, 64, 96, 128])
@@ -108,7 +120,8 @@ def _attention(shape: random.Random) -> AirModule:
 def _rope(shape: random.Random) -> AirModule:
     heads, _, head_dim = _heads(shape)
     rows = shape.choice([1, _rows(shape)])
-    return rope.build(rope.tile(rows, heads, head_dim, rope.ROWS if rows == 1 else shape.choice(rope.OUTS)))
+    out, norm = rope.ROWS if rows == 1 else shape.choice(rope.OUTS), shape.choice([None, rms_norm.Norm(1e-6)])
+    return rope.build(rope.tile(rows, heads, head_dim, out, norm))
 
 
 def _elementwise(shape: random.Random) -> AirModule:

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from functools import partial
 
 from stages import air
-from stages.kernels import Tiling, elementwise, flash_attention, gemm, gemv, kernels, rms_norm, rope, short_conv
+from stages.kernels import (
+    Tiling,
+    elementwise,
+    flash_attention,
+    gemm,
+    gemv,
+    kernels,
+    rms_norm,
+    rope,
+    short_conv,
+    token_attention,
+)
 
 TILINGS: dict[str, Callable[[], Tiling]] = {
     "add rows": lambda: elementwise.tile("add", 128, 960),
@@ -18,6 +29,10 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "rope of queries": lambda: rope.tile(128, 3, 64, rope.QUERIES),
     "short convolution": lambda: short_conv.tile(512, 2048, 3),
     "short convolution of a row": lambda: short_conv.tile(1, 1536, 3),
+    "rope of norms": lambda: rope.tile(512, 16, 128, rope.QUERIES, rms_norm.Norm(1e-6)),
+    "rope of norms into KV": lambda: rope.tile(128, 8, 128, rope.KEYS, rms_norm.Norm(1e-6)),
+    "rope of norms of a token": lambda: rope.tile(1, 16, 128, norm=rms_norm.Norm(1e-6)),
+    "token attention of norms": lambda: token_attention.tile(512, 16, 8, 128, rms_norm.Norm(1e-6)),
     "gemv": lambda: gemv.tile(576, 576),
     "gemv wide": lambda: gemv.tile(2048, 8192),
     "vocabulary": lambda: gemv.tile(49152, 960, "f32", blocked=False),

@@ -6,6 +6,7 @@ from stages.graph.options import Options
 from stages.model.config import Config
 from stages.model.families import parse_config
 from stages.model.grouping import CONTEXT_BUCKET, Program, programs
+from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.targets.npu2 import TARGET
 from stages.targets.npu2.groupings import GROUPINGS
@@ -45,6 +46,16 @@ JUDGED = {
     "one kv head": model(32000, 2048, 5632, 32, 1, 64, layers=22),
 }
 """Whose programs the real compiler is to accept."""
+
+
+FAMILIES = {name: parse_config(fields, name) for name, fields in PRESETS.items() if fields["model_type"] in ("qwen3",)}
+"""Models of other families that the array runs."""
+
+
+def family_programs(name: str, grouping: str, weights: str) -> list[Program]:
+    """What runs on the array, a prompt's programs for 512 rows, in all windows of a cache of 4096 positions."""
+    made = programs(FAMILIES[name], GROUPINGS[grouping], (512,), parse_policy(weights), 4096)
+    return [program for program in made if not program.host]
 
 
 def device_programs(grouping: str, *buckets: int, positions: int = 0) -> list[Program]:
