@@ -1,0 +1,207 @@
+"""Random descriptions, of what no released model has too, against a plain decoder that shares no code with ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+
+from llama_npu2 import load
+from llama_npu2.artifact.plan import DECODE, PREFILL
+from stages.model import decoder as described_by
+from stages.model import families
+from stages.model.checkpoint import Checkpoint
+from stages.model.config import table
+from stages.model.decoder import BIASES, Attention, Decoder, FeedForward, Layer, Norm, Rope, RopeScaling, ShortConv
+from stages.model.families import parse_config
+from stages.model.grouping import programs
+from stages.model.part import resolved
+from stages.model.plan import make_plan
+from stages.model.random_weights import write_byte_tokenizer
+from stages.model.reference import Model
+from stages.targets.npu2.groupings import GROUPINGS
+from tests.conftest import ROOT, doit, unfinished
+from tests.support import described
+from tests.support.plain_decoder import Plain, in_bf16
+
+POSITIONS, ROWS, TOKENS = 96, 64, 8
+RUN = 3
+"""Descriptions that are built and run by default; the others go through the parts' references alone."""
+
+Draw = np.random.Generator
+
+DRAWN = {
+    Norm: {"offset", "once"},
+    RopeScaling: {"type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position", "factors"},
+    Rope: {"theta", "scaling", "kind", "turned", "interleaved"},
+    Attention: {"heads", "kv_heads", "head_dim", "rope", "scalar", "window", "qk_norm", "biased"},
+    ShortConv: {"taps"},
+    FeedForward: {"inner", "activation"},
+    Layer: {"mixer", "feed_forward", "norm", "sandwich"},
+    Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale"},
+}
+"""The fields of a description that differ here."""
+
+
+def test_all_fields_of_descriptions_are_drawn() -> None:
+    """A field that is added is drawn here, and has a meaning in the plain decoder."""
+    classes = {
+        each for each in vars(described_by).values() if isinstance(each, type) and hasattr(each, "__match_args__")
+    }
+    assert {each: {field.name for field in fields(each)} for each in classes} == DRAWN
+
+
+def chance(rng: Draw, one_in: int = 2) -> bool:
+    return not rng.integers(one_in)
+
+
+def norm(rng: Draw) -> Norm:
+    return Norm(float(rng.choice([0.0, 1.0, 0.5])), chance(rng))
+
+
+def rope(rng: Draw, head_dim: int, kind: str) -> Rope:
+    turned = int(rng.integers(1, head_dim // 2 + 1)) * 2 if chance(rng) else None
+    width = turned or head_dim
+    scaling = {
+        "default": RopeScaling(),
+        "linear": RopeScaling("linear", float(rng.choice([2.0, 8.0]))),
+        "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 40),
+        "longrope": RopeScaling("longrope", factors=tuple(float(f) for f in 1 + 4 * rng.random(width // 2))),
+    }[str(rng.choice(["default", "linear", "llama3", "longrope"]))]
+    return Rope(float(rng.choice([1e2, 1e4, 5e5])), scaling, kind, turned, chance(rng))
+
+
+def description(rng: Draw) -> Decoder:
+    """All axes independently; what has a size has it in all layers."""
+    kv_heads, head_dim = int(rng.choice([1, 2, 3])), 2 * int(rng.integers(3, 25))
+    heads, inner, taps = kv_heads * int(rng.choice([1, 2, 3])), int(rng.integers(20, 90)), int(rng.choice([1, 2, 3, 5]))
+    emb, scalar, count = int(rng.integers(20, 90)), float(rng.choice([head_dim, 5, 40])), int(rng.choice([1, 2, 3, 5]))
+    ropes = [rope(rng, head_dim, kind) for kind in ("", "local", "other")]
+
+    def attention() -> Attention:
+        window = int(rng.choice([1, 2, 15, 16, 17, 40, 64])) if chance(rng) else None
+        of_heads = norm(rng) if chance(rng) else None
+        turns = ropes[int(rng.integers(len(ropes)))]
+        return Attention(heads, kv_heads, head_dim, turns, scalar, window, of_heads, chance(rng))
+
+    def layer(first: bool) -> Layer:
+        mixer = attention() if first or chance(rng) else ShortConv(taps)
+        network = FeedForward(inner, str(rng.choice(["silu", "gelu_tanh"])))
+        return Layer(mixer, network, norm(rng), chance(rng))
+
+    kinds = [layer(first=not kind) for kind in range(3)]
+    layers = [kinds[int(kind)] for kind in rng.integers(len(kinds), size=count)]
+    layers[int(rng.integers(count))] = kinds[0]
+    return Decoder(
+        vocab=int(rng.integers(257, 400)),
+        emb=emb,
+        layers=tuple(layers),
+        eps=float(rng.choice([1e-6, 1e-5, 0.02])),
+        tied=chance(rng),
+        norm=norm(rng),
+        embed_scale=float(rng.choice([1.0, 6.5])),
+    )
+
+
+def write(directory: Path, made: Decoder, seed: int) -> None:
+    """Write a checkpoint: weights of which none is without effect."""
+    raw = {"architectures": ["DescribedForCausalLM"], "model_type": "described"}
+    raw |= {"decoder": described.as_json(made), "max_position_embeddings": POSITIONS}
+    config = parse_config(raw, "test")
+    assert config.decoder == made
+    rng, tensors = np.random.default_rng(seed), {}
+    for weight in families.weights(config):
+        shape = resolved(weight.shape, config.dimensions())
+        values = rng.standard_normal(shape, np.float32)
+        if len(shape) > 1:
+            values /= np.sqrt(shape[-1])
+        elif weight.slot not in BIASES:
+            values = 1 + 0.4 * values - weight.offset
+        tensors[weight.name] = values.astype(bfloat16)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_byte_tokenizer(config, directory)
+
+
+def of_references(checkpoint: Path, ids: list[int], tokens: int) -> list[np.ndarray]:
+    """Logits of the parts' references, wired as the NPU's plan says, after a prompt and after each of `tokens`."""
+    opened = Checkpoint.open(checkpoint)
+    config, grouping = opened.config, GROUPINGS["separate"]
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return opened.tensor(name) if name in opened.held else table(config, name, shape[0])
+
+    plans, found = make_plan(config, grouping, "aie2p", [ROWS]).phases, programs(config, grouping, [ROWS])
+    model, first = Model(plans, found, config.dimensions(), tensor, POSITIONS), len(ids) - tokens
+    return [model.run(PREFILL._replace(rows=ROWS), ids[:first]), *(model.run(DECODE, [i]) for i in ids[first:])]
+
+
+def error(logits: Any, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((np.asarray(logits) - exact) ** 2)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def family() -> Iterator[None]:
+    known = families.families()
+    known["described"] = described.FAMILY
+    yield
+    del known["described"]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout that has the family of descriptions."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("stages", "runtime", "kernel_src"):
+        shutil.copytree(ROOT / name, root / name, ignore=unfinished)
+    shutil.copy(ROOT / "dodo.py", root)
+    shutil.copy(described.__file__, root / "stages/model/families")
+    return root
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(200)])
+def test_descriptions(seed: int, tmp_path: Path) -> None:
+    """Against the plain decoder: our error is at most 1.5 times that of a plain decoder that rounds to bf16."""
+    rng = np.random.default_rng([seed, 36])
+    made = description(rng)
+    write(tmp_path / "model", made, seed)
+    ids = rng.integers(0, made.vocab, ROWS + TOKENS).tolist()
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    exact, rounded = Plain(made, tensors).logits(ids), Plain(made, tensors, in_bf16).logits(ids)
+    end = int(rng.integers(1, ROWS + 1))
+    places = range(end - 1, end + TOKENS)
+    ours = of_references(tmp_path / "model", ids[: end + TOKENS], TOKENS)
+    assert error(ours, exact[places]) <= 1.5 * error(rounded[places], exact[places]), made
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= RUN else []) for s in range(40)])
+def test_descriptions_run(seed: int, checkout: Path, artifacts: Path, tmp_path: Path) -> None:
+    """On the CPU: a prompt in pieces, tokens, rewinds."""
+    rng = np.random.default_rng([seed, 36])
+    made = description(rng)
+    checkpoint = tmp_path / f"described-{seed}"
+    write(checkpoint, made, seed)
+    ids = rng.integers(0, made.vocab, ROWS + TOKENS).tolist()
+    tensors = load_file(checkpoint / "model.safetensors")
+    exact, rounded = Plain(made, tensors).logits(ids), Plain(made, tensors, in_bf16).logits(ids)
+    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", "target=cpu", cwd=checkout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    llm = load(artifacts / checkpoint.name / "cpu")
+    first, end = sorted(rng.choice(np.arange(1, ROWS), 2, replace=False).tolist())
+    ours = [llm.prefill(ids[:first]), llm.prefill(ids[first:end]), *(llm.decode(token) for token in ids[end:])]
+    places = [first - 1, end - 1, *range(end, len(ids))]
+    assert error(ours, exact[places]) <= 1.5 * error(rounded[places], exact[places]), made
+    back = int(rng.integers(1, end))
+    llm.rewind(back)
+    assert ([llm.decode(token) for token in ids[back:end]][-1] == ours[1]).all()
+    llm.reset()
+    assert (llm.prefill(ids) == ours[-1]).all()

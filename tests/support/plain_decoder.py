@@ -1,0 +1,145 @@
+"""A decoder in plain numpy, written from what the fields of a description mean (`stages.model.decoder`).
+
+It shares no code with parts, kernels or their references, so that a mistake of theirs is not its own. All positions of
+a text are computed at once, in float64, or rounded to bf16 where a model in bf16 rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from stages.model.decoder import Attention, Decoder, FeedForward, Layer, Norm, Rope, ShortConv
+
+Array = np.ndarray
+
+
+def in_bf16(x: Array) -> Array:
+    return x.astype(np.float32).astype(bfloat16).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model of a description."""
+
+    decoder: Decoder
+    tensors: Mapping[str, Array]
+    """As a checkpoint has them: `layers.N.SLOT`, and by slot outside of the layers."""
+    rounded: Callable[[Array], Array] = lambda x: x
+
+    def logits(self, ids: list[int]) -> Array:
+        """Return the logits `[len(ids), vocab]` of every position."""
+        described = self.decoder
+        x = self.rounded(self.tensor("w_embed")[ids] * described.embed_scale)
+        for number, layer in enumerate(described.layers):
+            x = self.layer(layer, f"layers.{number}", x)
+        x = self.norm(described.norm, self.tensor("final_norm_w"), x)
+        return x @ self.tensor("w_embed" if described.tied else "w_vocab").T
+
+    def tensor(self, name: str) -> Array:
+        return self.tensors[name].astype(np.float64)
+
+    def norm(self, norm: Norm, weight: Array, x: Array) -> Array:
+        """Return the norm of the last axis."""
+        unit = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.decoder.eps)
+        if not norm.once:
+            unit = self.rounded(unit)
+        return self.rounded(unit * (weight + norm.offset))
+
+    def product(self, x: Array, weight: str, bias: str = "") -> Array:
+        out = x @ self.tensor(weight).T
+        return self.rounded(out + self.tensor(bias) if bias else out)
+
+    def layer(self, layer: Layer, name: str, x: Array) -> Array:
+        def normed(slot: str, values: Array) -> Array:
+            return self.norm(layer.norm, self.tensor(f"{name}.{slot}"), values)
+
+        mixer, network = layer.mixer, layer.feed_forward
+        inner = normed("norm_w", x)
+        mixed = self.attention(mixer, name, inner) if isinstance(mixer, Attention) else self.conv(mixer, name, inner)
+        x = self.rounded(x + (normed("attn_norm_w", mixed) if layer.sandwich else mixed))
+        added = self.network(network, name, normed("ffn_norm_w", x))
+        return self.rounded(x + (normed("down_norm_w", added) if layer.sandwich else added))
+
+    def network(self, network: FeedForward, name: str, x: Array) -> Array:
+        gate, up = self.product(x, f"{name}.w_gate"), self.product(x, f"{name}.w_up")
+        if network.activation == "silu":
+            active = gate / (1 + np.exp(-gate))
+        else:
+            assert network.activation == "gelu_tanh"
+            active = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        return self.product(self.rounded(self.rounded(active) * up), f"{name}.w_down")
+
+    def conv(self, conv: ShortConv, name: str, x: Array) -> Array:
+        before, after, x = np.split(self.product(x, f"{name}.w_in"), 3, axis=-1)
+        values, taps, out = self.rounded(before * x), self.tensor(f"{name}.w_taps")[:, 0], np.zeros_like(x)
+        for back in range(conv.taps):
+            out[back:] += values[: len(values) - back] * taps[:, conv.taps - 1 - back]
+        return self.product(self.rounded(after * self.rounded(out)), f"{name}.w_out")
+
+    def attention(self, mixer: Attention, name: str, x: Array) -> Array:
+        def heads(which: str, count: int) -> Array:
+            rows = self.product(x, f"{name}.w{which}", f"{name}.b{which}" if mixer.biased else "")
+            return rows.reshape(len(x), count, mixer.head_dim)
+
+        q, k, v = heads("q", mixer.heads), heads("k", mixer.kv_heads), heads("v", mixer.kv_heads)
+        if mixer.qk_norm:
+            q, k = (self.norm(mixer.qk_norm, self.tensor(f"{name}.{n}_norm_w"), h) for n, h in (("q", q), ("k", k)))
+        q, k = (self.rounded(turned(mixer.rope, each)) for each in (q, k))
+        group, out = mixer.heads // mixer.kv_heads, np.empty_like(q)
+        behind = np.arange(len(x))[:, None] - np.arange(len(x))
+        hidden = (behind < 0) | (behind >= (mixer.window or len(x)))
+        for head in range(mixer.heads):
+            scores = q[:, head] @ k[:, head // group].T / math.sqrt(mixer.scalar)
+            scores[hidden] = -np.inf
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights = self.rounded(weights / weights.sum(axis=-1, keepdims=True))
+            out[:, head] = weights @ v[:, head // group]
+        return self.product(self.rounded(out).reshape(len(x), -1), f"{name}.wo")
+
+
+def turned(rope: Rope, heads: Array) -> Array:
+    """Return heads `[positions, heads, head_dim]`, in a checkpoint's order, with their pairs turned."""
+    width = rope.turned or heads.shape[-1]
+    angles = np.arange(len(heads))[:, None, None] * frequencies(rope, heads.shape[-1], width)
+    out, cos, sin = heads.copy(), np.cos(angles), np.sin(angles)
+    first, second = (
+        (slice(0, width, 2), slice(1, width, 2))
+        if rope.interleaved
+        else (
+            slice(0, width // 2),
+            slice(width // 2, width),
+        )
+    )
+    out[..., first] = heads[..., first] * cos - heads[..., second] * sin
+    out[..., second] = heads[..., second] * cos + heads[..., first] * sin
+    return out
+
+
+def frequencies(rope: Rope, head_dim: int, width: int) -> Array:
+    """Return what a position turns each pair by."""
+    scaling, each = rope.scaling, [rope.theta ** (-2 * pair / width) for pair in range(width // 2)]
+    if scaling.type == "linear":
+        return np.array([f / scaling.factor for f in each])
+    if scaling.type == "longrope":
+        return np.array([f / by for f, by in zip(each, scaling.factors, strict=True)])
+    if scaling.type == "llama3":
+
+        def stretched(f: float) -> float:
+            length = 2 * math.pi / f
+            if length < scaling.original_max_position / scaling.high_freq_factor:
+                return f
+            if length > scaling.original_max_position / scaling.low_freq_factor:
+                return f / scaling.factor
+            smooth = (scaling.original_max_position / length - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            return (1 - smooth) * f / scaling.factor + smooth * f
+
+        return np.array(list(map(stretched, each)))
+    assert scaling.type == "default"
+    return np.array(each)
