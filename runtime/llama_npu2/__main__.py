@@ -220,19 +220,23 @@ def open_model(options: argparse.Namespace, running: Running, chats: bool) -> Ll
 
 
 def print_reply(options: argparse.Namespace, llm: Any, prompt: str, sampling: Sampling) -> None:
+    given = {"raw": options.raw, "template": chosen(Answering, options).template_variables(), **vars(sampling)}
     if options.json:
-        for made in llm.complete(prompt, raw=options.raw, **vars(sampling)):
+        for made in llm.complete(prompt, **given):
             print(json.dumps(as_json(llm, made), ensure_ascii=False), flush=True)
         return
     replace(sampling, n=1).check_one_text()
     if sampling.n > 1:
-        for number, made in enumerate(llm.complete(prompt, raw=options.raw, **vars(sampling)), 1):
+        for number, made in enumerate(llm.complete(prompt, **given), 1):
             print(f"--- {number} of {sampling.n} ---\n{made.text}", flush=True)
             print(summary(llm), file=sys.stderr)
         return
-    for piece in llm.generate(prompt, raw=options.raw, **vars(sampling)):
+    reply = llm.generate(prompt, **given)
+    for piece in reply:
         print(piece, end="", flush=True)
     print(flush=True)
+    if reply.reasoning and not reply.text:
+        print("note: the reply ended before its answer began: give more max_tokens", file=sys.stderr)
     print(summary(llm), file=sys.stderr)
 
 
@@ -246,6 +250,7 @@ def as_json(llm: Any, made: Any) -> dict[str, Any]:
         return {"token": number, "piece": llm.tokenizer.inner.id_to_token(number), "logprob": logprob}
 
     found = {"text": made.text, "tokens": made.tokens, **asdict(made.stats), "tpot": made.stats.tpot}
+    found |= {name: value for name in ("reasoning", "tool_calls") if (value := getattr(made, name))}
     for name in ("logprobs", "prompt_logprobs"):
         if (entries := getattr(made, name)) is not None:
             found[name] = [
@@ -298,7 +303,7 @@ def chat(options: argparse.Namespace, sampling: Sampling, running: Running) -> i
         if llm.chat_template is None:
             raise UserError(f"{options.artifacts}: this model has no chat template, it cannot hold a conversation")
         llm.chat_template.check()
-        return Session(llm, sampling).run()
+        return Session(llm, sampling, chosen(Answering, options).template_variables()).run()
 
 
 def info(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:

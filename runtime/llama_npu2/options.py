@@ -274,7 +274,30 @@ class Answering(Checked):
 
     prompt_file: str = option("", "read the prompt from this file", "run", metavar=FILE)
     raw: bool = option(False, "give the prompt as it is, without the chat template", "run", "profile")
+    template: str = option(
+        "",
+        'give the chat template these variables, such as {"enable_thinking": false}; also tools and documents',
+        *_REPLIES,
+        metavar="JSON",
+    )
     json: bool = option(False, "print JSON instead of text", "run", "bench", "profile", "info")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.template_variables()
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the values of `template` by name. Raises UserError."""
+        from json import loads
+
+        try:
+            values = loads(self.template or "{}")
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            example = '{"enable_thinking": false}'
+            raise OptionError("template", self.template, f"must be a JSON object, as in {example}")
+        return values
 
 
 @dataclass(frozen=True)

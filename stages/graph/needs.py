@@ -13,6 +13,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -121,7 +122,8 @@ class Needs:
 
     @property
     def _tokenizer(self) -> int:
-        return sum(file.nbytes for name, file in self.files.items() if name in TOKENIZER_FILES)
+        taken = (name for name in self.files if any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES))
+        return sum(self.files[name].nbytes for name in taken)
 
     # Memory of a build
 

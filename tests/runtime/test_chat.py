@@ -30,8 +30,10 @@ from llama_npu2 import Llama, UserError, load
 from llama_npu2.cli.conversation import LARGEST, Conversation, Turn
 from llama_npu2.cli.session import Session
 from llama_npu2.cli.terminal import REMEMBERED, History, blocks_end, formatted, harmless
+from llama_npu2.engine.completion import Completion, Reply
 from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import ChatTemplate
+from llama_npu2.text.replies import Piece
 from tests.conftest import ROOT
 
 ANSI = re.compile(r"\x1b\][^\x07]*\x07|\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]|\r")
@@ -310,11 +312,11 @@ def test_an_answer_that_fails_changes_nothing(
     llm: Llama, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def failing(error: BaseException) -> Any:
-        def generate(*_: Any, **__: Any) -> Iterator[str]:
+        def pieces() -> Iterator[Piece]:
             raise error
             yield
 
-        return generate
+        return lambda *_, **__: Reply(pieces(), Completion())
 
     session = Session(llm, Sampling(max_tokens=8, temperature=5.0, seed=2))
     session.take("Once upon a time")

@@ -230,7 +230,7 @@ def test_no_process_is_left_behind() -> None:
 
 
 def child_of(template: ChatTemplate) -> Path:
-    return Path(f"/proc/{template._sandbox._renderer._pid}")
+    return Path(f"/proc/{template._sandboxes['default']._renderer._pid}")
 
 
 def test_what_the_process_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_time_in_which_nothing_happens_is_bounded_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sandbox, "PATIENCE", 0.5)
     template = ChatTemplate(ORDINARY, {})
     template.check()
-    os.kill(template._sandbox._renderer._pid, signal.SIGSTOP)
+    os.kill(template._sandboxes["default"]._renderer._pid, signal.SIGSTOP)
     assert held(lambda: template.render(MESSAGES)).endswith("it takes longer than 0.5 s")
     monkeypatch.undo()
     assert template.render(MESSAGES) == ANSWER
@@ -288,9 +288,9 @@ def test_time_is_counted_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_messages_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MOST_MESSAGES", 100)
+    monkeypatch.setattr(sandbox, "MOST_MESSAGES", 200)
     template = ChatTemplate(ORDINARY, {})
-    assert "at most 100 are rendered" in held(lambda: template.render([{"role": "user", "content": "x" * 100}]))
+    assert "at most 200 are rendered" in held(lambda: template.render([{"role": "user", "content": "x" * 200}]))
     assert template.render(MESSAGES) == ANSWER
 
 
@@ -308,7 +308,7 @@ def test_no_process_is_left_of_one_that_was_killed(monkeypatch: pytest.MonkeyPat
     template = ChatTemplate(ORDINARY, {})
     template.check()
     process = child_of(template)
-    os.kill(template._sandbox._renderer._pid, signal.SIGSTOP)
+    os.kill(template._sandboxes["default"]._renderer._pid, signal.SIGSTOP)
     held(lambda: template.render(MESSAGES))
     assert not process.exists()
 

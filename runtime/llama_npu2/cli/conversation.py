@@ -20,6 +20,8 @@ LARGEST = 16 << 20
 class Turn:
     question: str
     answer: str
+    reasoning: str = ""
+    """What the model thought before it answered."""
 
 
 @dataclass
@@ -72,17 +74,23 @@ class Conversation:
     @classmethod
     def _of(cls, messages: Sequence[dict[str, str]]) -> Conversation:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-        said = [message["content"] for message in messages if message["role"] != "system"]
-        return cls(system, [Turn(*pair) for pair in zip(said[::2], said[1::2], strict=True)])
+        said = [message for message in messages if message["role"] != "system"]
+        pairs = zip(said[::2], said[1::2], strict=True)
+        turns = [Turn(each["content"], to["content"], to.get(_REASONING, "")) for each, to in pairs]
+        return cls(system, turns)
+
+
+_REASONING = "reasoning_content"
+"""The field of a message that chat templates read; most leave the reasoning of earlier answers out."""
 
 
 def _messages(system: str, turns: Sequence[Turn], question: str | None = None) -> list[dict[str, str]]:
-    said = [("system", system)] if system else []
+    said = [{"role": "system", "content": system}] if system else []
     for turn in turns:
-        said += [("user", turn.question), ("assistant", turn.answer)]
-    if question is not None:
-        said.append(("user", question))
-    return [{"role": role, "content": content} for role, content in said]
+        thought = {_REASONING: turn.reasoning} if turn.reasoning else {}
+        said.append({"role": "user", "content": turn.question})
+        said.append({"role": "assistant", "content": turn.answer} | thought)
+    return said + ([] if question is None else [{"role": "user", "content": question}])
 
 
 def _sayable(value: Any) -> None:
@@ -96,7 +104,8 @@ def _sayable(value: Any) -> None:
 
 def _in_turn(messages: Any) -> None:
     """A system prompt or none, then questions and answers in turn."""
-    list_of(record({"role": one_of("system", "user", "assistant"), "content": _sayable}))(messages)
+    roles = one_of("system", "user", "assistant")
+    list_of(record({"role": roles, "content": _sayable}, {_REASONING: _sayable}))(messages)
     first = bool(messages) and messages[0]["role"] == "system"
     for index, message in enumerate(messages[first:]):
         inside(index + first, record({"role": one_of(("user", "assistant")[index % 2])}), message)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from llama_npu2.cli import terminal
 from llama_npu2.cli.conversation import Conversation, Turn
+from llama_npu2.engine.completion import Completion
 from llama_npu2.engine.llama import Llama
 from llama_npu2.errors import UserError, closest
 from llama_npu2.options import Sampling
+from llama_npu2.text.replies import Kind
 
 GREETING = "Type a message; /help lists commands, Ctrl-C stops an answer, /exit or end of input leaves."
 HELP = {
@@ -22,6 +25,7 @@ HELP = {
     "/reset": "start over; the system prompt stays",
     "/save FILE": "write the conversation as JSON",
     "/load FILE": "go on with one that was written",
+    "/reasoning": "what the model thought before its last answer",
     "/stats": "how full the context is, what was reused, how fast answers come",
     "/exit": "leave; so does end of input (Ctrl-D)",
     "//...": "a message that begins with /",
@@ -38,8 +42,9 @@ class Session:
     current: bool
     """Whether the KV cache holds this conversation, and nothing else."""
 
-    def __init__(self, llm: Llama, sampling: Sampling) -> None:
-        self.llm, self.sampling = llm, sampling
+    def __init__(self, llm: Llama, sampling: Sampling, template: Mapping[str, Any] | None = None) -> None:
+        """Args: `template` has variables of the chat template."""
+        self.llm, self.sampling, self.template = llm, sampling, dict(template or {})
         self.conversation = Conversation()
         self.number = self.generated = self.failures = 0
         self.current = True
@@ -81,6 +86,7 @@ class Session:
             "regenerate": self._regenerate,
             "undo": self._undo,
             "reset": self._reset,
+            "reasoning": self._reasoning,
             "save": self._save,
             "load": self._load,
             "stats": self._stats,
@@ -94,22 +100,26 @@ class Session:
     def _answer(self, question: str) -> None:
         """Stream the answer. One that is stopped stays as far as it came, as does what the KV cache holds of it."""
         messages = self._fitting(question)
-        pieces: list[str] = []
+        said = Completion()
         stopped = False
         try:
             with terminal.reply() as write:
-                options = vars(self.sampling)
-                for piece in self.llm.generate(messages, keep_context=True, number=self.number, **options):
-                    pieces.append(piece)
-                    write(piece)
+                given: dict[str, Any] = {"keep_context": True, "number": self.number, "template": self.template}
+                reply = self.llm.generate(messages, **given, **vars(self.sampling))
+                said = reply.completion
+                for piece in reply.pieces():
+                    if piece.kind is Kind.REASONING:
+                        write.thought(piece.text)
+                    else:
+                        write(piece.text)
         except KeyboardInterrupt:
             stopped = True
         self.current = True
         self.generated += self.llm.stats.generated_tokens
-        if stopped and not pieces:
+        if stopped and not said.text:
             say("stopped before the answer began: nothing is added to the conversation")
             return
-        self.conversation.turns.append(Turn(question, "".join(pieces)))
+        self.conversation.turns.append(Turn(question, said.text, said.reasoning))
         say(self._status(stopped))
 
     def _fitting(self, question: str) -> list[dict[str, str]]:
@@ -120,7 +130,7 @@ class Session:
         for forgotten in range(before.forgotten, len(before.turns) + 1):
             kept = replace(before, forgotten=forgotten)
             messages = kept.messages(question)
-            used = len(llm.encode(messages))
+            used = len(llm.encode(messages, template=self.template))
             if used + room <= context or (used < context and forgotten == len(before.turns)):
                 break
         else:
@@ -149,7 +159,7 @@ class Session:
         # What was taken back stays in the KV cache until the next message.
         held = self.llm.position if self.current else 0
         if not self.current and self.conversation.turns:
-            held = len(self.llm.encode(self.conversation.messages()))
+            held = len(self.llm.encode(self.conversation.messages(), template=self.template))
         used, context = held, self.llm.context_length
         return f"context {used} of {context} tokens ({used / context:.0%})"
 
@@ -164,10 +174,13 @@ class Session:
         changed = replace(self.conversation, system="" if text == "-" else text)
         if changed.system:
             with_it, without = (each.messages("?") for each in (changed, replace(changed, system="")))
-            if self.llm.encode(with_it) == self.llm.encode(without):
+            if self.llm.encode(with_it, template=self.template) == self.llm.encode(without, template=self.template):
                 raise UserError("this model's chat template leaves system prompts out: say it in a message")
         self.conversation = changed
         say("the system prompt is set" if changed.system else "there is no system prompt any more")
+
+    def _reasoning(self, _: str) -> None:
+        say(self._last("show the reasoning of").reasoning or "the last answer came without reasoning")
 
     def _regenerate(self, _: str) -> None:
         last = self._last("answer again")

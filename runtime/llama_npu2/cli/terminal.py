@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ MORE = ". "
 """In front of the further lines of a message."""
 REMEMBERED = 1000
 """Messages of the history."""
+THOUGHTS = 6
+"""Lines of reasoning that are shown while it comes."""
 REDRAWN = 0.08
 """Seconds between two drawings of what is not whole yet."""
 
@@ -182,11 +184,44 @@ def _editor(history: History, commands: Sequence[str]) -> Reader:
     return Editor()
 
 
-Write = Callable[[str], None]
+class Writer(Protocol):
+    """Shows a reply that comes in pieces."""
+
+    def __call__(self, piece: str) -> None:
+        """Show a piece of the answer."""
+
+    def thought(self, piece: str) -> None:
+        """Show a piece of what the model thinks before it answers: dim, and folded once the answer begins."""
+
+
+class _Plain:
+    """A writer that prints pieces as they are, and of reasoning only how long it took."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def thought(self, _: str) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def __call__(self, piece: str) -> None:
+        self.fold()
+        print(harmless(piece), end="", flush=True)
+
+    def fold(self) -> None:
+        if self._began is not None:
+            dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
+            print(f"{dim}{folded(time.monotonic() - self._began)}{normal}", file=sys.stderr, flush=True)
+            self._began = None
+
+
+def folded(seconds: float) -> str:
+    """Return the line that stands for what was thought."""
+    return f"(thought for {seconds:.1f} s: /reasoning shows it)"
 
 
 @contextlib.contextmanager
-def reply() -> Iterator[Write]:
+def reply() -> Iterator[Writer]:
     """Shows a reply that comes in pieces: gives what takes them."""
     if is_terminal() and find_spec("rich"):
         from rich.console import Console
@@ -196,9 +231,11 @@ def reply() -> Iterator[Write]:
             with formatted(console) as write:
                 yield write
             return
+    plain = _Plain()
     try:
-        yield lambda piece: print(harmless(piece), end="", flush=True)
+        yield plain
     finally:
+        plain.fold()
         print(flush=True)
 
 
@@ -208,49 +245,69 @@ def harmless(text: str) -> str:
 
 
 @contextlib.contextmanager
-def formatted(console: Any) -> Iterator[Write]:
+def formatted(console: Any) -> Iterator[Writer]:
     """Markdown on a rich console.
 
     What is whole (up to a blank line outside of a code block) is printed once, the rest is drawn anew as it grows, as
-    much of its end as the screen holds.
+    much of its end as the screen holds. Of reasoning, the last lines are shown dim until the answer begins.
     """
     from rich.live import Live
     from rich.markdown import Markdown
     from rich.segment import Segment
+    from rich.text import Text
 
     class Block:
         """The last lines of what a text looks like, without blank ones around it."""
 
-        def __init__(self, text: str, lines: int = 0) -> None:
-            self._text, self._lines = text, lines
+        def __init__(self, content: Any, lines: int = 0) -> None:
+            self._content, self._lines = content, lines
 
         def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-            lines = console.render_lines(Markdown(self._text, hyperlinks=False), options, pad=False)
+            lines = console.render_lines(self._content, options, pad=False)
             drawn = [at for at, line in enumerate(lines) if "".join(each.text for each in line).strip()]
             for line in lines[drawn[0] : drawn[-1] + 1][-self._lines :] if drawn else ():
                 yield from line
                 yield Segment.line()
 
-    rest, drawn = "", 0.0
-    with Live(console=console, auto_refresh=False) as live:
+    def markdown(text: str, lines: int = 0) -> Block:
+        return Block(Markdown(text, hyperlinks=False), lines)
 
-        def write(piece: str) -> None:
-            nonlocal rest, drawn
-            rest += harmless(piece)
-            cut = blocks_end(rest)
-            whole, rest = rest[:cut], rest[cut:]
-            if not whole and time.monotonic() - drawn < REDRAWN:
+    class Formatted:
+        rest, thoughts, drawn, began = "", "", 0.0, 0.0
+
+        def __call__(self, piece: str) -> None:
+            self.fold()
+            self.rest += harmless(piece)
+            cut = blocks_end(self.rest)
+            whole, self.rest = self.rest[:cut], self.rest[cut:]
+            if not whole and time.monotonic() - self.drawn < REDRAWN:
                 return
-            live.update(Block(rest, console.height - 1), refresh=not whole)
+            live.update(markdown(self.rest, console.height - 1), refresh=not whole)
             if whole:
-                live.console.print(Block(whole))
+                live.console.print(markdown(whole))
                 live.console.print()
-            drawn = time.monotonic()
+            self.drawn = time.monotonic()
 
+        def thought(self, piece: str) -> None:
+            self.began = self.began or time.monotonic()
+            self.thoughts += harmless(piece)
+            if time.monotonic() - self.drawn >= REDRAWN:
+                live.update(Block(Text(self.thoughts, style="dim"), THOUGHTS), refresh=True)
+                self.drawn = time.monotonic()
+
+        def fold(self) -> None:
+            if self.thoughts:
+                live.update(markdown(""), refresh=True)
+                live.console.print(Text(folded(time.monotonic() - self.began), style="dim"))
+                self.thoughts, self.began = "", 0.0
+
+    with Live(console=console, auto_refresh=False) as live:
+        write = Formatted()
         try:
             yield write
         finally:
-            live.update(Block(rest), refresh=True)
+            write.fold()
+            live.update(markdown(write.rest), refresh=True)
 
 
 def blocks_end(text: str) -> int:

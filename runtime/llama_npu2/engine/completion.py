@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llama_npu2.engine.sampling import log_softmax, most_likely
+from llama_npu2.text.replies import Kind, Piece
 
 
 @dataclass
@@ -71,6 +73,11 @@ class Completion:
     """A reply."""
 
     text: str = ""
+    """The answer."""
+    reasoning: str = ""
+    """What the model thought before it."""
+    tool_calls: list[str] = field(default_factory=list)
+    """Calls of tools, as the model wrote them."""
     tokens: list[int] = field(default_factory=list)
     """All tokens that were sampled, including an end token and those that a stop string cut off."""
     stats: Stats = field(default_factory=Stats)
@@ -83,3 +90,59 @@ class Completion:
     def finish_reason(self) -> str:
         """`stop` (end token or stop string) or `length`."""
         return self.stats.finish_reason
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece of the reply."""
+        if piece.kind is Kind.TEXT:
+            self.text += piece.text
+        elif piece.kind is Kind.REASONING:
+            self.reasoning += piece.text
+        else:
+            self.tool_calls += [""] * (piece.call + 1 - len(self.tool_calls))
+            self.tool_calls[piece.call] += piece.text
+
+    def end(self) -> None:
+        """Take away the white space with which parts other than the answer end."""
+        self.reasoning = self.reasoning.rstrip()
+        self.tool_calls = [call.rstrip() for call in self.tool_calls]
+
+
+class Reply(Iterator[str]):
+    """A reply as it comes. Iterating yields the pieces of the answer, of whole UTF-8 characters.
+
+    What has come is in `completion`. `text`, `reasoning` and `tool_calls` wait until it is whole.
+    """
+
+    def __init__(self, pieces: Iterator[Piece], completion: Completion) -> None:
+        self._pieces, self.completion = pieces, completion
+
+    def __next__(self) -> str:
+        return next(piece.text for piece in self.pieces() if piece.kind is Kind.TEXT)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of all of it, also those that are not the answer."""
+        for piece in self._pieces:
+            self.completion.add(piece)
+            yield piece
+        self.completion.end()
+
+    def whole(self) -> Completion:
+        """Return the reply once all of it has come. Raises UserError."""
+        for _ in self.pieces():
+            pass
+        return self.completion
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return self.whole().text
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered; empty for a model that does not."""
+        return self.whole().reasoning
+
+    @property
+    def tool_calls(self) -> list[str]:
+        """Calls of tools, as the model wrote them."""
+        return self.whole().tool_calls

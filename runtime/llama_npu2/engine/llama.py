@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
@@ -13,16 +13,18 @@ from typing import Any, cast
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.engine.completion import Completion, Logprob, Stats
+from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
 from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
-from llama_npu2.text.chat_template import ChatTemplate
-from llama_npu2.text.tokenizer import TextStream, Tokenizer
+from llama_npu2.text.chat_template import REASONING, ChatTemplate, texts_of
+from llama_npu2.text.rendering import split_at_marks, without_marks
+from llama_npu2.text.replies import Piece, ReplyStream
+from llama_npu2.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[dict[str, str]] | Sequence[int]
-"""Text, messages with `role` and `content`, or token ids."""
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""Text, messages, or token ids. A message has `role` and `content` (a text, or parts of text), or `tool_calls`."""
 
 
 def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False) -> Llama:
@@ -61,12 +63,14 @@ class Llama(Engine):
         """The checkpoint's chat template, whose process is then started; None for base models."""
         return ChatTemplate.open(self.manifest.storage)
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, raw: bool = False, template: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt.
 
         Args:
             prompt: messages always go through the chat template; token ids are returned as they are.
             raw: whether a string is tokenised as it is. Else it goes through the chat template, if there is one.
+            template: what the chat template gets besides: `tools`, `documents` and variables that it reads. Control
+                tokens that texts of it or of messages spell out are encoded as ordinary text.
 
         Raises:
             UserError: if the prompt is empty, or the template or the tokenizer refuses it.
@@ -76,13 +80,22 @@ class Llama(Engine):
         if isinstance(prompt[0], Integral):
             return [int(token) for token in cast(Sequence[int], prompt)]
         if isinstance(prompt, str) and (raw or self.chat_template is None):
+            if template:
+                raise UserError("a prompt without a chat template takes no variables of one: leave them out")
             return self._tokenised(prompt, special_tokens=True)
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        _ = self.tokenizer  # it is read while the template's process starts
-        text = self._timed("host", "template", self.chat_template.render, messages)
-        return self._tokenised(text, special_tokens=False)
+        alone = [{"role": "user", "content": prompt}]
+        messages = alone if isinstance(prompt, str) else cast(list[Mapping[str, Any]], list(prompt))
+        given = dict(template or {})
+        spelt = without_marks("\0".join(texts_of([messages, given])))
+        controls = {text: special for text, special in self.tokenizer.added.items() if text in spelt}
+        text = self._timed("host", "template", partial(self.chat_template.render, messages, controls=controls, **given))
+        if not controls:
+            return self._tokenised(text, special_tokens=False)
+        parts = split_at_marks(text, controls)
+        ids: list[int] = self._timed("host", "tokenise", self.tokenizer.encode_parts, parts)
+        return ids
 
     def _tokenised(self, text: str, special_tokens: bool) -> list[int]:
         ids: list[int] = self._timed("host", "tokenise", self.tokenizer.encode, text, special_tokens)
@@ -95,9 +108,10 @@ class Llama(Engine):
         raw: bool = False,
         keep_context: bool = False,
         number: int = 0,
+        template: Mapping[str, Any] | None = None,
         **sampling: Any,
-    ) -> Iterator[str]:
-        """Yield the reply in pieces of whole UTF-8 characters; `stats` is complete once the iterator is.
+    ) -> Reply:
+        """Return the reply, which comes as it is iterated; `stats` is complete once it is whole.
 
         Args:
             prompt: as for `encode`.
@@ -105,6 +119,7 @@ class Llama(Engine):
             keep_context: whether to keep the part of the KV cache that the new prompt begins with (chat) instead of
                 starting afresh.
             number: which of the replies to a seed, as `complete` numbers them.
+            template: as for `encode`.
             **sampling: fields of `options.Sampling`. By default replies are greedy and end after 256 tokens.
 
         Raises:
@@ -113,27 +128,47 @@ class Llama(Engine):
         options = Sampling.given(sampling)
         options.check_one_text()
         self._check_prompt(prompt)
-        return self._pieces(prompt, raw, keep_context, options, number)
+        completion = Completion()
 
-    def _pieces(self, prompt: Prompt, raw: bool, keep_context: bool, options: Sampling, number: int) -> Iterator[str]:
-        yield from self._reply(self._process(prompt, raw, keep_context), options, Completion(), number)
+        def pieces() -> Iterator[Piece]:
+            processed = self._process(prompt, raw, keep_context, template)
+            yield from self._reply(processed, options, completion, number)
 
-    def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Yield the answer to the last of a conversation's messages, as `generate` does.
+        return Reply(pieces(), completion)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Reply:
+        """Return the answer to the last of a conversation's messages, as `generate` does.
 
         What an earlier call processed of the same conversation is not processed again.
 
         Args:
-            messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn.
-            **sampling: fields of `options.Sampling`.
+            messages: `{"role", "content"}` each: `system` or none, then `user` and `assistant` in turn; the template
+                may take `tool_calls`, `reasoning_content` and the role `tool` as well.
+            tools: JSON schemas of functions that the model may call.
+            documents: what the answer may rely on, mostly `title` and `text` each.
+            **options: fields of `options.Sampling`; all others are variables of the chat template, such as
+                `enable_thinking`.
         """
-        return self.generate(list(messages), keep_context=True, **sampling)
+        known = {each.name for each in fields(Sampling)}
+        sampling = {name: value for name, value in options.items() if name in known}
+        template = {name: value for name, value in options.items() if name not in known}
+        given = {"tools": tools, "documents": documents} | template
+        template = {name: value for name, value in given.items() if value is not None or name in template}
+        return self.generate(list(messages), keep_context=True, template=template, **sampling)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""
         if isinstance(prompt, str) or all(isinstance(token, Integral) for token in prompt):
             return
-        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt):
+        said = {"content", "tool_calls", *REASONING}
+        if not all(isinstance(each, Mapping) and "role" in each and said & each.keys() for each in prompt):
             raise TypeError("a prompt is a text, a list of token ids, or a list of messages with role and content")
         if self.chat_template is None:
             raise UserError("this model has no chat template: give a plain text prompt")
@@ -144,6 +179,7 @@ class Llama(Engine):
         *,
         raw: bool = False,
         keep_context: bool = False,
+        template: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Iterator[Completion]:
         """Yield `n` replies, each when it is whole. The prompt is processed once.
@@ -153,21 +189,27 @@ class Llama(Engine):
         """
         options = Sampling.given(sampling)
         self._check_prompt(prompt)
-        processed = self._process(prompt, raw, keep_context, options.prompt_logprobs)
+        processed = self._process(prompt, raw, keep_context, template, options.prompt_logprobs)
         for number in range(options.n):
             completion = Completion(prompt_logprobs=processed.logprobs)
-            completion.text = "".join(self._reply(processed, options, completion, number))
-            yield completion
+            yield Reply(self._reply(processed, options, completion, number), completion).whole()
             processed = replace(processed, started=time.perf_counter(), reused=len(processed.ids))
 
-    def _process(self, prompt: Prompt, raw: bool, keep_context: bool, logprobs: int | None = None) -> _Prompt:
+    def _process(
+        self,
+        prompt: Prompt,
+        raw: bool,
+        keep_context: bool,
+        template: Mapping[str, Any] | None,
+        logprobs: int | None = None,
+    ) -> _Prompt:
         """Process a prompt.
 
         Args:
             logprobs: if not None, also compute how likely each token of the prompt is, with that many alternatives.
         """
         started, self.stats = time.perf_counter(), Stats()
-        ids = self.encode(prompt, raw)
+        ids = self.encode(prompt, raw, template)
         if len(ids) >= self.context_length:
             raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self.shorter}")
         if not keep_context or logprobs is not None:
@@ -179,9 +221,10 @@ class Llama(Engine):
         prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
         return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
 
-    def _reply(self, prompt: _Prompt, options: Sampling, completion: Completion, number: int) -> Iterator[str]:
-        """Yield the pieces of a reply, and fill in `completion` but for its text."""
-        stream, choose = TextStream(self.tokenizer, options.stop), sampler(options, prompt.ids, number)
+    def _reply(self, prompt: _Prompt, options: Sampling, completion: Completion, number: int) -> Iterator[Piece]:
+        """Yield the pieces of a reply, and fill in `completion` but for its texts."""
+        stream = ReplyStream(self.tokenizer, prompt.ids, self.eos, options.stop)
+        choose = sampler(options, prompt.ids, number)
         logits, ids, first = prompt.logits, list(prompt.ids), 0.0
         completion.logprobs = None if options.logprobs is None else []
         self.stats = stats = completion.stats
@@ -198,13 +241,14 @@ class Llama(Engine):
             stats.generated_tokens += 1
             if completion.logprobs is not None:
                 completion.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
-            piece = "" if token in self.eos else self._timed("host", "detokenise", stream.push, token)
+            pieces = [] if token in self.eos else self._timed("host", "detokenise", stream.push, token)
             if token in self.eos or stream.stopped:
                 stats.finish_reason = "stop"
             elif stats.generated_tokens >= options.max_tokens or len(ids) >= self.context_length:
                 stats.finish_reason = "length"
-            if piece := piece + (stream.flush() if stats.finish_reason else ""):
-                yield piece
+            yield from pieces
+            if stats.finish_reason:
+                yield from stream.flush()
 
     def close(self) -> None:
         """Release the device, and end the chat template's process."""

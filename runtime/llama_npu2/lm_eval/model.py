@@ -58,11 +58,10 @@ class LlamaNpu2(TemplateLM):
         self.max_length = min(int(max_length) or self.llm.context_length, self.llm.context_length)
         self.max_gen_toks = int(max_gen_toks)
         tokens = special_tokens(self.llm.manifest.storage)
-        self._begin, self._end = (self._id(tokens[name]) for name in ("bos_token", "eos_token"))
+        self._begin, self._end = (self._id(tokens.get(name, "")) for name in ("bos_token", "eos_token"))
 
     def _id(self, text: str) -> int | None:
-        token: int | None = self.llm.tokenizer.inner.token_to_id(text)
-        return token
+        return self.llm.tokenizer.id(text)
 
     @property
     def tokenizer_name(self) -> str:

@@ -15,11 +15,14 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llama_npu2.errors import first_line
@@ -30,16 +33,22 @@ from llama_npu2.text.rendering import (
     LONGEST_ERROR,
     OUT_OF_MEMORY,
     REFUSED,
+    UNKNOWN,
     Request,
     Setup,
     encoded,
     header,
+    marked,
     most_text,
 )
 
 
 class _RefusedError(Exception):
     """The template called `raise_exception`."""
+
+
+class _UnknownError(Exception):
+    """The template reads no variable of a name that it was given."""
 
 
 def main() -> None:
@@ -59,9 +68,7 @@ def main() -> None:
         return ""
 
     def render() -> str:
-        request: Request = json.loads(_read(length))
-        messages, reply = request["messages"], request["reply"]
-        text: str = template.render(messages=messages, add_generation_prompt=reply, **setup["special_tokens"])
+        text: str = template.render(_variables(json.loads(_read(length)), setup, environment))
         return text
 
     going = _answer(compile_template, setup["most_added"])
@@ -79,7 +86,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     would be taken for errors of syntax.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -91,7 +98,7 @@ _SAMPLES = (
     "{% for text in messages %}{{ 'é\\n' ~ text | pprint }}{{ strftime_now('%d %b %Y %Z') | tojson }}{% endfor %}",
     "{{ lipsum(1) | wordwrap | urlize | striptags }}",
     "{{ messages.absent.absent }}",
-    "{% if %}",
+    "{% generation %}{% endgeneration %}{% if %}",
 )
 """Templates that work, one that fails, and one that does not compile."""
 
@@ -103,8 +110,66 @@ def _warm_up(environment: ImmutableSandboxedEnvironment) -> None:
             environment.from_string(source).render(messages=["hello"])
 
 
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, **options)
+class _Generation(Extension):
+    """The tag `{% generation %}`, in which transformers finds the tokens of replies: here its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _variables(request: Request, setup: Setup, environment: ImmutableSandboxedEnvironment) -> dict[str, Any]:
+    """Return all variables of a rendering. Raises _UnknownError."""
+    names = ("tools", "documents")
+    given = {name: request[name] for name in names if request[name] is not None} | dict(request["variables"])  # type: ignore[literal-required]
+    texts: dict[str, Any] = {"messages": request["messages"], **dict.fromkeys(names), **given}
+    controls, parts = request["controls"], any(isinstance(each.get("content"), list) for each in request["messages"])
+    if given or controls or parts:
+        tree = environment.parse(setup["source"])
+        own = {"messages", "add_generation_prompt", *setup["special_tokens"], *environment.globals}
+        _check_read(given, find_undeclared_variables(tree) - own)
+        words = _words(tree)
+        if not {"type", "text"} <= words:
+            texts["messages"] = [_with_plain_content(message) for message in request["messages"]]
+        texts = marked(texts, [text for text, special in controls.items() if special or _said(text, words)])
+    return setup["special_tokens"] | texts | {"add_generation_prompt": request["reply"]}
+
+
+def _check_read(given: Mapping[str, Any], read: Collection[str]) -> None:
+    """Raise _UnknownError for a variable that the template does not read."""
+    if unknown := next((name for name in given if name not in read), None):
+        raise _UnknownError(f"reads no variable {unknown}: it reads {', '.join(sorted(read)) or 'only messages'}")
+
+
+def _words(tree: nodes.Template) -> set[str]:
+    """Return the texts that a template writes or compares with, and the attributes that it reads."""
+    found = {node.data for node in tree.find_all(nodes.TemplateData)}
+    found |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    return found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+
+
+def _said(token: str, words: Collection[str]) -> bool:
+    return any(token in word for word in words)
+
+
+def _with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one text: for a template that knows nothing of parts."""
+    content = message.get("content")
+    if not isinstance(content, list) or any(part.get("type") != "text" for part in content):
+        return message
+    return message | {"content": "".join(part["text"] for part in content)}
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -162,6 +227,8 @@ def _outcome(work: Callable[[], str]) -> tuple[bytes, str]:
             return DONE, work()
         except _RefusedError as error:
             return REFUSED, str(error)[:LONGEST_ERROR]
+        except _UnknownError as error:
+            return UNKNOWN, str(error)[:LONGEST_ERROR]
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything

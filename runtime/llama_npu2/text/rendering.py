@@ -7,13 +7,14 @@ answers once when it has started, once when the template is compiled, and then t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 HEADER = 8
 """Number of bytes that say how long the content of a message is, the lowest byte first."""
-DONE, REFUSED, FAILED = b"+", b"!", b"-"
-"""Outcomes: it worked, the template called `raise_exception`, something else went wrong."""
+DONE, REFUSED, UNKNOWN, FAILED = b"+", b"!", b"?", b"-"
+"""Outcomes: it worked, the template called `raise_exception`, it reads no such variable, something else went wrong."""
 LONGEST_ERROR = 1000
 """Most characters of an error."""
 OUT_OF_MEMORY = 77
@@ -37,8 +38,14 @@ class Request(TypedDict):
     """One rendering."""
 
     messages: Sequence[Any]
+    tools: Sequence[Any] | None
+    documents: Sequence[Any] | None
+    variables: Mapping[str, Any]
+    """Further variables of the template, by name."""
     reply: bool
     """Whether the text ends where the assistant's reply begins."""
+    controls: Mapping[str, bool]
+    """The added tokens that the texts of all these spell out; whether each is a special one."""
 
 
 def header(content: bytes) -> bytes:
@@ -59,3 +66,41 @@ def decoded(content: bytes) -> str:
 def most_text(most_added: int, request: int) -> int:
     """Return the most bytes that the answer to a request of `request` bytes may have."""
     return most_added + 2 * request
+
+
+# Control tokens that the texts of messages spell out stand between two marks (private-use characters, as transformers
+# has them), so that they can be told from those that the template writes.
+_START, _END = "\U000f0000", "\U000f0001"
+_FOUND = [rf"(?:{mark}|\\+U000f000{n}|\\+udb80\\+udc0{n})" for n, mark in enumerate((_START, _END))]
+"""Patterns of a mark as it is, as Python's `repr` spells it, and as JSON does."""
+
+
+def without_marks(text: str) -> str:
+    """Return a text without the marks that somebody may have put into it."""
+    return text.replace(_START, "").replace(_END, "")
+
+
+def marked(value: Any, controls: Iterable[str]) -> Any:
+    """Return a JSON value with marks around the control tokens in its texts and keys."""
+    longest_first = sorted(controls, key=len, reverse=True)
+    found = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            return found.sub(f"{_START}\\g<0>{_END}", without_marks(value))
+        if isinstance(value, dict):
+            return {mark(key): mark(item) for key, item in value.items()}
+        return [mark(item) for item in value] if isinstance(value, list) else value
+
+    return mark(value)
+
+
+def split_at_marks(text: str, controls: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a rendered text without marks, and whether each is a control token that a message spells out.
+
+    A mark that has lost its other one separates texts, so that those around it cannot become a control token.
+    """
+    longest_first = sorted(controls, key=len, reverse=True)
+    start, end = _FOUND
+    parts = re.split(f"{start}({'|'.join(map(re.escape, longest_first))}){end}|{start}|{end}", text)
+    return ((part, index % 2 == 1) for index, part in enumerate(parts) if part)

@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from llama_npu2.errors import UserError, first_line
 from llama_npu2.text.rendering import (
@@ -26,6 +25,7 @@ from llama_npu2.text.rendering import (
     LONGEST_ERROR,
     OUT_OF_MEMORY,
     REFUSED,
+    UNKNOWN,
     Request,
     Setup,
     decoded,
@@ -95,10 +95,10 @@ class Sandbox:
         with self._lock:
             self._compile()
 
-    def render(self, messages: Sequence[Any], reply: bool) -> str:
-        """Return the text of messages, which JSON can hold. Raises UserError."""
+    def render(self, rendering: Request) -> str:
+        """Return the text of what JSON can hold. Raises UserError."""
         try:
-            request = json.dumps(Request(messages=messages, reply=reply)).encode()
+            request = json.dumps(rendering).encode()
         except Exception as error:  # a caller may give anything as messages
             raise _not_rendered(first_line(error)) from None
         if len(request) > MOST_MESSAGES:
@@ -149,7 +149,7 @@ class Sandbox:
             raise
         if outcome == DONE:
             return text
-        raise (_refused if outcome == REFUSED else failed)(text[:LONGEST_ERROR])
+        raise {REFUSED: _refused, UNKNOWN: _unknown}.get(outcome, failed)(text[:LONGEST_ERROR])
 
     def _after_fork(self) -> None:
         """Forget the renderer in a forked process: it is the parent's child. Another thread may have held the lock."""
@@ -182,6 +182,10 @@ def _not_rendered(why: str) -> UserError:
 
 def _refused(why: str) -> UserError:
     return UserError(f"the chat template refuses these messages: {why}")
+
+
+def _unknown(why: str) -> UserError:
+    return UserError(f"the chat template {why}")
 
 
 class Renderer:

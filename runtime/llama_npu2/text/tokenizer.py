@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -42,10 +43,47 @@ class Tokenizer:
             ids: list[int] = self.inner.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones. Raises UserError."""
+    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Return the token ids of a text in parts, without tokens of the post-processor. Raises UserError.
+
+        Where the second value of a part is true, no added token is seen in its text.
+        """
+        ids: list[int] = []
+        for part, plain in parts:
+            encode = self._plain if plain else partial(self.encode, special_tokens=False)
+            # After a line feed, SentencePiece does not put its space in front of a text.
+            before, both = encode("\n"), encode("\n" + part)
+            found = both[len(before) :] if ids and both[: len(before)] == before else encode(part)
+            if plain and self.id(part) in found:
+                raise UserError(f"the tokenizer makes a control token of the text {part!r}: leave it out")
+            ids += found
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        """Return the token ids of a text in which no added token is seen."""
+        inner, splits = self.inner, [text]
+        with _explained("the tokenizer cannot encode this text"):
+            if inner.normalizer is not None:
+                splits = [inner.normalizer.normalize_str(text)]
+            if inner.pre_tokenizer is not None:
+                splits = [split for split, _ in inner.pre_tokenizer.pre_tokenize_str(splits[0])]
+            return [token.id for split in splits for token in inner.model.tokenize(split)]
+
+    def id(self, text: str) -> int | None:
+        """Return the id of the token with this text, None if there is none."""
+        token: int | None = self.inner.token_to_id(text)
+        return token
+
+    @cached_property
+    def added(self) -> Mapping[str, bool]:
+        """The texts of added tokens, but for white space, and whether each is a special one."""
+        tokens = self.inner.get_added_tokens_decoder().values()
+        return {token.content: token.special for token in tokens if not token.content.isspace()}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens. Raises UserError."""
         with _explained("the tokenizer cannot decode these tokens"):
-            text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+            text: str = self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -66,9 +104,9 @@ class TextStream:
     It keeps back text that may be the beginning of a stop string until it is clear that it is not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = [s for s in stop if s]
         self._pending = ""
         self.stopped = False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.text.chat_template import TEMPLATES
 from stages.engine.files import read_json
 from stages.engine.lazy import np
 from stages.model import families
@@ -30,7 +31,9 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
+"""Patterns of the names of files that are taken over."""
 
 _OF_A_BYTE = {"F8_E4M3": "float8_e4m3fn"}
 """Names of dtypes in safetensors -> in ml_dtypes."""
@@ -115,7 +118,7 @@ class Directory:
         return [*self.tensors.files, *self._tokenizer_files()]
 
     def _tokenizer_files(self) -> list[Path]:
-        return [path for name in TOKENIZER_FILES if (path := self.path / name).is_file()]
+        return [path for pattern in TOKENIZER_FILES for path in sorted(self.path.glob(pattern)) if path.is_file()]
 
     def where_is(self, name: str) -> str:
         return str(self.tensors.entries[name].file)
@@ -152,7 +155,9 @@ class Directory:
         for path in files:
             if path.suffix == ".json":
                 read_json(path, DAMAGED)
-        return {path.name: path.read_bytes() for path in files}
+        further = {path.stem: path.read_text() for path in files if path.parent != self.path}
+        templates = {Path(TEMPLATES).name: json.dumps(further).encode()} if further else {}
+        return {path.name: path.read_bytes() for path in files if path.parent == self.path} | templates
 
 
 def _config(directory: Path) -> dict[str, Any]:

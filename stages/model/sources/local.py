@@ -9,7 +9,7 @@ from typing import Any
 
 from llama_npu2.errors import UserError
 from stages.engine.places import ROOT
-from stages.model.importers.directory import CONFIG_FILES, INDEX, SINGLE, TOKENIZER_FILES
+from stages.model.importers.directory import CONFIG_FILES, INDEX, TOKENIZER_FILES
 from stages.model.importers.gguf_parts import parts
 from stages.model.sources.source import Source
 
@@ -30,8 +30,8 @@ class LocalSource(Source):
         return {"kind": "directory"}
 
     def files(self) -> list[Path]:
-        names = {*CONFIG_FILES, SINGLE, INDEX, *TOKENIZER_FILES}
-        paths = {*self.directory.glob("*.safetensors"), *(self.directory / name for name in names)}
+        patterns = {*CONFIG_FILES, "*.safetensors", INDEX, *TOKENIZER_FILES}
+        paths = {path for pattern in patterns for path in self.directory.glob(pattern)}
         return sorted(path for path in paths if path.is_file())
 
     def fetch(self) -> Path:
