@@ -95,7 +95,7 @@ def model_families() -> str:
 def _runs(target: Target, sizes: list[str]) -> bool:
     try:
         for size in sizes:
-            target.check(parse_config(PRESETS[size], size))
+            target.check(parse_config(PRESETS[size], size).within(target.context))
     except UserError:
         return False
     return True

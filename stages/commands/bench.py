@@ -33,7 +33,7 @@ def run(build: Build) -> None:
 
 def losses(build: Build, llm: Llama, peers: Sequence[Peer]) -> Iterator[Result]:
     """Yield rows about the quality of all engines, against the checkpoint in float32. Raises UserError."""
-    source = Checkpoint.open(build.source.fetch())
+    source = Checkpoint.open(build.source.fetch()).within(llm.context_length)
     text = Path(build.options.text) if build.options.text else divergence.TEXT
     parts = verification.windows(llm, text, full=True)
     exact = list(transformers_model.logits(source, source.tensor, parts))

@@ -15,7 +15,7 @@ from stages.engine.files import write_json
 from stages.estimate.constants import Machine
 from stages.graph import Build
 from stages.graph.needs import locked_memory
-from stages.model.plan import make_plan, with_context
+from stages.model.plan import make_plan
 from stages.model.sources import config_of
 from stages.reports.estimate_text import locked_line, print_check, print_estimates
 from stages.reports.estimated import Estimate
@@ -50,7 +50,7 @@ def _report(build: Build, machine: Machine) -> None:
     found = figures(build.source.name, estimates, grouping)
     if build.target.device == "sim":
         found["counted"] = counted(build.directory, estimates[grouping])
-    stored = with_context(config, build.context)
+    stored = config.within(build.context)
     plan = make_plan(stored, composed, build.target.kernel_set, build.buckets, build.policy)
     found["locked"] = locked_memory(plan, stored, composed, build.buckets, build.policy, options.second_copy)
     if options.json:

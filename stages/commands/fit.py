@@ -23,7 +23,6 @@ from stages.engine.places import ROOT, python_environment
 from stages.graph import Build
 from stages.graph.needs import RUN_IMPORTS, Needs, process_memory
 from stages.graph.options import parse_options
-from stages.model.plan import with_context
 from stages.model.policy import Policy, matrix_formats, parse_policy
 from stages.model.sources import config_of
 
@@ -87,7 +86,7 @@ def policies(build: Build) -> list[Policy]:
 
 def needs_of(build: Build, policy: Policy) -> Needs:
     source = build.source
-    config = with_context(config_of(source), build.context)
+    config = config_of(source).within(build.context)
     return Needs(source, config, build.target, policy, build.buckets, source.inventory(), build.options.second_copy)
 
 

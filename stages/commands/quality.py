@@ -31,7 +31,7 @@ LEGEND = (
 
 def run(build: Build) -> None:
     """Print a table, or JSON, of the formats that weights= names, or of all; with peers=llama.cpp of its files too."""
-    options, source = build.options, Checkpoint.open(build.source.fetch())
+    options, source = build.options, Checkpoint.open(build.source.fetch()).within(build.context)
     tokenizer = Tokenizer.open(Directory(build.directory))
     ids = tokenizer.encode(read_text(Path(options.text) if options.text else TEXT), special_tokens=True)
     parts = windows(ids, ALL_WINDOWS if options.full else WINDOWS, source.config.max_seq)

@@ -165,11 +165,19 @@ class Choices:
 
     @property
     def context(self) -> int:
-        """The most positions that KV caches have room for; 0: as many as the model knows. Raises UserError."""
-        if self.options.context and not self.target.static:
+        """The most positions that KV caches have room for; 0: as many as the model knows (`Config.within`).
+
+        Raises UserError.
+        """
+        if self.options.context and not self.target.static and not self._has_short_context:
             where = f"context={self.options.context}: target {self.target.name}"
             raise UserError(f"{where} takes memory for positions as they are used: leave it out")
         return self.options.context or self.target.context
+
+    @property
+    def _has_short_context(self) -> bool:
+        """Whether the model computes something else for long contexts."""
+        return known_config(self.source, self.directory / CONFIG).decoder.short_context is not None
 
     @property
     def positions(self) -> int:

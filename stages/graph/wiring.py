@@ -105,7 +105,7 @@ class Wiring:
         policy = self.build.policy
         # This fetches the configuration of a hub's model that is not here yet.
         positions = self.build.positions if self.target.static else CONTEXT_BUCKET
-        self.target.check(config)
+        self.target.check(config.within(positions))
         all_programs = programs(config, self.grouping, self.build.buckets, policy, positions)
         host = Library(HOST, targets()["cpu"], tuple(program for program in all_programs if program.host))
         return [host, *(Library(p.name, self.target, (p,)) for p in all_programs if not p.host)]

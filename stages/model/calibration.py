@@ -31,7 +31,7 @@ from stages.model import families
 from stages.model.buffers import Buffer, read_buffers, tensors_of
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, tables
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, ShortConv
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LONG, Attention, ShortConv
 from stages.model.grouping import Placed, rope_suffix
 from stages.model.part import Launch
 from stages.model.parts import layer_part
@@ -98,7 +98,7 @@ def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
 
 def _scaled(rows: np.ndarray, config: Config) -> np.ndarray:
     """Return rows of the embedding as they enter the first layer."""
-    return embed.scaled(rows.astype(ml_dtypes.bfloat16), config.decoder.embed_scale)
+    return embed.scaled(rows.astype(ml_dtypes.bfloat16), config.decoder.entry_scale)
 
 
 def _windows(directory: Path, text: Path, config: Any) -> np.ndarray:
@@ -177,7 +177,7 @@ def _rounded_head(checkpoint: Checkpoint, form: Format, leaving: np.ndarray, exe
     """Return the rounded LM head in elements of `form`. `leaving`: the activations after the last layer."""
     config = checkpoint.config
     last, weight = config.decoder.norm, checkpoint.tensor(families.tensor(config, FINAL_NORM))
-    normed = [rms_norm.reference(x, weight, config.eps, last.offset, last.once) for x in leaving]
+    normed = [rms_norm.reference(x, weight, config.decoder.stream_eps, last.offset, last.once) for x in leaving]
     products = _products(normed, executor)
     diagonal = np.einsum("ii->i", products)
     diagonal += np.float32(config.tied * _LOOKUPS) * diagonal.mean()
@@ -190,7 +190,11 @@ def _opened(source: Source, directory: Path) -> tuple[Checkpoint, dict[str, Buff
     """Return the checkpoint, and for each tensor the buffer that it goes to, alone or joined with others."""
     packed = read_buffers(directory / PACKING)
     buffers = {tensor: buffer for name, buffer in packed.items() for tensor in tensors_of(name)}
-    return Checkpoint.open(source.fetch()), buffers
+    checkpoint = Checkpoint.open(source.fetch())
+    short = checkpoint.config.decoder.short_context
+    if short and any(name.endswith(LONG) for name, buffer in packed.items() if buffer.kind == "table"):
+        return checkpoint.within(short + 1), buffers
+    return checkpoint, buffers
 
 
 @contextmanager

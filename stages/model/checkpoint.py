@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class Checkpoint:
         held = _held(path, within, config)
         _check_others(within, held, (*families.of(config).ignored, *ignore))
         return cls(config, text_fields(within.fields, within.where), within.files(), held)
+
+    def within(self, context: int) -> Checkpoint:
+        """Return the checkpoint of `Config.within`."""
+        return replace(self, config=self.config.within(context))
 
     def stored_format(self, name: str) -> str:
         """Return the format of a tensor: "bf16", "f16", "f32", or our format that holds its quantised values exactly.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llama_npu2.errors import UserError
@@ -76,6 +77,14 @@ class Config:
         """Whether the embedding is the LM head, too."""
         return self.decoder.tied
 
+    def within(self, context: int) -> Config:
+        """Return the configuration with KV caches of at most `context` positions.
+
+        0: as many as the model knows, or up to which it has factors of its rotary embedding for short texts.
+        """
+        positions = min(self.max_seq, context or self.decoder.short_context or self.max_seq)
+        return replace(self, max_seq=positions, decoder=self.decoder.within(positions))
+
     def summary(self) -> dict[str, Any]:
         """Return what a manifest says of it."""
         names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
@@ -105,7 +114,7 @@ class Config:
             "kv_blocks": -(-self.max_seq // KV_BLOCK_POSITIONS),
             "kv_block_positions": KV_BLOCK_POSITIONS,
             "padded_head_dim": -(-self.head_dim // PANEL_ROWS) * PANEL_ROWS,
-            "eps": self.eps,
+            "eps": self.decoder.stream_eps,
             "score_scalar": self.decoder.attention.scalar,
             "taps": self.decoder.taps,
             "conv_dim": 3 * self.emb,
@@ -127,7 +136,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent")
 """Kinds of layers whose state has no positions, so that a prefix of a text cannot be kept."""
 
-ROPE_TYPES = ("default", "linear", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 """Scalings of the rotary embedding that can be run."""
 
 
@@ -212,7 +221,7 @@ class ConfigFields:
             raise self.fails("head_dim", head_dim, "must be even, rotary embedding pairs its halves")
         return Heads(heads, kv_heads, head_dim)
 
-    def window(self, max_seq: int, default: int = 4096) -> int | None:
+    def window(self, max_seq: int, default: int | None = 4096) -> int | None:
         """Return the sliding window. Raises UserError.
 
         It is `default` where the field is missing, None for null and for one as long as the longest context.
@@ -239,27 +248,40 @@ class ConfigFields:
             raise self.fail(name, "must be an object or null")
         return ConfigFields(value or {}, f"{self.where}: {name}")
 
-    def rope(self, max_seq: int, head_dim: int, theta: float = 10000.0) -> Rope:
+    def rope(self, max_seq: int, head_dim: int, theta: float = 10000.0, partial: bool = False) -> Rope:
         """Return the rotary embedding. Raises UserError.
 
         It is `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
 
         Args:
             theta: the default of `rope_theta`.
+            partial: whether `partial_rotary_factor` counts. If not, it has to be 1.
         """
+        nested = self.rope_fields()
+        theta = nested.number("rope_theta", self.number("rope_theta", theta))
+        if not partial:
+            return nested.rope_of(theta, max_seq, head_dim)
+        share = nested.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        return nested.rope_of(theta, max_seq, head_dim, share=share)
+
+    def rope_fields(self) -> ConfigFields:
+        """Return the fields of the rotary embedding, in either spelling. Raises UserError."""
         nested = self.nested("rope_parameters" if self.values.get("rope_parameters") else "rope_scaling")
-        nested.where = f"{self.where}: rope scaling"
-        return nested.rope_of(nested.number("rope_theta", self.number("rope_theta", theta)), max_seq, head_dim)
+        return ConfigFields(nested.values, f"{self.where}: rope scaling")
 
-    def rope_of(self, theta: float, max_seq: int, head_dim: int, kind: str = "") -> Rope:
-        """Return the rotary embedding with the scaling that these fields describe. Raises UserError."""
-        scaling = self._rope_scaling(max_seq)
-        if scaling.factors and len(scaling.factors) != head_dim // 2:
-            raise self.fail("short_factor", f"must have {head_dim // 2} factors, one for each pair of head_dim")
-        return Rope(theta, scaling, kind)
+    def rope_of(self, theta: float, max_seq: int, head_dim: int, kind: str = "", share: float = 1.0) -> Rope:
+        """Return the rotary embedding with the scaling that these fields describe. Raises UserError.
 
-    def _rope_scaling(self, max_seq: int) -> RopeScaling:
-        self.require({"partial_rotary_factor": (1, None)})
+        `share`: of a head's rows, those that turn.
+        """
+        self.require({"partial_rotary_factor": (share, None)})
+        turned = int(head_dim * share)
+        if turned % 2 or not 0 < turned <= head_dim:
+            raise self.fails("partial_rotary_factor", share, f"must be an even part of head_dim = {head_dim}")
+        scaling = self._rope_scaling(max_seq, turned // 2)
+        return Rope(theta, scaling, kind, turned if turned < head_dim else None)
+
+    def _rope_scaling(self, max_seq: int, pairs: int) -> RopeScaling:
         kind = self.values.get("rope_type", self.values.get("type", "default"))
         if kind not in ROPE_TYPES:
             raise self.fails("rope_type", kind, f"only {', '.join(ROPE_TYPES)} are supported")
@@ -267,14 +289,17 @@ class ConfigFields:
             return RopeScaling()
         if kind == "linear":
             return RopeScaling("linear", self.number("factor"))
+        original = self.integer("original_max_position_embeddings", max_seq)
+        if kind == "yarn":
+            return self._yarn(max_seq, original)
         if kind == "longrope":
-            return RopeScaling("longrope", factors=self._same_factors())
+            return self._longrope(max_seq, original, pairs)
         scaling = RopeScaling(
             "llama3",
             self.number("factor"),
             self.number("low_freq_factor"),
             self.number("high_freq_factor"),
-            self.integer("original_max_position_embeddings", max_seq),
+            original,
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise self.fail("high_freq_factor", "must be greater than low_freq_factor")
@@ -288,6 +313,7 @@ class ConfigFields:
         *,
         tied: bool,
         eos: tuple[int, ...] = (),
+        eps: float = 1e-6,
         **fields: Any,
     ) -> Config:
         """Return the configuration of a model with these layers. Raises UserError.
@@ -295,6 +321,7 @@ class ConfigFields:
         Args:
             tied: the default.
             eos: the default.
+            eps: the default.
             fields: others of `Decoder`.
         """
         vocab = self.integer("vocab_size", most=MOST_TOKENS)
@@ -302,7 +329,7 @@ class ConfigFields:
             vocab=vocab,
             emb=self.integer("hidden_size"),
             layers=tuple(layers),
-            eps=self.number("rms_norm_eps", 1e-6),
+            eps=self.number("rms_norm_eps", eps),
             tied=self.boolean("tie_word_embeddings", tied),
             **fields,
         )
@@ -313,16 +340,46 @@ class ConfigFields:
         ends = self.token_ids("eos_token_id", vocab) if "eos_token_id" in self.values else eos
         return Config(family, decoder, max_seq, ends)
 
-    def _same_factors(self) -> tuple[float, ...]:
-        """Return the factors of a `longrope` that is equal for long and short texts and leaves attention as it is."""
-        factors = self.values.get("short_factor")
-        if not isinstance(factors, list) or not all(isinstance(f, float) and 0 < f < float("inf") for f in factors):
-            raise self.fail("short_factor", "must be a list of positive numbers")
-        if self.values.get("long_factor") != factors:
-            raise self.fail("long_factor", "only what short_factor is is supported")
-        if self.values.get("attention_factor") != 1.0:
-            raise self.fail("attention_factor", "only 1.0 is supported")
-        return tuple(factors)
+    def _yarn(self, max_seq: int, original: int) -> RopeScaling:
+        factor = self.number("factor", max_seq / original)
+
+        def grown(scale: float) -> float:
+            return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        given = all(self.values.get(name) for name in ("mscale", "mscale_all_dim"))
+        usual = grown(self.number("mscale")) / grown(self.number("mscale_all_dim")) if given else grown(1.0)
+        return RopeScaling(
+            "yarn",
+            factor,
+            original_max_position=original,
+            beta_fast=self.number("beta_fast", 32.0),
+            beta_slow=self.number("beta_slow", 1.0),
+            truncate=self.boolean("truncate", True),
+            attention_factor=self.number("attention_factor", usual),
+        )
+
+    def _longrope(self, max_seq: int, original: int, pairs: int) -> RopeScaling:
+        short, long = (self._factors(name, pairs) for name in ("short_factor", "long_factor"))
+        factor = self.number("factor", max_seq / original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        return RopeScaling(
+            "longrope",
+            original_max_position=original,
+            factors=short,
+            long_factors=long if long != short and original < max_seq else (),
+            attention_factor=self.number("attention_factor", usual),
+        )
+
+    def _factors(self, name: str, count: int) -> tuple[float, ...]:
+        """Return what the frequency of each pair is divided by. Raises UserError."""
+        factors = self.values.get(name)
+        if (
+            not isinstance(factors, list)
+            or len(factors) != count
+            or not all(type(f) in (int, float) and 0 < f < math.inf for f in factors)
+        ):
+            raise self.fail(name, f"must be {count} positive numbers, one for each pair that turns")
+        return tuple(map(float, factors))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -331,15 +388,19 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     Pairs of rows that do not turn have 0.
     """
     turned = head_dim if rope.turned is None else rope.turned
-    scaled = _scaled(rope.theta ** -(np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)), rope.scaling)
+    scaled = _scaled(rope.theta ** -(np.arange(0, turned, 2, dtype=np.float64) / max(turned, 1)), rope)
     return np.pad(scaled, (0, (head_dim - turned) // 2))
 
 
-def _scaled(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _scaled(inverse: np.ndarray, rope: Rope) -> np.ndarray:
+    scaling = rope.scaling
     if scaling.type == "linear":
         return inverse / scaling.factor
     if scaling.type == "longrope":
         return inverse / np.array(scaling.factors)
+    if scaling.type == "yarn":
+        keep = 1 - _yarn_ramp(rope, len(inverse))
+        return inverse * keep + inverse / scaling.factor * (1 - keep)
     if scaling.type == "llama3":
         # Wavelengths beyond the original context are stretched by `factor`, short ones kept, those between blended.
         turns = scaling.original_max_position * inverse / (2 * np.pi)
@@ -347,6 +408,24 @@ def _scaled(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
         keep = np.clip(blend, 0.0, 1.0)
         return inverse * keep + inverse / scaling.factor * (1 - keep)
     return inverse
+
+
+def _yarn_ramp(rope: Rope, pairs: int) -> np.ndarray:
+    """Return the share of each pair's frequency that `yarn` divides: 0 before a first pair, 1 from a last one on."""
+    scaling = rope.scaling
+
+    def pair_of(turns: float) -> float:
+        """Return the pair that turns so often in the original context."""
+        wavelength = scaling.original_max_position / (turns * 2 * math.pi)
+        return pairs * math.log(wavelength) / math.log(rope.theta)
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The last pair's number is not the limit: transformers has that of the last row here.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    ramp: np.ndarray = (np.arange(pairs) - first) / (last - first or 0.001)
+    return np.clip(ramp, 0.0, 1.0)
 
 
 def position_rows(first: int, count: int) -> np.ndarray:
@@ -357,15 +436,27 @@ def position_rows(first: int, count: int) -> np.ndarray:
 
 
 def rope_table(rope: Rope, head_dim: int, positions: int) -> np.ndarray:
-    """Return float32 `[positions, head_dim]`; row `p` has the cosines, then the sines, of position `p`'s angles."""
+    """Return float32 `[positions, head_dim]`; row `p` has the cosines, then the sines, of position `p`'s angles.
+
+    Both are multiplied by the factors that the embedding has.
+    """
     inverse, half = inverse_frequencies(rope, head_dim), head_dim // 2
+    turning = half if rope.turned is None else rope.turned // 2
+    factors = np.where(np.arange(half) < turning, rope.scaling.attention_factor, 1.0)
     table = np.empty((positions, head_dim), np.float32)
     for first in range(0, positions, _TABLE_ROWS):
         rows = table[first : first + _TABLE_ROWS]
-        angles = np.arange(first, first + len(rows), dtype=np.float64)[:, None] * inverse
-        rows[:, :half] = np.cos(angles)
-        rows[:, half:] = np.sin(angles)
+        numbers = np.arange(first, first + len(rows), dtype=np.float64)[:, None]
+        scale = factors * _query_factors(rope, numbers)
+        rows[:, :half] = np.cos(numbers * inverse) * scale
+        rows[:, half:] = np.sin(numbers * inverse) * scale
     return table
+
+
+def _query_factors(rope: Rope, positions: np.ndarray) -> np.ndarray | float:
+    """Return the factor of queries at each position."""
+    scale = rope.q_scale
+    return 1.0 if scale is None else 1 + scale.beta * np.log1p(positions // scale.every)
 
 
 ANGLES, PLACED_ANGLES = "rope_table", "token_table"

@@ -7,7 +7,7 @@ reference and what judges them are derived from it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -38,8 +38,9 @@ class Norm:
 class RopeScaling:
     """Frequency scaling of the rotary embedding.
 
-    `llama3` is section "RoPE scaling" of the Llama 3.1 model code. `longrope` divides each frequency by one of
-    `factors`, whatever the position.
+    `llama3` is section "RoPE scaling" of the Llama 3.1 model code. `yarn` (Peng et al. 2023) divides by `factor` the
+    frequencies that turn less than `beta_slow` times in the original context, and none that turn more than `beta_fast`
+    times. `longrope` (Ding et al. 2024) divides each frequency by one of `factors`, whatever the position.
     """
 
     type: str = "default"
@@ -48,6 +49,26 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """The factors where the KV cache has room for more than the original context; nothing: `factors`."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the pairs between which `yarn` blends are whole numbers."""
+    attention_factor: float = 1.0
+    """The factor of cosines and sines of rows that turn."""
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """A factor of queries that grows with the position: `1 + beta ln(1 + floor(position / every))`."""
+
+    beta: float
+    every: int
+
+
+LONG, OF_QUERIES = "long", ".q"
+"""The ends of names of tables for long contexts, and for queries alone."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +87,28 @@ class Rope:
     """The first rows of a head, which turn; None: all."""
     interleaved: bool = False
     """Whether a checkpoint has rows that turn together next to each other."""
+    q_scale: PositionScale | None = None
+    """The factor of turned queries."""
 
     @property
     def suffix(self) -> str:
+        """The end of the name of the table for keys, and for queries unless they have a factor."""
         return f".{self.kind}" if self.kind else ""
+
+    def within(self, positions: int) -> Rope:
+        """Return the embedding of a KV cache that has room for this many positions."""
+        scaling = self.scaling
+        if not scaling.long_factors or positions <= scaling.original_max_position:
+            return self
+        scaling = replace(scaling, factors=scaling.long_factors, long_factors=())
+        return replace(self, scaling=scaling, kind=f"{self.kind}{LONG}")
+
+    @property
+    def tables(self) -> dict[str, Rope]:
+        """The embeddings that it has tables of, by the ends of their names."""
+        lengths = (self, self.within(self.scaling.original_max_position + 1))
+        keys = {rope.suffix: replace(rope, q_scale=None) for rope in lengths}
+        return keys | ({f"{rope.suffix}{OF_QUERIES}": rope for rope in lengths} if self.q_scale else {})
 
     def rows(self, head_dim: int, interleaved: bool | None = None) -> list[int] | None:
         """Return a checkpoint's row that is in each row of a head; None: all are in their places.
@@ -163,6 +202,12 @@ class Layer:
         own = {"norm_w", "ffn_norm_w", *norms, *self.mixer.slots, *self.feed_forward.slots}
         yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot in own)
 
+    def within(self, positions: int) -> Layer:
+        """Return the layer with KV caches that have room for this many positions."""
+        if not isinstance(self.mixer, Attention):
+            return self
+        return replace(self, mixer=replace(self.mixer, rope=self.mixer.rope.within(positions)))
+
     def offset(self, slot: str) -> float:
         """Return the number that is added to the weights of a slot."""
         of_heads = self.mixer.qk_norm if isinstance(self.mixer, Attention) else None
@@ -229,6 +274,10 @@ class Decoder:
     """The last one."""
     embed_scale: float = 1.0
     """A factor of rows of the embedding, but not of the LM head."""
+    residual_scale: float = 1.0
+    """A factor of all results that are added to the residual stream."""
+    logits_scale: float = 1.0
+    """A factor of logits."""
 
     @cached_property
     def _digest(self) -> int:
@@ -260,7 +309,29 @@ class Decoder:
     @cached_property
     def ropes(self) -> dict[str, Rope]:
         """The rotary embeddings by the ends of their tables' names."""
-        return {mixer.rope.suffix: mixer.rope for mixer in self.attentions}
+        return {suffix: rope for mixer in self.attentions for suffix, rope in mixer.rope.tables.items()}
+
+    @property
+    def entry_scale(self) -> float:
+        """The factor of rows of the embedding that enter our residual stream, which is divided by `residual_scale`."""
+        return self.embed_scale / self.residual_scale
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of norms of our residual stream: with it they have the same results."""
+        return self.eps / self.residual_scale**2
+
+    @cached_property
+    def short_context(self) -> int | None:
+        """The positions up to which some rotary embedding has other factors than for more; None without one."""
+        scalings = (mixer.rope.scaling for mixer in self.attentions)
+        return min((s.original_max_position for s in scalings if s.long_factors), default=None)
+
+    def within(self, positions: int) -> Decoder:
+        """Return the decoder whose KV caches have room for this many positions."""
+        if self.short_context is None:
+            return self
+        return replace(self, layers=tuple(layer.within(positions) for layer in self.layers))
 
     @property
     def uneven(self) -> str | None:

@@ -15,6 +15,7 @@ from stages.model.config import Config
 from stages.model.decoder import Attention, Decoder, Layer
 from stages.model.part import Part, PartKey, Slot
 from stages.model.parts import joins, key_of, layer_part
+from stages.model.parts.builders import SCALE_LOGITS
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import unpacked
 
@@ -169,7 +170,8 @@ def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0
         for layer in (described[min(i, last)],)
         for inner in _layer(config, chain.layers[layer.mixer.kind], chain.unpacks, i, policy)
     ]
-    return [*outside(chain.start, 0), *body, *outside(chain.end, count)]
+    scaled = (SCALE_LOGITS,) if chain.end and config.decoder.logits_scale != 1 else ()
+    return [*outside(chain.start, 0), *body, *outside((*chain.end, *scaled), count)]
 
 
 def rope_suffix(layer: Layer) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -81,9 +82,18 @@ def write_plan(
 ) -> None:
     """Step action: write the plan for the configuration in the artifact `directory`, as JSON.
 
-    `weights`, `kv` and `matmul` are those of a policy, `context` is that of `with_context`.
+    `weights`, `kv` and `matmul` are those of a policy, `context` is that of `Config.within`.
     """
-    config = with_context(read_config(directory / CONFIG), context)
+    known = read_config(directory / CONFIG)
+    config, short = known.within(context), known.decoder.short_context
+    if short and known.max_seq > short:
+        chosen = f"short texts, up to {short} positions: context= takes up to {known.max_seq}"
+        long = f"long texts, for {config.max_seq} positions: leave context= out for texts up to {short}"
+        print(
+            f"{known.family}: rotations have the factors for {chosen if config.max_seq <= short else long}",
+            file=sys.stderr,
+            flush=True,
+        )
     plan = make_plan(config, grouping, kernel_set, buckets, parse_policy(weights, kv, matmul))
     buffers = {name: asdict(buffer) for name, buffer in plan.buffers.items()}
     policy = {"weights": weights, "kv": kv, "matmul": matmul}
@@ -91,11 +101,6 @@ def write_plan(
         work / PLAN, {"buffers": buffers, "phases": plans_json(plan.phases), **policy, "context": config.max_seq}
     )
     write_json(work / PACKING, {name: spec for name, spec in buffers.items() if plan.buffers[name].packed})
-
-
-def with_context(config: Config, context: int) -> Config:
-    """Return a configuration with KV caches of at most `context` positions; 0: as many as the model knows."""
-    return replace(config, max_seq=min(config.max_seq, context)) if context else config
 
 
 def make_plan(

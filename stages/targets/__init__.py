@@ -146,7 +146,11 @@ class Target:
         return policy
 
     def check(self, config: Config) -> None:
-        """Raise UserError, which names the family and the target, for a model that the target cannot run."""
+        """Raise UserError, which names the family and the target, for a model that the target cannot run.
+
+        Args:
+            config: with the positions that KV caches have room for (`Config.within`).
+        """
         if not self.static:
             return
         layers = config.decoder.kinds
@@ -155,6 +159,9 @@ class Target:
             "norms of results": any(layer.sandwich for layer in layers),
             "biases": any(mixer.biased for mixer in mixers),
             "convolutions of one position": config.decoder.taps == 1,
+            "queries that grow with the position, as context= reaches": any(
+                mixer.rope.q_scale and mixer.rope.q_scale.every < config.max_seq for mixer in mixers
+            ),
         }
         if missing := [reason for reason, there in reasons.items() if there]:
             raise UserError(

@@ -22,7 +22,6 @@ from stages.model.config import Config, table
 from stages.model.decoder import BIASES
 from stages.model.families import parse_config
 from stages.model.grouping import programs
-from stages.model.part import resolved
 from stages.model.plan import make_plan
 from stages.model.random_weights import write_byte_tokenizer
 from stages.model.reference import Model
@@ -105,6 +104,60 @@ def lfm2(rng: np.random.Generator) -> Raw:
     return raw | {"layer_types": kinds}
 
 
+def phi3(rng: np.random.Generator) -> Raw:
+    """Factors for short texts, for long ones, and a model that knows no long ones; partial rotation of each kind."""
+    raw = common(rng)
+    heads, head_dim, share = (
+        raw["num_attention_heads"],
+        int(rng.choice([16, 48, 96])),
+        float(rng.choice([0.75, 1, 0.5])),
+    )
+    # Transformers checks the factors against the hidden size over the heads.
+    raw |= {"head_dim": None, "hidden_size": heads * head_dim, "partial_rotary_factor": share, "pad_token_id": 0}
+    raw |= {"original_max_position_embeddings": int(rng.choice([100, 350, 4096]))}
+    raw |= {"sliding_window": window(rng) if rng.integers(2) else None}
+    short, long = np.sort(rng.uniform(1, 3, (2, int(head_dim * share) // 2)), axis=1)
+    factors = {"short_factor": short.tolist(), "long_factor": (4 * long).tolist()}
+    raw |= {"rope_scaling": {"type": "longrope", **factors} if rng.integers(4) else None}
+    return raw
+
+
+def yarn(rng: np.random.Generator) -> Raw:
+    scaling = {"rope_type": "yarn", "factor": float(rng.choice([2.0, 16.0])), "rope_theta": 1e4}
+    scaling |= {"original_max_position_embeddings": int(rng.choice([64, 100, 1000])), "beta_fast": 4.0}
+    scaling |= [{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"attention_factor": 1.3}, {"mscale": 0.7}][rng.integers(4)]
+    return scaling | ({"truncate": False} if rng.integers(2) else {})
+
+
+def ministral3(rng: np.random.Generator) -> Raw:
+    raw = common(rng) | {"rope_theta": None, "sliding_window": window(rng) if rng.integers(2) else None}
+    return raw | {"rope_parameters": yarn(rng) | {"llama_4_scaling_beta": float(rng.choice([0.1, 1.0]))}}
+
+
+def smollm3(rng: np.random.Generator) -> Raw:
+    raw = common(rng) | {"pad_token_id": 0}
+    raw |= {"use_sliding_window": bool(rng.integers(2)), "sliding_window": window(rng)}
+    if rng.integers(2):
+        return raw | {"no_rope_layer_interval": int(rng.choice([1, 2, 3]))}
+    return raw | {"no_rope_layers": rng.integers(0, 2, raw["num_hidden_layers"]).tolist()}
+
+
+def granite(rng: np.random.Generator) -> Raw:
+    raw = common(rng) | {"embedding_multiplier": 12.0, "residual_multiplier": float(rng.choice([0.22, 1.0, 0.5]))}
+    # Transformers derives the head size.
+    raw |= {"head_dim": None, "hidden_size": raw["num_attention_heads"] * int(rng.choice([10, 16, 48]))}
+    scores, logits = rng.choice([0.25, 0.0625]).item(), rng.choice([8.0, 3.0]).item()
+    return raw | {"attention_multiplier": scores, "logits_scaling": logits}
+
+
+def granitemoehybrid(rng: np.random.Generator) -> Raw:
+    raw = granite(rng) | {"num_local_experts": 0, "shared_intermediate_size": int(rng.integers(40, 150))}
+    # A size of Mamba's layers, which are not there, has to fit all the same.
+    raw |= {"mamba_n_heads": raw["num_attention_heads"]}
+    kinds = [["attention", "full_attention"][rng.integers(2)]] * raw["num_hidden_layers"]
+    return raw | {"layer_types": kinds, "position_embedding_type": [None, "rope"][rng.integers(2)]}
+
+
 FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
@@ -112,6 +165,11 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "qwen3": ("Qwen3ForCausalLM", qwen3),
     "gemma3_text": ("Gemma3ForCausalLM", gemma3),
     "lfm2": ("Lfm2ForCausalLM", lfm2),
+    "phi3": ("Phi3ForCausalLM", phi3),
+    "ministral3": ("Ministral3ForCausalLM", ministral3),
+    "smollm3": ("SmolLM3ForCausalLM", smollm3),
+    "granite": ("GraniteForCausalLM", granite),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", granitemoehybrid),
 }
 
 CASES = [
@@ -123,15 +181,14 @@ CASES = [
 
 def weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Tensors of which none is without effect: norms and biases are random, and as large as results are."""
-    rng, sizes, tensors = np.random.default_rng(seed), config.dimensions(), {}
-    for weight in families.weights(config):
-        shape = resolved(weight.shape, sizes)
-        values = rng.standard_normal(shape, np.float32)
-        if len(shape) > 1:
-            values /= np.sqrt(shape[-1])
+    rng, tensors = np.random.default_rng(seed), {}
+    for name, ((weight, at), *_) in families.locations(config).items():
+        values = rng.standard_normal(at.shape, np.float32)
+        if len(at.shape) > 1:
+            values /= np.sqrt(at.shape[-1])
         elif weight.slot not in BIASES:
             values = 1 + 0.4 * values - config.decoder.norm.offset
-        tensors[weight.name] = values.astype(bfloat16)
+        tensors[name] = values.astype(bfloat16)
     return tensors
 
 
@@ -168,9 +225,8 @@ def error(logits: np.ndarray, exact: np.ndarray) -> float:
 ROWS = 384
 
 
-def numpy_logits(checkpoint: Path, ids: list[int], tokens: int) -> list[np.ndarray]:
+def numpy_logits(opened: Checkpoint, ids: list[int], tokens: int) -> list[np.ndarray]:
     """Logits of the parts' references, wired as the NPU's plan says, after a prompt and after each of `tokens`."""
-    opened = Checkpoint.open(checkpoint)
     config, grouping = opened.config, GROUPINGS["separate"]
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -195,11 +251,16 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
     config = write(checkpoint, family, raw, seed)
     ids = rng.integers(0, config.vocab, 310).tolist()
     exact, rounded = (theirs(checkpoint, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    # Transformers chooses the factors of long rotations by the length of the text.
+    context = {"context": POSITIONS} if (config.decoder.short_context or POSITIONS) < len(ids) else {}
+    opened = Checkpoint.open(checkpoint).within(context.get("context", 0))
+    layer_by_layer = next(transformers_model.logits(opened, opened.tensor, [ids]))
+    np.testing.assert_allclose(layer_by_layer, exact, atol=1e-5 * np.abs(exact).max())
     first, second, end = sorted(rng.choice(np.arange(1, 300), 3, replace=False).tolist())
     places = [first - 1, second - 1, end - 1, *range(end, 304)]
     least = error(rounded[places], exact[places])
     for kv in ("bf16", "int8"):
-        llm = load(build(checkpoint, artifacts, kv=kv))
+        llm = load(build(checkpoint, artifacts, kv=kv, **context))
         ours = [llm.prefill(ids[:first]), llm.prefill(ids[first:second]), llm.prefill(ids[second:end])]
         ours += [llm.decode(token) for token in ids[end:304]]
         assert error(ours, exact[places]) <= (1.5 if kv == "bf16" else 3) * least, kv
@@ -211,7 +272,51 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
         assert (llm.prefill(ids[:304]) == ours[-1]).all()
         if kv == "bf16":
             assert (tokens == ours[2]).all()
-            assert error(numpy_logits(checkpoint, ids[: end + 1], 1), exact[[end - 1, end]]) <= 1.5 * least
+            assert error(numpy_logits(opened, ids[: end + 1], 1), exact[[end - 1, end]]) <= 1.5 * least
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names(family: str, tmp_path: Path) -> None:
+    """Tensors are those of a model of transformers, and those that it writes."""
+    rng = np.random.default_rng(0)
+    config = write(tmp_path / "ours", family, FAMILIES[family][1](rng))
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    found.save_pretrained(tmp_path / "theirs")
+    shapes = {name: pieces[0][1].shape for name, pieces in families.locations(config).items()}
+    written = load_file(tmp_path / "theirs/model.safetensors")
+    assert {name: tensor.shape for name, tensor in written.items()} == shapes
+    inside = {name: tuple(tensor.shape) for name, tensor in found.state_dict().items()}
+    tied = {"lm_head.weight": shapes["model.embed_tokens.weight"]} if config.tied else {}
+    assert inside == shapes | tied
+    ours = load_file(tmp_path / "ours/model.safetensors")
+    assert all((written[name] == ours[name]).all() for name in ours)
+
+
+FACTORS = {"type": "longrope", "short_factor": [1.0, 2.0] * 12, "long_factor": [4.0, 5.0] * 12}
+ON_THE_ARRAY: dict[str, Raw] = {
+    "phi3": {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 100, "rope_scaling": FACTORS},
+    "ministral3": {"head_dim": 64},
+    "smollm3": {"head_dim": 64, "no_rope_layers": [1, 0], "no_rope_layer_interval": None},
+}
+
+
+@pytest.mark.parametrize("family", ON_THE_ARRAY)
+def test_on_the_array(family: str, tmp_path: Path, artifacts: Path) -> None:
+    """The simulated NPU runs what needs no kernel of its own. The bound is that of `test_logits`."""
+    rng = np.random.default_rng(7)
+    raw = FAMILIES[family][1](rng) | {"sliding_window": None, "use_sliding_window": None, "num_hidden_layers": 2}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 320}
+    raw |= ON_THE_ARRAY[family]
+    if family == "ministral3":
+        raw["rope_parameters"]["original_max_position_embeddings"] = POSITIONS // 2
+    config = write(tmp_path / family, family, raw)
+    ids = rng.integers(0, config.vocab, 150).tolist()
+    exact, rounded = (theirs(tmp_path / family, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    llm = load(build(tmp_path / family, artifacts, target="npu2-sim", buckets="64,128", context=POSITIONS // 2))
+    ours = [llm.prefill(ids[:40]), llm.prefill(ids[40:148]), llm.decode(ids[148]), llm.decode(ids[149])]
+    places = [39, 147, 148, 149]
+    assert error(ours, exact[places]) <= 1.5 * error(rounded[places], exact[places])
+    llm.close()
 
 
 def on_array(rng: np.random.Generator, raw: Raw) -> Raw:

@@ -52,7 +52,7 @@ from stages.graph.needs import locked_memory
 from stages.graph.options import parse_options
 from stages.kernels import add
 from stages.model.families import read_config
-from stages.model.plan import make_plan, with_context
+from stages.model.plan import make_plan
 from stages.proof.comparison import transformers_model
 from stages.reports.estimated import host_traffic
 from stages.targets.npu2_sim.objects import options
@@ -762,7 +762,7 @@ def test_what_is_locked_is_what_the_estimate_says(artifacts: Path, tmp_path: Pat
     install()
     described = Build(parse_options({**given, "target": "npu2-sim"}))
     config, grouping = read_config(ROOT / "models/demo/config.json"), described.target.grouping("fused")
-    of_plan = with_context(config, described.context), grouping, described.buckets, described.policy
+    of_plan = config.within(described.context), grouping, described.buckets, described.policy
     plan = make_plan(of_plan[0], grouping, described.target.kernel_set, *of_plan[2:])
     held = locked_memory(plan, *of_plan, second_copy)
     with contextlib.closing(load(as_npu2(simulated, tmp_path / "npu2"), 2, second_copy)) as llm:

@@ -18,7 +18,7 @@ from stages.graph import Build
 from stages.graph.needs import WORKING, Needs, locked_memory
 from stages.graph.options import Options, parse_options
 from stages.model.families import parse_config
-from stages.model.plan import make_plan, with_context
+from stages.model.plan import make_plan
 from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.model.sources import config_of
@@ -84,7 +84,7 @@ def test_all_that_is_locked_is_little_more_than_the_weights() -> None:
     """But for caches. Prompts are unpacked into room for one layer, in bfp16 9 bytes for 8 of its weights."""
     npu2, buckets = targets()["npu2"], Options().bucket_list()
     for model in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
-        config = with_context(parse_config(PRESETS[model], model), 4096)
+        config = parse_config(PRESETS[model], model).within(4096)
         policy, grouping = parse_policy("int4", matmul="bfp16"), npu2.grouping("fused")
         plan = make_plan(config, grouping, npu2.kernel_set, buckets, policy)
         held = locked_memory(plan, config, grouping, buckets, policy)

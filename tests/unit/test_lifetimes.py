@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.model.lifetimes import LaunchAccess, places
-from stages.model.plan import _Planner, make_plan, with_context
+from stages.model.plan import _Planner, make_plan
 from stages.model.policy import Policy, parse_policy
 from stages.targets import targets
 from stages.targets.npu2.groupings import CONTEXT
@@ -123,7 +123,7 @@ def test_nothing_is_lost_before_it_is_read(launches: list[tuple[bool, set[str], 
 
 def planner(model: str, policy: Policy, grouping: str) -> _Planner:
     npu2 = targets()["npu2"]
-    return _Planner(with_context(JUDGED[model], CONTEXT), npu2.grouping(grouping), npu2.kernel_set, BUCKETS, policy)
+    return _Planner(JUDGED[model].within(CONTEXT), npu2.grouping(grouping), npu2.kernel_set, BUCKETS, policy)
 
 
 @pytest.mark.parametrize("grouping", ["fused", "separate"])
@@ -150,7 +150,7 @@ def test_a_prompts_memory_is_what_is_needed_at_once() -> None:
     least = 3 * weights + 2 * rows * (config.ffn + 2 * config.emb)
     npu2 = targets()["npu2"]
     policy = parse_policy("int4", matmul="bfp16")
-    buffers = make_plan(with_context(config, CONTEXT), npu2.grouping("fused"), npu2.kernel_set, BUCKETS, policy).buffers
+    buffers = make_plan(config.within(CONTEXT), npu2.grouping("fused"), npu2.kernel_set, BUCKETS, policy).buffers
     shared = [buffer for buffer in buffers.values() if buffer.at is not None]
     end = max(buffer.at + buffer.nbytes for buffer in shared)
     assert least <= end < 1.05 * least

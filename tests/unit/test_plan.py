@@ -18,7 +18,7 @@ from stages.model.config import FULL, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer, ShortConv
 from stages.model.families import parse_config
 from stages.model.grouping import Chain, Group, Grouping, Program, context_buckets, programs
-from stages.model.plan import make_plan, with_context
+from stages.model.plan import make_plan
 from stages.model.policy import parse_policy
 from stages.targets import targets
 from stages.targets.npu2 import modules
@@ -205,7 +205,7 @@ def test_a_token_goes_on_in_another_buffer_than_it_came_in() -> None:
 
 def test_caches_have_room_for_the_context() -> None:
     for context, positions in ((0, 128), (96, 128), (64, 64), (4096, 128)):
-        plan = make_plan(with_context(config(), context), GROUPINGS["fused"], "aie2p", [64])
+        plan = make_plan(config().within(context), GROUPINGS["fused"], "aie2p", [64])
         assert plan.buffers["kv_cache.0"].shape[0] == positions
     with pytest.raises(UserError, match="context=64: target cpu takes memory for positions as they are used"):
         Build(parse_options({"target": "cpu", "context": "64"})).context  # noqa: B018

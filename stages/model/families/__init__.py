@@ -10,7 +10,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,10 @@ class Family:
     """Architectures that have this family's fields in `text_config`, next to a part that does not see text."""
     title: str = ""
     """What people call it."""
+    of_layers: tuple[str, ...] = ("layer_types",)
+    """Fields that are lists with an entry for each layer."""
+    alone: Mapping[str, Any] = field(default_factory=dict)
+    """Fields with which transformers runs one layer of a model as it is in the model."""
     gguf: Gguf | None = None
     """How GGUF files hold its models; None: they are not read."""
 
@@ -58,10 +62,17 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     fields = ConfigFields(values, where)
     architectures, model_type = values.get("architectures"), values.get("model_type")
     if architectures:
-        by_architecture = {name: f for f in families().values() for name in (*f.architectures, *f.wrapped)}
-        family = next((family for name, family in by_architecture.items() if architectures == [name]), None)
+        inner = fields.nested("text_config").values.get("model_type")
+        named = [(name, f) for f in families().values() for name in (*f.architectures, *f.wrapped)]
+        known = [f for name, f in named if architectures == [name]]
+        # Several families may be the text part of one architecture.
+        family = next((f for f in known if len(known) == 1 or f.model_type == inner), None)
+        if known and family is None:
+            types = ", ".join(f.model_type for f in known)
+            raise fields.fails("text_config: model_type", inner, f"only {types} is supported")
         if family is None:
-            raise fields.fails("architectures", architectures, f"only {', '.join(by_architecture)} is supported")
+            names = ", ".join(dict.fromkeys(name for name, _ in named))
+            raise fields.fails("architectures", architectures, f"only {names} is supported")
         if architectures[0] in family.architectures and model_type not in (None, family.model_type):
             raise fields.fails("model_type", model_type, f"only {family.model_type} is supported")
         return family

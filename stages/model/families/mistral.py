@@ -34,5 +34,18 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("mistral", [layer] * count, max_seq, tied=False, eos=(2,))
 
 
-FAMILY = Family("mistral", ("MistralForCausalLM",), parse, TENSORS, IGNORED, title="Mistral 7B, Nemo, Small", gguf=GGUF)
+SEES = ("Mistral3ForConditionalGeneration",)
+SEEING = ("*vision_tower.*", "*multi_modal_projector.*")
+"""The architecture that has Mistral or Ministral 3 as its text part, and its tensors besides."""
+
+FAMILY = Family(
+    "mistral",
+    ("MistralForCausalLM",),
+    parse,
+    TENSORS,
+    (*IGNORED, *SEEING),
+    wrapped=SEES,
+    title="Mistral 7B, Nemo, Small",
+    gguf=GGUF,
+)
 """In GGUF files it is a Llama, without windows."""

@@ -15,7 +15,17 @@ from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, LAYER_SLOTS, VOCABULARY, Attention, Layer, ShortConv
+from stages.model.decoder import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_SLOTS,
+    OF_QUERIES,
+    VOCABULARY,
+    Attention,
+    Layer,
+    ShortConv,
+)
 from stages.model.part import HISTORY, KV, Dim, Joined, PartBuilder, Shape, Slot
 from stages.weights.scalars import ACTIVATIONS
 
@@ -125,8 +135,9 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
     v = _interleaved(b, "output", FROM_POSITION) if interleave else b.slot("v", rows.act("kv_dim"), "output")
     norms = {which: d.weight(b, f"{which}_norm_w") for which in ("q", "k")} if mixer.qk_norm else {}
     buffer = f"{PLACED_ANGLES if interleave else ANGLES}{{rope}}"
+    buffers = {"q": f"{buffer}{OF_QUERIES if mixer.rope.q_scale else ''}", "k": buffer}
     angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
-    tables = {which: b.slot(f"lut_{which}", angles, "table", format="f32", buffer=buffer) for which in ("q", "k")}
+    tables = {which: b.slot(f"lut_{which}", angles, "table", format="f32", buffer=buffers[which]) for which in buffers}
     q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
     k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
     args = {"x": x, "weight": norm_w, "out": normed}
@@ -412,7 +423,7 @@ def _embed(d: Described, kernel: str) -> PartBuilder:
         "weight": b.slot(EMBEDDING, VOCABULARY, "weight", buffer=families.tensor(d.config, EMBEDDING)),
         "out": b.slot("x", ("seq", "emb"), "output", buffer="x.{turn}"),
     }
-    b.launch(kernel, args, rows="seq", cols="emb", vocab="vocab", scale=d.config.decoder.embed_scale)
+    b.launch(kernel, args, rows="seq", cols="emb", vocab="vocab", scale=d.config.decoder.entry_scale)
     return b
 
 
@@ -435,7 +446,22 @@ def _last_norm(d: Described, b: PartBuilder) -> str:
 def _vocabulary(d: Described, b: PartBuilder, x: str) -> dict[str, str]:
     """Add the slots of the LM head, and return its arguments. Logits stay f32: rounding them to bf16 makes ties."""
     weight = b.slot(HEAD, VOCABULARY, "weight", buffer=families.tensor(d.config, HEAD))
-    return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32")}
+    buffer = "logits" if d.config.decoder.logits_scale == 1 else _UNSCALED
+    return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32", buffer=buffer)}
+
+
+_UNSCALED = "unscaled_logits"
+
+
+def _scale_logits(d: Described) -> PartBuilder:
+    """Build the factor of logits."""
+    b = PartBuilder()
+    args = {
+        "x": b.slot("unscaled", ("vocab",), "input", format="f32", buffer=_UNSCALED),
+        "out": b.slot("logits", ("vocab",), "output", format="f32"),
+    }
+    b.launch("scale", args, cols="vocab", scale=d.config.decoder.logits_scale)
+    return b
 
 
 def _lm_head(d: Described, kernel: str) -> PartBuilder:
@@ -456,6 +482,9 @@ def _norm_lm_head(d: Described) -> PartBuilder:
 
 
 Build = Callable[[Described], PartBuilder]
+
+SCALE_LOGITS = "scale_logits"
+"""The last part of models whose logits have a factor."""
 
 BUILDERS: dict[str, Build] = {
     "embed_tokens": lambda d: _embed(d, "embed"),
@@ -481,6 +510,7 @@ BUILDERS: dict[str, Build] = {
     "final_norm": _final_norm,
     "lm_head_gemv": lambda d: _lm_head(d, "gemv_f32"),
     "norm_lm_head": _norm_lm_head,
+    SCALE_LOGITS: _scale_logits,
     # On the host, if the vocabulary matrix is in the layout for the array.
     "lm_head_rows": lambda d: _lm_head(d, "gemv_rows_f32"),
 }

@@ -62,7 +62,12 @@ def _described(checkpoint: Checkpoint, **changes: Any) -> tuple[Any, Any]:
     _, transformers = _packages()
     architecture = getattr(transformers, families.of(checkpoint.config).architectures[0])
     fields = {name: value for name, value in checkpoint.fields.items() if name != "quantization_config"}
-    return architecture, architecture.config_class.from_dict(fields | changes)
+    config = architecture.config_class.from_dict(fields | changes)
+    scaling = checkpoint.config.decoder.attention.rope.scaling
+    if scaling.factors:
+        # Transformers chooses by the length of a text, and we by the room of the KV cache.
+        config.rope_parameters |= {name: [*scaling.factors] for name in ("short_factor", "long_factor")}
+    return architecture, config
 
 
 def _torch(values: np.ndarray, dtype: Any) -> Any:
@@ -98,7 +103,7 @@ def logits(
     for dtype, states in running.items():
         wide = _torch(head, dtype) if states else None
         for state in states:
-            yield torch.nn.functional.linear(state[0], wide).float().numpy()
+            yield torch.nn.functional.linear(state[0], wide).float().numpy() * config.decoder.logits_scale
 
 
 def layer_outputs(
@@ -108,14 +113,16 @@ def layer_outputs(
     rounded: Sequence[Sequence[int]] = (),
     kv: str = "bf16",
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the outputs f32 `[len(ids), emb]` of each layer in turn, a list of those of all texts.
+    """Yield the outputs f32 `[len(ids), emb]` of each layer in turn, as our residual stream has them.
 
-    Arguments and the order of texts are those of `logits`. Raises UserError without the verify extra.
+    Each item is a list of those of all texts. Arguments and the order of texts are those of `logits`. Raises UserError
+    without the verify extra.
     """
     config = checkpoint.config
     running = _embedded(config, values(families.tensor(config, EMBEDDING)), exact, rounded)
     for _ in _through_layers(checkpoint, values, running, kv):
-        yield [state[0].float().numpy() for states in running.values() for state in states]
+        scale = config.decoder.residual_scale
+        yield [state[0].float().numpy() / scale for states in running.values() for state in states]
 
 
 def _embedded(
@@ -136,7 +143,7 @@ def _through_layers(
     for pieces in families.locations(checkpoint.config).values():
         weight = pieces[0][0]
         tensors.setdefault(weight.layer, {})[places[weight.slot].tensor.rpartition("{layer}.")[2]] = pieces
-    models: dict[str, tuple[Any, Any]] = {}
+    models: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def forward(state: Any, model: Any, layer: int) -> Any:
         mixer = checkpoint.config.decoder.layers[layer].mixer
@@ -156,10 +163,12 @@ def _through_layers(
         yield norm
 
 
-def _kinds(checkpoint: Checkpoint) -> list[str]:
-    """Return the kind of each layer as transformers has it; empty for models whose layers are all of one kind."""
+def _kinds(checkpoint: Checkpoint) -> list[tuple[Any, ...]]:
+    """Return what each layer has of the fields that transformers has as lists of layers (`Family.of_layers`)."""
     _, config = _described(checkpoint)
-    return list(getattr(config, "layer_types", None) or [""] * checkpoint.config.layers)
+    fields = families.of(checkpoint.config).of_layers
+    lists = [getattr(config, field, None) or [None] * checkpoint.config.layers for field in fields]
+    return list(zip(*lists, strict=True))
 
 
 def rounding_cache(kv: str) -> Any:
@@ -187,11 +196,11 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
-def _one_layer(checkpoint: Checkpoint, kind: str) -> tuple[Any, Any]:
+def _one_layer(checkpoint: Checkpoint, kind: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return a model of one layer of a kind and a vocabulary of one token, without its last norm, and that norm."""
-    changes = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | (
-        {"layer_types": [kind]} if kind else {}
-    )
+    family = families.of(checkpoint.config)
+    changes = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | dict(family.alone)
+    changes |= {field: [value] for field, value in zip(family.of_layers, kind, strict=True) if value is not None}
     architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **changes)
     model = architecture(config).eval().base_model
     last = families.tensor(checkpoint.config, FINAL_NORM).split(".")[-2]

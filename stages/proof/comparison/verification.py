@@ -121,7 +121,8 @@ def verify(
     say: Callable[..., None] = print_lines,
 ) -> Verification:
     """Compare, report with `say`, and write `verified.json` next to the manifest. Raises UserError."""
-    source, weights, clock = Checkpoint.open(checkpoint), ArtifactWeights(directory), Clock()
+    weights, clock = ArtifactWeights(directory), Clock()
+    source = Checkpoint.open(checkpoint).within(weights.manifest.model["max_seq"])
     with contextlib.closing(load(directory, threads)) as llm:
         check_lengths(llm, prompts)
         parts = windows(llm, text, full)

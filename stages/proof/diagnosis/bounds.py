@@ -554,7 +554,7 @@ def _bound_unknown(case: Case) -> tuple[ErrorBound, ...]:
 
 
 _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
-    **dict.fromkeys(("add", "append_kv", "append_kv_panels"), _bound_exact),
+    **dict.fromkeys(("add", "scale", "append_kv", "append_kv_panels"), _bound_exact),
     **dict.fromkeys(("embed", "embed_rows", *UNPACKING), _bound_rows),
     **dict.fromkeys((f"{kernel}_bfp16" for kernel in UNPACKING), _bound_float_rows),
     **dict.fromkeys(("gemm", "gemv", "gemm_kv", "norm_gemv"), _bound_product),

@@ -103,7 +103,7 @@ def _layers(
 ) -> tuple[list[Layer], str]:
     """Return the comparison of each layer with transformers, or why there is none."""
     try:
-        source = Checkpoint.open(build.source.fetch())
+        source = Checkpoint.open(build.source.fetch()).within(weights.manifest.model["max_seq"])
         exact = transformers_model.layer_outputs(source, weights.values, [text], [text], build.policy.kv)
         rounded = not weights.formats <= set(PLAIN)
         original = transformers_model.layer_outputs(source, source.tensor, [text]) if rounded else None
