@@ -61,8 +61,10 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
     """The file has the checkpoint's tensors, bit for bit, and llama.cpp computes from it what transformers does."""
     directory, file = written(family, seed, tmp_path)
     before, after = Checkpoint.open(directory), Checkpoint.open(file, ())
-    for name in before.held:
-        np.testing.assert_array_equal(after.tensor(name).astype(bfloat16), before.tensor(name))
+    # A file of Granite 4 is read as Granite 3, whose tensors have other names.
+    for read, stored in zip(families.weights(after.config), families.weights(before.config), strict=True):
+        assert read.slot == stored.slot
+        np.testing.assert_array_equal(after.tensor(read.name).astype(bfloat16), before.tensor(stored.name))
     ids = np.random.default_rng(seed).integers(0, before.config.vocab, 200).tolist()
     exact, rounded = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
     llama_cpp, places = peers.LlamaCpp(file, 2, 256, safely=True), [149, *range(190, 200)]

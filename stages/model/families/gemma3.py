@@ -127,6 +127,7 @@ _GGUF = Gguf(
         "final_logit_softcapping": "final_logit_softcapping",
     },
     given=("attention.sliding_window_pattern",),
+    windows=True,
     complete=_of_gguf,
 )
 

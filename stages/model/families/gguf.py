@@ -12,6 +12,9 @@ from typing import Any
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
 from stages.model.families.place import Place
 
+FACTORS = "rope_freqs.weight"
+LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+
 
 def of_block(tensor: str, *among: str) -> Place:
     """Return the place of a slot in a layer's tensor. `among`: the slots that it holds if there are several."""
@@ -64,8 +67,10 @@ class Gguf:
     neighbours: bool = False
     """Whether neighbouring rows (2 d, 2 d + 1) of a head turn together. Rows of Q and K are in that order then, and
     not in a checkpoint's, where rows (d, d + head_dim / 2) do."""
-    factors: bool = False
-    """Whether a scaled rotation is in the file as what each frequency is divided by."""
+    windows: bool = False
+    """Whether llama.cpp attends to windows where a file says it."""
+    factors: tuple[str, ...] = ()
+    """The tensors of what each frequency of a scaled rotation is divided by: one, or for long and for short texts."""
     complete: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = _nothing
     """Returns the fields that the metadata imply: those found so far and the metadata, by key without the
     architecture's name -> more fields, or others instead."""

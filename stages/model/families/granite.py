@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from stages.model.config import MOST_LAYERS, Config, ConfigFields
+from stages.model.config import FULL, MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer, Rope
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS
 
 ALONE = {"embedding_multiplier": 1.0}
@@ -38,4 +40,39 @@ def described(fields: ConfigFields, family: str, rope: Rope, inner: int) -> Conf
     return fields.config(family, layers, max_seq, tied=False, eos=(2,), **scales)
 
 
-FAMILY = Family("granite", ("GraniteForCausalLM",), parse, TENSORS, IGNORED, title="Granite 3", alone=ALONE)
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors, which are 0 where there are none; of a model without rotation those of Granite 4."""
+    usual = dict.fromkeys(_SCALES, 1.0) | {"attention_multiplier": fields["head_dim"] ** -0.5}
+    scales = {name: fields.get(name) or value for name, value in usual.items()}
+    if metadata.get("rope.scaling.finetuned", True):
+        return scales
+    return scales | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "layer_types": [FULL] * min(fields["num_hidden_layers"], MOST_LAYERS),
+        "shared_intermediate_size": fields["intermediate_size"],
+    }
+
+
+_SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+_MAMBA = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+"""Sizes of layers that dense models do not have."""
+
+GGUF = Gguf(
+    "granite",
+    {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
+    _SCALES,
+    given=("rope.scaling.finetuned", "expert_shared_feed_forward_length", *(f"ssm.{size}" for size in _MAMBA)),
+    neighbours=True,
+    complete=_of_gguf,
+)
+
+
+FAMILY = Family("granite", ("GraniteForCausalLM",), parse, TENSORS, IGNORED, title="Granite 3", alone=ALONE, gguf=GGUF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stages.model.config import FULL, Config, ConfigFields
 from stages.model.families import Family
-from stages.model.families.granite import ALONE, described
+from stages.model.families.granite import ALONE, GGUF, described
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS, of_layer
 from stages.model.families.smollm3 import NO_ROTATION
 
@@ -44,4 +44,6 @@ FAMILY = Family(
     IGNORED,
     title="Granite 4, dense",
     alone=ALONE,
+    gguf=GGUF,
 )
+"""In GGUF files it is a Granite 3."""

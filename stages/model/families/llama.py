@@ -7,7 +7,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.gguf import Gguf
+from stages.model.families.gguf import FACTORS, Gguf
 from stages.model.families.place import Place
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -55,6 +55,8 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("llama", [layer] * count, max_seq, tied=False)
 
 
-GGUF = Gguf("llama", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, neighbours=True, factors=True)
+GGUF = Gguf(
+    "llama", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, neighbours=True, factors=(FACTORS,)
+)
 
 FAMILY = Family("llama", ("LlamaForCausalLM",), parse, TENSORS, IGNORED, title="Llama 2, 3, SmolLM2", gguf=GGUF)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer, PositionScale, Rope
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS
 from stages.model.families.mistral import SEEING, SEES
 
@@ -65,6 +67,28 @@ def _rope(fields: ConfigFields, max_seq: int, head_dim: int) -> Rope:
     return rope if every >= max_seq else replace(rope, q_scale=scale)
 
 
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding with the factor of queries, which is 0 where there is none."""
+    scaling = {"rope_type": "default", **(fields["rope_scaling"] or {}), "rope_theta": fields["rope_theta"]}
+    return {"rope_scaling": scaling | {"llama_4_scaling_beta": metadata.get("attention.temperature_scale") or None}}
+
+
+_GGUF = Gguf(
+    "mistral3",
+    {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"},
+    given=("attention.temperature_scale", "attention.temperature_length"),
+    neighbours=True,
+    complete=_of_gguf,
+)
+
+
 FAMILY = Family(
-    "ministral3", ("Ministral3ForCausalLM",), parse, TENSORS, (*IGNORED, *SEEING), wrapped=SEES, title="Ministral 3"
+    "ministral3",
+    ("Ministral3ForCausalLM",),
+    parse,
+    TENSORS,
+    (*IGNORED, *SEEING),
+    wrapped=SEES,
+    title="Ministral 3",
+    gguf=_GGUF,
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer
 from stages.model.families import Family
+from stages.model.families.gguf import LONG_FACTORS, Gguf, of_block
+from stages.model.families.gguf import TENSORS as GGUF_TENSORS
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -50,4 +53,23 @@ _NAMES = {
     **dict.fromkeys(_GATE_UP, of_layer("mlp.gate_up_proj.weight", *_GATE_UP)),
 }
 
-FAMILY = Family("phi3", ("Phi3ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="Phi 3, 3.5, 4-mini")
+
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window, which is 0 where there is none, and the original context."""
+    original = metadata.get("rope.scaling.original_context_length", fields["max_position_embeddings"])
+    return {"sliding_window": fields.get("sliding_window") or None, "original_max_position_embeddings": original}
+
+
+_GGUF = Gguf(
+    "phi3",
+    {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    {"sliding_window": "attention.sliding_window"},
+    tensors=GGUF_TENSORS
+    | dict.fromkeys(_QKV, of_block("attn_qkv.weight", *_QKV))
+    | dict.fromkeys(_GATE_UP, of_block("ffn_up.weight", *_GATE_UP)),
+    factors=LONG_FACTORS,
+    complete=_of_gguf,
+)
+
+
+FAMILY = Family("phi3", ("Phi3ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="Phi 3, 3.5, 4-mini", gguf=_GGUF)

@@ -7,6 +7,7 @@ from typing import Any
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer, Rope
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS
 
 _REQUIRED = {name: values for name, values in REQUIRED.items() if name != "sliding_window"}
@@ -53,4 +54,5 @@ FAMILY = Family(
     IGNORED,
     title="SmolLM 3",
     of_layers=("layer_types", "no_rope_layers"),
+    gguf=Gguf("smollm3", {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}, neighbours=True),
 )

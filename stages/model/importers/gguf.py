@@ -14,18 +14,19 @@ from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config, ConfigFields
 from stages.model.families import Weight, parse_config, weights
-from stages.model.families.gguf import Gguf
+from stages.model.families.gguf import FACTORS, LONG_FACTORS, Gguf
 from stages.model.families.place import Location
 from stages.model.importers import PLAIN, Held
 from stages.model.importers.gguf_blocks import REFUSED, TYPES, BlockType, finite
-from stages.model.importers.gguf_config import architecture, config_fields
+from stages.model.importers.gguf_config import architecture, config_fields, rope_scaling
 from stages.model.importers.gguf_header import Place
 from stages.model.importers.gguf_parts import parts, read_parts
 from stages.model.importers.gguf_tokenizer import tokenizer_files
 from stages.weights.format import Shape
 from stages.weights.formats import formats
 
-ROPE_FACTORS = "rope_freqs.weight"
+MOST_PAIRS = 1 << 16
+"""The most factors of a rotation that are read."""
 _CHUNK = 1 << 20
 """Values that are rearranged at a time, so that temporaries stay in the CPU's cache."""
 
@@ -42,7 +43,7 @@ class GgufFile:
         self.path, self.where = path, str(path)
         self._parts = parts(path)
         self._metadata, self.places = read_parts(self._parts)
-        self.names = frozenset(self.places) - {ROPE_FACTORS}
+        self.names = frozenset(self.places) - {FACTORS, *LONG_FACTORS}
 
     @cached_property
     def _meta(self) -> ConfigFields:
@@ -54,29 +55,18 @@ class GgufFile:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        fields = config_fields(self._meta, self._kind, self.places)
-        return {**fields, "rope_scaling": self._rope_scaling(fields["head_dim"])}
+        factors = {name: self._factors(name) for name in (FACTORS, *LONG_FACTORS) if name in self.places}
+        return config_fields(self._meta, self._kind, self.places, rope_scaling(self._meta, self._kind, factors))
 
     @cached_property
     def config(self) -> Config:
         """The model that it holds. Raises UserError."""
         return parse_config(self.fields, self.where)
 
-    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        """Return the scaling of the rotary embedding. A GGUF file has Llama 3's as the resulting factors."""
-        prefix = f"{self._kind.architecture}.rope.scaling"
-        kind = self._metadata.get(f"{prefix}.type", "none")
-        if kind not in ("none", "linear"):
-            raise self._meta.fail(f"{prefix}.type", "only none, linear are supported")
-        if ROPE_FACTORS in self.places:
-            same = self._factors(ROPE_FACTORS, head_dim // 2)
-            return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": self._meta.number(f"{prefix}.factor")}
-        return None
-
-    def _factors(self, name: str, count: int) -> list[float]:
+    def _factors(self, name: str) -> list[float]:
         """Return what the rotations are divided by. Raises UserError."""
+        # Their number is checked with the others'.
+        count = min(prod(self.places[name].shape), MOST_PAIRS)
         factors = self._read(name, self._place(name, (count,)))
         if factors.dtype != np.float32 or not (np.isfinite(factors) & (factors > 0)).all():
             raise UserError(f"{self.where_is(name)}: tensor {name} must be F32 and hold positive numbers")

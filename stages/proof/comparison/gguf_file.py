@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,11 +18,11 @@ from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, inverse_frequencies
-from stages.model.decoder import Attention, Decoder, Layer, Rope
+from stages.model.decoder import Attention, Rope, RopeScaling
 from stages.model.families import token_tensors
-from stages.model.families.gguf import Gguf
+from stages.model.families.gguf import FACTORS, LONG_FACTORS, Gguf
 from stages.model.families.place import Location, whole
-from stages.model.importers.gguf import ROPE_FACTORS, GgufFile, location
+from stages.model.importers.gguf import GgufFile, location
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_header import Place
 
@@ -47,8 +48,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
         for name, pieces in _locations(config, kind).items():
             values = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
             _add(writer, name, values, pieces[0][0].offset)
-        if kind.factors and config.decoder.attention.rope.scaling.type != "default":
-            writer.add_tensor(ROPE_FACTORS, _frequency_factors(config))
+        for name, factors in _factors(config, kind).items():
+            writer.add_tensor(name, factors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -77,25 +78,30 @@ def _add(writer: Any, name: str, tensor: np.ndarray, offset: float) -> None:
 
 def _check_described(path: Path, config: Config) -> None:
     """Raise UserError where a file says something else than the configuration that it was written of."""
-    written, ours = GgufFile(path).config.decoder, config.decoder
-    layers = [[_comparable(layer) for layer in decoder.layers] for decoder in (written, ours)]
-    scalars = [replace(decoder, layers=(), eps=0.0) for decoder in (written, ours)]
-    same = {
-        "layers": layers[0] == layers[1],
-        "rotary embedding": np.allclose(_turns(written, config), _turns(ours, config), rtol=1e-5, atol=0),
-        "scalars": scalars[0] == scalars[1],
-        "epsilon": np.isclose(written.eps, ours.eps, rtol=1e-5, atol=0),
-    }
-    if other := [name for name, equal in same.items() if not equal]:
-        raise UserError(f"peers=llama.cpp: a GGUF file cannot describe its {', '.join(other)}: leave it out")
+    written = GgufFile(path).config.decoder
+    if where := _difference(written, config.decoder, config.head_dim, "decoder"):
+        raise UserError(f"peers=llama.cpp: a GGUF file cannot describe its {where}: leave it out")
 
 
-def _turns(decoder: Decoder, config: Config) -> list[np.ndarray]:
-    return [inverse_frequencies(mixer.rope, config.head_dim) for mixer in decoder.attentions]
+def _difference(ours: Any, theirs: Any, head_dim: int, name: str) -> str | None:
+    """Return the name of a value in which two parts of a description differ, beyond rounding to f32; None without."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return None if math.isclose(ours, theirs, rel_tol=1e-5) else name
+    if isinstance(ours, Rope) and isinstance(theirs, Rope):
+        ours, theirs = (tuple(map(partial(_turns, head_dim=head_dim), r.tables.values())) for r in (ours, theirs))
+    if isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        pairs = [(name, a, b) for a, b in zip(ours, theirs, strict=True)]
+    elif is_dataclass(ours) and type(ours) is type(theirs):
+        pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(ours)]
+    else:
+        return None if ours == theirs else name
+    return next(filter(None, (_difference(a, b, head_dim, inner) for inner, a, b in pairs)), None)
 
 
-def _comparable(layer: Layer) -> Layer:
-    return replace(layer, mixer=replace(layer.mixer, rope=Rope())) if isinstance(layer.mixer, Attention) else layer
+def _turns(rope: Rope, head_dim: int) -> tuple[Any, ...]:
+    """Return what makes a table of rotations."""
+    frequencies = tuple(inverse_frequencies(rope, head_dim).tolist())
+    return frequencies, rope.scaling.attention_factor, rope.turned, rope.q_scale
 
 
 def silenced() -> Any:
@@ -164,12 +170,12 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
         writer.add_shortconv_l_cache(config.decoder.taps)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    _describe_ropes(writer, config, kind)
+    _describe_rope(writer, config, kind)
+    _describe_scales(writer, config, kind)
     windows = [mixer.window for mixer in config.decoder.attentions]
-    if any(windows) and "attention.sliding_window" in kind.keys.values():
+    if any(windows) and kind.windows:
         writer.add_sliding_window(max(filter(None, windows)))
         slides = [window is not None for window in windows]
         period = slides.index(False) + 1 if False in slides else len(slides) + 1
@@ -179,24 +185,70 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
             writer.add_sliding_window_pattern(slides)
 
 
-def _describe_ropes(writer: Any, config: Config, kind: Gguf) -> None:
-    """Add the rotary embedding of layers that see all positions, and the base of those with a window."""
-    ropes = {mixer.window is None: mixer.rope for mixer in config.decoder.attentions}
-    rope = ropes.get(True, ropes.get(False))
-    assert rope
+def _describe_scales(writer: Any, config: Config, kind: Gguf) -> None:
+    decoder = config.decoder
+    scales = {
+        "attention.scale": decoder.attention.scalar**-0.5,
+        "embedding_scale": decoder.embed_scale,
+        "residual_scale": decoder.residual_scale,
+        "logit_scale": 1 / decoder.logits_scale,
+    }
+    for key in scales.keys() & kind.keys.values():
+        writer.add_float32(f"{kind.architecture}.{key}", scales[key])
+
+
+def _ropes(config: Config) -> dict[bool, Rope]:
+    """Return the rotary embeddings of layers that see all positions, and of those that do not; those that turn."""
+    mixers = config.decoder.attentions
+    turning = [mixer for mixer in mixers if mixer.rope.turned != 0]
+    return {mixer.window is None: mixer.rope for mixer in turning or mixers}
+
+
+def _rope(config: Config) -> Rope:
+    ropes = _ropes(config)
+    return ropes.get(True) or ropes[False]
+
+
+def _describe_rope(writer: Any, config: Config, kind: Gguf) -> None:
+    rope, ropes = _rope(config), _ropes(config)
     writer.add_rope_freq_base(rope.theta)
+    writer.add_rope_dimension_count(rope.turned or config.head_dim)
+    if "rope.scaling.finetuned" in kind.given:
+        writer.add_rope_scaling_finetuned(rope.turned != 0)
     if "rope.freq_base_swa" in kind.keys.values() and False in ropes:
         writer.add_float32(f"{kind.architecture}.rope.freq_base_swa", ropes[False].theta)
-    if not kind.factors and rope.scaling.type == "linear":
-        import gguf
+    if rope.q_scale and "attention.temperature_scale" in kind.given:
+        writer.add_attn_temperature_scale(rope.q_scale.beta)
+    _describe_scaling(writer, rope.scaling, kind)
 
+
+def _describe_scaling(writer: Any, scaling: RopeScaling, kind: Gguf) -> None:
+    import gguf
+
+    if scaling.type == "linear" and not kind.factors:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope.scaling.factor)
+        writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.type == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor)
+    if scaling.type == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+        # With this llama.cpp has no factor of its own.
+        writer.add_rope_scaling_yarn_log_mul(1.0)
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor)
 
 
-def _frequency_factors(config: Config) -> np.ndarray:
-    """Return what llama.cpp divides the unscaled rotations by, float32 `[head_dim / 2]`."""
-    rope = config.decoder.attention.rope
-    scaled = inverse_frequencies(rope, config.head_dim)
-    factors: np.ndarray = inverse_frequencies(Rope(rope.theta), config.head_dim) / scaled
-    return factors.astype(np.float32)
+def _factors(config: Config, kind: Gguf) -> dict[str, np.ndarray]:
+    """Return what llama.cpp divides the unscaled rotations by, float32 `[pairs that turn]`, by tensor."""
+    rope, factors = _rope(config), {}
+    if kind.factors == LONG_FACTORS and rope.scaling.type == "longrope":
+        longer = rope.scaling.long_factors or rope.scaling.factors
+        factors = dict(zip(LONG_FACTORS, (longer, rope.scaling.factors), strict=True))
+    elif kind.factors == (FACTORS,) and rope.scaling.type not in ("default", "yarn"):
+        scaled = inverse_frequencies(rope, config.head_dim)
+        factors = {FACTORS: inverse_frequencies(Rope(rope.theta), config.head_dim) / scaled}
+    return {name: np.array(values, np.float32) for name, values in factors.items()}
