@@ -122,6 +122,18 @@ def _gguf(scratch: Path) -> Iterator[Run]:
     yield run
 
 
+@contextlib.contextmanager
+def _gguf_parts(scratch: Path) -> Iterator[Run]:
+    """One part is damaged; the others are the corpus's."""
+
+    def run(name: str, content: bytes) -> None:
+        for part in (CORPUS / "gguf_parts").iterdir():
+            (scratch / part.name).write_bytes(content if part.name == name else part.read_bytes())
+        _read_checkpoint(scratch / name)
+
+    yield run
+
+
 def _in_checkpoint(file: str) -> Callable[[Path], AbstractContextManager[Run]]:
     """One file of a checkpoint is damaged; the others are the corpus's of the same name, or `plain`."""
 
@@ -508,6 +520,7 @@ PARSERS = {
     "artifacts": Parser(_commands, _json_below_artifacts, damaged_json),
     "manifest": Parser(_load_and_run, manifests, damaged_json),
     "gguf": Parser(_gguf, files("gguf"), mutated_bytes),
+    "gguf_parts": Parser(_gguf_parts, files("gguf_parts"), mutated_bytes),
     "safetensors": Parser(_in_checkpoint("model.safetensors"), files("safetensors"), mutated_bytes),
     "config": Parser(_in_checkpoint("config.json"), files("config"), damaged_json),
     "index": Parser(_in_checkpoint("model.safetensors.index.json"), files("index"), damaged_json),
