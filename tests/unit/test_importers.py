@@ -724,7 +724,7 @@ GGUF_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "more layers": (metadata("llama.block_count", 2), "tensors are missing, first blk.1"),
     "epsilon": (metadata("llama.attention.layer_norm_rms_epsilon", float("nan")), "layer_norm_rms_epsilon = NaN"),
     "context": (metadata("llama.context_length", 0), "llama.context_length = 0"),
-    "rotation": (metadata("llama.rope.dimension_count", 32), "llama.rope.dimension_count = 32"),
+    "rotation": (metadata("llama.rope.dimension_count", 32), "partial_rotary_factor = 0.5: only 1"),
     "head size": (metadata("llama.attention.key_length", 63), "63"),
     "end token": (metadata("tokenizer.ggml.eos_token_id", 4000), "tokenizer.ggml.eos_token_id = 4000"),
     "dimensions": (after("token_embd.weight", 0, number(4, 9)), "token_embd.weight has 9 dimensions"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -43,9 +45,9 @@ def test_heads_turn_as_in_their_checkpoint(turned: int | None, interleaved: bool
 
 @pytest.mark.parametrize("head", [None, Rope(turned=4).rows(6), Rope(interleaved=True).rows(6)])
 def test_rows_that_follow_one_another(head: list[int] | None) -> None:
-    tensor = np.arange(96).reshape(48, 2)
+    tensor, place = np.arange(96).reshape(48, 2), Place("qkv", SLOTS)
     pieces = {
-        slot: Location("qkv", tensor.shape, Place("qkv", SLOTS).rows(slot, COUNTS, None if slot == "wv" else head))
+        slot: Location("qkv", tensor.shape, partial(place.rows, slot, COUNTS, None if slot == "wv" else head))
         for slot in SLOTS
     }
     values = {slot: tensor[at.rows] for slot, at in pieces.items()}
@@ -60,7 +62,7 @@ def test_rows_that_alternate() -> None:
     tensor = np.arange(12)
     places = {slot: Place("gate_up", ("w_gate", "w_up"), alternate=True) for slot in ("w_gate", "w_up")}
     counts = dict.fromkeys(places, 6)
-    pieces = [Location("gate_up", (12,), place.rows(slot, counts)) for slot, place in places.items()]
+    pieces = [Location("gate_up", (12,), partial(place.rows, slot, counts)) for slot, place in places.items()]
     assert tensor[pieces[0].rows].tolist() == [0, 2, 4, 6, 8, 10]
     assert tensor[pieces[1].rows].tolist() == [1, 3, 5, 7, 9, 11]
     assert (whole([(at, tensor[at.rows]) for at in pieces]) == tensor).all()

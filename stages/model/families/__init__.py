@@ -181,7 +181,7 @@ def location(
     return Location(
         place.tensor.format(layer=weight.layer),
         (rows, *_resolved(weight.shape[1:], sizes)),
-        place.rows(weight.slot, counts, head),
+        functools.partial(place.rows, weight.slot, counts, head),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stages.engine.lazy import np
 
@@ -50,8 +51,12 @@ class Location:
     """The tensor's name."""
     shape: tuple[int, ...]
     """The tensor's shape."""
-    rows: slice | np.ndarray
-    """The tensor's row that is in each row of the weights."""
+    find_rows: Callable[[], slice | np.ndarray]
+
+    @cached_property
+    def rows(self) -> slice | np.ndarray:
+        """The tensor's row that is in each row of the weights: found when the tensor's shape has been checked."""
+        return self.find_rows()
 
 
 def whole(pieces: Iterable[tuple[Location, np.ndarray]]) -> np.ndarray:

@@ -95,7 +95,7 @@ def config_fields(
 
 def _turned(meta: ConfigFields, prefix: str, head_dim: int) -> dict[str, Any]:
     """Return how much of a head turns, where that is not all of it. Raises UserError."""
-    turned = meta.integer(f"{prefix}rope.dimension_count", head_dim)
+    turned = meta.integer(f"{prefix}rope.dimension_count", head_dim, most=head_dim)
     meta.require({f"{prefix}rope.dimension_count_swa": (turned,)})
     if turned == head_dim:
         return {}
