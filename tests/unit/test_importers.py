@@ -24,7 +24,7 @@ from stages.model.artifact_weights import ArtifactWeights
 from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.decoder import Rope
-from stages.model.families import parse_config, tensors
+from stages.model.families import locations, parse_config, tensors
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
@@ -360,6 +360,52 @@ def awq_parts(size: int = 64) -> Callable[[np.random.Generator, tuple[int, int]]
 AWQ_SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 
 
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma3_text": {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+}
+"""Biases, norms of heads, others around halves, fused tensors whose rows are reordered."""
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed", "w8a8", "fp8"])
+def test_methods_of_families(method: str, family: str, tmp_path: Path) -> None:
+    """Each weight is those rows of the tensor that it lies in which the family says; what is not quantised is there."""
+    settings, parts, form = {
+        "gptq": (gptq_settings(sym=True), gptq_parts(sym=True), "int4_f32"),
+        "awq": (AWQ_SETTINGS, awq_parts(), "int4_f32"),
+        "compressed": (compressed_settings(), compressed_parts("W4A16"), "int4_f32"),
+        "w8a8": (
+            compressed_settings("int-quantized", **COMPRESSED["W8A8 rows"][0]),
+            compressed_parts("W8A8 rows"),
+            "w8a8",
+        ),
+        "fp8": (fp8_settings(), fp8_parts((128, 128), scale="weight_scale_inv"), "f32"),
+    }[method]
+    raw = CONFIG_OF_TESTS | {"model_type": family, "quantization_config": settings} | OF_FAMILIES[family]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, rng = parse_config(raw, "test"), np.random.default_rng(0)
+    written, values = {}, {}
+    for name, pieces in locations(config).items():
+        if len(pieces[0][1].shape) == 2 and "_proj" in name:
+            made, values[name] = parts(rng, pieces[0][1].shape)
+            written |= {name.removesuffix("weight") + part: np.ascontiguousarray(array) for part, array in made.items()}
+        else:
+            written[name] = values[name] = rng.standard_normal(pieces[0][1].shape, np.float32).astype(bfloat16)
+    save_file(written, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, ())
+    for name, pieces in locations(config).items():
+        for weight, at in pieces:
+            np.testing.assert_array_equal(checkpoint.tensor(weight.name), values[name][at.rows])
+            assert checkpoint.stored_format(weight.name) == (
+                form if "_proj" in name and values[name].ndim == 2 else "bf16"
+            )
+            if form != "f32":
+                check_stored(checkpoint, weight.name)
+
+
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_awq(size: int, tmp_path: Path) -> None:
     expected = write_quantised(tmp_path, AWQ_SETTINGS | {"group_size": size}, awq_parts(size))
@@ -421,6 +467,7 @@ def compressed_settings(kind: str = "pack-quantized", **weights: Any) -> dict[st
     return {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"], "config_groups": groups}
 
 
+W8A8 = {"num_bits": 8, "strategy": "channel", "group_size": None}
 COMPRESSED = {
     "W4A16": ({}, bfloat16, "int4_f32"),
     "W4A16 f16": ({"group_size": 128}, np.float16, "int4_f32"),
@@ -431,8 +478,8 @@ COMPRESSED = {
     "W8A16": ({"num_bits": 8, "group_size": 32}, bfloat16, "int8_f32"),
     "W8A16 zeros": ({"num_bits": 8, "symmetric": False}, np.float16, "int8_f32"),
     "W8A16 f32 zeros": ({"num_bits": 8, "symmetric": False}, np.float32, "f32"),
-    "W8A8 rows": ({"num_bits": 8, "strategy": "channel", "group_size": None}, bfloat16, "w8a8"),
-    "W8A8 rows f32": ({"num_bits": 8, "strategy": "channel", "group_size": None}, np.float32, "w8a8"),
+    "W8A8 rows": (W8A8, bfloat16, "w8a8"),
+    "W8A8 rows f32": (W8A8, np.float32, "w8a8"),
     "W8A8 tensor": ({"num_bits": 8, "strategy": "tensor", "group_size": None}, np.float32, "w8a8"),
 }
 _FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
@@ -859,7 +906,7 @@ METHOD_DAMAGE: dict[str, dict[str, tuple[Damage, str]]] = {
         "group negative": (part("g_idx", put(-1)), "up_proj.g_idx names groups -1 to 3"),
         "groups short": (part("g_idx", shorter), "up_proj.g_idx has shape [255]"),
         "groups float": (part("g_idx", lambda a: a.astype(np.float32)), "up_proj.g_idx is F32"),
-        "bias": (part("bias", put(0.5)), "up_proj.bias is not zero"),
+        "bias": (part("bias", put(0.5)), "unexpected tensor model.layers.0.mlp.up_proj.bias"),
         "bias short": (part("bias", shorter), "up_proj.bias has shape [511]"),
     },
     "awq": {
