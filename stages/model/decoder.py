@@ -30,8 +30,13 @@ class Norm:
 
     @property
     def scalars(self) -> dict[str, str | float]:
-        """The scalars of a launch that computes it."""
-        return {"eps": "eps", "offset": self.offset, "once": int(self.once)}
+        """The scalars of a launch that computes it of the residual stream."""
+        return {"eps": "stream_eps", "offset": self.offset, "once": int(self.once)}
+
+    @property
+    def scalars_of_results(self) -> dict[str, str | float]:
+        """The scalars of a launch that computes it of what is no residual stream: heads, results."""
+        return {**self.scalars, "eps": "eps"}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,18 @@ from stages.model import decoder as described_by
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import table
-from stages.model.decoder import BIASES, Attention, Decoder, FeedForward, Layer, Norm, Rope, RopeScaling, ShortConv
+from stages.model.decoder import (
+    BIASES,
+    Attention,
+    Decoder,
+    FeedForward,
+    Layer,
+    Norm,
+    PositionScale,
+    Rope,
+    RopeScaling,
+    ShortConv,
+)
 from stages.model.families import parse_config
 from stages.model.grouping import programs
 from stages.model.part import resolved
@@ -40,13 +51,17 @@ Draw = np.random.Generator
 
 DRAWN = {
     Norm: {"offset", "once"},
-    RopeScaling: {"type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position", "factors"},
-    Rope: {"theta", "scaling", "kind", "turned", "interleaved"},
+    RopeScaling: {
+        *("type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position", "factors"),
+        *("long_factors", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    },
+    PositionScale: {"beta", "every"},
+    Rope: {"theta", "scaling", "kind", "turned", "interleaved", "q_scale"},
     Attention: {"heads", "kv_heads", "head_dim", "rope", "scalar", "window", "qk_norm", "biased"},
     ShortConv: {"taps"},
     FeedForward: {"inner", "activation"},
     Layer: {"mixer", "feed_forward", "norm", "sandwich"},
-    Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale"},
+    Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale", "residual_scale", "logits_scale"},
 }
 """The fields of a description that differ here."""
 
@@ -68,15 +83,34 @@ def norm(rng: Draw) -> Norm:
 
 
 def rope(rng: Draw, head_dim: int, kind: str) -> Rope:
-    turned = int(rng.integers(1, head_dim // 2 + 1)) * 2 if chance(rng) else None
-    width = turned or head_dim
+    turned = int(rng.integers(0, head_dim // 2 + 1)) * 2 if chance(rng) else None
+    width = head_dim if turned is None else turned
+    original, factor = int(rng.choice([40, POSITIONS, 300])), float(rng.choice([1.0, 1.3]))
+    short, long = (tuple(float(f) for f in 1 + 4 * rng.random(width // 2)) for _ in range(2))
+    fast, slow = float(rng.choice([32.0, 4.0])), float(rng.choice([1.0, 0.5]))
     scaling = {
         "default": RopeScaling(),
         "linear": RopeScaling("linear", float(rng.choice([2.0, 8.0]))),
         "llama3": RopeScaling("llama3", 8.0, 1.0, 4.0, 40),
-        "longrope": RopeScaling("longrope", factors=tuple(float(f) for f in 1 + 4 * rng.random(width // 2))),
-    }[str(rng.choice(["default", "linear", "llama3", "longrope"]))]
-    return Rope(float(rng.choice([1e2, 1e4, 5e5])), scaling, kind, turned, chance(rng))
+        "longrope": RopeScaling(
+            "longrope",
+            original_max_position=original,
+            factors=short,
+            long_factors=long if chance(rng) else (),
+            attention_factor=factor,
+        ),
+        "yarn": RopeScaling(
+            "yarn",
+            float(rng.choice([2.0, 16.0])),
+            original_max_position=original,
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=chance(rng),
+            attention_factor=factor,
+        ),
+    }[str(rng.choice(["default", "linear", "llama3", "longrope", "yarn"]))]
+    grows = PositionScale(float(rng.choice([0.1, 1.0])), int(rng.choice([5, 30]))) if chance(rng, 3) else None
+    return Rope(float(rng.choice([1e2, 1e4, 5e5])), scaling, kind, turned, chance(rng), grows)
 
 
 def description(rng: Draw) -> Decoder:
@@ -100,6 +134,7 @@ def description(rng: Draw) -> Decoder:
     kinds = [layer(first=not kind) for kind in range(3)]
     layers = [kinds[int(kind)] for kind in rng.integers(len(kinds), size=count)]
     layers[int(rng.integers(count))] = kinds[0]
+    embed_scale, residual_scale = float(rng.choice([1.0, 6.5])), float(rng.choice([1.0, 0.22]))
     return Decoder(
         vocab=int(rng.integers(257, 400)),
         emb=emb,
@@ -107,7 +142,10 @@ def description(rng: Draw) -> Decoder:
         eps=float(rng.choice([1e-6, 1e-5, 0.02])),
         tied=chance(rng),
         norm=norm(rng),
-        embed_scale=float(rng.choice([1.0, 6.5])),
+        embed_scale=embed_scale,
+        # Rows of the embedding are divided by it, which is a rounding more where they have no factor of their own.
+        residual_scale=residual_scale if embed_scale != 1 else 1.0,
+        logits_scale=float(rng.choice([1.0, 0.3])),
     )
 
 
@@ -134,7 +172,7 @@ def write(directory: Path, made: Decoder, seed: int) -> None:
 
 def of_references(checkpoint: Path, ids: list[int], tokens: int) -> list[np.ndarray]:
     """Logits of the parts' references, wired as the NPU's plan says, after a prompt and after each of `tokens`."""
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint).within(POSITIONS)
     config, grouping = opened.config, GROUPINGS["separate"]
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -176,7 +214,7 @@ def test_descriptions(seed: int, tmp_path: Path) -> None:
     write(tmp_path / "model", made, seed)
     ids = rng.integers(0, made.vocab, ROWS + TOKENS).tolist()
     tensors = load_file(tmp_path / "model/model.safetensors")
-    exact, rounded = Plain(made, tensors).logits(ids), Plain(made, tensors, in_bf16).logits(ids)
+    exact, rounded = (Plain(made, tensors, POSITIONS, *of).logits(ids) for of in ((), (in_bf16,)))
     end = int(rng.integers(1, ROWS + 1))
     places = range(end - 1, end + TOKENS)
     ours = of_references(tmp_path / "model", ids[: end + TOKENS], TOKENS)
@@ -192,8 +230,9 @@ def test_descriptions_run(seed: int, checkout: Path, artifacts: Path, tmp_path: 
     write(checkpoint, made, seed)
     ids = rng.integers(0, made.vocab, ROWS + TOKENS).tolist()
     tensors = load_file(checkpoint / "model.safetensors")
-    exact, rounded = Plain(made, tensors).logits(ids), Plain(made, tensors, in_bf16).logits(ids)
-    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", "target=cpu", cwd=checkout)
+    exact, rounded = (Plain(made, tensors, POSITIONS, *of).logits(ids) for of in ((), (in_bf16,)))
+    context = [] if made.short_context is None else [f"context={POSITIONS}"]
+    run = doit("compile", f"model={checkpoint}", f"artifacts={artifacts}", "target=cpu", *context, cwd=checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     llm = load(artifacts / checkpoint.name / "cpu")
     first, end = sorted(rng.choice(np.arange(1, ROWS), 2, replace=False).tolist())

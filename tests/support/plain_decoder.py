@@ -29,6 +29,8 @@ class Plain:
     decoder: Decoder
     tensors: Mapping[str, Array]
     """As a checkpoint has them: `layers.N.SLOT`, and by slot outside of the layers."""
+    room: int
+    """The positions that its KV cache has room for."""
     rounded: Callable[[Array], Array] = lambda x: x
 
     def logits(self, ids: list[int]) -> Array:
@@ -38,7 +40,7 @@ class Plain:
         for number, layer in enumerate(described.layers):
             x = self.layer(layer, f"layers.{number}", x)
         x = self.norm(described.norm, self.tensor("final_norm_w"), x)
-        return x @ self.tensor("w_embed" if described.tied else "w_vocab").T
+        return x @ self.tensor("w_embed" if described.tied else "w_vocab").T * described.logits_scale
 
     def tensor(self, name: str) -> Array:
         return self.tensors[name].astype(np.float64)
@@ -61,9 +63,10 @@ class Plain:
         mixer, network = layer.mixer, layer.feed_forward
         inner = normed("norm_w", x)
         mixed = self.attention(mixer, name, inner) if isinstance(mixer, Attention) else self.conv(mixer, name, inner)
-        x = self.rounded(x + (normed("attn_norm_w", mixed) if layer.sandwich else mixed))
+        scale = self.decoder.residual_scale
+        x = self.rounded(x + scale * (normed("attn_norm_w", mixed) if layer.sandwich else mixed))
         added = self.network(network, name, normed("ffn_norm_w", x))
-        return self.rounded(x + (normed("down_norm_w", added) if layer.sandwich else added))
+        return self.rounded(x + scale * (normed("down_norm_w", added) if layer.sandwich else added))
 
     def network(self, network: FeedForward, name: str, x: Array) -> Array:
         gate, up = self.product(x, f"{name}.w_gate"), self.product(x, f"{name}.w_up")
@@ -89,7 +92,10 @@ class Plain:
         q, k, v = heads("q", mixer.heads), heads("k", mixer.kv_heads), heads("v", mixer.kv_heads)
         if mixer.qk_norm:
             q, k = (self.norm(mixer.qk_norm, self.tensor(f"{name}.{n}_norm_w"), h) for n, h in (("q", q), ("k", k)))
-        q, k = (self.rounded(turned(mixer.rope, each)) for each in (q, k))
+        q, k = (self.rounded(turned(mixer.rope, each, self.room)) for each in (q, k))
+        if scale := mixer.rope.q_scale:
+            grown = [1 + scale.beta * math.log(1 + position // scale.every) for position in range(len(x))]
+            q = self.rounded(q * np.array(grown)[:, None, None])
         group, out = mixer.heads // mixer.kv_heads, np.empty_like(q)
         behind = np.arange(len(x))[:, None] - np.arange(len(x))
         hidden = (behind < 0) | (behind >= (mixer.window or len(x)))
@@ -102,11 +108,12 @@ class Plain:
         return self.product(self.rounded(out).reshape(len(x), -1), f"{name}.wo")
 
 
-def turned(rope: Rope, heads: Array) -> Array:
+def turned(rope: Rope, heads: Array, room: int) -> Array:
     """Return heads `[positions, heads, head_dim]`, in a checkpoint's order, with their pairs turned."""
-    width = rope.turned or heads.shape[-1]
-    angles = np.arange(len(heads))[:, None, None] * frequencies(rope, heads.shape[-1], width)
-    out, cos, sin = heads.copy(), np.cos(angles), np.sin(angles)
+    width = heads.shape[-1] if rope.turned is None else rope.turned
+    angles = np.arange(len(heads))[:, None, None] * frequencies(rope, width, room)
+    factor = rope.scaling.attention_factor
+    out, cos, sin = heads.copy(), factor * np.cos(angles), factor * np.sin(angles)
     first, second = (
         (slice(0, width, 2), slice(1, width, 2))
         if rope.interleaved
@@ -120,13 +127,17 @@ def turned(rope: Rope, heads: Array) -> Array:
     return out
 
 
-def frequencies(rope: Rope, head_dim: int, width: int) -> Array:
+def frequencies(rope: Rope, width: int, room: int) -> Array:
     """Return what a position turns each pair by."""
     scaling, each = rope.scaling, [rope.theta ** (-2 * pair / width) for pair in range(width // 2)]
     if scaling.type == "linear":
         return np.array([f / scaling.factor for f in each])
     if scaling.type == "longrope":
-        return np.array([f / by for f, by in zip(each, scaling.factors, strict=True)])
+        long = scaling.long_factors and room > scaling.original_max_position
+        factors = scaling.long_factors if long else scaling.factors
+        return np.array([f / by for f, by in zip(each, factors, strict=True)])
+    if scaling.type == "yarn":
+        return np.array([shared(rope, pair, width) for pair in range(width // 2)])
     if scaling.type == "llama3":
 
         def stretched(f: float) -> float:
@@ -143,3 +154,18 @@ def frequencies(rope: Rope, head_dim: int, width: int) -> Array:
         return np.array(list(map(stretched, each)))
     assert scaling.type == "default"
     return np.array(each)
+
+
+def shared(rope: Rope, pair: int, width: int) -> float:
+    """Return the frequency of a pair with YaRN (Peng et al. 2023, section 3.2), between its own and the divided one."""
+    scaling, own = rope.scaling, rope.theta ** (-2 * pair / width)
+    # The pairs that turn `beta` times in the original context: original f / (2 pi) = beta.
+    ends = [
+        width * math.log(scaling.original_max_position / (2 * math.pi * beta)) / (2 * math.log(rope.theta))
+        for beta in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    if scaling.truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
+    divided = min(max((pair - low) / (high - low if high != low else 0.001), 0), 1)
+    return divided * own / scaling.factor + (1 - divided) * own

@@ -155,7 +155,7 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
         rope = {"q": "rope_q", "k": "rope_kv"}[which] if interleave else "rope"
         args, scalars = {"x": results[which], "table": tables[which], "out": out}, {}
         if mixer.qk_norm:
-            rope, args, scalars = f"norm_{rope}", args | {"weight": norms[which]}, mixer.qk_norm.scalars
+            rope, args, scalars = f"norm_{rope}", args | {"weight": norms[which]}, mixer.qk_norm.scalars_of_results
         b.launch(rope, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim", **scalars)
     return b
 
@@ -200,7 +200,7 @@ def _add(d: Described, b: PartBuilder, rows: _Rows, residual: str, product: str,
     """Add a product, or its norm, to the residual stream. `norm`: the slot of the norm's weight, or nothing."""
     if norm:
         args = {"x": product, "residual": residual, "weight": norm, "out": out}
-        b.launch("norm_add", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+        b.launch("norm_add", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars_of_results)
     else:
         b.launch("add", {"a": residual, "b": product, "out": out}, rows=rows.rows, cols="emb")
 
@@ -411,7 +411,7 @@ def _token_attn(d: Described) -> PartBuilder:
     kernel, scalars, norm = "token_attention", d.attention, d.mixer.qk_norm
     if norm:
         args |= {f"{which}_norm": d.weight(b, f"{which}_norm_w") for which in ("q", "k")}
-        kernel, scalars = f"norm_{kernel}", scalars | norm.scalars
+        kernel, scalars = f"norm_{kernel}", scalars | norm.scalars_of_results
     b.launch(kernel, args, window="window", pos="pos", **scalars)
     return b
 
