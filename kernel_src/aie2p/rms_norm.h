@@ -59,4 +59,14 @@ void norm_rows(bfloat16 *x, const bfloat16 *weight, float eps) {
     for (unsigned row = 0; row < Rows; ++row, x += Cols) norm_row<Cols>(x, weight, x, eps);
 }
 
+// x += y, rounded.
+template <unsigned Cols>
+void add_row(bfloat16 *x, const bfloat16 *y) {
+    constexpr unsigned L = lanes_for(Cols, 32);
+    for (unsigned i = 0; i < Cols; i += L) {
+        const aie::accum<accfloat, L> wide(aie::load_v<L>(y + i));
+        aie::store_v(x + i, aie::add(wide, aie::load_v<L>(x + i)).template to_vector<bfloat16>());
+    }
+}
+
 }  // namespace

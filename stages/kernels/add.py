@@ -11,7 +11,8 @@ def reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.astype(np.float32) + b.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
-def _vectors(values: int) -> int:
+def vectors(values: int) -> int:
+    """Return the vector operations that the sum of `values` values takes."""
     return values // lanes(values) * 7
 
 
@@ -21,6 +22,6 @@ KERNELS = (
         ("a", "b"),
         "rows cols",
         reference,
-        **elementwise.device("add", ("a", "b", "out"), lambda sizes: {"vectors": _vectors}),
+        **elementwise.device("add", ("a", "b", "out"), lambda sizes: {"vectors": vectors}),
     ),
 )

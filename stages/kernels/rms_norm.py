@@ -64,7 +64,12 @@ class Norm:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a norm is divided: each core has an equal share of the rows. The weight stays in L1."""
+    """How a norm is divided: each core has an equal share of the rows. The weight stays in L1.
+
+    With a residual it does not: a core has two input streams, so the weight comes on that of the residual. A stream
+    that brings a buffer once and others many times is none that the compiler knows, so the rows of each step are a step
+    of the launch, to which the weight comes again.
+    """
 
     rows: int
     cols: int
@@ -73,10 +78,13 @@ class Tiling:
     """Columns of the herd, which has one row."""
     tile_rows: int
     """Rows that a core processes at a time."""
+    adds: bool = False
+    """Whether the norm is added to a residual."""
 
     @property
     def variant(self) -> Variant:
-        return air.Variant.of("rms_norm", COLS=self.cols, ROWS=self.tile_rows, **self.norm.macros)
+        adds = {"ADD": 1} if self.adds else {}
+        return air.Variant.of("rms_norm", COLS=self.cols, ROWS=self.tile_rows, **adds, **self.norm.macros)
 
     @property
     def macs(self) -> int:
@@ -84,22 +92,29 @@ class Tiling:
 
     @property
     def costs(self) -> Mapping[str, Cost]:
+        if self.adds:
+            return {"norm_add": Cost(vectors=self.tile_rows * (self.norm.vectors(self.cols) + add.vectors(self.cols)))}
         return {"rms_norm": Cost(vectors=self.tile_rows * self.norm.vectors(self.cols))}
 
     def __str__(self) -> str:
-        return f"rms_norm {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
+        name = "norm_add" if self.adds else "rms_norm"
+        return f"{name} {self.rows}x{self.cols}: herd {self.columns}x1, {self.tile_rows} rows at a time"
 
 
-def tile(rows: int, cols: int, norm: Norm) -> Tiling:
+def tile(rows: int, cols: int, norm: Norm, adds: bool = False) -> Tiling:
     """Divide a norm so that a core processes as many rows at a time as fit L1, with the output and the weight.
 
     The compiler's copies of the buffers count (`limits.copies`). A core makes an even number of steps if the shape
     allows it (`limits.steady`).
     """
-    what = f"rms_norm {rows}x{cols}"
+    what = f"{'norm_add' if adds else 'rms_norm'} {rows}x{cols}"
     limits.require_multiple(what, "cols", cols, limits.VECTOR // 2)
     columns = elementwise.divisors_of_herd(rows)[0]
     row, share = BF16 * cols, rows // columns
+    if adds:
+        # The result overwrites the rows.
+        fitting = (r for r in limits.divisors(share) if limits.fits_l1(r * row, r * row, row))
+        return Tiling(rows, cols, norm, columns, limits.require_any(what, limits.IN_L1, fitting)[0], adds)
     heights = limits.divisors(share, 1, 4)
     fitting = (r for r in heights if limits.fits_l1(2 * limits.copies(share // r) * r * row, row))
     heights = limits.require_any(what, limits.IN_L1, fitting)
@@ -107,7 +122,7 @@ def tile(rows: int, cols: int, norm: Norm) -> Tiling:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program of a norm.
+    """Build the AIR program of a norm without a residual.
 
     Its arguments are `x`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`.
     """
@@ -127,6 +142,36 @@ def build(tiling: Tiling) -> AirModule:
     return b.finish()
 
 
+def build_add(tiling: Tiling) -> AirModule:
+    """Build the AIR program of a norm that is added to a residual.
+
+    Its arguments are `x`, `residual`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`.
+    """
+    p, share = tiling, tiling.rows // tiling.columns
+    wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
+    b = air.Builder("norm_add", {"x": wide, "residual": wide, "weight": air.memref_type((p.cols,)), "out": wide})
+
+    def rows(first: Number) -> list[tuple[Number, int, int]]:
+        return [(first, p.tile_rows, p.cols)] * (p.rows > 1) + [(0, p.cols, 1)]
+
+    with b.launch(share // p.tile_rows) as (step, _), b.segment():
+        beside = b.channel((p.columns, 1), (p.columns, 1))
+        for column in range(p.columns):
+            b.put(beside, (column, 0), b.args["weight"].at((0, p.cols, 1)))
+            b.put(beside, (column, 0), b.args["residual"].at(*rows(step * p.tile_rows + column * share)))
+        with (
+            b.herd(p.columns, 1) as tile,
+            b.alloc(air.L1, *[(p.tile_rows, p.cols)] * 2, (p.cols,)) as (x, residual, weight),
+        ):
+            b.get(beside, tile, weight)
+            b.get(beside, tile, residual)
+            first = tile[0] * share + step * p.tile_rows
+            b.dma(x, b.args["x"].at(*rows(first)))
+            b.call(p.variant, "norm_add", x, residual, weight, p.norm.eps)
+            b.dma(b.args["out"].at(*rows(first)), x)
+    return b.finish()
+
+
 PARAMS = "eps:float offset:float once"
 """The scalars of a norm."""
 
@@ -139,5 +184,13 @@ KERNELS = (
         tiling=lambda s: tile(s["rows"], s["cols"], Norm.of(s)),
         program=build,
     ),
-    signature("norm_add", ("x", "residual", "weight"), f"rows cols {PARAMS}", reference_add, source="rms_norm"),
+    signature(
+        "norm_add",
+        ("x", "residual", "weight"),
+        f"rows cols {PARAMS}",
+        reference_add,
+        source="rms_norm",
+        tiling=lambda s: tile(s["rows"], s["cols"], Norm.of(s), adds=True),
+        program=build_add,
+    ),
 )

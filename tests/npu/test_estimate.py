@@ -354,10 +354,11 @@ def _elementwise(name: str, cols: int, activation: int = 0) -> tuple[Any, str, l
     return air.Variant.of(name, COUNT=tiling.chunk, **tiling.macros), name, arguments, tiling.costs[name].vectors
 
 
-def _norm(rows: int, cols: int, **more: float) -> tuple[Any, str, list[Any], int]:
-    tiling = rms_norm.Tiling(rows, cols, rms_norm.Norm(1e-5, **more), 1, rows)
-    arguments = [buffer(2 * rows * cols), buffer(2 * cols), buffer(2 * rows * cols), 1e-5]
-    return tiling.variant, "rms_norm", arguments, tiling.costs["rms_norm"].vectors
+def _norm(rows: int, cols: int, adds: bool = False, **more: float) -> tuple[Any, str, list[Any], int]:
+    tiling = rms_norm.Tiling(rows, cols, rms_norm.Norm(1e-5, **more), 1, rows, adds)
+    (name, cost), whole = *tiling.costs.items(), [buffer(2 * rows * cols) for _ in range(2)]
+    arguments = [*whole, buffer(2 * cols)] if adds else [whole[0], buffer(2 * cols), whole[1]]
+    return tiling.variant, name, [*arguments, 1e-5], cost.vectors
 
 
 def _rope(rows: int, heads: int, head_dim: int, out: str = rope.ROWS) -> tuple[Any, str, list[Any], int]:
@@ -474,7 +475,7 @@ def _token_attention(function: str, group: int, d: int) -> tuple[Any, str, list[
         lambda: _norm(1, 2048),
         lambda: _norm(3, 576, offset=1.0),
         lambda: _norm(1, 640, once=1),
-        lambda: _norm(2, 640, offset=1.0, once=1),
+        lambda: _norm(2, 640, adds=True, offset=1.0, once=1),
         lambda: _rope(1, 32, 64),
         lambda: _rope(2, 8, 128),
         lambda: _rope(2, 8, 64, rope.QUERIES),

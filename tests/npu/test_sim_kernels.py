@@ -119,6 +119,18 @@ def test_rms_norm(rows: int, cols: int, scale: float, offset: float, once: int) 
     assert_close(got, want, (1 if once else 2) * ULP * magnitude(want))
 
 
+@pytest.mark.parametrize("rows, cols, offset, once", [(128, 2560, 1.0, 1), (1, 576, 1.0, 1), (24, 48, 0.0, 0)])
+def test_norm_add(rows: int, cols: int, offset: float, once: int) -> None:
+    """To the bit what norm and sum make one after another; also in several steps."""
+    x, residual, weight = random(rows, cols, seed=5), random(rows, cols, seed=6), random(cols, seed=7)
+    norm = rms_norm.Norm(1e-5, offset, once)
+    normed = execute(rms_norm.build(rms_norm.tile(rows, cols, norm)), x, weight, empty(rows, cols))
+    got = execute(
+        rms_norm.build_add(rms_norm.tile(rows, cols, norm, adds=True)), x, residual, weight, empty(rows, cols)
+    )
+    assert got.tobytes() == add.reference(residual, normed).tobytes()
+
+
 NORMS = (rms_norm.Norm(1e-6), rms_norm.Norm(0.02, offset=1.0, once=1))
 """Qwen's and Gemma's."""
 
