@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
-from stages.kernels import BF16, F32, Arg, Cost, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, add, gemv, grouped_gemv, rms_norm, signature, silu_and_mul
 from stages.weights.constants import GROUP
 from stages.weights.cut import PARTS, SHARES, FeedForward
 
@@ -39,6 +39,30 @@ def reference(
     """
     inner = gemv.reference_norm_swiglu(gate_up, x, norm, eps, offset, once, activation)
     return (x.astype(np.float32) + gemv.reference_f32(down, inner)).astype(x.dtype)
+
+
+def reference_sandwich(
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    x: np.ndarray,
+    before: np.ndarray,
+    residual: np.ndarray,
+    norm: np.ndarray,
+    after: np.ndarray,
+    eps: float,
+    offset: float = 0.0,
+    once: int | bool = False,
+    activation: int = 0,
+) -> np.ndarray:
+    """Return a sum plus the norm of the feed-forward network of the sum's norm, bf16 `[cols]`.
+
+    The sum is `residual` plus the norm of `x`. `before`, `norm`, `after`: weights of the three norms, bf16 `[cols]`;
+    the others as in `reference`.
+    """
+    scalars = eps, offset, once
+    mixed = rms_norm.reference_add(x, residual, before, *scalars)
+    inner = gemv.reference_norm_swiglu(gate_up, mixed, norm, *scalars, activation)
+    return rms_norm.reference_add(gemv.reference(down, inner), mixed, after, *scalars)
 
 
 FIRST, LAST = 0, SHARES - 1
@@ -68,6 +92,14 @@ class Tiling:
     """Chunks that come to L2 at a time, per column."""
     activation: int = 0
     """That of SwiGLU, or the other one's."""
+    sandwich: bool = False
+    """Whether the mixer's product comes, whose norm is added to the residual first, and the norm of the result is added
+    at the end."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Arguments that come to every core, each a row."""
+        return ("x", "before", "residual", "norm", "after") if self.sandwich else ("x", "norm")
 
     @property
     def outputs(self) -> int:
@@ -103,7 +135,7 @@ class Tiling:
     def variant(self) -> Variant:
         pairs, shares = self.network.pairs, self.network.shares
         chunks = {"STEPS": pairs.chunks, "DOWN_STEPS": shares.chunks, "PAIR_CHUNKS": self.network.chunks[0]}
-        more = {**self.norm.macros, **silu_and_mul.macros(self.activation)}
+        more = self.norm.macros | silu_and_mul.macros(self.activation) | ({"SANDWICH": 1} if self.sandwich else {})
         sizes = {"COLS": self.cols, "INNER": self.network.inner, "OUTS": self.outputs, "PARTS": PARTS}
         return air.Variant.of("feed_forward", **sizes, **chunks, **grouped_gemv.macros(pairs), **more)
 
@@ -124,12 +156,13 @@ class Tiling:
         vectors = activation + grouped_gemv.FIXED * shares.inputs // GROUP
         part_vectors = self.outputs // PARTS // (limits.VECTOR // 2)
         begin = self.norm.vectors(self.cols) + grouped_gemv.FIXED * pairs.inputs // GROUP
+        added = self.norm.vectors(self.cols) + add.vectors(self.cols) if self.sandwich else 0
         return {
-            "feed_forward_begin": Cost(vectors=begin),
+            "feed_forward_begin": Cost(vectors=begin + added),
             "feed_forward_step": Cost(vectors=-(-vectors // chunks), scheduled=grouped_gemv.chunk_vectors(pairs)),
-            "feed_forward_first": Cost(vectors=part_vectors * 7),
+            "feed_forward_first": Cost(vectors=part_vectors * (2 if self.sandwich else 7)),
             "feed_forward_join": Cost(vectors=part_vectors * 4),
-            "feed_forward_last": Cost(vectors=part_vectors * 4),
+            "feed_forward_last": Cost(vectors=part_vectors * 4 + added // PARTS),
         }
 
     def __str__(self) -> str:
@@ -141,7 +174,7 @@ class Tiling:
         )
 
 
-def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm) -> Tiling:
+def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm, sandwich: bool = False) -> Tiling:
     """Divide a feed-forward network into the largest steps that fit L2 as often as the compiler copies them.
 
     Raises UserError if a core's memory or L2 is too small.
@@ -150,7 +183,9 @@ def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm) -> Tiling:
     limits.require_multiple(what, "cols", cols, 2 * limits.BLOCK)
     assert form.feed_forward is not None
     network: FeedForward = form.feed_forward(cols, inner)
-    tilings = [Tiling(network, cols, norm, together) for together in limits.divisors(math.gcd(*network.chunks))]
+    limits.require_any(what, limits.IN_L1, [network] if network.has_room(cols if sandwich else 0) else [])
+    steps = limits.divisors(math.gcd(*network.chunks))
+    tilings = [Tiling(network, cols, norm, together, sandwich=sandwich) for together in steps]
     cuttable = (p for p in tilings if all(map(limits.cuttable, p.steps)))
     tilings = limits.require_any(what, f"descriptors of at most {limits.ITERATIONS} steps", cuttable)
     return limits.require_any(what, limits.IN_L2, (p for p in tilings if _l2(p) <= limits.L2_BYTES))[0]
@@ -158,27 +193,26 @@ def tile(form: Format, cols: int, inner: int, norm: rms_norm.Norm) -> Tiling:
 
 def _l2(p: Tiling) -> int:
     """Return the bytes of L2 that a column's steps, with the compiler's copies, and the result take."""
-    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols
+    return limits.copies(sum(p.steps)) * p.step_bytes + BF16 * p.cols * (1 + (len(p.rows) if p.sandwich else 0))
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `gate_up`, `down`, `x`, `norm` and `out`.
+    """Build the AIR program with the arguments `gate_up`, `down`, those of `Tiling.rows`, and `out`.
 
     `gate_up`: i8 `[2 * panels][panel bytes]` (layout `shared_pairs`); `down`: i8 `[SHARES * panels][panel bytes]`
-    (layout `shared_lanes`); `x`, `norm`, `out`: bf16 `[cols]`.
+    (layout `shared_lanes`); the others: bf16 `[cols]`.
     """
     p = tiling
     matrices = {"gate_up": (2, p.network.pairs), "down": (SHARES, p.network.shares)}
     weights = {
         name: air.memref_type((count * cut.panels, cut.panel_bytes), "i8") for name, (count, cut) in matrices.items()
     }
-    b = air.Builder("feed_forward", weights | {name: air.memref_type((p.cols,)) for name in ("x", "norm", "out")})
+    b = air.Builder("feed_forward", weights | {name: air.memref_type((p.cols,)) for name in (*p.rows, "out")})
     with b.launch(), b.segment():
         fed = b.channel((SHARES, 1), (SHARES, 1))
         _feed(b, p, fed)
         rows, end = b.channel((1, 1), (SHARES, 1)), b.channel((1, 1), (1, 1))
-        for name in ("x", "norm"):
-            b.put(rows, (0, 0), b.args[name].at((0, p.cols, 1)))
+        _send_rows(b, p, rows)
         with b.herd(SHARES, 1) as (tx, ty):
             _core(b, p, _Streams(fed, rows, b.cascade((SHARES - 1, 1)), end), (tx, ty))
         with b.alloc(air.L2, (p.cols,)) as (out,):
@@ -201,6 +235,21 @@ class _Streams:
     """Takes the result out of the last core."""
 
 
+def _send_rows(b: Builder, p: Tiling, rows: Channel) -> None:
+    """Send the rows to all cores. More than a channel of a shim can queue come by way of L2, on two channels."""
+    if len(p.rows) <= limits.QUEUE_DEPTH:
+        for name in p.rows:
+            b.put(rows, (0, 0), b.args[name].at((0, p.cols, 1)))
+        return
+    staged = b.channel((2, 1), (2, 1))
+    for number, name in enumerate(p.rows):
+        b.put(staged, (number % 2, 0), b.args[name].at((0, p.cols, 1)))
+    for number in range(len(p.rows)):
+        with b.alloc(air.L2, (p.cols,)) as (row,):
+            b.get(staged, (number % 2, 0), row)
+            b.put(rows, (0, 0), row)
+
+
 def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
     """Move all chunks to L2, step by step and contiguous for each column, then one by one to the column's core.
 
@@ -221,28 +270,32 @@ def _feed(b: Builder, p: Tiling, fed: Channel) -> None:
 def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -> None:
     """Compute the core's share of all sums, then add those of the cores before it, part by part."""
     row, inputs, part = max(p.network.pairs.inputs, p.outputs), p.network.pairs.inputs, p.outputs // PARTS
-    f32 = [((size,), "f32") for size in (p.acc, p.outputs, part)]
-    with b.alloc(air.L1, (row,), (inputs,), (p.inner,), *f32) as (x, normed, inner, acc, sums, others):
-        for target in (x, normed):
-            b.get(streams.rows, tile, target.at((0, p.cols, 1)))
+    of_sums: tuple[tuple[int], str] = ((2 * p.outputs,), "bf16") if p.sandwich else ((p.outputs,), "f32")
+    rows = [(row,), (inputs,), (p.inner,)]
+    more = [(limits.aligned(p.cols, BF16),)] if p.sandwich else []
+    held = b.alloc(air.L1, *rows, ((p.acc,), "f32"), of_sums, ((part,), "f32"), *more)
+    with held as (x, normed, inner, acc, sums, others, *after):
+        begins = [(sums, 0), (sums, p.outputs), (x, 0), (normed, 0), (after[0], 0)] if after else [(x, 0), (normed, 0)]
+        for target, at in begins:
+            b.get(streams.rows, tile, target.at((at, p.cols, 1)))
         # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
-        b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, p.norm.eps)
+        b.call(p.variant, "feed_forward_begin", x, normed, acc, inner, *((sums, after[0]) if after else ()), p.norm.eps)
         with b.loop(sum(p.network.chunks)) as j, b.alloc(air.L1, ((p.network.pairs.chunk_bytes,), "i8")) as (chunk,):
             b.get(streams.fed, tile, chunk)
             b.call(p.variant, "feed_forward_step", chunk, normed, j, acc, inner, sums)
         for i in range(PARTS):
-            _join(b, p, streams.chain, tile[0], i, (x, sums, others))
+            _join(b, p, streams.chain, tile[0], i, (x, sums, others, *after))
         with b.where(tile[0], "eq", LAST):
             b.put(streams.end, (0, 0), x.at((0, p.cols, 1)))
 
 
-def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tuple[MemRef, MemRef, MemRef]) -> None:
+def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tuple[MemRef, ...]) -> None:
     """Pass a part of the sums through a core. The last core writes the total over its `x`.
 
-    `core`: its `x`, its own sums, and the buffer for the sums of others. Each core has a branch of its own, because the
-    compiler needs constants for the cores at both ends of a transfer.
+    `core`: its `x`, its own sums, the buffer for the sums of others, and of a sandwich the last norm's weight. Each
+    core has a branch of its own, because the compiler needs constants for the cores at both ends of a transfer.
     """
-    x, sums, others = core
+    x, sums, others, *after = core
     with b.where(tx, "eq", FIRST):
         b.call(p.variant, "feed_forward_first", x, part, sums, others)
     for column in range(FIRST + 1, LAST + 1):
@@ -253,16 +306,25 @@ def _join(b: Builder, p: Tiling, chain: Channel, tx: Index, part: int, core: tup
         with b.where(tx, "eq", column):
             b.put(chain, (column, 0), others)
     with b.where(tx, "eq", LAST):
-        b.call(p.variant, "feed_forward_last", others, part, x)
+        ending = (sums, after[0], p.norm.eps) if after else ()
+        b.call(p.variant, "feed_forward_last", others, part, x, *ending)
 
 
 KERNELS = (
-    # A template for `stages.kernels.grouped`: it exists only for weights in formats that the array reads as stored.
+    # Templates for `stages.kernels.grouped`: they exist only for weights in formats that the array reads as stored.
     signature(
         "feed_forward",
         (Arg("gate_up", matrix=True), Arg("down", matrix=True), "x", "norm"),
         f"cols ffn {rms_norm.PARAMS} activation",
         reference,
+        host=False,
+    ),
+    signature(
+        "sandwich_feed_forward",
+        (Arg("gate_up", matrix=True), Arg("down", matrix=True), "x", "before", "residual", "norm", "after"),
+        f"cols ffn {rms_norm.PARAMS} activation",
+        reference_sandwich,
+        source="feed_forward",
         host=False,
     ),
 )

@@ -13,7 +13,7 @@ and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 - on the host, kernels that read a vocabulary as it lies for the array: `int4_gemv_rows_f32` and `int4_embed_rows`
 - on the host, kernels that unpack the array's layouts for prefill (`UNPACKING`): `int4_unpack`, `int4_unpack_paired`,
   `int4_unpack_bfp16`, ...
-- on the array, `int4_feed_forward`.
+- on the array, `int4_feed_forward` and `int4_sandwich_feed_forward`.
 """
 
 from __future__ import annotations
@@ -176,14 +176,19 @@ def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_ge
     return tiling
 
 
-def _feed_forward(stored: Format) -> Kernel:
-    """Return the array's kernel for a token's feed-forward network."""
-    (kernel,) = feed_forward.KERNELS
+def _feed_forward(kernel: Kernel, stored: Format) -> Kernel:
+    """Return an array's kernel for a token's feed-forward network."""
     layouts = {"gate_up": "shared_pairs", "down": "shared_lanes"}
 
-    def reference(gate_up: np.ndarray, down: np.ndarray, x: np.ndarray, norm: np.ndarray, **sizes: Any) -> np.ndarray:
+    def reference(gate_up: np.ndarray, down: np.ndarray, *rows: np.ndarray, **sizes: Any) -> np.ndarray:
         weights = stored.dequantise(gate_up, sizes["cols"]), stored.dequantise(down, sizes["ffn"])
-        return feed_forward.reference(*weights, x, norm, *(sizes[p.name] for p in kernel.params[2:]))
+        result: np.ndarray = kernel.reference(*weights, *rows, *(sizes[p.name] for p in kernel.params[2:]))
+        return result
+
+    def tiling(sizes: Sizes) -> feed_forward.Tiling:
+        sandwich = any(arg.name == "after" for arg in kernel.args)
+        cut = feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes), sandwich)
+        return replace(cut, activation=sizes.get("activation", 0))
 
     return replace(
         kernel,
@@ -193,10 +198,7 @@ def _feed_forward(stored: Format) -> Kernel:
             for arg in kernel.args
         ),
         reference=reference,
-        tiling=lambda sizes: replace(
-            feed_forward.tile(stored, sizes["cols"], sizes["ffn"], rms_norm.Norm.of(sizes)),
-            activation=sizes.get("activation", 0),
-        ),
+        tiling=tiling,
         program=feed_forward.build,
     )
 
@@ -274,7 +276,7 @@ def _kernels() -> Iterator[Kernel]:
         if stored.cut is not None:
             yield from _vocabulary_kernels(stored)
             yield from _unpacking_kernels(stored)
-            yield _feed_forward(stored)
+            yield from (_feed_forward(kernel, stored) for kernel in feed_forward.KERNELS)
 
 
 KERNELS = tuple(_kernels())

@@ -50,7 +50,7 @@ def unpacking_part(config: Config, key: PartKey, policy: Policy) -> Part:
     """Return the part that unpacks the weights of another; it has no launches where there are none to unpack."""
     policy = with_overrides(policy, key.overrides)
     joined = joined_weights(config) if key.unpacks == UNPACK_JOINED else ()
-    shared = shared_weights(policy) if joined else ()
+    shared = shared_weights(config, policy) if joined else ()
     products = _products(config, key, policy)
     joined_of = {weight: entry for entry in joined for weight in entry.parts}
     targets = {weight: slot for slot in products.slots for weight in slot.joins or (slot.name,)}

@@ -153,10 +153,8 @@ class Target:
         """
         if not self.static:
             return
-        layers = config.decoder.kinds
         mixers = {*config.decoder.attentions}
         reasons = {
-            "norms of results": any(layer.sandwich for layer in layers),
             "biases": any(mixer.biased for mixer in mixers),
             "convolutions of one position": config.decoder.taps == 1,
             "queries that grow with the position, as context= reaches": any(

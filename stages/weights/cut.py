@@ -176,6 +176,10 @@ class FeedForward:
         sums = 4 * (outputs + outputs // PARTS)
         return 2 * self.pairs.chunk_bytes + rows + sums + 8 * (self.pairs.lanes + groups) + 2 * limits.ALIGNMENT_BYTES
 
+    def has_room(self, elements: int) -> bool:
+        """Return whether a core also has room for so many bf16."""
+        return limits.fits_l1(self.l1_bytes, limits.aligned(2 * elements))
+
 
 def cut_feed_forward(grouped: Grouped, groups: int, inner_groups: int) -> FeedForward:
     """Cut a feed-forward network into the chunks that take the least time, their padding included.

@@ -320,18 +320,22 @@ def test_on_the_array(family: str, tmp_path: Path, artifacts: Path) -> None:
 
 
 def on_array(rng: np.random.Generator, raw: Raw) -> Raw:
-    """Sizes that blocks of the array divide, else as odd as they may be."""
+    """Sizes that blocks of the array divide, else as odd as they may be; windows that end inside tiles of keys."""
     head_dim, kv_heads = int(rng.choice([32, 64, 96])), int(rng.choice([2, 4]))
     heads = kv_heads * int(rng.choice([1, 2, 3]))
     layers = min(raw["num_hidden_layers"], 3)
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
-    sizes = {"hidden_size": 64 * int(rng.choice([1, 2, 3, 5])), "intermediate_size": 64 * int(rng.choice([3, 5, 6]))}
+    fields |= {"hidden_size": heads * 32, "intermediate_size": 64 * int(rng.choice([3, 5, 6]))}
     if raw.get("head_dim") is None:
-        sizes["hidden_size"], head_dim = heads * 64, 64
-    return raw | fields | sizes | {"head_dim": raw.get("head_dim") and head_dim, "use_sliding_window": False}
+        fields["hidden_size"], head_dim = heads * 64, 64
+    if "sliding_window" in raw:
+        fields["sliding_window"] = int(rng.choice([17, 40, 64, 65]))
+    if "layer_types" in raw:
+        fields["layer_types"] = raw["layer_types"][:layers]
+    return raw | fields | {"head_dim": raw.get("head_dim") and head_dim}
 
 
-ON_ARRAY = ("qwen3",)
+ON_ARRAY = ("qwen3", "mistral", "gemma3_text")
 
 ARRAYS = [
     ({"weights": "int4", "matmul": "bf16"}, 1.5),

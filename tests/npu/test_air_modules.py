@@ -40,7 +40,7 @@ from tests.support.npu_shapes import (
 )
 
 LLAMA = MODELS["llama-3.2-1b"]
-SMALLEST = ("qwen3-0.6b",)
+SMALLEST = ("qwen3-0.6b", "gemma3-1b")
 """Of each family in `FAMILIES`."""
 
 
@@ -124,7 +124,7 @@ def test_programs_of_other_families(name: str, grouping: str, weights: str) -> N
         air.check(built.air.module)
         assert len(built.air.launches) % 2 == 0, program.name
         assert not any(map(tells_its_step, built.air.launches)), program.name
-        if program.entry == "decode_layer" and weights == "int4":
+        if program.entry.startswith("decode_layer") and weights == "int4":
             assert len(built.tilings) == 4 and not air.settles(built.air.module)
 
 

@@ -12,7 +12,7 @@ from ml_dtypes import bfloat16
 from llama_npu2.errors import UserError
 from stages.air import limits
 from stages.air.checks import check
-from stages.kernels import add, grouped_gemv
+from stages.kernels import add, gemv, grouped_gemv, rms_norm, silu_and_mul
 from stages.kernels import kernels as all_kernels
 from stages.model.grouping import programs
 from stages.model.policy import parse_policy
@@ -441,11 +441,37 @@ def test_a_feed_forward_network_of_the_array(form: Format, cols: int, inner: int
     assert np.std(got - want) < 0.01 * np.std(want), "far from the bound, errors are small"
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("cols, inner, scalars", [(80, 736, GEMMAS), (576, 1536, USUAL)])
+def test_a_feed_forward_network_between_norms(form: Format, cols: int, inner: int, scalars: Scalars) -> None:
+    """To the bit what norms and sums make around the network, which adds its row to what the last norm is taken of."""
+    both = np.concatenate([stored(form, inner, cols, seed) for seed in (1, 2)])
+    down, draw = stored(form, cols, inner, seed=3), np.random.default_rng(cols)
+    x, before, residual, weight, after = (draw.standard_normal(cols).astype(bfloat16) for _ in range(5))
+    rows = x, before, residual, weight, after
+    got = feed_forward_product(form, both, down, *rows, scalars=scalars, kernel="sandwich_feed_forward")
+    mixed = add.reference(residual, normed(x, before, scalars))
+    row, wide = normed(mixed, weight, scalars), form.dequantise(down, inner).astype(np.float32)
+    gate, up = (gemv.reference(form.dequantise(part, cols), row) for part in np.split(both, 2))
+    activation = silu_and_mul.reference(gate, up, int(scalars.get("activation", 0))).astype(np.float32)
+    want = rms_norm.reference_add(
+        gemv.reference(wide, activation), mixed, after, *(scalars.get(n, 0) for n in ("eps", "offset", "once"))
+    )
+    wrong = np.abs(got.astype(np.float64) - want)
+    assert wrong.max() < 0.06 * np.abs(want.astype(np.float64)).max()
+    assert np.std(wrong) < 0.01 * np.std(want.astype(np.float64))
+
+
 def feed_forward_product(
-    form: Format, both: np.ndarray, down: np.ndarray, *rows: np.ndarray, scalars: Scalars = USUAL
+    form: Format,
+    both: np.ndarray,
+    down: np.ndarray,
+    *rows: np.ndarray,
+    scalars: Scalars = USUAL,
+    kernel: str = "feed_forward",
 ) -> np.ndarray:
-    """`rows`: `x`, and the weight of its norm."""
-    made, (cols, inner) = all_kernels()[f"{form.name}_feed_forward"], (len(down), len(both) // 2)
+    """`rows`: `x`, and what comes with it."""
+    made, (cols, inner) = all_kernels()[f"{form.name}_{kernel}"], (len(down), len(both) // 2)
     tiling = made.tiling({"cols": cols, "ffn": inner, **scalars})  # type: ignore[misc]
     weights = form.arrange(both, "shared_pairs"), form.arrange(down, "shared_lanes")
     return execute(made.program(tiling), *weights, *rows, empty(cols))  # type: ignore[misc]

@@ -48,7 +48,9 @@ JUDGED = {
 """Whose programs the real compiler is to accept."""
 
 
-FAMILIES = {name: parse_config(fields, name) for name, fields in PRESETS.items() if fields["model_type"] in ("qwen3",)}
+_ON_ARRAY = ("qwen3", "mistral", "gemma3_text")
+
+FAMILIES = {name: parse_config(fields, name) for name, fields in PRESETS.items() if fields["model_type"] in _ON_ARRAY}
 """Models of other families that the array runs."""
 
 

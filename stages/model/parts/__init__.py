@@ -22,7 +22,7 @@ def part(config: Config, key: PartKey, policy: Policy = BF16) -> Part:
     KeyError if there is none of that name.
     """
     policy = with_overrides(policy, key.overrides)
-    fused = FUSED if shared_weights(policy) else {}
+    fused = FUSED if shared_weights(config, policy) else {}
     plain = _built(config, key, fused.get(key.name, BUILDERS[key.name]))
     return plain if policy == BF16 else replace(stored(plain, policy), key=key)
 
@@ -104,10 +104,13 @@ def joins(config: Config, policy: Policy) -> bool:
     return not policy.layers and alike
 
 
-def shared_weights(policy: Policy) -> tuple[str, ...]:
+def shared_weights(config: Config, policy: Policy) -> tuple[str, ...]:
     """Return the slots of a feed-forward network's weights where a token's parts have the network as one launch.
 
-    Its cores share the inner width, so all weights have to be stored alike, in a format whose layouts can be cut so.
+    Its cores share the inner width, so all weights have to be stored alike, in a format whose layouts can be cut so,
+    and a core needs room for the weight of the norm of a sandwich.
     """
     names = {policy.of(slot, ("rows", "cols"), "bf16") for slot in SHARED}
-    return SHARED if len(names) == 1 and formats()[names.pop()].feed_forward else ()
+    cut = formats()[names.pop()].feed_forward if len(names) == 1 else None
+    sandwich = any(layer.sandwich for layer in config.decoder.kinds)
+    return SHARED if cut and (not sandwich or cut(config.emb, config.ffn).has_room(config.emb)) else ()

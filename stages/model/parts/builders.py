@@ -322,27 +322,50 @@ def _o_ffn_gemvs(d: Described, fused: bool = False) -> PartBuilder:
     weight, width, buffer = d.mixed(_MIXED)
     attn_out = b.slot("attn_out", (width,), "input", buffer=buffer)
     wo, x = d.weight(b, weight), _residual_row(b, "x_residual")
+    if fused and d.layer.sandwich:
+        proj = b.slot("proj", ("emb",), "scratch")
+        _TOKEN.project(b, attn_out, wo, proj, width, "emb")
+        _feed_forward(d, b, "sandwich_feed_forward", x=proj, residual=x)
+        return b
     res1 = b.slot("res1", ("emb",), "scratch")
+    _add_product(d, b, attn_out, wo, x, res1, width, norm="attn_norm_w", product="proj")
+    if fused:
+        _feed_forward(d, b, "feed_forward", x=res1)
+        return b
     norm_w = d.weight(b, "ffn_norm_w")
     _, gate_up = d.joined()
     b.slots.append(gate_up.slot)
-    swiglu = "" if fused else b.slot("swiglu", ("ffn",), "scratch")
+    swiglu = b.slot("swiglu", ("ffn",), "scratch")
     w_down = d.weight(b, "w_down")
     output = b.slot("output", ("emb",), "output", buffer="x.{next}")
-    _added_product(b, attn_out, wo, x, res1, width)
-    scalars = {**d.layer.norm.scalars, **d.activation}
-    if fused:
-        args = {"x": res1, "norm": norm_w, "gate_up": gate_up.slot.name, "down": w_down, "out": output}
-        b.launch("feed_forward", args, cols="emb", ffn="ffn", **scalars)
-    else:
-        args = {"x": res1, "norm": norm_w, "weight": gate_up.slot.name, "out": swiglu}
-        b.launch("norm_gemv_swiglu", args, cols="emb", out_cols="ffn", **scalars)
-        _added_product(b, swiglu, w_down, res1, output, "ffn")
+    args = {"x": res1, "norm": norm_w, "weight": gate_up.slot.name, "out": swiglu}
+    b.launch("norm_gemv_swiglu", args, cols="emb", out_cols="ffn", **d.layer.norm.scalars, **d.activation)
+    _add_product(d, b, swiglu, w_down, res1, output, "ffn", norm="down_norm_w", product="down")
     return b
 
 
-def _added_product(b: PartBuilder, x: str, weight: str, residual: str, out: str, cols: Dim) -> None:
-    b.launch("gemv_add", {"x": x, "weight": weight, "residual": residual, "out": out}, cols=cols, out_cols="emb")
+def _add_product(
+    d: Described, b: PartBuilder, x: str, weight: str, residual: str, out: str, cols: Dim, norm: str, product: str
+) -> None:
+    """Add a product, or its norm, to the residual stream. `norm`, `product`: slots that are added for the latter."""
+    if d.layer.sandwich:
+        norm_w, between = d.weight(b, norm), b.slot(product, ("emb",), "scratch")
+        _TOKEN.project(b, x, weight, between, cols, "emb")
+        _add(d, b, _TOKEN, residual, between, out, norm_w)
+    else:
+        args = {"x": x, "weight": weight, "residual": residual, "out": out}
+        b.launch("gemv_add", args, cols=cols, out_cols="emb")
+
+
+def _feed_forward(d: Described, b: PartBuilder, kernel: str, **rows: str) -> None:
+    """Add a feed-forward network as one launch. `rows`: the slots of activations that it reads."""
+    norms = {"before": "attn_norm_w", "norm": "ffn_norm_w", "after": "down_norm_w"}
+    args = {arg: d.weight(b, slot) for arg, slot in norms.items() if arg == "norm" or d.layer.sandwich}
+    _, gate_up = d.joined()
+    b.slots.append(gate_up.slot)
+    args |= {"gate_up": gate_up.slot.name, "down": d.weight(b, "w_down")}
+    args["out"] = b.slot("output", ("emb",), "output", buffer="x.{next}")
+    b.launch(kernel, args | rows, cols="emb", ffn="ffn", **d.layer.norm.scalars, **d.activation)
 
 
 def _flash_attn(d: Described) -> PartBuilder:
