@@ -19,7 +19,16 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.families import read_config
 from stages.model.grouping import Grouping
 from stages.model.policy import BF16, Policy, held_policy, parse_policy
-from stages.model.sources import ArtifactsOnly, Source, known_config, known_positions, quantised, resolve, safe_name
+from stages.model.sources import (
+    ArtifactsOnly,
+    Source,
+    adapted,
+    known_config,
+    known_positions,
+    quantised,
+    resolve,
+    safe_name,
+)
 from stages.targets import Target, default_target, targets
 from stages.weights.formats import formats
 
@@ -43,7 +52,15 @@ class Choices:
 
     @cached_property
     def source(self) -> Source:
-        return resolve(self.options.model, self.artifacts, self.options.revision, bool(self.options.remote))
+        base = resolve(self.options.model, self.artifacts, self.options.revision, bool(self.options.remote))
+        if self.options.lora and isinstance(base, ArtifactsOnly):
+            raise UserError(f"model={base.name}: its checkpoint is not here, which lora= needs: name the checkpoint")
+        return adapted(base, self.options.lora, self.artifacts)
+
+    @property
+    def adapters(self) -> list[dict[str, Any]]:
+        """The adapters that are merged into the weights, in order, as they are recorded."""
+        return self.source.identity().get("adapters", [])
 
     @cached_property
     def target(self) -> Target:
@@ -202,6 +219,7 @@ class Choices:
         return {
             "model": self.source.name,
             "revision": options.revision,
+            "lora": ",".join(each["name"] for each in self.adapters),
             "target": self.target.name,
             "weights": policy.text,
             "kv": policy.kv,

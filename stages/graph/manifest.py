@@ -25,7 +25,13 @@ Spec = Mapping[str, Any]
 
 
 def write_manifest(
-    directory: Path, work: Path, programs: Mapping[str, Spec], target: Spec, model: str, calibrated: bool
+    directory: Path,
+    work: Path,
+    programs: Mapping[str, Spec],
+    target: Spec,
+    model: str,
+    calibrated: bool,
+    adapters: Sequence[Spec] = (),
 ) -> None:
     """Step action: describe the artifact `directory` in its manifest.
 
@@ -34,6 +40,7 @@ def write_manifest(
             counts and estimates of a device's build.
         target: name, device, and its requirements on a machine.
         calibrated: whether the weights were rounded for a text.
+        adapters: what was merged into the weights.
     """
     from stages.estimate.phases import phase_milliseconds  # it loads the runtime's devices
 
@@ -45,6 +52,7 @@ def write_manifest(
     described["model"] = {
         **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
         **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
+        **({"adapters": adapters} if adapters else {}),
         **config.summary(),
         **{"max_seq": plan["context"], "longest": config.max_seq, "eos": end_tokens(directory, config)},
     }

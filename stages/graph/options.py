@@ -65,6 +65,7 @@ class Options(Sampling, Running, Answering, Signers):
     model: str = _option("model")
     target: str = _option("target", choices=_targets)
     revision: str = _option("revision")
+    lora: str = _option("lora")
     artifacts: str = _option("artifacts")
     ignore: str = _option("ignore")
     weights: str = _option("weights", examples=_weights)

@@ -298,6 +298,7 @@ class Wiring:
         """
         parts = [CONFIG, PLAN, WEIGHTS, Path("tokenizer"), *([CALIBRATION] if self.build.calibration else [])]
         more = {"model": self.build.source.name, "calibrated": bool(self.build.calibration)}
+        more |= {"adapters": adapters} if (adapters := self.build.adapters) else {}
         return partial(write_manifest, self.directory), parts, more
 
 

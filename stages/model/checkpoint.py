@@ -15,6 +15,7 @@ from stages.model.buffers import tensors_of
 from stages.model.config import Config
 from stages.model.families import parse_config, stored_names, text_fields
 from stages.model.importers import PLAIN, Container, Held
+from stages.model.importers.adapters import COMPOSED, Adapted
 from stages.model.importers.directory import Directory
 from stages.model.importers.gguf import GgufFile
 from stages.weights.format import Format
@@ -25,7 +26,12 @@ _CHUNK = 1 << 20
 
 
 def container(path: Path) -> Container:
-    """Return the container of a checkpoint: a directory in Hugging Face format, or a GGUF file. Raises UserError."""
+    """Return the container of a checkpoint: a directory in Hugging Face format, maybe with adapters, or a GGUF file.
+
+    Raises UserError.
+    """
+    if path.name == COMPOSED:
+        return Adapted.read(path)
     return Directory(path) if path.is_dir() else GgufFile(path)
 
 

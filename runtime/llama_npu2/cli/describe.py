@@ -17,11 +17,12 @@ def described(manifest: Manifest) -> dict[str, str]:
         trusted = f"no: {error}"
     buckets = sorted({phase.rows for phase in manifest.plans if phase.rows})
     calibrated = ", calibrated" if "calibration" in model else ""
+    adapters = ", ".join(each["name"] for each in model.get("adapters", ()))
     longest = model.get("longest", model["max_seq"])
     return {
         "model": f"{model['name']} ({model['family']})",
         "target": f"{target['name']} ({target['system']}, {target['machine']})",
-        "weights": f"{model['weights']}{calibrated}",
+        "weights": f"{model['weights']}{calibrated}" + (f", with {adapters}" if adapters else ""),
         "KV cache": model.get("kv", "bf16"),
         "context": f"{model['max_seq']} tokens" + (f" of {longest}" if longest > model["max_seq"] else ""),
         "shape": f"{model['layers']} layers, hidden size {model['emb']}, {model['vocab']} tokens in the vocabulary",

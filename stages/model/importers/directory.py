@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -53,9 +53,10 @@ class Entry:
 class Tensors:
     """The tensors of a directory's safetensors files, by name. Raises UserError where a header cannot be read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: Sequence[Path] = ()) -> None:
+        """Args: `files`: those of the directory that are read; nothing: the checkpoint's."""
         self.directory = directory
-        self.files = _files(directory)
+        self.files = files or _files(directory)
         self.entries = {name: entry for file in self.files for name, entry in _header(file)}
 
     def read(self, name: str) -> np.ndarray:

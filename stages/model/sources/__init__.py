@@ -24,6 +24,7 @@ from stages.model.families import parse_config
 from stages.model.importers.directory import CONFIG_FILES, DAMAGED
 from stages.model.importers.gguf_parts import parts, whole_name
 from stages.model.presets import PRESETS
+from stages.model.sources.adapted import AdaptedSource, adapted
 from stages.model.sources.generated import RandomSource
 from stages.model.sources.hub import HubGguf, HubSource
 from stages.model.sources.local import DEMO, ArtifactsOnly, GgufSource, LocalSource
@@ -85,6 +86,8 @@ def config_of(source: Source) -> Config:
     """Return the configuration of a model without fetching a hub's weights, or making any. Raises UserError."""
     if isinstance(source, ArtifactsOnly):
         raise UserError(f"model={source.name}: it is built, and its checkpoint is not here: see doit du")
+    if isinstance(source, AdaptedSource):
+        return config_of(source.base)
     if isinstance(source, RandomSource):
         return source.config
     if isinstance(source, HubSource) and not isinstance(source, HubGguf):
@@ -115,6 +118,8 @@ def known_positions(source: Source, recorded: Path) -> int | None:
 
 
 def _known(source: Source, recorded: Path) -> Config | None:
+    if isinstance(source, AdaptedSource):
+        return _known(source.base, recorded)
     if isinstance(source, RandomSource):
         return source.config
     with contextlib.suppress(UserError):
@@ -148,6 +153,8 @@ def quantised(source: Source, recorded: Path) -> bool:
 
     `recorded` has the configuration if it was read before.
     """
+    if isinstance(source, AdaptedSource):
+        return quantised(source.base, recorded)
     if isinstance(source, GgufSource | HubGguf):
         return True
     files = [recorded] if isinstance(source, HubSource) and recorded.is_file() else []
@@ -168,8 +175,16 @@ def record_checkpoint(source: Source, digest: Callable[[Path], str | None], igno
     write_json(work / CONFIG, opened.fields)
     write_json(
         work / CHECKPOINT,
-        {"source": source.identity(), "files": {p.name: digest(p) for p in opened.files}},
+        {"source": source.identity(), "files": _digests(opened.files, digest)},
     )
+
+
+def _digests(files: Sequence[Path], digest: Callable[[Path], str | None]) -> dict[str, str | None]:
+    """Return the digest of each file by its name. Of those that share a name, later ones get their number."""
+    found: dict[str, str | None] = {}
+    for number, path in enumerate(files):
+        found[f"{number}/{path.name}" if path.name in found else path.name] = digest(path)
+    return found
 
 
 def copy_tokenizer(source: Source, work: Path) -> None:
