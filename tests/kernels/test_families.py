@@ -332,10 +332,12 @@ def on_array(rng: np.random.Generator, raw: Raw) -> Raw:
         fields["sliding_window"] = int(rng.choice([17, 40, 64, 65]))
     if "layer_types" in raw:
         fields["layer_types"] = raw["layer_types"][:layers]
+    if "conv_L_cache" in raw:
+        fields |= {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "layer_types": None, "block_multiple_of": 64}
     return raw | fields | {"head_dim": raw.get("head_dim") and head_dim}
 
 
-ON_ARRAY = ("qwen3", "mistral", "gemma3_text")
+ON_ARRAY = ("qwen3", "mistral", "gemma3_text", "lfm2")
 
 ARRAYS = [
     ({"weights": "int4", "matmul": "bf16"}, 1.5),

@@ -48,7 +48,7 @@ JUDGED = {
 """Whose programs the real compiler is to accept."""
 
 
-_ON_ARRAY = ("qwen3", "mistral", "gemma3_text")
+_ON_ARRAY = ("qwen3", "mistral", "gemma3_text", "lfm2")
 
 FAMILIES = {name: parse_config(fields, name) for name, fields in PRESETS.items() if fields["model_type"] in _ON_ARRAY}
 """Models of other families that the array runs."""
