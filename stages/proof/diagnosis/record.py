@@ -13,7 +13,7 @@ from llama_npu2 import Llama
 from llama_npu2.artifact.plan import FROM_POSITION, Phase
 from llama_npu2.engine.chunks import Chunk
 from llama_npu2.engine.trace import TracedCall
-from stages.kernels import Arg
+from stages.kernels import HOST_SET, Arg
 from stages.kernels.append_kv import rows_of_panels
 from stages.kernels.unpacking import written_part
 from stages.model.part import HISTORY
@@ -92,7 +92,8 @@ class Recorder:
     def _of_cache(self, op: Op, arg: Arg, call: TracedCall, content: np.ndarray) -> Values:
         sizes, until = self.dimensions, call.position + call.rows
         if op.slots[arg.name].keeps == HISTORY:
-            first = 0 if op.slots[arg.name].view == FROM_POSITION else call.position
+            # The array sees it from the call's first position on.
+            first = call.position if op.kernel_set == HOST_SET else 0
             rows = content.reshape(-1, sizes["emb"])[first:]
             return {arg.name: rows[: call.rows + sizes["taps"] - 1].copy()}
         if arg.name.endswith("_panels"):

@@ -6,7 +6,7 @@ They are compared with the kernels' references in numpy, with the weights of the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from llama_npu2.engine.memory import Memory
 from stages.model import reference
 from stages.model.config import Config
 from stages.model.grouping import Program
+from stages.model.part import HISTORY, Slot
 from stages.proof.selftest import bounds
 from stages.proof.selftest.raw import as_failure
 from stages.proof.selftest.trial import DISPATCHES, Verdict, dispatch, in_the_norm, judge_in_the_norm, written
@@ -82,9 +83,10 @@ def expect(
             index, _ = next(calls)
             launches += count[call.program]
             if keep:
-                caches = {slot.name for slot in slots[call.program] if slot.keeps}
+                ends = {s.name: pos + len(tokens) for s in slots[call.program] if s.keeps}
+                ends |= {s.name: ends[s.name] + config.decoder.taps - 1 for s in _histories(slots[call.program])}
                 old, new = (
-                    {n: (a[: pos + len(tokens)] if n in caches else a).copy() for n, a in values.items()}
+                    {n: (a[: ends[n]] if n in ends else a).copy() for n, a in values.items()}
                     for values in (before, after)
                 )
                 moments.append(Moment(name, index, call, len(tokens), pos, old, new, launches))
@@ -96,6 +98,11 @@ def expect(
         logits.append(run(DECODE, [int(np.argmax(logits[-1]))], keep=step == 0))
     launches = sum(count[call.program] for call in manifest.plans[DECODE])
     return Expected(ids, moments, logits, launches)
+
+
+def _histories(slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots of histories, which a program sees from its first position on, and extends."""
+    return [slot for slot in slots if slot.keeps == HISTORY]
 
 
 def _tensor(manifest: Manifest, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -151,6 +158,8 @@ class Model:
                 inputs[slot["name"]] = binding
             elif slot["role"] == "input":
                 inputs[slot["name"]] = _stored(self._programs[name], slot["name"], moment.before[slot["name"]])
+        histories = {slot.name for slot in _histories(self._programs[name].slots)}
+        inputs |= {slot: moment.before[slot][moment.pos :] for slot in histories}
         read = {id(b.buffer): s["name"] for s, b in pairs if s["role"] == "input"}
         parts = {s["name"]: read[id(b.buffer)] for s, b in pairs if s["role"] == "output" and id(b.buffer) in read}
         times, results = [], []
@@ -160,7 +169,7 @@ class Model:
                 results += dispatch(self.llm.device, call.program, call.slots, inputs, 1, moment.seq, moment.pos, parts)
             times.append(time.perf_counter() - started)
         launches = sum(len(part.launches) for part in self._programs[name].parts)
-        want = {slot: moment.after[slot] for slot in written(call.slots)}
+        want = {s: moment.after[s][moment.pos if s in histories else 0 :] for s in written(call.slots)}
         return judge_in_the_norm(results, want, bounds.relative(launches, self._bfp16)), min(times)
 
     def try_layer(self) -> Verdict:
