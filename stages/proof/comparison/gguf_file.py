@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from math import prod
@@ -18,7 +18,7 @@ from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, inverse_frequencies
-from stages.model.decoder import Attention, Rope, RopeScaling
+from stages.model.decoder import EMBEDDING, HEAD, MATRICES, Attention, Rope, RopeScaling
 from stages.model.families import token_tensors
 from stages.model.families.gguf import FACTORS, LONG_FACTORS, Gguf
 from stages.model.families.place import Location, whole
@@ -46,8 +46,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path) -> None:
     try:
         _describe(writer, config, kind)
         for name, pieces in _locations(config, kind).items():
-            values = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
-            _add(writer, name, values, pieces[0][0].offset)
+            tensor = whole([(at, checkpoint.tensor(weight.name)) for weight, at in pieces])
+            _add(writer, name, tensor, pieces[0][0])
         for name, factors in _factors(config, kind).items():
             writer.add_tensor(name, factors)
         writer.write_header_to_file()
@@ -65,15 +65,15 @@ def _locations(config: Config, kind: Gguf) -> dict[str, list[tuple[families.Weig
     return families.locations(config, partial(location, kind=kind))
 
 
-def _add(writer: Any, name: str, tensor: np.ndarray, offset: float) -> None:
-    """Add a tensor as llama.cpp's converter does."""
+def _add(writer: Any, name: str, tensor: np.ndarray, weight: families.Weight) -> None:
+    """Add a tensor as llama.cpp's converter does: matrices in bf16, others in f32."""
     import gguf
 
-    if tensor.ndim != 2:
-        writer.add_tensor(name, tensor.astype(np.float32).squeeze() + np.float32(offset))
-    else:
-        raw = tensor.astype(bfloat16).view(np.uint8).reshape(len(tensor), -1)
+    if weight.slot in (*MATRICES, EMBEDDING, HEAD):
+        raw = tensor.astype(bfloat16).view(np.uint8).reshape(*tensor.shape[:-1], -1)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        writer.add_tensor(name, tensor.astype(np.float32).squeeze() + np.float32(weight.offset))
 
 
 def _check_described(path: Path, config: Config) -> None:
@@ -136,6 +136,17 @@ def quantise_gguf(source: Path, path: Path, kind: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def values(path: Path, config: Config) -> Callable[[str], np.ndarray]:
+    """Return what returns the values in a file of the weights of a model, by their names in its own checkpoint.
+
+    The file may be read as one of another family, whose tensors have other names. Raises UserError.
+    """
+    written = Checkpoint.open(path)
+    pairs = zip(families.weights(config), families.weights(written.config), strict=True)
+    names = {own.name: read.name for own, read in pairs}
+    return lambda name: written.tensor(names[name])
+
+
 def token_bytes(path: Path, config: Config) -> int:
     """Return the bytes of weights that llama.cpp reads to decode a token."""
     kind, places, read = families.of(config).gguf, GgufFile(path).places, token_tensors(config)
@@ -145,7 +156,7 @@ def token_bytes(path: Path, config: Config) -> int:
 
 def bits(path: Path) -> float:
     """Return the mean number of bits of a matrix's weight."""
-    matrices = [place for place in GgufFile(path).places.values() if len(place.shape) == 2]
+    matrices = [place for place in GgufFile(path).places.values() if len(place.shape) > 1]
     return 8 * _bytes(matrices) / sum(prod(place.shape) for place in matrices)
 
 

@@ -70,7 +70,8 @@ def of_peers(build: Build, policies: Iterable[Policy]) -> Iterator[Rounded]:
     if other := [name for name in names if name != "llama.cpp"]:
         raise UserError(f"peers={other[0]}: it has no formats of its own: leave it out")
     cache = peers.conversions(build.artifacts, build.directory)
+    config = Checkpoint.open(build.source.fetch()).config
     nearest = [peers.entrants(names, policy.matrices, build.source, cache) for policy in policies]
     for entrant in dict.fromkeys(entrant for entrants in nearest for entrant in entrants):
-        values = Checkpoint.open(entrant.model).tensor
+        values = gguf_file.values(entrant.model, config)
         yield Rounded(f"{entrant.program} {entrant.format}", gguf_file.bits(entrant.model), values)
