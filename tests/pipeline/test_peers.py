@@ -116,7 +116,8 @@ LLAMA = types.SimpleNamespace
 llama_token = __import__("ctypes").c_int32
 llama_model_default_params = lambda: LLAMA(use_extra_bufts=True)
 llama_context_default_params = LLAMA
-llama_log_set = llama_backend_init = llama_memory_seq_rm = llama_synchronize = lambda *_: None
+llama_log_set = llama_backend_init = llama_synchronize = lambda *_: None
+llama_memory_seq_rm = lambda *_: True
 llama_model_load_from_file = lambda path, params: params
 llama_init_from_model = lambda model, options: model
 llama_get_memory = llama_model_get_vocab = llama_batch_get_one = lambda *_: None
