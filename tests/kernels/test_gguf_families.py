@@ -89,8 +89,8 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
     gguf_file.quantise_gguf(file, f16, "F16")
     ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
     least = error(*(theirs(directory, ids, dtype)[100:] for dtype in (torch.bfloat16, torch.float32)))
-    llama_cpp = peers.LlamaCpp(f16, 2, 256, safely=True)
-    context = {"context": 256} if config.decoder.short_context else {}
+    llama_cpp = peers.LlamaCpp(f16, 2, config.max_seq, safely=True)
+    context = {"context": config.max_seq} if config.decoder.short_context else {}
     with contextlib.closing(load(build(f16, artifacts, **context), 2)) as llm:
         ours, other = llm.prefill(ids), llama_cpp.step(ids)
         for _ in range(32):

@@ -82,6 +82,9 @@ def random_blocks(rng: np.random.Generator, kind: Any, shape: tuple[int, ...]) -
         return values.view(np.uint8).reshape(*shape[:-1], -1) if type_.name == "BF16" else values
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // type_.values, type_.bytes), np.uint8)
     first, end = type_.factors
+    if end - first == 1:  # powers of two
+        raw[..., first:end] = rng.integers(110, 135, (*raw.shape[:-1], 1))
+        return raw.reshape(*shape[:-1], -1)
     factors = rng.standard_normal((*raw.shape[:-1], (end - first) // 2), np.float32).astype(np.float16)
     raw[..., first:end] = factors.view(np.uint8)
     return raw.reshape(*shape[:-1], -1)

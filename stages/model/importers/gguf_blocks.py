@@ -26,10 +26,14 @@ class BlockType:
     values: int = 1
     """Values of a block."""
     factors: tuple[int, int] = (0, 0)
-    """First byte and end of the factors, which are f16."""
+    """First byte and end of the factors, which are f16, or powers of two where there is one byte."""
     stored: Callable[[np.ndarray], np.ndarray] | None = None
     """Converts blocks u8 `[rows, blocks, bytes]` to rows of the format, i8 `[rows, ...]`; None where a block is an
     element."""
+
+
+_NO_POWER = 255
+"""The byte that stands for NaN among powers of two (E8M0)."""
 
 
 def _f16(raw: np.ndarray) -> np.ndarray:
@@ -39,7 +43,8 @@ def _f16(raw: np.ndarray) -> np.ndarray:
 
 def finite(kind: BlockType, blocks: np.ndarray) -> bool:
     """Whether all factors of blocks u8 `[..., bytes]` are finite."""
-    return bool(np.isfinite(_f16(blocks[..., slice(*kind.factors)])).all())
+    raw = blocks[..., slice(*kind.factors)]
+    return bool((raw < _NO_POWER).all() if raw.shape[-1] == 1 else np.isfinite(_f16(raw)).all())
 
 
 def _nibbles(raw: np.ndarray, run: int) -> np.ndarray:
@@ -154,6 +159,16 @@ def _iq4_xs(raw: np.ndarray) -> np.ndarray:
     return _stored8(scale, np.zeros_like(scale), _iq4(raw[..., 8:]))
 
 
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of MXFP4's numbers. That of 8 is -0, which is nothing else here."""
+
+
+def _mxfp4(raw: np.ndarray) -> np.ndarray:
+    """E u8, numbers: 2^(e - 127) t[q] / 2."""
+    scale = np.ldexp(np.float32(1), raw[..., 0].astype(np.int32) - 128, dtype=np.float32)
+    return _stored8(scale, np.zeros_like(scale), np.array(_MXFP4, np.int8)[_nibbles(raw[..., 1:], 16)])
+
+
 TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", "f32", 4),
     1: BlockType("F16", "f16", 2),
@@ -168,11 +183,12 @@ TYPES: Mapping[int, BlockType] = {
     20: BlockType("IQ4_NL", "int8", 18, 32, (0, 2), _iq4_nl),
     23: BlockType("IQ4_XS", "int8_f32", 136, 256, (0, 2), _iq4_xs),
     30: BlockType("BF16", "bf16", 2),
+    39: BlockType("MXFP4", "int8_f32", 17, 32, (0, 1), _mxfp4),
 }
 """Types by ggml's number."""
 
 REFUSED: Mapping[int, str] = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+    **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"},
 }
 """Names of types that are not read, for messages."""
