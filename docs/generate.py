@@ -80,15 +80,16 @@ def model_families() -> str:
         "",
         "A family is a module of `stages/model/families`. A target that a family does not run on says so in one line.",
         "",
-        "| family | `model_type` | architectures | targets | sizes for `model=random:` |",
-        "|---|---|---|---|---|",
+        "| family | `model_type` | architectures | in GGUF files | targets | sizes for `model=random:` |",
+        "|---|---|---|---|---|---|",
     ]
     for family in families().values():
         sizes = [name for name, fields in PRESETS.items() if fields["model_type"] == family.model_type]
         architectures = ", ".join(f"`{name}`" for name in (*family.architectures, *family.wrapped))
         runs = ", ".join(f"`{name}`" for name, target in targets().items() if _runs(target, sizes[:1]))
         names = ", ".join(f"`{name}`" for name in sizes)
-        lines.append(f"| {family.title} | `{family.model_type}` | {architectures} | {runs} | {names} |")
+        gguf = f"`{family.gguf.architecture}`" if family.gguf else ""
+        lines.append(f"| {family.title} | `{family.model_type}` | {architectures} | {gguf} | {runs} | {names} |")
     return "\n".join([*lines, ""])
 
 
