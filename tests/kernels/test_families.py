@@ -158,6 +158,13 @@ def granitemoehybrid(rng: np.random.Generator) -> Raw:
     return raw | {"layer_types": kinds, "position_embedding_type": [None, "rope"][rng.integers(2)]}
 
 
+def glm4(rng: np.random.Generator) -> Raw:
+    share = float(rng.choice([0.5, 1.0]))
+    raw = common(rng) | {"attention_bias": bool(rng.integers(4)), "pad_token_id": 0, "rope_theta": None}
+    raw |= {"head_dim": int(rng.choice([8, 16, 48, 96]))}
+    return raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}}
+
+
 FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
@@ -170,6 +177,7 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "smollm3": ("SmolLM3ForCausalLM", smollm3),
     "granite": ("GraniteForCausalLM", granite),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", granitemoehybrid),
+    "glm4": ("Glm4ForCausalLM", glm4),
 }
 
 CASES = [
