@@ -125,7 +125,9 @@ def test_programs_of_other_families(name: str, grouping: str, weights: str) -> N
         assert len(built.air.launches) % 2 == 0, program.name
         assert not any(map(tells_its_step, built.air.launches)), program.name
         if program.entry.startswith("decode_layer") and weights == "int4":
-            assert len(built.tilings) == 4 and not air.settles(built.air.module)
+            assert len(built.tilings) == 4
+            # More heads than columns take several passes, whose count may be odd.
+            assert not air.settles(built.air.module) or config.kv_heads > limits.COLUMNS
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)

@@ -48,7 +48,10 @@ JUDGED = {
 """Whose programs the real compiler is to accept."""
 
 
-_ON_ARRAY = ("qwen3", "mistral", "gemma3_text", "lfm2")
+_ON_ARRAY = (
+    *("qwen3", "mistral", "gemma3_text", "lfm2"),
+    *("phi3", "smollm3", "ministral3", "granite", "granitemoehybrid"),
+)
 
 FAMILIES = {name: parse_config(fields, name) for name, fields in PRESETS.items() if fields["model_type"] in _ON_ARRAY}
 """Models of other families that the array runs."""

@@ -16,6 +16,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
+    "lm_head_bias": (False, None),
     "layer_types": (None,),
 }
 
