@@ -81,6 +81,7 @@ def config_fields(
         "max_position_embeddings": meta.integer(f"{prefix}context_length"),
         "rms_norm_eps": meta.number(f"{prefix}attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number(f"{prefix}rope.freq_base", 10000.0),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in places),
         "tie_word_embeddings": "output.weight" not in places,
         "bos_token_id": meta.values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(meta, vocab),
