@@ -336,6 +336,8 @@ class ConfigFields:
         )
         if not decoder.attentions:
             raise self.fail("layer_types", "at least one layer must have attention")
+        if decoder.residual_scale != 1 and not all(layer.entering for layer in decoder.layers):
+            raise UserError(f"{self.where}: a factor of results is supported only where inputs are normed")
         if name := decoder.uneven:
             raise UserError(f"{self.where}: layers differ in {name}: only one for all layers is supported")
         ends = self.token_ids("eos_token_id", vocab) if "eos_token_id" in self.values else eos

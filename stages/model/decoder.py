@@ -144,6 +144,8 @@ class Attention:
     """The last positions that a row attends to, its own included; None: all."""
     qk_norm: Norm | None = None
     """The norm of each head of Q and K before the rotation."""
+    norms_rows: bool = False
+    """Whether that norm is of all heads of a row together."""
     biased: bool = False
     """Whether Q, K and V have biases."""
 
@@ -155,8 +157,8 @@ class Attention:
     @property
     def slots(self) -> tuple[str, ...]:
         """The slots of its weights."""
-        biases, norms = BIASES if self.biased else (), QK_NORMS if self.qk_norm else ()
-        return ("wq", "wk", "wv", "wo", *biases, *norms)
+        biases, norms = BIASES if self.biased else (), ROW_NORMS if self.norms_rows else QK_NORMS
+        return ("wq", "wk", "wv", "wo", *biases, *(norms if self.qk_norm else ()))
 
 
 @dataclass(frozen=True)
@@ -199,12 +201,15 @@ class Layer:
     norm: Norm = Norm()
     """All norms of the layer but those of heads."""
     sandwich: bool = False
-    """Whether the results of the mixer and of the network are normed before they are added, besides their inputs."""
+    """Whether the results of the mixer and of the network are normed before they are added."""
+    entering: bool = True
+    """Whether their inputs are normed."""
 
     def slots(self) -> Iterator[tuple[str, Shape]]:
         """Yield the slots of its weights with their shapes, in model order."""
-        norms = ("attn_norm_w", "down_norm_w") if self.sandwich else ()
-        own = {"norm_w", "ffn_norm_w", *norms, *self.mixer.slots, *self.feed_forward.slots}
+        norms: tuple[str, ...] = ("attn_norm_w", "down_norm_w") if self.sandwich else ()
+        norms += ("norm_w", "ffn_norm_w") if self.entering else ()
+        own = {*norms, *self.mixer.slots, *self.feed_forward.slots}
         yield from ((slot, shape) for slot, shape in LAYER_SLOTS.items() if slot in own)
 
     def within(self, positions: int) -> Layer:
@@ -216,7 +221,7 @@ class Layer:
     def offset(self, slot: str) -> float:
         """Return the number that is added to the weights of a slot."""
         of_heads = self.mixer.qk_norm if isinstance(self.mixer, Attention) else None
-        norms = {**dict.fromkeys(NORMS, self.norm), **dict.fromkeys(QK_NORMS, of_heads)}
+        norms = {**dict.fromkeys(NORMS, self.norm), **dict.fromkeys((*QK_NORMS, *ROW_NORMS), of_heads)}
         norm = norms.get(slot)
         return norm.offset if norm else 0.0
 
@@ -231,6 +236,8 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "bv": ("kv_dim",),
     "q_norm_w": ("head_dim",),
     "k_norm_w": ("head_dim",),
+    "q_row_norm_w": ("q_dim",),
+    "k_row_norm_w": ("kv_dim",),
     "wo": ("emb", "q_dim"),
     "w_in": ("conv_dim", "emb"),
     "w_taps": ("emb", 1, "taps"),
@@ -254,7 +261,8 @@ BIASES = ("bq", "bk", "bv")
 
 NORMS = ("norm_w", "attn_norm_w", "ffn_norm_w", "down_norm_w")
 QK_NORMS = ("q_norm_w", "k_norm_w")
-TURNED = ("wq", "wk", "bq", "bk", "q_norm_w", "k_norm_w")
+ROW_NORMS = ("q_row_norm_w", "k_row_norm_w")
+TURNED = ("wq", "wk", "bq", "bk", *QK_NORMS, *ROW_NORMS)
 """The slots whose rows the rotary embedding turns, or that go with them."""
 
 EMBEDDING, FINAL_NORM, HEAD = "w_embed", "final_norm_w", "w_vocab"

@@ -156,6 +156,8 @@ class Target:
         mixers = {*config.decoder.attentions}
         reasons = {
             "biases": any(mixer.biased for mixer in mixers),
+            "norms of whole rows of Q and K": any(mixer.norms_rows for mixer in mixers),
+            "layers without norms of inputs": not all(layer.entering for layer in config.decoder.layers),
             "convolutions of one position": config.decoder.taps == 1,
             "queries that grow with the position, as context= reaches": any(
                 mixer.rope.q_scale and mixer.rope.q_scale.every < config.max_seq for mixer in mixers

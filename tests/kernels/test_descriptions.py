@@ -57,10 +57,10 @@ DRAWN = {
     },
     PositionScale: {"beta", "every"},
     Rope: {"theta", "scaling", "kind", "turned", "interleaved", "q_scale"},
-    Attention: {"heads", "kv_heads", "head_dim", "rope", "scalar", "window", "qk_norm", "biased"},
+    Attention: {"heads", "kv_heads", "head_dim", "rope", "scalar", "window", "qk_norm", "biased", "norms_rows"},
     ShortConv: {"taps"},
     FeedForward: {"inner", "activation"},
-    Layer: {"mixer", "feed_forward", "norm", "sandwich"},
+    Layer: {"mixer", "feed_forward", "norm", "sandwich", "entering"},
     Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale", "residual_scale", "logits_scale"},
 }
 """The fields of a description that differ here."""
@@ -124,17 +124,21 @@ def description(rng: Draw) -> Decoder:
         window = int(rng.choice([1, 2, 15, 16, 17, 40, 64])) if chance(rng) else None
         of_heads = norm(rng) if chance(rng) else None
         turns = ropes[int(rng.integers(len(ropes)))]
-        return Attention(heads, kv_heads, head_dim, turns, scalar, window, of_heads, chance(rng))
+        return Attention(heads, kv_heads, head_dim, turns, scalar, window, of_heads, chance(rng), chance(rng))
+
+    embed_scale = float(rng.choice([1.0, 6.5]))
+    # The residual stream is divided by it. Rows of the embedding are, too, which is a rounding more where they have no
+    # factor of their own; and what is not normed sees it.
+    residual = float(rng.choice([1.0, 0.22])) if embed_scale != 1 else 1.0
 
     def layer(first: bool) -> Layer:
         mixer = attention() if first or chance(rng) else ShortConv(taps)
         network = FeedForward(inner, str(rng.choice(["silu", "gelu_tanh"])))
-        return Layer(mixer, network, norm(rng), chance(rng))
+        return Layer(mixer, network, norm(rng), chance(rng), residual != 1 or not chance(rng, 3))
 
     kinds = [layer(first=not kind) for kind in range(3)]
     layers = [kinds[int(kind)] for kind in rng.integers(len(kinds), size=count)]
     layers[int(rng.integers(count))] = kinds[0]
-    embed_scale, residual_scale = float(rng.choice([1.0, 6.5])), float(rng.choice([1.0, 0.22]))
     return Decoder(
         vocab=int(rng.integers(257, 400)),
         emb=emb,
@@ -143,8 +147,7 @@ def description(rng: Draw) -> Decoder:
         tied=chance(rng),
         norm=norm(rng),
         embed_scale=embed_scale,
-        # Rows of the embedding are divided by it, which is a rounding more where they have no factor of their own.
-        residual_scale=residual_scale if embed_scale != 1 else 1.0,
+        residual_scale=residual,
         logits_scale=float(rng.choice([1.0, 0.3])),
     )
 

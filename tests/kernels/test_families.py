@@ -165,6 +165,10 @@ def glm4(rng: np.random.Generator) -> Raw:
     return raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}}
 
 
+def olmo2(rng: np.random.Generator) -> Raw:
+    return common(rng) | {"pad_token_id": 0}
+
+
 FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
@@ -178,6 +182,7 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "granite": ("GraniteForCausalLM", granite),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", granitemoehybrid),
     "glm4": ("Glm4ForCausalLM", glm4),
+    "olmo2": ("Olmo2ForCausalLM", olmo2),
 }
 
 CASES = [

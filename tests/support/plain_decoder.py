@@ -61,11 +61,11 @@ class Plain:
             return self.norm(layer.norm, self.tensor(f"{name}.{slot}"), values)
 
         mixer, network = layer.mixer, layer.feed_forward
-        inner = normed("norm_w", x)
+        inner = normed("norm_w", x) if layer.entering else x
         mixed = self.attention(mixer, name, inner) if isinstance(mixer, Attention) else self.conv(mixer, name, inner)
         scale = self.decoder.residual_scale
         x = self.rounded(x + scale * (normed("attn_norm_w", mixed) if layer.sandwich else mixed))
-        added = self.network(network, name, normed("ffn_norm_w", x))
+        added = self.network(network, name, normed("ffn_norm_w", x) if layer.entering else x)
         return self.rounded(x + scale * (normed("down_norm_w", added) if layer.sandwich else added))
 
     def network(self, network: FeedForward, name: str, x: Array) -> Array:
@@ -90,7 +90,11 @@ class Plain:
             return rows.reshape(len(x), count, mixer.head_dim)
 
         q, k, v = heads("q", mixer.heads), heads("k", mixer.kv_heads), heads("v", mixer.kv_heads)
-        if mixer.qk_norm:
+        if mixer.qk_norm and mixer.norms_rows:
+            for which, rows in (("q", q), ("k", k)):
+                whole = rows.reshape(len(x), -1)
+                whole[:] = self.norm(mixer.qk_norm, self.tensor(f"{name}.{which}_row_norm_w"), whole)
+        elif mixer.qk_norm:
             q, k = (self.norm(mixer.qk_norm, self.tensor(f"{name}.{n}_norm_w"), h) for n, h in (("q", q), ("k", k)))
         q, k = (self.rounded(turned(mixer.rope, each, self.room)) for each in (q, k))
         if scale := mixer.rope.q_scale:

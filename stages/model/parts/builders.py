@@ -21,9 +21,12 @@ from stages.model.decoder import (
     HEAD,
     LAYER_SLOTS,
     OF_QUERIES,
+    QK_NORMS,
+    ROW_NORMS,
     VOCABULARY,
     Attention,
     Layer,
+    Norm,
     ShortConv,
 )
 from stages.model.part import HISTORY, KV, Dim, Joined, PartBuilder, Shape, Slot
@@ -123,8 +126,7 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
     """
     b, mixer = PartBuilder(), d.mixer
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
-    norm_w = d.weight(b, "norm_w")
-    normed = b.slot("normed", rows.act("emb"), "scratch")
+    norm_w, normed = _normed_input(d, b, rows, "norm_w", "normed", x)
     weights, biases, results = {}, {}, {}
     for which, width in (("q", "q_dim"), ("k", "kv_dim"), ("v", "kv_dim")):
         weights[which] = d.weight(b, f"w{which}")
@@ -133,15 +135,15 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
         if which != "v":
             results[which] = b.slot(which, rows.act(width), "scratch")
     v = _interleaved(b, "output", FROM_POSITION) if interleave else b.slot("v", rows.act("kv_dim"), "output")
-    norms = {which: d.weight(b, f"{which}_norm_w") for which in ("q", "k")} if mixer.qk_norm else {}
+    names = ROW_NORMS if mixer.norms_rows else QK_NORMS
+    norms = {name[0]: d.weight(b, name) for name in names} if mixer.qk_norm else {}
     buffer = f"{PLACED_ANGLES if interleave else ANGLES}{{rope}}"
     buffers = {"q": f"{buffer}{OF_QUERIES if mixer.rope.q_scale else ''}", "k": buffer}
     angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
     tables = {which: b.slot(f"lut_{which}", angles, "table", format="f32", buffer=buffers[which]) for which in buffers}
     q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
     k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
-    args = {"x": x, "weight": norm_w, "out": normed}
-    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    _norm_input(d, b, rows, x, norm_w, normed)
     for which, width in (("q", "q_dim"), ("k", "kv_dim")):
         rows.project(b, normed, weights[which], results[which], "emb", width, **biases.get(which, {}))
     if interleave:
@@ -154,21 +156,46 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
     for which, out, heads in (("q", q_roped, "heads"), ("k", k_roped, "kv_heads")):
         rope = {"q": "rope_q", "k": "rope_kv"}[which] if interleave else "rope"
         args, scalars = {"x": results[which], "table": tables[which], "out": out}, {}
-        if mixer.qk_norm:
+        if mixer.qk_norm and mixer.norms_rows:
+            args["x"] = _normed_row(b, rows, mixer.qk_norm, which, results[which], norms[which])
+        elif mixer.qk_norm:
             rope, args, scalars = f"norm_{rope}", args | {"weight": norms[which]}, mixer.qk_norm.scalars_of_results
         b.launch(rope, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim", **scalars)
     return b
 
 
+def _normed_input(d: Described, b: PartBuilder, rows: _Rows, weight: str, name: str, x: str) -> tuple[str, str]:
+    """Add the slots of the norm of an input. Return that of its weight and its own; without a norm nothing and `x`."""
+    if not d.layer.entering:
+        return "", x
+    return d.weight(b, weight), b.slot(name, rows.act("emb"), "scratch")
+
+
+def _norm_input(d: Described, b: PartBuilder, rows: _Rows, x: str, weight: str, normed: str) -> None:
+    """Launch the norm of an input, if it has one. `weight`, `normed`: from `_normed_input`."""
+    if weight:
+        args = {"x": x, "weight": weight, "out": normed}
+        b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+
+
+def _normed_row(b: PartBuilder, rows: _Rows, norm: Norm, which: str, x: str, weight: str) -> str:
+    """Add the norm of all heads of Q or K together. Return its slot."""
+    width = {"q": "q_dim", "k": "kv_dim"}[which]
+    normed = b.slot(f"{which}_normed", rows.act(width), "scratch")
+    b.launch(
+        "rms_norm", {"x": x, "weight": weight, "out": normed}, rows=rows.rows, cols=width, **norm.scalars_of_results
+    )
+    return normed
+
+
 def _norm_conv(d: Described, rows: _Rows) -> PartBuilder:
     """Build the RMS norm, the product with B, C and x, and the convolution."""
     b = PartBuilder()
-    x, norm_w = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}"), d.weight(b, "norm_w")
-    normed = b.slot("normed", rows.act("emb"), "scratch")
+    x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
+    norm_w, normed = _normed_input(d, b, rows, "norm_w", "normed", x)
     w_in = d.weight(b, "w_in")
     bcx = b.slot("bcx", rows.act("conv_dim"), "scratch")
-    args = {"x": x, "weight": norm_w, "out": normed}
-    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    _norm_input(d, b, rows, x, norm_w, normed)
     rows.project(b, normed, w_in, bcx, "emb", "conv_dim")
     _convolve(d, b, rows, bcx)
     return b
@@ -224,8 +251,7 @@ def _normed_swiglu(d: Described, b: PartBuilder, rows: _Rows, x: str, role: str,
 
     `paired`: as in `_o_ffn`.
     """
-    norm_w = d.weight(b, "ffn_norm_w")
-    normed = b.slot("normed2", rows.act("emb"), "scratch")
+    norm_w, normed = _normed_input(d, b, rows, "ffn_norm_w", "normed2", x)
     _, gate_up = d.joined()
     if paired:
         b.slots.append(gate_up.slot)
@@ -235,8 +261,7 @@ def _normed_swiglu(d: Described, b: PartBuilder, rows: _Rows, x: str, role: str,
         w_up = d.weight(b, "w_up")
         up = b.slot("up", rows.act("ffn"), "scratch")
     swiglu = b.slot("swiglu", rows.act("ffn"), role)
-    args = {"x": x, "weight": norm_w, "out": normed}
-    b.launch("rms_norm", args, rows=rows.rows, cols="emb", **d.layer.norm.scalars)
+    _norm_input(d, b, rows, x, norm_w, normed)
     if paired:
         args = {"x": normed, "weight": gate_up.slot.name, "out": swiglu}
         b.launch("gemm_swiglu", args, rows=rows.rows, cols="emb", out_cols="ffn", **d.activation)
