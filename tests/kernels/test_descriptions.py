@@ -134,7 +134,9 @@ def description(rng: Draw) -> Decoder:
     def layer(first: bool) -> Layer:
         mixer = attention() if first or chance(rng) else ShortConv(taps)
         network = FeedForward(inner, str(rng.choice(["silu", "gelu_tanh"])))
-        return Layer(mixer, network, norm(rng), chance(rng), residual != 1 or not chance(rng, 3))
+        # Without any norm values would grow from layer to layer until they are infinite.
+        sandwich = chance(rng)
+        return Layer(mixer, network, norm(rng), sandwich, not sandwich or residual != 1 or not chance(rng, 3))
 
     kinds = [layer(first=not kind) for kind in range(3)]
     layers = [kinds[int(kind)] for kind in rng.integers(len(kinds), size=count)]
