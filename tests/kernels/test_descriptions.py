@@ -47,6 +47,10 @@ POSITIONS, ROWS, TOKENS = 96, 64, 8
 RUN = 3
 """Descriptions that are built and run by default; the others go through the parts' references alone."""
 
+MOST = 2
+"""Our error in terms of that of a plain decoder that rounds to bf16. Both round alike, but of different sums. Where
+softmax is sharp, one rounding can be most of the error of all positions; a mistake makes it tens of times as large."""
+
 Draw = np.random.Generator
 
 DRAWN = {
@@ -213,7 +217,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 20 else []) for s in range(200)])
 def test_descriptions(seed: int, tmp_path: Path) -> None:
-    """Against the plain decoder: our error is at most 1.5 times that of a plain decoder that rounds to bf16."""
+    """Against the plain decoder, our error in terms of that of one that rounds to bf16."""
     rng = np.random.default_rng([seed, 36])
     made = description(rng)
     write(tmp_path / "model", made, seed)
@@ -223,7 +227,7 @@ def test_descriptions(seed: int, tmp_path: Path) -> None:
     end = int(rng.integers(1, ROWS + 1))
     places = range(end - 1, end + TOKENS)
     ours = of_references(tmp_path / "model", ids[: end + TOKENS], TOKENS)
-    assert error(ours, exact[places]) <= 1.5 * error(rounded[places], exact[places]), made
+    assert error(ours, exact[places]) <= MOST * error(rounded[places], exact[places]), made
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= RUN else []) for s in range(40)])
@@ -243,7 +247,7 @@ def test_descriptions_run(seed: int, checkout: Path, artifacts: Path, tmp_path: 
     first, end = sorted(rng.choice(np.arange(1, ROWS), 2, replace=False).tolist())
     ours = [llm.prefill(ids[:first]), llm.prefill(ids[first:end]), *(llm.decode(token) for token in ids[end:])]
     places = [first - 1, end - 1, *range(end, len(ids))]
-    assert error(ours, exact[places]) <= 1.5 * error(rounded[places], exact[places]), made
+    assert error(ours, exact[places]) <= MOST * error(rounded[places], exact[places]), made
     back = int(rng.integers(1, end))
     llm.rewind(back)
     assert ([llm.decode(token) for token in ids[back:end]][-1] == ours[1]).all()
