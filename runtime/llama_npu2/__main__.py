@@ -39,6 +39,8 @@ GROUPS = (Sampling, Running, Answering, Once, Signers)
 COMMANDS = {
     "run": "generate text from a prompt; so does DIR PROMPT alone",
     "chat": "hold a conversation in the terminal",
+    "embed": "turn texts into embeddings",
+    "rerank": "order documents by their relevance to a query",
     "bench": "measure speed and memory, and the limits of the CPU",
     "profile": "show where the time of a prompt and of a token goes",
     "check": "compare every file with what was built",
@@ -47,6 +49,14 @@ COMMANDS = {
     "completion": "print a script that completes this command line in bash or zsh",
 }
 """The commands, each with its sentence."""
+
+_PROMPTS = {
+    "run": "text to continue or answer; - reads standard input",
+    "profile": "text to continue or answer; - reads standard input",
+    "embed": "text to embed; - reads one from each line of standard input",
+    "rerank": "query that documents are ranked for",
+}
+"""The commands that take a text, and what that is."""
 
 _OLD = {f"--{name}": name for name in ("chat", "bench", "profile", "check")}
 """Flags that were commands in earlier versions."""
@@ -98,9 +108,8 @@ def parse(arguments: list[str], artifacts: str | None = None) -> argparse.Namesp
     else:
         about = "artifact directory, as artifacts/demo/cpu, or a file of doit export"
         parser.add_argument("artifacts", metavar="DIR", help=about)
-    if command in ("run", "profile"):
-        about = "text to continue or answer; - reads standard input"
-        parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=about)
+    if command in _PROMPTS:
+        parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=_PROMPTS[command])
     add_arguments(parser, *GROUPS, command=command)
     parser.set_defaults(run=globals()[command])
     return parser.parse_args(rest)
@@ -257,6 +266,38 @@ def as_json(llm: Any, made: Any) -> dict[str, Any]:
                 {**token(each.token, each.logprob), "top": [token(*other) for other in each.top]} for each in entries
             ]
     return found
+
+
+def embed(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    texts = _lines(options.prompt_file or "-") if options.prompt_file or options.prompt == "-" else [_prompt(options)]
+    with contextlib.closing(open_model(options, running, chats=False)) as llm:
+        for text in texts:
+            (values,) = llm.embed(text, options.dimensions, options.instruction).tolist()
+            print(json.dumps({"text": text, "embedding": values} if options.json else values), flush=True)
+    return 0
+
+
+def rerank(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:
+    query = _prompt(options)
+    if not options.documents:
+        raise UserError("no documents: give a file with one in each line as documents, or - for standard input")
+    documents = _lines(options.documents)
+    with contextlib.closing(open_model(options, running, chats=False)) as llm:
+        for each in llm.rerank(query, documents, options.instruction):
+            print(
+                json.dumps(asdict(each), ensure_ascii=False) if options.json else f"{each.score:.4f}  {each.document}",
+                flush=True,
+            )
+    return 0
+
+
+def _lines(name: str) -> list[str]:
+    """Return the lines of a file, or of standard input, that are not empty. Raises UserError."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: {reason(error)}: give a text file") from None
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def bench(options: argparse.Namespace, sampling: Sampling, running: Running) -> int:

@@ -172,7 +172,7 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "tuple": "TEXT", "bool": "
 # What the runtime's commands take
 
 _REPLIES = ("run", "chat")
-MODELS = ("run", "chat", "bench", "profile")
+MODELS = ("run", "chat", "embed", "rerank", "bench", "profile")
 """The runtime's commands that load a model."""
 
 
@@ -272,7 +272,12 @@ class Running(Checked):
 class Answering(Checked):
     """How a command takes its prompt and prints its answer."""
 
-    prompt_file: str = option("", "read the prompt from this file", "run", metavar=FILE)
+    prompt_file: str = option(
+        "", "read the prompt from this file; for embed, a text in each line", "run", "embed", metavar=FILE
+    )
+    documents: str = option("", "rank the lines of this file; - is standard input", "rerank", metavar=FILE)
+    instruction: str = option("", "say what the query is for, in a sentence", "embed", "rerank")
+    dimensions: int = option(0, "cut embeddings to their first N values; 0 keeps all", "embed", least=0)
     raw: bool = option(False, "give the prompt as it is, without the chat template", "run", "profile")
     template: str = option(
         "",
@@ -280,7 +285,7 @@ class Answering(Checked):
         *_REPLIES,
         metavar="JSON",
     )
-    json: bool = option(False, "print JSON instead of text", "run", "bench", "profile", "info")
+    json: bool = option(False, "print JSON instead of text", "run", "embed", "rerank", "bench", "profile", "info")
 
     def __post_init__(self) -> None:
         super().__post_init__()

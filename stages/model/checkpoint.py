@@ -55,14 +55,15 @@ class Checkpoint:
             ignore: patterns of tensors that may be there besides the model's.
         """
         within = container(path)
-        config = parse_config(within.fields, within.where)
+        fields = _fields(within)
+        config = parse_config(fields, within.where)
         if config.layers > len(within.names):
             raise UserError(
                 f"{path}: {config.layers} layers by its configuration, but only {len(within.names)} tensors"
             )
         held = _held(path, within, config)
         _check_others(within, held, (*families.of(config).ignored, *ignore))
-        return cls(config, text_fields(within.fields, within.where), within.files(), held)
+        return cls(config, text_fields(fields, within.where), within.files(), held)
 
     def within(self, context: int) -> Checkpoint:
         """Return the checkpoint of `Config.within`."""
@@ -95,6 +96,12 @@ class Checkpoint:
         held = self.held[name]
         stored = held.read()
         return stored if held.format in PLAIN else _dequantised(formats()[held.format], stored, held.shape[-1])
+
+
+def _fields(within: Container) -> Mapping[str, Any]:
+    """Return the configuration of a checkpoint. One without an LM head (an embedding model's) gets the tied one."""
+    headless = "embed_tokens.weight" in within.names and not {"lm_head.weight", "model.lm_head.weight"} & within.names
+    return {**within.fields, "tie_word_embeddings": True} if headless else within.fields
 
 
 def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from math import inf
 from operator import setitem
 from typing import Any
 
@@ -22,6 +23,9 @@ from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, load_programs
 from llama_npu2.engine.trace import Watch, traced_phases
 from llama_npu2.errors import REMEDY, UserError
+
+_HIDDEN = "final_normed"
+"""The buffer of the last norm's output."""
 
 
 class Engine:
@@ -149,6 +153,35 @@ class Engine:
         kept = self._keep(ids)
         return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
 
+    def _hidden_after(self, ids: list[int]) -> np.ndarray:
+        """Return the last norm's output after `ids`, `[hidden size]`; the LM head is left out where it is a call apart.
+
+        Raises UserError, also for programs in which that output is not to be had.
+        """
+        spec = self.manifest.buffers.get(_HIDDEN)
+        if spec is None or "at" in spec:
+            raise UserError("these programs keep the last hidden state to themselves: build with another grouping")
+        start = self._keep(ids)
+        for phase, part in self._cut(self._checked(ids[start:]), self._prompts(start, len(ids))):
+            self._run(phase, part, self._headless if phase == PREFILL else None)
+        hidden: np.ndarray = self.memory.array(_HIDDEN)
+        return hidden.copy()
+
+    def _prompts(self, start: int, end: int) -> list[Chunk]:
+        """Return the chunks of a text without phases of tokens, which may not keep the hidden state."""
+        if not self.buckets:
+            return []
+        times = self.manifest.milliseconds.items()
+        prompts = {phase: inf if phase.kind == DECODE.kind else time for phase, time in times}
+        return Chunks(prompts, self.windows).cheapest(start, end)
+
+    @cached_property
+    def _headless(self) -> Submission:
+        """The calls of a prefill up to the last norm."""
+        plan = self.manifest.plans[PREFILL]
+        last = next(number for number, call in enumerate(plan) if _HIDDEN in call.names)
+        return self.device.prepare(self.calls[PREFILL][: last + 1])
+
     def _keep(self, ids: list[int]) -> int:
         """Forget the cached tokens that `ids` does not begin with, and those that are not worth keeping.
 
@@ -235,13 +268,15 @@ class Engine:
         for start in range(0, len(ids), rows):
             yield PREFILL if start + rows >= len(ids) else PREFILL_CHUNK, ids[start : start + rows]
 
-    def _run(self, phase: Phase, ids: list[int]) -> None:
+    def _run(self, phase: Phase, ids: list[int], calls: Submission | None = None) -> None:
+        """Append tokens. `calls`: instead of the phase's."""
         if self._active[phase.kind] != phase:
             self._phases[self._active[phase.kind]].suspend()
             self._active[phase.kind] = phase
         about = {"rows": len(ids), "position": self.position}
         self._timed("host", "copy tokens", setitem, self._tokens, slice(len(ids)), ids)
-        self._timed("phase", str(phase), self._phases[phase].run, len(ids), self.position, about=about)
+        run = (calls or self._phases[phase]).run
+        self._timed("phase", str(phase), run, len(ids), self.position, about=about)
         self._cached += ids
 
     def _copied_logits(self) -> np.ndarray:

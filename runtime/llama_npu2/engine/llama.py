@@ -13,12 +13,14 @@ from typing import Any, cast
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.engine import retrieval
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
 from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.sampling import sampler
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import REASONING, ChatTemplate, texts_of
+from llama_npu2.text.pooling import check_pooling
 from llama_npu2.text.rendering import split_at_marks, without_marks
 from llama_npu2.text.replies import Piece, ReplyStream
 from llama_npu2.text.tokenizer import Tokenizer
@@ -162,6 +164,42 @@ class Llama(Engine):
         given = {"tools": tools, "documents": documents} | template
         template = {name: value for name, value in given.items() if value is not None or name in template}
         return self.generate(list(messages), keep_context=True, template=template, **sampling)
+
+    def embed(self, texts: str | Sequence[str], dimensions: int = 0, instruction: str = "") -> np.ndarray:
+        """Return embeddings of texts, f32 `[texts, dimensions]`, each of length 1 where the model says so.
+
+        Args:
+            texts: one text or several.
+            dimensions: only so many of each, the first ones; 0: all.
+            instruction: what queries are for, as in "retrieve passages that answer the query"; documents have none.
+
+        Raises:
+            UserError: if the model makes no embeddings of a last token, or a text is too long.
+        """
+        normalised = check_pooling(self.manifest.storage)
+        texts = [texts] if isinstance(texts, str) else texts
+        ids = [self._tokenised(retrieval.embedded_text(text, instruction), special_tokens=True) for text in texts]
+        rows = [retrieval.finished(self._hidden_after(text), dimensions, normalised) for text in ids]
+        return np.stack(rows) if rows else np.empty((0, dimensions or self.manifest.model["emb"]), np.float32)
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str = "") -> list[retrieval.Ranked]:
+        """Return documents with their relevance to a query, the most relevant ones first.
+
+        The beginning that all prompts share is processed once.
+
+        Args:
+            query: what is looked for.
+            documents: the texts to judge.
+            instruction: what makes a document relevant; by default, that it answers a web search.
+
+        Raises:
+            UserError: if the model has no such prompt, or a document is too long.
+        """
+        yes, no = retrieval.answers(self.tokenizer)
+        prompts = retrieval.pairs(self.tokenizer, query, documents, instruction)
+        scores = [retrieval.relevance(self._logits_after(ids), yes, no) for ids in prompts]
+        found = [retrieval.Ranked(at, score, documents[at]) for at, score in enumerate(scores)]
+        return sorted(found, key=lambda each: -each.score)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         """Check that a prompt is what `encode` takes. Raises TypeError, UserError."""

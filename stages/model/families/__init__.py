@@ -95,7 +95,8 @@ def text_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         inner = ConfigFields(values, where).nested("text_config").values
         outer = {name: values[name] for name in _OUTER if values.get(name) is not None}
         return {**inner, **outer, "architectures": [family.architectures[0]], "model_type": family.model_type}
-    return dict(values)
+    first = {"architectures": [family.architectures[0]]} if values.get("architectures") else {}
+    return {**values, **first}
 
 
 def parse_config(values: Mapping[str, Any], where: str) -> Config:
@@ -206,10 +207,13 @@ def token_tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def stored_names(name: str, wrapped: bool) -> Iterator[str]:
-    """Yield the names that a tensor may have in a checkpoint: its own, and those inside of a wrapped model."""
+    """Yield the names that a tensor may have in a checkpoint.
+
+    They are its own, that in a model without an LM head, and those inside of a wrapped model.
+    """
+    headless = name.removeprefix("model.")
     yield name
-    if not wrapped:
-        return
-    yield f"language_model.{name}"
-    if name.startswith("model."):
-        yield f"model.language_model.{name.removeprefix('model.')}"
+    yield headless
+    if wrapped:
+        yield f"language_model.{name}"
+        yield f"model.language_model.{headless}"

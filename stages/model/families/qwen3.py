@@ -32,7 +32,7 @@ _NORMS = {slot: of_layer(f"self_attn.{slot[0]}_norm.weight") for slot in ("q_nor
 
 FAMILY = Family(
     "qwen3",
-    ("Qwen3ForCausalLM",),
+    ("Qwen3ForCausalLM", "Qwen3Model"),
     parse,
     TENSORS | _NORMS,
     IGNORED,

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_npu2.errors import UserError, first_line
+from llama_npu2.schema import load_json
 from llama_npu2.text.chat_template import TEMPLATES
+from llama_npu2.text.pooling import EMBEDDING, LAST_TOKEN
 from stages.engine.files import read_json
 from stages.engine.lazy import np
 from stages.model import families
@@ -25,6 +27,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG_FILES = ("config.json", "quantize_config.json")
 """The second is AutoGPTQ's, which others keep inside the first."""
+POOLING = "*_Pooling/config.json"
+"""What sentence-transformers writes about how hidden states become an embedding."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,11 +36,15 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    "modules.json",
+    POOLING,
 )
 """Patterns of the names of files that are taken over."""
 
 _OF_A_BYTE = {"F8_E4M3": "float8_e4m3fn"}
 """Names of dtypes in safetensors -> in ml_dtypes."""
+
+_POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", LAST_TOKEN)
 
 DAMAGED = "the checkpoint is incomplete or damaged, download it again"
 
@@ -154,11 +162,35 @@ class Directory:
             )
         files = self._tokenizer_files()
         for path in files:
-            if path.suffix == ".json":
+            if path.suffix == ".json" and path.name != "modules.json":
                 read_json(path, DAMAGED)
-        further = {path.stem: path.read_text() for path in files if path.parent != self.path}
-        templates = {Path(TEMPLATES).name: json.dumps(further).encode()} if further else {}
-        return {path.name: path.read_bytes() for path in files if path.parent == self.path} | templates
+        found = {path.name: path.read_bytes() for path in files if path.parent == self.path}
+        if further := {
+            path.stem: path.read_text() for path in files if path.suffix != ".json" and path.name not in found
+        }:
+            found[Path(TEMPLATES).name] = json.dumps(further).encode()
+        if modules := found.pop("modules.json", None):
+            found[Path(EMBEDDING).name] = json.dumps(self._embedding(modules)).encode()
+        return found
+
+    def _embedding(self, modules: bytes) -> Mapping[str, Any]:
+        """Return how sentence-transformers makes an embedding, from the content of its `modules.json`.
+
+        Raises UserError.
+        """
+        try:
+            kinds = [module["type"].rpartition(".")[2] for module in load_json(modules)]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(f"{self.path / 'modules.json'} cannot be read: {DAMAGED}") from None
+        pooling = []
+        for path in self.path.glob(POOLING):
+            fields = read_json(path, DAMAGED)
+            old = [name.removeprefix("pooling_mode_") for name, value in fields.items() if value is True]
+            pooling += (
+                [fields["pooling_mode"]] if "pooling_mode" in fields else [each for each in old if each in _POOLINGS]
+            )
+        others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+        return {"pooling": pooling, "normalised": "Normalize" in kinds, "others": others}
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _known(source: Source, recorded: Path) -> Config | None:
         if isinstance(source, GgufSource) or (isinstance(source, HubGguf) and not recorded.is_file()):
             # The configuration is in the file: what was recorded may be that of another one.
             return _read_inside(source.fetch(), source.fetch().stat().st_mtime_ns)
-        files = [path for path in (*source.files(), recorded) if path.name == recorded.name and path.is_file()]
+        here = source.config_files() if source.files() else []
+        files = [path for path in (*here, recorded) if path.name == recorded.name and path.is_file()]
         files = files or [path for path in source.config_files() if path.name == recorded.name]
         return _read_once(files[0], files[0].stat().st_mtime_ns) if files else None
     return None

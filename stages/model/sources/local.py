@@ -34,6 +34,9 @@ class LocalSource(Source):
         paths = {path for pattern in patterns for path in self.directory.glob(pattern)}
         return sorted(path for path in paths if path.is_file())
 
+    def config_files(self) -> list[Path]:
+        return [path for name in CONFIG_FILES if (path := self.directory / name).is_file()]
+
     def fetch(self) -> Path:
         if not (self.directory / "config.json").is_file():
             raise UserError(f"{self.directory} has no config.json: model= needs a directory in Hugging Face format")
