@@ -37,6 +37,10 @@ SAID: dict[str, Callable[[Raw], Raw]] = {
         {name: value for name, value in raw.items() if name != "layer_types"}
         | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"], "full_attn_idxs": [0, 2, 4]}
     ),
+    # llama.cpp norms rows as wide as the model's, and asks for a head.
+    "olmo2": lambda raw: (
+        raw | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"], "tie_word_embeddings": False}
+    ),
 }
 """Changes to random configurations, without which few could be described or run."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, QK_NORMS, ROW_NORMS
 from stages.model.families.place import Place
 
 FACTORS = "rope_freqs.weight"
@@ -30,8 +30,7 @@ TENSORS: dict[str, Place] = {
     "bq": of_block("attn_q.bias"),
     "bk": of_block("attn_k.bias"),
     "bv": of_block("attn_v.bias"),
-    "q_norm_w": of_block("attn_q_norm.weight"),
-    "k_norm_w": of_block("attn_k_norm.weight"),
+    **{slot: of_block(f"attn_{slot[0]}_norm.weight") for slot in (*QK_NORMS, *ROW_NORMS)},
     "wo": of_block("attn_output.weight"),
     "attn_norm_w": of_block("post_attention_norm.weight"),
     "ffn_norm_w": of_block("ffn_norm.weight"),

@@ -7,6 +7,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import ROW_NORMS, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
+from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -37,4 +38,6 @@ _NAMES = {
     "down_norm_w": of_layer("post_feedforward_layernorm.weight"),
 }
 
-FAMILY = Family("olmo2", ("Olmo2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="OLMo 2")
+_GGUF = Gguf("olmo2", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
+
+FAMILY = Family("olmo2", ("Olmo2ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="OLMo 2", gguf=_GGUF)
