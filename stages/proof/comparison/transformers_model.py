@@ -6,6 +6,7 @@ run in float32. The operations are those of the whole model, and so are the bits
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,8 @@ def _described(checkpoint: Checkpoint, **changes: Any) -> tuple[Any, Any]:
     _, transformers = _packages()
     architecture = getattr(transformers, families.of(checkpoint.config).architectures[0])
     fields = {name: value for name, value in checkpoint.fields.items() if name != "quantization_config"}
-    config = architecture.config_class.from_dict(fields | changes)
+    # It writes into what it is given.
+    config = architecture.config_class.from_dict(copy.deepcopy(fields | changes))
     scaling = checkpoint.config.decoder.attention.rope.scaling
     if scaling.factors:
         # Transformers chooses by the length of a text, and we by the room of the KV cache.
