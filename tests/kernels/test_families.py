@@ -143,7 +143,9 @@ def smollm3(rng: np.random.Generator) -> Raw:
 
 
 def granite(rng: np.random.Generator) -> Raw:
-    raw = common(rng) | {"embedding_multiplier": 12.0, "residual_multiplier": float(rng.choice([0.22, 1.0, 0.5]))}
+    raw = common(rng) | {"residual_multiplier": float(rng.choice([0.22, 1.0, 0.5]))}
+    # An epsilon as large as the squares of small rows shows in every norm.
+    raw |= {"embedding_multiplier": rng.choice([12.0, 3.0]).item(), "rms_norm_eps": rng.choice([1e-5, 0.1]).item()}
     # Transformers derives the head size.
     raw |= {"head_dim": None, "hidden_size": raw["num_attention_heads"] * int(rng.choice([10, 16, 48]))}
     scores, logits = rng.choice([0.25, 0.0625]).item(), rng.choice([8.0, 3.0]).item()
