@@ -570,6 +570,32 @@ def test_a_core_uses_its_buffers_in_the_order_of_its_dma(steps: int, buffers: in
         check_liveness("f", configuration)
 
 
+TAKE, GIVE = "aie.use_lock(%full, AcquireGreaterEqual, 1)", "aie.use_lock(%empty, Release, 1)"
+CALL = "func.call @f(%buf{}) : (memref<64xbf16, 2 : i32>) -> ()"
+BOTH = "func.call @f(%buf1, %buf0) : (memref<64xbf16, 2 : i32>, memref<64xbf16, 2 : i32>) -> ()"
+TRADES = {
+    "takes both, in another order than its DMA": ([TAKE, TAKE, BOTH, GIVE, GIVE], ""),
+    "keeps one while it gives the other": ([TAKE, CALL.format(0), TAKE, BOTH, GIVE, GIVE], ""),
+    "takes one of two": ([TAKE, BOTH, TAKE, GIVE, GIVE], "uses %buf1 where its DMA is at %buf0"),
+    "takes none": ([CALL.format(0), TAKE, TAKE, GIVE, GIVE], "uses %buf0 where its DMA is at none"),
+    "uses what it gave": ([TAKE, TAKE, GIVE, BOTH, GIVE], "uses %buf0 where its DMA is at %buf1"),
+}
+
+
+@pytest.mark.parametrize("trade", TRADES)
+def test_a_core_uses_what_it_took_and_has_not_given(trade: str) -> None:
+    """A channel may fill several buffers, each with something else, that one call takes."""
+    actions, message = TRADES[trade]
+    pairs = [line for number in (0, 1) for line in (TAKE, CALL.format(number), GIVE)]
+    text = core_of(4, 2).replace("\n".join(pairs), "\n".join(actions))
+    ((configuration, _),) = read_compiled(text, "f").steps
+    if message:
+        with pytest.raises(UserError, match=message):
+            check_liveness("f", configuration)
+    else:
+        check_liveness("f", configuration)
+
+
 def test_a_core_that_is_sent_too_little_waits_for_ever() -> None:
     """What a memory tile sends once, though the core takes it once per block of columns."""
     text = core_of(4, 2).replace("0, 256)", "0, 128)")

@@ -30,19 +30,39 @@ def check_liveness(where: str, configuration: Configuration) -> None:
 
 
 @dataclass(eq=False)
-class _Ring:
-    """The buffers of a core that a channel uses in turn."""
+class _Lane:
+    """The turns of a channel at a core's tile, for whose buffers the core and the channel trade two locks."""
 
-    buffers: tuple[str, ...]
-    used: int = 0
-    """How many times the core went on to the next buffer."""
+    engine: Engine
+    ready: str
+    """The lock that the channel gives after each turn."""
+    free: str
+    """The lock that it takes before each turn."""
+    locks: Mapping[str, int]
+    """How often each can be taken at the start."""
+    taken: int = 0
+    """How often the core took `ready`."""
+    given: int = 0
+    """How often it gave `free`."""
+    turns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The turns of each buffer."""
 
-    def use(self, buffer: str) -> str | None:
-        """Use a buffer. Return None if it is the next one or the last one used, else the one that the channel is at."""
-        current, previous = (self.buffers[(self.used + step) % len(self.buffers)] for step in (0, -1))
-        if buffer == current:
-            self.used += 1
-        return None if buffer == current or (self.used > 0 and buffer == previous) else current
+    def __post_init__(self) -> None:
+        for turn, descriptor in enumerate(self.engine.descriptors):
+            self.turns[descriptor.buffer].append(turn)
+
+    def clash(self, buffer: str) -> str | None:
+        """Return None if the core may use a buffer, else the one that it took last ("none" before the first).
+
+        It may between the turn that it took and the next turn of the same descriptor that the channel may begin.
+        """
+        turns, count, at_start = self.turns.get(buffer, ()), len(self.engine.turns), self.locks[self.ready]
+        latest = self.taken - at_start - 1
+        for turn in turns:
+            last = latest - (latest - turn) % count
+            if last < -at_start or self.locks[self.free] + self.given > last + count:
+                return self.engine.turns[latest % count].descriptor.buffer if self.taken else "none"
+        return None
 
 
 @dataclass(eq=False)
@@ -175,7 +195,7 @@ class _Array:
             self._give(lock, count)
 
     def _core(self, core: Core) -> Iterator[None]:
-        rings = {buffer: ring for ring in self._rings(core) for buffer in ring.buffers}
+        lanes = list(self._lanes(core))
         actions = list(_unrolled(core.actions))
         while actions:
             for action in actions:
@@ -184,23 +204,31 @@ class _Array:
                         yield
                 elif action.what == "give":
                     self._give(action.lock, action.count)
-                else:
-                    self._call(core, action, rings)
+                for lane in lanes:
+                    self._trade(core, lane, action)
             yield
 
-    def _call(self, core: Core, action: Action, rings: Mapping[str, _Ring]) -> None:
+    def _trade(self, core: Core, lane: _Lane, action: Action) -> None:
+        """Follow a core's action that may be about the buffers of a channel."""
+        if action.what == "take":
+            lane.taken += action.count * (action.lock == lane.ready)
+        elif action.what == "give":
+            lane.given += action.count * (action.lock == lane.free)
         for buffer in action.buffers:
-            other = rings[buffer].use(buffer) if buffer in rings else None
+            other = lane.clash(buffer)
             if other is not None:
                 where = f"{self.where}: core ({core.column}, {core.row})"
                 raise UserError(f"{where} uses {buffer} where its DMA is at {other}")
 
-    def _rings(self, core: Core) -> Iterator[_Ring]:
-        """Yield the buffers of each channel of the core's tile that has several."""
+    def _lanes(self, core: Core) -> Iterator[_Lane]:
+        """Yield the channels of the core's tile of which each turn takes and gives the same locks once."""
         for engine in self.configuration.engines:
-            buffers = tuple(descriptor.buffer for descriptor in engine.descriptors)
-            if (engine.channel.column, engine.channel.row) == (core.column, core.row) and len(set(buffers)) > 1:
-                yield _Ring(buffers)
+            takes = {use for turn in engine.turns for use in turn.takes}
+            gives = {use for turn in engine.turns for use in turn.gives}
+            here = (engine.channel.column, engine.channel.row) == (core.column, core.row)
+            if here and len(takes) == len(gives) == 1 and all(count == 1 for _, count in takes | gives):
+                ((free, _),), ((ready, _),) = takes, gives
+                yield _Lane(engine, ready, free, self.configuration.locks)
 
 
 def _unrolled(actions: Sequence[Action]) -> Iterator[Action]:
