@@ -3,7 +3,7 @@
 
 #ifdef ADD
 
-extern "C" void AIE_FN(norm_add)(bfloat16 *x, const bfloat16 *residual, const bfloat16 *weight, float eps) {
+extern "C" void AIE_FN(norm_add)(bfloat16 *x, const bfloat16 *weight, const bfloat16 *residual, float eps) {
     use_nearest_even();
     for (unsigned row = 0; row < ROWS; ++row, x += COLS, residual += COLS) {
         norm_row<COLS>(x, weight, x, eps);

@@ -44,10 +44,10 @@ def reference(
 def reference_sandwich(
     gate_up: np.ndarray,
     down: np.ndarray,
-    x: np.ndarray,
-    before: np.ndarray,
     residual: np.ndarray,
     norm: np.ndarray,
+    x: np.ndarray,
+    before: np.ndarray,
     after: np.ndarray,
     eps: float,
     offset: float = 0.0,
@@ -99,7 +99,7 @@ class Tiling:
     @property
     def rows(self) -> tuple[str, ...]:
         """Arguments that come to every core, each a row."""
-        return ("x", "before", "residual", "norm", "after") if self.sandwich else ("x", "norm")
+        return ("residual", "norm", "x", "before", "after") if self.sandwich else ("x", "norm")
 
     @property
     def outputs(self) -> int:
@@ -275,7 +275,7 @@ def _core(b: Builder, p: Tiling, streams: _Streams, tile: tuple[Index, Index]) -
     more = [(limits.aligned(p.cols, BF16),)] if p.sandwich else []
     held = b.alloc(air.L1, *rows, ((p.acc,), "f32"), of_sums, ((part,), "f32"), *more)
     with held as (x, normed, inner, acc, sums, others, *after):
-        begins = [(sums, 0), (sums, p.outputs), (x, 0), (normed, 0), (after[0], 0)] if after else [(x, 0), (normed, 0)]
+        begins = [(x, 0), (normed, 0), *([(sums, 0), (sums, p.outputs), (after[0], 0)] if after else ())]
         for target, at in begins:
             b.get(streams.rows, tile, target.at((at, p.cols, 1)))
         # Buffers that only the loop uses would be moved into it, and doubled. So this call is given all of them.
@@ -321,7 +321,7 @@ KERNELS = (
     ),
     signature(
         "sandwich_feed_forward",
-        (Arg("gate_up", matrix=True), Arg("down", matrix=True), "x", "before", "residual", "norm", "after"),
+        (Arg("gate_up", matrix=True), Arg("down", matrix=True), "residual", "norm", "x", "before", "after"),
         f"cols ffn {rms_norm.PARAMS} activation",
         reference_sandwich,
         source="feed_forward",

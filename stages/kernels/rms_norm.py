@@ -167,7 +167,7 @@ def build_add(tiling: Tiling) -> AirModule:
             b.get(beside, tile, residual)
             first = tile[0] * share + step * p.tile_rows
             b.dma(x, b.args["x"].at(*rows(first)))
-            b.call(p.variant, "norm_add", x, residual, weight, p.norm.eps)
+            b.call(p.variant, "norm_add", x, weight, residual, p.norm.eps)
             b.dma(b.args["out"].at(*rows(first)), x)
     return b.finish()
 

@@ -16,16 +16,21 @@ from stages.weights.scalars import ACTIVATIONS
 
 
 def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
-    """Return `activation(gate) * up`. All are bf16 of one shape.
+    """Return `activation(gate) * up`. All are bf16 of one shape."""
+    wide = gate.astype(np.float32)
+    with np.errstate(over="ignore"):
+        return (wide / (1.0 + np.exp(-exponent(wide, activation))) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+
+def exponent(gate: np.ndarray, activation: int) -> np.ndarray:
+    """Return what the sigmoid is taken of that a gate, f32, is multiplied with.
 
     The tanh approximation of GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
     """
-    wide = gate.astype(np.float32)
-    inner = wide
-    if ACTIVATIONS[activation] == "gelu_tanh":
-        inner = np.float32(2 * np.sqrt(2 / np.pi)) * (wide + np.float32(0.044715) * wide * wide * wide)
-    with np.errstate(over="ignore"):
-        return (wide / (1.0 + np.exp(-inner)) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    if ACTIVATIONS[activation] != "gelu_tanh":
+        return gate
+    wide: np.ndarray = np.float32(2 * np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+    return wide
 
 
 _VECTORS: Mapping[int, int] = {64: 63, 32: 58, 16: 58}

@@ -357,8 +357,7 @@ def _elementwise(name: str, cols: int, activation: int = 0) -> tuple[Any, str, l
 def _norm(rows: int, cols: int, adds: bool = False, **more: float) -> tuple[Any, str, list[Any], int]:
     tiling = rms_norm.Tiling(rows, cols, rms_norm.Norm(1e-5, **more), 1, rows, adds)
     (name, cost), whole = *tiling.costs.items(), [buffer(2 * rows * cols) for _ in range(2)]
-    arguments = [*whole, buffer(2 * cols)] if adds else [whole[0], buffer(2 * cols), whole[1]]
-    return tiling.variant, name, [*arguments, 1e-5], cost.vectors
+    return tiling.variant, name, [whole[0], buffer(2 * cols), whole[1], 1e-5], cost.vectors
 
 
 def _rope(rows: int, heads: int, head_dim: int, out: str = rope.ROWS) -> tuple[Any, str, list[Any], int]:

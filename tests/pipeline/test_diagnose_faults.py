@@ -297,6 +297,32 @@ ARRAY = [
 ]
 """Of target npu2-sim, whose compiler is the host's."""
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 17,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+"""Fields of a model with norms of results, an offset, windows and another activation."""
+
+ON_GEMMA = [
+    Fault("index", "flash_attention.h", "bound + SEES - 1", "bound + SEES", ("flash_attention", *PROMPT)),
+    Fault("offset", "rms_norm.h", "bf16_bits(OFFSET)", "bf16_bits(0)", ("rms_norm", *PROMPT)),
+    Fault("scale", "silu.h", "0.044715f * FIRST", "0.04f * FIRST", ("silu_and_mul", *PROMPT)),
+    Fault(
+        "norm",
+        "feed_forward.cc",
+        "norm_row<COLS>(sums, after, sums, eps);",
+        "norm_row<COLS>(sums, x, sums, eps);",
+        ("int4_sandwich_feed_forward", "decode@128", 0),
+        NPU_INT4,
+    ),
+]
+"""Of target npu2-sim and `GEMMA`."""
+
 
 @pytest.fixture(scope="module")
 def checkout(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -304,6 +330,7 @@ def checkout(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = shutil.copytree(project, tmp_path_factory.mktemp("faults") / "checkout")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_checkpoint(root / "tiles", head_dim=32, vocab_size=300, **sizes)
+    write_checkpoint(root / "gemma", head_dim=32, vocab_size=300, **sizes, **GEMMA)
     return root
 
 
@@ -349,6 +376,11 @@ def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
     check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "npu.buckets=64")
 
 
+@pytest.mark.parametrize("fault", ON_GEMMA, ids=str)
+def test_a_wrong_tile_function_of_gemma_is_named(checkout: Path, fault: Fault) -> None:
+    check(checkout, "aie2p", fault, "model=gemma", "target=npu2-sim", "npu.buckets=64")
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -362,6 +394,8 @@ def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
         ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int8"),
         ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int6"),
         ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.matmul=bfp16"),
+        ("model=gemma", "target=npu2-sim", "npu.buckets=64", "weights=int4"),
+        ("model=gemma", "target=npu2-sim", "npu.buckets=64", "npu.grouping=separate"),
     ],
     ids=" ".join,
 )

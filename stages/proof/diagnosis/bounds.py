@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, flash_attention, gemm, gemv, rms_norm, rope, silu_and_mul, token_attention
+from stages.kernels import HOST_SET, add, flash_attention, gemm, rms_norm, rope, silu_and_mul, token_attention
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
@@ -201,9 +201,13 @@ def _rounded(values: np.ndarray, error: np.ndarray) -> ErrorBound:
     return ErrorBound(limit, np.minimum(1, error / unit))
 
 
-def _product(case: Case, weight: str = "weight") -> tuple[np.ndarray, ErrorBound]:
-    """Return the rounded product of `x` and a weight, and its bound: 0 where numbers are whole."""
-    x, of_x = _multiplied(case)
+Row = tuple[np.ndarray, ErrorBound]
+"""What a product multiplies `[rows, cols]`, and its bound."""
+
+
+def _product(case: Case, weight: str = "weight", row: Row | None = None) -> tuple[np.ndarray, ErrorBound]:
+    """Return the rounded product of `x`, or another row, and a weight, and its bound: 0 where numbers are whole."""
+    x, of_x = row or _multiplied(case)
     of = case.weights[weight]
     if case.op.format == w8a8.FORMAT.name:
         product = integer_product(x, of.stored).astype(bfloat16)
@@ -212,13 +216,37 @@ def _product(case: Case, weight: str = "weight") -> tuple[np.ndarray, ErrorBound
     return product, _rounded(product, _product_error(case, x.astype(np.float32), of) + _carried(of_x, of))
 
 
-def _multiplied(case: Case) -> tuple[np.ndarray, ErrorBound]:
+def _multiplied(case: Case) -> Row:
     """Return the input of a product, `x` or its norm `[rows, cols]`, and its bound."""
     x = np.atleast_2d(case.inputs["x"])
     if "norm" not in case.inputs:
         return x, _no_error(x.shape)
-    normed = rms_norm.reference(x, case.inputs["norm"], case.inputs["eps"])
+    normed = rms_norm.reference(x, case.inputs["norm"], *_norm_scalars(case))
     return normed, _norm(case, x.astype(np.float32), case.wide("norm"), normed)
+
+
+def _norm_scalars(case: Case) -> tuple[float, float, int]:
+    """Return the epsilon of a norm, its offset and whether it is rounded once."""
+    return case.inputs["eps"], case.inputs.get("offset", 0.0), case.inputs.get("once", 0)
+
+
+def _norm_of(case: Case, x: Row, weight: str) -> Row:
+    """Return the norm of a row that may be off itself."""
+    rows, of_rows = x
+    wide = rows.astype(np.float32)
+    normed = rms_norm.reference(rows, case.inputs[weight], *_norm_scalars(case))
+    own, size = _norm(case, wide, case.wide(weight), normed), np.sqrt(np.square(wide).mean(axis=-1, keepdims=True))
+    carried = of_rows.limit * np.abs(case.wide(weight) + case.inputs.get("offset", 0.0)) / (size + LEAST)
+    limit = np.where(carried > 0, own.limit + carried + ulp(np.abs(normed.astype(np.float32)) + carried), own.limit)
+    return normed, ErrorBound(limit, np.ones(limit.shape))
+
+
+def _added(residual: Row, x: Row) -> Row:
+    """Return the sum of two rows that may be off."""
+    result = add.reference(residual[0], x[0])
+    limit = residual[1].limit + x[1].limit
+    limit = np.where(limit > 0, limit + ulp(np.abs(result.astype(np.float32)) + limit), 0)
+    return result, ErrorBound(limit, np.ones(limit.shape))
 
 
 def _carried(of_x: ErrorBound, weight: Weight) -> np.ndarray:
@@ -295,21 +323,22 @@ def _bound_activation(case: Case, products: tuple[tuple[np.ndarray, ErrorBound],
     result = np.abs(case.results[0].astype(np.float32).reshape(g.shape))
     inputs = 1.13 * of_gate.limit * (u + of_up.limit) + g * of_up.limit
     if case.arithmetic.exponential:
-        limit = inputs + u * _rounded_silu(gate.astype(np.float32), case.arithmetic)
+        limit = inputs + u * _rounded_silu(gate.astype(np.float32), case.arithmetic, case.inputs.get("activation", 0))
         return (ErrorBound(limit + ulp(result + limit), np.ones(limit.shape)),)
     error = case.arithmetic.activation * result
     last = _rounded(result, error + LEAST)
     return (ErrorBound(inputs + last.limit, np.minimum(1, of_gate.chance + of_up.chance + last.chance)),)
 
 
-def _rounded_silu(gate: np.ndarray, arithmetic: Arithmetic) -> np.ndarray:
-    """Return the error of a silu that is rounded, and whose exp(-|gate|) is rounded.
+def _rounded_silu(gate: np.ndarray, arithmetic: Arithmetic, activation: int) -> np.ndarray:
+    """Return the error of a silu, or a gelu, that is rounded, and whose exponential is rounded.
 
     The exponential is a factor where the gate is negative, and otherwise a part of the divisor.
     """
-    small = np.exp(-np.abs(gate))
+    exponent = np.abs(silu_and_mul.exponent(gate, activation))
+    small = np.exp(-exponent)
     part = np.where(gate < 0, 1, small) / (1 + small)
-    exponential = arithmetic.exponential + np.abs(gate) * 2.0**-16
+    exponential = arithmetic.exponential + exponent * 2.0**-16
     silu = np.abs(gate) * np.where(gate < 0, small, 1) / (1 + small)
     return _rounded(silu, (arithmetic.activation + exponential * part) * silu + silu_and_mul.LEAST).limit
 
@@ -318,9 +347,11 @@ def _bound_two_products(case: Case) -> tuple[ErrorBound, ...]:
     return _bound_activation(case, (_product(case, "gate"), _product(case, "up")))
 
 
-def _bound_paired_product(case: Case, apart: int | None = None, weight: str = "weight") -> tuple[ErrorBound, ...]:
+def _bound_paired_product(
+    case: Case, apart: int | None = None, weight: str = "weight", row: Row | None = None
+) -> tuple[ErrorBound, ...]:
     """Bound a gate-up product whose columns alternate, `apart` of each; None: the gate's, then up's."""
-    both, spread = _product(case, weight)
+    both, spread = _product(case, weight, row)
 
     def halves(part: np.ndarray) -> tuple[np.ndarray, ...]:
         turns = part.reshape(len(part), -1, 2, apart or part.shape[-1] // 2)
@@ -332,14 +363,31 @@ def _bound_paired_product(case: Case, apart: int | None = None, weight: str = "w
     )
 
 
+def _network(case: Case, row: Row) -> Row:
+    """Return the product of down in a feed-forward network of a row, not rounded, and what it is off by."""
+    down, (gate, up) = case.weights["down"], np.split(case.weights["gate_up"].values, 2)
+    inner = np.atleast_2d(gemm.reference_silu(row[0], gate, up, case.inputs.get("activation", 0)))
+    (of_inner,) = _bound_paired_product(replace(case, results=(inner,)), weight="gate_up", row=row)
+    wide = inner.astype(np.float32)
+    error = _product_error(case, wide, down) + _carried(of_inner, down)
+    return wide @ down.values.T, ErrorBound(error, np.ones(error.shape))
+
+
 def _bound_feed_forward(case: Case) -> tuple[ErrorBound, ...]:
     """Bound the feed-forward: the activation and its error go through `down`; sums stay in f32 up to the end."""
-    inputs, down = case.inputs, case.weights["down"]
-    x, norm, eps = (inputs[name] for name in ("x", "norm", "eps"))
-    inner = np.atleast_2d(gemv.reference_norm_swiglu(case.weights["gate_up"].values, x, norm, eps))
-    (of_inner,) = _bound_paired_product(replace(case, results=(inner,)), weight="gate_up")
-    error = _product_error(case, inner.astype(np.float32), down) + _carried(of_inner, down)
-    return (_rounded(case.results[0], (error + LEAST).reshape(case.results[0].shape)),)
+    _, product = _network(case, _multiplied(case))
+    return (_rounded(case.results[0], (product.limit + LEAST).reshape(case.results[0].shape)),)
+
+
+def _bound_sandwich(case: Case) -> tuple[ErrorBound, ...]:
+    """Bound a feed-forward network between norms of what is added to the residual stream."""
+    x, residual = ((row, _no_error(row.shape)) for row in (np.atleast_2d(case.inputs[n]) for n in ("x", "residual")))
+    mixed = _added(residual, _norm_of(case, x, "before"))
+    wide, product = _network(case, _norm_of(case, mixed, "norm"))
+    down = wide.astype(bfloat16)
+    _, bound = _added(mixed, _norm_of(case, (down, _rounded(down, product.limit + LEAST)), "after"))
+    shape = case.results[0].shape
+    return (ErrorBound(bound.limit.reshape(shape), bound.chance.reshape(shape)),)
 
 
 def _bound_silu(case: Case) -> tuple[ErrorBound, ...]:
@@ -462,7 +510,8 @@ def _bound_token_attention(case: Case) -> tuple[ErrorBound, ...]:
     newest = [
         np.concatenate([inputs[which][:position], row[:, half].reshape(1, -1)]) for half, which in enumerate("kv")
     ]
-    off = _score_error(of_q, newest[0], head_dim) + _score_error(of_k, rotated, head_dim)
+    scalar = inputs.get("scalar", head_dim)
+    off = _score_error(of_q, newest[0], head_dim, scalar) + _score_error(of_k, rotated, head_dim, scalar)
     attention = replace(case, inputs={**inputs, "q": rotated, "k": newest[0], "v": newest[1]}, results=(out,))
 
     def with_v(part: np.ndarray) -> np.ndarray:
@@ -472,10 +521,10 @@ def _bound_token_attention(case: Case) -> tuple[ErrorBound, ...]:
     return (*_bound_attention(attention, off), ErrorBound(with_v(of_k.limit), with_v(of_k.chance)))
 
 
-def _score_error(inputs: ErrorBound, others: np.ndarray, head_dim: int) -> float:
+def _score_error(inputs: ErrorBound, others: np.ndarray, head_dim: int, scalar: float) -> float:
     """Return the largest error of a score that comes from inputs that are multiplied with `others`."""
     squares = (inputs.chance * np.square(inputs.limit)).reshape(-1, head_dim).sum(axis=-1).max()
-    return float(SURE * np.sqrt(squares / head_dim) * np.abs(others.astype(np.float32)).max())
+    return float(SURE * np.sqrt(squares / scalar) * np.abs(others.astype(np.float32)).max())
 
 
 def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ...]:
@@ -493,7 +542,7 @@ def _bound_attention(case: Case, of_inputs: float = 0.0) -> tuple[ErrorBound, ..
     scores[..., ~seen] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    of_scaling = _score_error(ErrorBound(2 * U * np.abs(q), np.full(q.shape, arithmetic.query)), k, head_dim)
+    of_scaling = _score_error(ErrorBound(2 * U * np.abs(q), np.full(q.shape, arithmetic.query)), k, head_dim, scalar)
     of_scores = (arithmetic.score + 2 * (head_dim + 8) * U32) * sizes.max() + of_scaling + of_inputs
     error = (arithmetic.weight + of_scores + length * U32) * _weighted(weights, np.abs(v))
     if case.op.format != "bf16":
@@ -567,6 +616,7 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     "gemm_swiglu": partial(_bound_paired_product, apart=BLOCK),
     "norm_gemv_swiglu": _bound_paired_product,
     "feed_forward": _bound_feed_forward,
+    "sandwich_feed_forward": _bound_sandwich,
     "silu_and_mul": _bound_silu,
     "rms_norm": _bound_norm,
     "norm_add": _bound_added_norm,
