@@ -147,25 +147,27 @@ def build_add(tiling: Tiling) -> AirModule:
 
     Its arguments are `x`, `residual`, `out`: bf16 `[rows][cols]` (`[cols]` for one row); `weight`: bf16 `[cols]`.
     """
-    p, share = tiling, tiling.rows // tiling.columns
+    p = tiling
+    # The rows of a step lie together: the compiler takes no steps that reach over those of others.
+    together = p.columns * p.tile_rows
     wide = air.memref_type((p.rows, p.cols) if p.rows > 1 else (p.cols,))
     b = air.Builder("norm_add", {"x": wide, "residual": wide, "weight": air.memref_type((p.cols,)), "out": wide})
 
     def rows(first: Number) -> list[tuple[Number, int, int]]:
         return [(first, p.tile_rows, p.cols)] * (p.rows > 1) + [(0, p.cols, 1)]
 
-    with b.launch(share // p.tile_rows) as (step, _), b.segment():
+    with b.launch(p.rows // together) as (step, _), b.segment():
         beside = b.channel((p.columns, 1), (p.columns, 1))
         for column in range(p.columns):
             b.put(beside, (column, 0), b.args["weight"].at((0, p.cols, 1)))
-            b.put(beside, (column, 0), b.args["residual"].at(*rows(step * p.tile_rows + column * share)))
+            b.put(beside, (column, 0), b.args["residual"].at(*rows(step * together + column * p.tile_rows)))
         with (
             b.herd(p.columns, 1) as tile,
             b.alloc(air.L1, *[(p.tile_rows, p.cols)] * 2, (p.cols,)) as (x, residual, weight),
         ):
             b.get(beside, tile, weight)
             b.get(beside, tile, residual)
-            first = tile[0] * share + step * p.tile_rows
+            first = step * together + tile[0] * p.tile_rows
             b.dma(x, b.args["x"].at(*rows(first)))
             b.call(p.variant, "norm_add", x, weight, residual, p.norm.eps)
             b.dma(b.args["out"].at(*rows(first)), x)

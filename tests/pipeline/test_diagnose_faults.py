@@ -313,10 +313,10 @@ ON_GEMMA = [
     Fault("offset", "rms_norm.h", "bf16_bits(OFFSET)", "bf16_bits(0)", ("rms_norm", *PROMPT)),
     Fault("scale", "silu.h", "0.044715f * FIRST", "0.04f * FIRST", ("silu_and_mul", *PROMPT)),
     Fault(
-        "norm",
+        "sum",
         "feed_forward.cc",
-        "norm_row<COLS>(sums, after, sums, eps);",
-        "norm_row<COLS>(sums, x, sums, eps);",
+        "norm_row<COLS>(sums, after, sums, eps);\n    add_row<COLS>(x, sums);",
+        "norm_row<COLS>(sums, after, sums, eps);\n    add_row<COLS>(sums, x);",
         ("int4_sandwich_feed_forward", "decode@128", 0),
         NPU_INT4,
     ),
