@@ -24,6 +24,8 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "add vector": lambda: elementwise.tile("add", 1, 576),
     "silu": lambda: elementwise.tile("silu_and_mul", 512, 5632),
     "rms_norm": lambda: rms_norm.tile(2048, 3072, rms_norm.Norm(1e-5)),
+    "norm added": lambda: rms_norm.tile(512, 2560, rms_norm.Norm(1e-6, offset=1.0, once=1), adds=True),
+    "norm added to a row": lambda: rms_norm.tile(1, 1152, rms_norm.Norm(1e-6, offset=1.0, once=1), adds=True),
     "rope": lambda: rope.tile(128, 24, 128),
     "rope into KV": lambda: rope.tile(128, 3, 64, rope.KEYS),
     "rope of queries": lambda: rope.tile(128, 3, 64, rope.QUERIES),
