@@ -24,15 +24,29 @@ constexpr int64_t attended_rows = tile_rows;
 // As long as to make joining cheap, as short as to occupy a team with the ranges of one row.
 constexpr int64_t range_positions = 2 * kv_block_positions;
 
+// The result for a row: the sum of exp2(score - top); that of the same weighted with V is kept apart.
+struct AttentionRow {
+    float top, sum;
+};
+
+constexpr AttentionRow no_positions = {-INFINITY, 0.0f};
+
+constexpr float log2_e = 1.44269504f;
+
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
     float scalar;  // scores are divided by its root
     int64_t sees;  // a row attends to so many positions, its own the last
+    const bf16 *sinks = nullptr;  // of each head, a score without a value; null where there are none
     int64_t group() const { return heads / kv_heads; }
     int64_t dim_panels() const { return panel_count(head_dim); }
     int64_t padded_dim() const { return dim_panels() * panel_rows; }
     // Scores are kept in units of log2, so that exp2 suffices.
-    float scale() const { return 1.44269504f / sqrtf(scalar); }
+    float scale() const { return log2_e / sqrtf(scalar); }
+    // What a row of a head begins with.
+    AttentionRow begin(int64_t head) const {
+        return sinks == nullptr ? no_positions : AttentionRow{to_float(sinks[head]) * log2_e, 1.0f};
+    }
     // The first position that a row at `pos` attends to.
     int64_t first_seen(int64_t pos) const { return pos >= sees ? pos - sees + 1 : 0; }
 };
@@ -41,13 +55,6 @@ template <class Format>
 struct KvBlock {
     const typename Format::Number *k, *v;
 };
-
-// The result for a row: the sum of exp2(score - top); that of the same weighted with V is kept apart.
-struct AttentionRow {
-    float top, sum;
-};
-
-constexpr AttentionRow no_positions = {-INFINITY, 0.0f};
 
 // Adds the result of a range, weighted sums f32 [dim], to that of the ranges before it, `total` f32 [dim]; dim is a
 // multiple of lanes. No sum of two products, which a compiler may contract in two ways.
@@ -119,14 +126,15 @@ public:
     AttentionTile(const AttentionShape &shape, int64_t max_rows, Worker &worker)
         : shape_(shape), scratch_(Scratch::make(shape, max_rows, worker)) {}
 
-    // Takes in `heads` query heads of each of `positions` positions, `stride` apart, as the tile's rows.
-    void start(const bf16 *q, int64_t positions, int64_t heads, int64_t stride) {
+    // Takes in `heads` query heads, the first of which is head `first`, of each of `positions` positions, `stride` apart, as
+    // the tile's rows.
+    void start(const bf16 *q, int64_t positions, int64_t first, int64_t heads, int64_t stride) {
         const int64_t rows = positions * heads, dim = shape_.head_dim;
         for (int64_t r = 0; r < rows; r++)
             scratch_.q_units[r] =
                 Format::take_query(q + r / heads * stride + r % heads * dim, dim, scratch_.q + r * dim);
         memset(scratch_.totals, 0, rows * shape_.padded_dim() * sizeof(float));
-        for (int64_t r = 0; r < rows; r++) scratch_.rows[r] = no_positions;
+        for (int64_t r = 0; r < rows; r++) scratch_.rows[r] = shape_.begin(first + r % heads);
         start_range(rows);
     }
 

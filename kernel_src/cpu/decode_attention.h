@@ -60,7 +60,7 @@ void keep(const Tile &tile, const AttentionShape &shape, const Task &task, Parti
 
 void join_ranges(const AttentionShape &shape, Partials partials, int64_t ranges, int64_t head, float *total,
                         bf16 *out) {
-    AttentionRow joined = no_positions;
+    AttentionRow joined = shape.begin(head);
     memset(total, 0, shape.padded_dim() * sizeof(float));
     for (int64_t i = 0; i < ranges; i++) {
         const int64_t row = i * shape.heads + head;
@@ -89,8 +89,8 @@ void attend_ranges(const AttentionShape &shape, const bf16 *q, const Kv &kv, bf1
         const Task task = Task::make(index, parts, seen, pos + 1, shape.kv_heads);
         more = chunks.next(next, unused);
         const Task following = more ? Task::make(next, parts, seen, pos + 1, shape.kv_heads) : task;
-        const int64_t kv_heads = task.kv_end - task.kv_begin;
-        tile.start(q + task.kv_begin * shape.group() * shape.head_dim, 1, kv_heads * shape.group(), 0);
+        const int64_t kv_heads = task.kv_end - task.kv_begin, head = task.kv_begin * shape.group();
+        tile.start(q + head * shape.head_dim, 1, head, kv_heads * shape.group(), 0);
         attend(tile, shape, kv, pos, task, following);
         if (ranges == 1) store_heads(tile, shape, task, out);
         else keep(tile, shape, task, partials);

@@ -64,7 +64,7 @@ struct SiluAndMul {
     INLINE_MEMBER void row(const float *sums, int64_t r, int64_t column, int64_t count) const {
         bf16 *o = out + r * out_cols + column;
         for (int64_t i = 0; i < count; i += lanes)
-            store_bf16(o + i, activate(rounded(sums + i), activation) * rounded(sums + group_columns + i), count - i);
+            store_bf16(o + i, gated(rounded(sums + i), rounded(sums + group_columns + i), activation), count - i);
     }
 };
 

@@ -32,7 +32,7 @@ void flash_attention(const bf16 *q, const typename Format::Number *k, const type
         const int64_t first = (tiles - 1 - task / shape.kv_heads) * positions, head = task % shape.kv_heads;
         const int64_t count = first + positions < seq ? positions : seq - first, end = pos + first + count;
         const int64_t start = first * stride + head * group * shape.head_dim;
-        tile.start(q + start, count, group, stride);
+        tile.start(q + start, count, head * group, group, stride);
         const int64_t seen = shape.first_seen(pos + first) / kv_block_positions * kv_block_positions;
         for (int64_t begin = seen; begin < end; begin += kv_block_positions) {
             const bool last = begin + kv_block_positions >= end;

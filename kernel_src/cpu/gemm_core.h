@@ -31,7 +31,8 @@ struct Upcoming {
     }
 };
 
-// Rows first .. last - 1 of a group of columns. `following`: the group that the worker is likely to take next.
+// Rows first .. last - 1 of a group of columns. `following`: the group that the worker is likely to take next; groups behind
+// the last one are those of `behind`.
 struct GemmTask {
     int64_t group, first, last, following;
 };
@@ -45,6 +46,7 @@ struct PanelGroups {
     const Weight *const *weights;
     int64_t panel_elements, rows, out_cols;
     int64_t row_tasks = (rows + rows_per_task - 1) / rows_per_task;
+    const Weight *const *behind = nullptr;  // weights that are multiplied with after these, if there are any
 
     // Where groups are large and tasks long, so that there are some for each thread of a team.
     void divide(int64_t threads) {
@@ -75,9 +77,11 @@ struct PanelGroups {
     }
 
     // Panel p of a tile. Past the last panel, the last one is computed again and the result dropped.
-    const Weight *panel(int64_t group, int64_t p) const {
+    const Weight *panel(int64_t group, int64_t p) const { return panel(weights, group, p); }
+
+    const Weight *panel(const Weight *const *of, int64_t group, int64_t p) const {
         const int64_t index = group * panels + p % panels, last = panel_count(out_cols) - 1;
-        return weights[p / panels] + (index < last ? index : last) * panel_elements;
+        return of[p / panels] + (index < last ? index : last) * panel_elements;
     }
 
     // What a task reads behind the first `done` elements of its panels: a block of `block` elements, behind the last one
@@ -85,10 +89,12 @@ struct PanelGroups {
     Upcoming upcoming(const GemmTask &task, int64_t done, int64_t block) const {
         const bool same = done < panel_elements;
         const int64_t group = same ? task.group : task.following, begin = same ? done : 0, left = panel_elements - begin;
-        if (group * panels >= panel_count(out_cols)) return {};
+        const bool here = group * panels < panel_count(out_cols);
+        if (!here && (behind == nullptr || group >= 2 * groups())) return {};
         Upcoming next;
         next.bytes = (block < left ? block : left) * static_cast<int64_t>(sizeof(Weight));
-        for (int64_t p = 0; p < group_panels; p++) next.panels[p] = reinterpret_cast<const char *>(panel(group, p) + begin);
+        for (int64_t p = 0; p < group_panels; p++)
+            next.panels[p] = reinterpret_cast<const char *>((here ? panel(group, p) : panel(behind, group - groups(), p)) + begin);
         return next;
     }
 
@@ -117,12 +123,28 @@ public:
         : x_(x), groups_{weights, panel_size(cols), rows, out_cols}, cols_(cols), epilogue_(epilogue) {}
 
     void run(Worker &worker) {
-        sums_ = worker.scratch<float>(groups_.task_rows() * line_width);
+        work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
-private:
+    using Groups = PanelGroups<bf16, Epilogue>;
     static constexpr int64_t line_width = tile_panels * panel_rows;
+
+    // What a worker needs for tasks of so many rows.
+    static int64_t work_bytes(int64_t rows) { return rows * line_width * static_cast<int64_t>(sizeof(float)); }
+    void work_in(char *memory) { sums_ = reinterpret_cast<float *>(memory); }
+
+    // Rows of x that were gathered: their memory, in which each is taken before it is multiplied.
+    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * cols * static_cast<int64_t>(sizeof(bf16)); }
+    void keep_in(uint8_t *memory, int64_t) { x_ = kept_ = reinterpret_cast<bf16 *>(memory); }
+    void take(int64_t row, const bf16 *x) { memcpy(kept_ + row * cols_, x, cols_ * sizeof(bf16)); }
+
+    // Others, with rows of x from `first` on.
+    void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
+        groups_ = groups;
+        first_ = first;
+        epilogue_ = epilogue;
+    }
 
     void multiply(const GemmTask &task) {
         const int64_t pairs = pair_count(cols_), rows = task.last - task.first;
@@ -141,12 +163,15 @@ private:
         }
     }
 
+private:
+    const bf16 *row_of_x(int64_t row) const { return x_ + (first_ + row) * cols_; }
+
     // Pairs done .. until - 1 of rows row .. row + count - 1.
     void multiply_block(int64_t group, int64_t row, int64_t count, int64_t done, int64_t until, float *sums) {
         TileArgs args;
         for (int64_t p = 0; p < tile_panels; p++)
             args.panels[p] = groups_.panel(group, p) + done * line_elements;
-        args.x = x_ + row * cols_ + 2 * done;
+        args.x = row_of_x(row) + 2 * done;
         args.x_stride = cols_;
         args.out = sums;
         args.out_stride = line_width;
@@ -161,7 +186,7 @@ private:
     void last_column(int64_t row, int64_t count, int64_t offset, TileArgs &args) {
         bf16 pairs[tile_rows][2];
         for (int64_t r = 0; r < count; r++) {
-            pairs[r][0] = x_[(row + r) * cols_ + cols_ - 1];
+            pairs[r][0] = row_of_x(row + r)[cols_ - 1];
             pairs[r][1] = 0;
         }
         for (int64_t p = 0; p < tile_panels; p++) args.panels[p] += offset * line_elements;
@@ -181,6 +206,8 @@ private:
     int64_t cols_;
     Epilogue epilogue_;
     float *sums_ = nullptr;
+    bf16 *kept_ = nullptr;
+    int64_t first_ = 0;
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ static_assert(panel_rows == lanes, "a line is one operand of vdpbf16ps, and its 
 
 using Sum = __m512;
 
-INLINE __m512bh load_pair(const Operand *x) {
+INLINE __m512bh operand_pair(const Operand *x) {
     int32_t pair;
     __builtin_memcpy(&pair, x, 4);
     return (__m512bh)_mm512_set1_epi32(pair);
@@ -29,7 +29,7 @@ INLINE __m512bh load_pair(const Operand *x) {
 // tells the compiler what is read, so that no store to it is moved or dropped.
 template <class Some>
 INLINE void add_lines(const bf16 *const *panels, const Operand *x, int64_t k, int64_t ahead, Sum *sums) {
-    const __m512bh pair = load_pair(x + 2 * k);
+    const __m512bh pair = operand_pair(x + 2 * k);
 #pragma GCC unroll 8
     for (int p = 0; p < Some::value; p++) {
         prefetch(panels[p] + (k * line_elements + ahead) + p * skew_elements<Some>);

@@ -17,6 +17,7 @@
 //          numbers: eight lines, a quad each
 //   int8_f32  scale f32 [16], minimum f32 [16] per group: w = s (q - 128) - m; numbers as int8
 //   int8_f32_16  groups of 16: scale f32 [16] per group: w = s (q - 128); numbers as int8, four lines
+//   mxfp4  scale u8 [16] per group: w = 2^(s - 128) t[q], t whole numbers, twice E2M1; numbers as int4
 // x is fixed point (fixed_point.h), so that a group's sum of products is a whole number, exact in any order. Where it stays
 // one with its scale (int4), it is scaled exactly, by the numbers or the sum; elsewhere in f32. Groups are summed in f32, in
 // their order: matrices and vectors do the same.
@@ -78,6 +79,32 @@ struct Nibbles {
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
         return (i % 2 ? line >> 4 : line) & 0x0f0f;
+    }
+};
+
+// The value of a number is in a table.
+struct TwiceE2M1 : Nibbles {
+    static constexpr int zero = 12, most = 12;
+
+    // Of each byte, a number, its value and `zero`.
+    INLINE quadv looked_up(quadv numbers) {
+        alignas(16) static constexpr uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if ISA_LANES == 16
+        const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table));
+        return (quadv)_mm512_shuffle_epi8(values, (__m512i)numbers);
+#elif ISA_LANES == 8
+        const __m256i values = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table));
+        return (quadv)_mm256_shuffle_epi8(values, (__m256i)numbers);
+#else
+        uint8_t bytes[sizeof numbers];
+        store(bytes, numbers);
+        for (uint8_t &byte : bytes) byte = table[byte];
+        return load<quadv>(bytes);
+#endif
+    }
+
+    INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
+        return looked_up(Nibbles::quad_at(numbers, i, at));
     }
 };
 
@@ -158,6 +185,24 @@ struct Halves {
     INLINE f32v at(const uint8_t *own, int64_t first) { return load_f16(own + first * 2); }
 };
 
+// u8, exponents of two; 255 is NaN.
+struct Exponents {
+    static constexpr int64_t factors = 0, scale_bytes = panel_rows;
+    static constexpr bool has_minimum = false;
+
+    INLINE f32v at(const uint8_t *own, int64_t first) {
+        const i32v exponents = load_u8(own + first);
+#if ISA_LANES == 16
+        const __mmask16 none = _mm512_cmpeq_epi32_mask((__m512i)exponents, _mm512_set1_epi32(255));
+        const __m512 powers = _mm512_scalef_ps(_mm512_set1_ps(1.0f), (__m512)whole_to_float(exponents - 128));
+        return (f32v)_mm512_mask_mov_ps(powers, none, _mm512_set1_ps(NAN));
+#else
+        const i32v normal = (exponents - 1) << 23, tiny = (exponents + 1) * 0x00200000, below = exponents < 2;
+        return select(exponents == 255, splat(NAN), (f32v)((below & tiny) | (~below & normal)));
+#endif
+    }
+};
+
 template <int64_t values>
 struct Singles {
     static constexpr int64_t factors = 0, scale_bytes = line_bytes;
@@ -169,6 +214,7 @@ struct Singles {
 
 struct Int4 : Nibbles, Levels<2> {};
 struct Int4F32 : Nibbles, Singles<2> {};
+struct Mxfp4 : TwiceE2M1, Exponents {};
 struct Int6 : SixBits, Levels<1> {};
 struct Int8 : Bytes<group_inputs>, Halves {};
 struct Int8F32 : Bytes<group_inputs>, Singles<2> {};

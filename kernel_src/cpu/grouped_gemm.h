@@ -170,36 +170,36 @@ public:
     void run(Worker &worker) {
         groups_.divide(worker.threads);
         fix(worker);
-        constexpr int64_t wide_bytes = tiles_across * sizeof(*wide_);
-        char *own = worker.scratch<char>(wide_bytes + groups_.task_rows() * line_width * sizeof(float));
-        wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(own);
-        products_ = reinterpret_cast<float *>(own + wide_bytes);
+        work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
 #if ISA_AMX
         const Tiles tiles(product_tiles<Format>());
 #endif
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
-private:
-    using Panel = GroupedPanel<Format>;
-    static constexpr int64_t line_width = group_panels * panel_rows, tiles_across = group_panels / grouped_panels;
-    static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
-    static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
+    // The following are as in gemm_core.h.
+    using Groups = PanelGroups<uint8_t, Epilogue>;
+    static constexpr int64_t line_width = group_panels * panel_rows;
 
-    void fix(Worker &worker) {
-        fixed_ = worker.shared_scratch<uint8_t>(groups_.padded_rows() * size_.bytes());
-        {
-            Chunks chunks(worker, groups_.rows, 8);
-            for (int64_t row, end; chunks.next(row, end);)
-                for (; row < end; row++) {
-                    fix_for<Format>(x_ + row * size_.cols, size_, fixed(row));
-                    split_numbers<Format>(fixed(row).numbers, size_.blocks() * fixed_inputs);
-                }
-        }
-        worker.barrier();
+    static int64_t work_bytes(int64_t rows) { return wide_bytes + rows * line_width * static_cast<int64_t>(sizeof(float)); }
+    void work_in(char *memory) {
+        wide_ = reinterpret_cast<WideGroup<Format>(*)[groups_per_block]>(memory);
+        products_ = reinterpret_cast<float *>(memory + wide_bytes);
     }
 
-    FixedRow fixed(int64_t row) const { return size_.at(fixed_ + row * size_.bytes()); }
+    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * FixedSize{cols, Format::inputs}.bytes(); }
+    void keep_in(uint8_t *memory, int64_t) { fixed_ = memory; }
+    void take(int64_t row, const bf16 *x) {
+        const FixedRow own = size_.at(fixed_ + row * size_.bytes());
+        fix_for<Format>(x, size_, own);
+        split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+    }
+
+    void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
+        groups_ = groups;
+        first_ = first;
+        epilogue_ = epilogue;
+    }
 
     void multiply(const GemmTask &task) {
         const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first, block = Panel::offset(groups_per_block);
@@ -221,6 +221,25 @@ private:
             }
         }
     }
+
+private:
+    using Panel = GroupedPanel<Format>;
+    static constexpr int64_t tiles_across = group_panels / grouped_panels;
+    static constexpr int64_t groups_per_block = inputs_per_block / Format::inputs;
+    static constexpr int64_t fixed_groups = fixed_inputs / Format::inputs;
+    static constexpr int64_t wide_bytes = tiles_across * groups_per_block * sizeof(WideGroup<Format>);
+
+    void fix(Worker &worker) {
+        keep_in(worker.shared_scratch<uint8_t>(kept_bytes(groups_.padded_rows(), size_.cols)), groups_.rows);
+        {
+            Chunks chunks(worker, groups_.rows, 8);
+            for (int64_t row, end; chunks.next(row, end);)
+                for (; row < end; row++) take(row, x_ + row * size_.cols);
+        }
+        worker.barrier();
+    }
+
+    FixedRow fixed(int64_t row) const { return size_.at(fixed_ + (first_ + row) * size_.bytes()); }
 
     void widen(int64_t column, int64_t first, int64_t count) {
         for (int64_t p = 0; p < group_panels; p++)
@@ -272,6 +291,7 @@ private:
     FixedSize size_;
     Epilogue epilogue_;
     uint8_t *fixed_ = nullptr;
+    int64_t first_ = 0;
     WideGroup<Format> (*wide_)[groups_per_block] = nullptr;
     float *products_ = nullptr;
 };

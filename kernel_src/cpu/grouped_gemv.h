@@ -175,6 +175,14 @@ void grouped_panels_times_vector(const uint8_t *first, int64_t size, const Fixed
         finish_sums<Format>(first + p * size, sums + p * panel_rows, reinterpret_cast<const float *>(minima[0] + p * sum_vectors));
 }
 
+// Calls run(Panels): how many streams are read of panels with so many columns.
+template <class Format, class Run>
+INLINE void with_grouped_streams(int64_t cols, const Run &run) {
+    if (!reads_ahead) run(AskingPanels<most_grouped_streams>{});
+    else if (cols <= Format::narrow_inputs) run(Panels<narrow_streams>{});
+    else run(Panels<wide_streams<Format>>{});
+}
+
 template <class Format, class Epilogue>
 class GroupedGemv {
 public:
@@ -182,12 +190,7 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        if (!reads_ahead)
-            run_in<AskingPanels<most_grouped_streams>>(x, worker);
-        else if (cols_ <= Format::narrow_inputs)
-            run_in<Panels<narrow_streams>>(x, worker);
-        else
-            run_in<Panels<wide_streams<Format>>>(x, worker);
+        with_grouped_streams<Format>(cols_, [&](auto streams) { run_in<decltype(streams)>(x, worker); });
     }
 
 private:

@@ -2,6 +2,7 @@
 // the format's struct, and NAMED(kernel), the kernel's name after the format's, and includes this.
 //   flash_attention_panels   of rows pos .. pos + seq - 1, q and out bf16 [seq][heads * head_dim] (flash_attention.h)
 //   decode_attention_panels  of the row at position pos, q and out bf16 [heads * head_dim] (decode_attention.h)
+//   both also as _sinks, with sinks bf16 [heads]: scores without values
 //   append_kv_panels         k and v bf16 [rows][kv_heads * head_dim], from position pos on (append_kv_panels.h)
 #include "vec.h"
 #include "tile.h"
@@ -33,6 +34,22 @@ KERNEL void NAMED(decode_attention_panels)(const bf16 *q, const Number *k_panels
                                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                            float scalar, int64_t sees, Worker &worker) {
     const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees};
+    ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels), out, pos, worker);
+}
+
+KERNEL void NAMED(flash_attention_panels_sinks)(const bf16 *q, const Number *k_panels, const Number *v_panels,
+                                                const bf16 *sinks, bf16 *out, int64_t seq, int64_t pos, int64_t heads,
+                                                int64_t kv_heads, int64_t head_dim, float scalar, int64_t sees,
+                                                Worker &worker) {
+    const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees, sinks};
+    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, worker);
+}
+
+KERNEL void NAMED(decode_attention_panels_sinks)(const bf16 *q, const Number *k_panels, const Number *v_panels,
+                                                 const bf16 *sinks, bf16 *out, int64_t pos, int64_t heads,
+                                                 int64_t kv_heads, int64_t head_dim, float scalar, int64_t sees,
+                                                 Worker &worker) {
+    const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees, sinks};
     ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels), out, pos, worker);
 }
 

@@ -8,7 +8,7 @@ static void silu_and_mul(const bf16 *gate, const bf16 *up, bf16 *out, int64_t co
     Chunks chunks(worker, count, 8192);
     for (int64_t begin, end; chunks.next(begin, end);)
         for (int64_t i = begin; i < end; i += lanes)
-            store_bf16(out + i, activate(load_bf16(gate + i, end - i), activation) * load_bf16(up + i, end - i), end - i);
+            store_bf16(out + i, gated(load_bf16(gate + i, end - i), load_bf16(up + i, end - i), activation), end - i);
 }
 
 }  // namespace ISA

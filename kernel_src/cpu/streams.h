@@ -114,9 +114,24 @@ INLINE Chunks panel_chunks(Worker &worker, int64_t panels, int64_t streams, int6
     return Chunks(worker, panels, most, least < streams ? least : streams);
 }
 
+// Calls multiply(Panels) for the panels of a turn from `first` on. Each of `Most` streams has a run of panels that lie one
+// behind the other: it goes on where it is, and so does what the machine fetches for it.
+template <class Most, class Multiply>
+INLINE void run_panels(Turn &turn, int64_t first, const Multiply &multiply) {
+    const int64_t run = (turn.end - first) / Most::value, behind = first + run * Most::value;
+    for (turn.panel = first; turn.panel < turn.end; turn.panel = turn.following) {
+        const bool running = turn.panel < first + run;
+        turn.apart = running ? run : 1;
+        with_panels<Most>(running ? Most::value : turn.end - turn.panel, [&](auto some) {
+            turn.following = turn.panel + (running ? 1 : some.value);
+            if (turn.following == first + run) turn.following = behind;
+            multiply(some);
+        });
+    }
+}
+
 // Calls prepare(), and then multiply(Panels, the turn that they are in, the epilogue to finish them with) for all panels of
-// all chunks. Each of `Most` streams has a run of panels that lie one behind the other: it goes on where it is, and so does
-// what the machine fetches for it.
+// all chunks.
 template <class Most, class Epilogue, class Prepare, class Multiply>
 INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare &prepare, const Multiply &multiply) {
     KeptRow<Epilogue> row(epilogue);
@@ -124,18 +139,10 @@ INLINE void each_panels(Chunks &chunks, const Epilogue &epilogue, const Prepare 
     turn.take();
     if (turn.more) prepare();
     while (turn.more) {
-        const int64_t first = turn.next, run = (turn.next_end - first) / Most::value, behind = first + run * Most::value;
+        const int64_t first = turn.next;
         turn.end = turn.next_end;
         const Epilogue &keeping = row.begin(first);
-        for (turn.panel = first; turn.panel < turn.end; turn.panel = turn.following) {
-            const bool running = turn.panel < first + run;
-            turn.apart = running ? run : 1;
-            with_panels<Most>(running ? Most::value : turn.end - turn.panel, [&](auto some) {
-                turn.following = turn.panel + (running ? 1 : some.value);
-                if (turn.following == first + run) turn.following = behind;
-                multiply(some, turn, keeping);
-            });
-        }
+        run_panels<Most>(turn, first, [&](auto some) { multiply(some, turn, keeping); });
         row.write(first, turn.end);
     }
 }

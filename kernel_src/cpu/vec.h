@@ -200,11 +200,19 @@ INLINE f32v exp2(f32v x) {
 #endif
 }
 
-// x * sigmoid(y), by the number of the activation in ACTIVATIONS of stages/kernels/silu_and_mul.py: 0 is SiLU with y = x,
+// x * sigmoid(y), by the number of the activation in ACTIVATIONS of stages/weights/scalars.py: 0 is SiLU with y = x,
 // 1 the tanh approximation of GELU with y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 INLINE f32v activate(f32v x, int64_t activation) {
     const f32v y = activation == 0 ? x : x * (0.0713548163f * x * x + 1.59576912f);
     return x / (1.0f + exp2(y * -1.44269504f));
+}
+
+// activation(gate) * up, and by number 2 gpt-oss's: g sigmoid(1.702 g) (u + 1), g cut off above at 7 and u on both sides.
+INLINE f32v gated(f32v gate, f32v up, int64_t activation) {
+    if (activation != 2) return activate(gate, activation) * up;
+    const f32v most = splat(7.0f), g = select(gate > most, most, gate);
+    const f32v u = select(up > most, most, select(up < -most, -most, up));
+    return g / (1.0f + exp2(g * (1.702f * -1.44269504f))) * (u + 1.0f);
 }
 
 }  // namespace

@@ -219,29 +219,33 @@ public:
     void run(Worker &worker) {
         groups_.divide(worker.threads);
         quantise(worker);
-        sums_ = worker.scratch<int32_t>(groups_.task_rows() * line_width);
+        work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
 #if ISA_AMX
         const Tiles tiles(integer_tiles());
 #endif
         groups_.each_task(worker, [&](const GemmTask &task) { multiply(task); });
     }
 
-private:
+    // The following are as in gemm_core.h.
+    using Groups = PanelGroups<uint8_t, Epilogue>;
     static constexpr int64_t line_width = group_panels * panel_rows;
-    // Of four panels: 256 KB, which stay in L2 while rows are multiplied. Tiles read two panels at a time: 16 KB, in L1.
-    static constexpr int64_t quads_per_block = ISA_AMX ? 128 : 1024;
 
-    void quantise(Worker &worker) {
-        const int64_t size = quantised_size(cols_);
-        const int64_t whole = groups_.padded_rows();
-        quantised_ = worker.shared_scratch<uint8_t>(whole * (size + 4));
-        scales_ = reinterpret_cast<float *>(quantised_ + whole * size);
-        {
-            Chunks chunks(worker, groups_.rows, 8);
-            for (int64_t row, end; chunks.next(row, end);)
-                for (; row < end; row++) scales_[row] = quantise_row(x_ + row * cols_, cols_, quantised_ + row * size);
-        }
-        worker.barrier();
+    static int64_t work_bytes(int64_t rows) { return rows * line_width * static_cast<int64_t>(sizeof(int32_t)); }
+    void work_in(char *memory) { sums_ = reinterpret_cast<int32_t *>(memory); }
+
+    static int64_t kept_bytes(int64_t rows, int64_t cols) { return rows * (quantised_size(cols) + 4); }
+    void keep_in(uint8_t *memory, int64_t rows) {
+        quantised_ = memory;
+        scales_ = reinterpret_cast<float *>(memory + rows * quantised_size(cols_));
+    }
+    void take(int64_t row, const bf16 *x) {
+        scales_[row] = quantise_row(x, cols_, quantised_ + row * quantised_size(cols_));
+    }
+
+    void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
+        groups_ = groups;
+        first_ = first;
+        epilogue_ = epilogue;
     }
 
     void multiply(const GemmTask &task) {
@@ -260,7 +264,7 @@ private:
                 for (int64_t at = 0; at < rows; at += step_rows) {
                     const int64_t row = task.first + at, some = rows - at < step_rows ? rows - at : step_rows;
                     const bool begins = p == 0, ends = last && p + block_panels == group_panels;
-                    args.x = quantised_ + row * args.x_stride;
+                    args.x = quantised_ + (first_ + row) * args.x_stride;
                     args.sums = sums_ + at * kept;
                     if (begins) next.fetch(at, rows);
                     if (ends) groups_.expect(epilogue_, task.group, row, some);
@@ -269,6 +273,21 @@ private:
                     if (ends) finish(args, task.group, row, some);
                 }
         }
+    }
+
+private:
+    // Of four panels: 256 KB, which stay in L2 while rows are multiplied. Tiles read two panels at a time: 16 KB, in L1.
+    static constexpr int64_t quads_per_block = ISA_AMX ? 128 : 1024;
+
+    void quantise(Worker &worker) {
+        const int64_t whole = groups_.padded_rows();
+        keep_in(worker.shared_scratch<uint8_t>(kept_bytes(whole, cols_)), whole);
+        {
+            Chunks chunks(worker, groups_.rows, 8);
+            for (int64_t row, end; chunks.next(row, end);)
+                for (; row < end; row++) take(row, x_ + row * cols_);
+        }
+        worker.barrier();
     }
 
     void begin(const IntegerTileArgs &args, int64_t rows) const {
@@ -281,7 +300,7 @@ private:
         for (int64_t r = 0; r < rows; r++) {
             float scaled[line_width];
             for (int64_t p = 0; p < group_panels; p++)
-                scale_sums(args.sums + r * line_width + p * panel_rows, args.panels[p], scales_[row + r],
+                scale_sums(args.sums + r * line_width + p * panel_rows, args.panels[p], scales_[first_ + row + r],
                            scaled + p * panel_rows);
             groups_.finish(epilogue_, column, row + r, scaled);
         }
@@ -294,6 +313,7 @@ private:
     uint8_t *quantised_ = nullptr;
     float *scales_ = nullptr;
     int32_t *sums_ = nullptr;
+    int64_t first_ = 0;
 };
 
 // sums[panel_rows] of each of P panels, `size` bytes apart, times x.

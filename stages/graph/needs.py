@@ -146,7 +146,7 @@ class Needs:
         if buffer.kind == "table":
             return int(buffer.shape[0] * _table_memory(self.config)) + buffer.nbytes
         at_once = PACKED_AT_ONCE if formats()[buffer.format].layout(buffer.layout).panels else values
-        working = _packing_memory(buffer.format, buffer.layout) if len(buffer.shape) == 2 else 0
+        working = _packing_memory(buffer.format, buffer.layout) if len(buffer.shape) >= 2 else 0
         return 2 * values + buffer.nbytes + int(min(values, at_once) * working)
 
     @property

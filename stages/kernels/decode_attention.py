@@ -14,22 +14,25 @@ def reference(
     kv_heads: int,
     scalar: float | None = None,
     sees: int = flash_attention.ALL,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return attention of one query, bf16 `[heads * head_dim]`.
 
-    `q`: bf16 `[heads * head_dim]`; `k`, `v`: `[pos + 1, kv_heads * head_dim]`, as the cache holds them.
+    `q`: bf16 `[heads * head_dim]`; `k`, `v`: `[pos + 1, kv_heads * head_dim]`, as the cache holds them; `sinks` as in
+    `flash_attention.reference`.
     """
-    return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads, scalar, sees)[0]
+    return flash_attention.reference(q[None], k, v, len(k) - 1, heads, kv_heads, scalar, sees, sinks)[0]
 
 
 _PARAMS = f"pos {flash_attention.PARAMS}"
 
 KERNELS = (
     signature("decode_attention_kv", ("q", "kv"), _PARAMS, reference, source="attention_kv", attends=True),
+    signature("decode_attention_kv_sinks", ("q", "kv", "sinks"), _PARAMS, reference, attends=True, host=False),
     *(
         signature(
-            "decode_attention_panels",
-            ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
+            f"decode_attention_panels_{more}" if (more := "".join(sinks)) else "decode_attention_panels",
+            ("q", Arg("k_panels", stored), Arg("v_panels", stored), *sinks),
             _PARAMS,
             reference,
             source=format_kernel("attention", stored),
@@ -37,5 +40,6 @@ KERNELS = (
             attends=True,
         )
         for stored in KV_FORMATS.values()
+        for sinks in flash_attention.SINKS
     ),
 )

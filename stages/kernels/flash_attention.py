@@ -24,6 +24,10 @@ PARAMS = "heads kv_heads head_dim scalar:float sees"
 its own included."""
 
 
+SINKS: tuple[tuple[str, ...], ...] = ((), ("sinks",))
+"""What attention takes besides queries, keys and values: there are kernels for both."""
+
+
 def reference(
     q: np.ndarray,
     k: np.ndarray,
@@ -33,12 +37,13 @@ def reference(
     kv_heads: int,
     scalar: float | None = None,
     sees: int = ALL,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return attention, bf16 `[seq, heads * head_dim]`.
 
     Row `r` of `q` is at position `pos + r` and attends to the last `sees` of positions `0 .. pos + r`. Scores are
     divided by the root of `scalar`, by default the head's size. `q`: bf16 `[seq, heads * head_dim]`; `k`, `v`:
-    `[pos + seq, kv_heads * head_dim]`, as the cache holds them.
+    `[pos + seq, kv_heads * head_dim]`, as the cache holds them; `sinks`: bf16 `[heads]`, scores without values.
     """
     seq, length = len(q), len(k)
     group = heads // kv_heads
@@ -46,8 +51,13 @@ def reference(
     wide_k, wide_v = (t.astype(np.float32).reshape(length, kv_heads, 1, -1).transpose(1, 2, 0, 3) for t in (k, v))
     scores = by_group @ wide_k.swapaxes(-1, -2) / np.sqrt(np.float32(scalar or by_group.shape[-1]))
     scores[..., ~visible(pos, seq, length, sees)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    top, beside = scores.max(axis=-1, keepdims=True), np.float32(0)
+    if sinks is not None:
+        sink = sinks.astype(np.float32).reshape(kv_heads, group, 1, 1)
+        top = np.maximum(top, sink)
+        beside = np.exp(sink - top)
+    weights = np.exp(scores - top)
+    weights /= weights.sum(axis=-1, keepdims=True) + beside
     return (weights @ wide_v).transpose(2, 0, 1, 3).reshape(seq, -1).astype(ml_dtypes.bfloat16)
 
 
@@ -75,6 +85,7 @@ def reference_placed(
     kv_heads: int,
     scalar: float | None = None,
     sees: int = ALL,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return `reference` of `rounded` queries that have their position after each head.
 
@@ -82,7 +93,7 @@ def reference_placed(
     """
     queries = q.reshape(len(q), heads, -1)[..., :-HEAD_POSITION]
     scaled = rounded(queries, scalar or queries.shape[-1]).reshape(len(q), -1)
-    return reference(scaled, k, v, pos, heads, kv_heads, scalar, sees)
+    return reference(scaled, k, v, pos, heads, kv_heads, scalar, sees, sinks)
 
 
 @dataclass(frozen=True)
@@ -318,10 +329,18 @@ KERNELS = (
         ),
         program=build,
     ),
+    signature(
+        "flash_attention_sinks",
+        ("q", "kv", "sinks"),
+        f"seq window pos {PARAMS}",
+        reference_placed,
+        attends=True,
+        host=False,
+    ),
     *(
         signature(
-            "flash_attention_panels",
-            ("q", Arg("k_panels", stored), Arg("v_panels", stored)),
+            f"flash_attention_panels_{more}" if (more := "".join(sinks)) else "flash_attention_panels",
+            ("q", Arg("k_panels", stored), Arg("v_panels", stored), *sinks),
             f"seq pos {PARAMS}",
             reference,
             source=format_kernel("attention", stored),
@@ -329,5 +348,6 @@ KERNELS = (
             attends=True,
         )
         for stored in KV_FORMATS.values()
+        for sinks in SINKS
     ),
 )

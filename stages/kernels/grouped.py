@@ -4,8 +4,8 @@ No module defines `int4_gemm`: this one makes it from `gemm`. A name is `<format
 each format of `GROUPED` and for w8a8. `kernel_src/cpu/<format>.cc` and `<format>_lanes.cc` implement them on the host,
 `kernel_src/aie2p/grouped_gemv.cc` and `feed_forward.cc` on the array. Of each format there are
 
-- on the host, every kernel of `gemm`, `gemv` and `embed` that reads a bf16 weight in panels, here in the format's
-  panels: `int4_gemm`, `int4_gemm_add`, `int4_gemm_silu`, `int4_gemv`, `int4_gemv_f32`, `int4_embed`, ...
+- on the host, every kernel of `gemm`, `gemv`, `embed` and `experts` that reads a bf16 weight in panels, here in the
+  format's panels: `int4_gemm`, `int4_gemm_add`, `int4_gemm_silu`, `int4_gemv`, `int4_embed`, `int4_moe_gemv`, ...
 
 and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 
@@ -31,6 +31,7 @@ from stages.kernels import (
     Kernel,
     Sizes,
     add,
+    experts,
     feed_forward,
     gemm,
     gemv,
@@ -48,7 +49,11 @@ from stages.weights.formats import formats, w8a8
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 """The group-wise formats."""
 
-_TEMPLATES = [k for k in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS) if any(arg.matrix for arg in k.args)]
+_TEMPLATES = [
+    kernel
+    for kernel in (*gemm.KERNELS, *gemv.KERNELS, *embedding.KERNELS, *experts.KERNELS)
+    if any(arg.matrix for arg in kernel.args)
+]
 """Kernels for bf16 weights that the others are derived from."""
 
 _ARRAY_SET = "aie2p"
@@ -85,9 +90,11 @@ def _dequantised(kernel: Kernel, stored: Format) -> Callable[..., Any]:
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         args = [arg for arg in kernel.args if not arg.written]
-        cols = scalars["cols"]
-        values = [stored.dequantise(t, cols) if arg.matrix else t for arg, t in zip(args, tensors, strict=False)]
-        return kernel.reference(*values, **{name: scalars[name] for name in taken & scalars.keys()})
+        values = {
+            arg.name: stored.dequantise(tensor, scalars["cols"]) if arg.matrix else tensor
+            for arg, tensor in zip(args, tensors, strict=False)
+        }
+        return kernel.reference(**values, **{name: scalars[name] for name in taken & scalars.keys()})
 
     return reference
 
@@ -111,6 +118,9 @@ def _in_integers(kernel: Kernel, stored: Format) -> Callable[..., Any]:
 
     def reference(*tensors: np.ndarray, **scalars: Any) -> Any:
         inputs = dict(zip((arg.name for arg in kernel.args if not arg.written), tensors, strict=False))
+        if kernel.source == experts.SOURCE:
+            more = {"activation": scalars["activation"]} if "activation" in scalars else {}
+            return kernel.reference(**inputs, **more, product=integer_product)
         if "x" not in inputs:
             return _dequantised(kernel, stored)(*tensors, **scalars)
         products = [integer_product(inputs["x"], inputs[arg.name]) for arg in kernel.args if arg.matrix]
@@ -154,7 +164,7 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             kernel,
             stored=stored.name,
             args=args,
-            source=stored.name,
+            source=f"{stored.name}_{kernel.source}" if kernel.source == experts.SOURCE else stored.name,
             reference=reference(kernel, stored),
             tile_source="grouped_gemv" if on_array else "",
             tiling=_gemv_tiling(kernel, stored) if on_array else None,

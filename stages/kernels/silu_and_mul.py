@@ -17,16 +17,21 @@ from stages.weights.scalars import ACTIVATIONS
 
 def reference(gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
     """Return `activation(gate) * up`. All are bf16 of one shape."""
-    wide = gate.astype(np.float32)
+    wide, other = gate.astype(np.float32), up.astype(np.float32)
+    if ACTIVATIONS[activation] == "swiglu_oai":
+        wide, other = np.minimum(wide, np.float32(7)), np.clip(other, -7, 7) + np.float32(1)
     with np.errstate(over="ignore"):
-        return (wide / (1.0 + np.exp(-exponent(wide, activation))) * up.astype(np.float32)).astype(ml_dtypes.bfloat16)
+        return (wide / (1.0 + np.exp(-exponent(wide, activation))) * other).astype(ml_dtypes.bfloat16)
 
 
 def exponent(gate: np.ndarray, activation: int) -> np.ndarray:
     """Return what the sigmoid is taken of that a gate, f32, is multiplied with.
 
-    The tanh approximation of GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+    The tanh approximation of GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). gpt-oss has x sigmoid(1.702 x) (up +
+    1), with x and up cut off at 7, up at -7, too.
     """
+    if ACTIVATIONS[activation] == "swiglu_oai":
+        return np.float32(1.702) * gate
     if ACTIVATIONS[activation] != "gelu_tanh":
         return gate
     wide: np.ndarray = np.float32(2 * np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)

@@ -89,6 +89,8 @@ def source_file(layer: int) -> Path:
 def begin(source: Source, directory: Path, text: Path, work: Path) -> None:
     """Embed the windows of a text by the checkpoint's values, and record which text it was (step action)."""
     checkpoint, _ = _opened(source, directory)
+    if checkpoint.config.decoder.experts:
+        raise UserError(f"calibrate={text.name}: experts are not calibrated yet: leave it out")
     windows = _windows(directory, text, checkpoint.config)
     embedding = checkpoint.tensor(families.tensor(checkpoint.config, EMBEDDING))
     _save(work / source_file(0), _scaled(embedding[windows], checkpoint.config))

@@ -13,8 +13,10 @@ from stages.engine.lazy import np
 from stages.model import families
 from stages.model.buffers import tensors_of
 from stages.model.config import Config
+from stages.model.decoder import STACKED
 from stages.model.families import parse_config, stored_names, text_fields
-from stages.model.importers import PLAIN, Container, Held
+from stages.model.families.place import Location
+from stages.model.importers import PLAIN, Container, Held, stacked
 from stages.model.importers.adapters import COMPOSED, Adapted
 from stages.model.importers.directory import Directory
 from stages.model.importers.gguf import GgufFile
@@ -111,25 +113,46 @@ def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
 def _held(path: Path, within: Container, config: Config) -> dict[str, Held]:
     """Return all weights of the model by name. Raises UserError."""
     held, missing, wrapped = {}, [], "text_config" in within.fields
+    count = config.decoder.experts.count if config.decoder.experts else 0
     for weight in families.weights(config):
-        at = within.location(config, weight)
-        named = (within.held(stored, at.shape) for stored in stored_names(at.tensor, wrapped))
-        tensor = next(filter(None, named), None)
-        if tensor is None:
-            missing.append(at.tensor)
-        elif tensor.shape != at.shape:
-            raise UserError(
-                f"{within.where_is(tensor.parts[0])}: tensor {tensor.parts[0]} has shape {list(tensor.shape)}, "
-                f"the configuration implies {list(at.shape)}"
-            )
-        else:
-            held[weight.name] = tensor.taken(at.rows)
+        places = [*within.location(config, weight).of_experts(count)]
+        found = [(at, _found(within, at, wrapped)) for at in places]
+        missing += [at.tensor for at, tensor in found if tensor is None]
+        if tensors := [tensor for _, tensor in found if tensor]:
+            tensor = tensors[0] if places[0].expert is None else _of_experts(within, tensors)
+            held[weight.name] = tensor.flat() if weight.slot in STACKED and len(weight.shape) == 1 else tensor
     if missing:
         raise UserError(
             f"{path}: {len({*missing})} tensors are missing, first {missing[0]}: "
             "the checkpoint is incomplete or not the model that its configuration describes"
         )
     return held
+
+
+def _found(within: Container, at: Location, wrapped: bool) -> Held | None:
+    """Return weights where they lie; None where they are not. Raises UserError for a tensor of another shape."""
+    named = (within.held(stored, at.shape) for stored in stored_names(at.tensor, wrapped))
+    tensor = next(filter(None, named), None)
+    if tensor is None:
+        return None
+    transposed = at.transposed and tensor.format in PLAIN
+    if tensor.shape != (at.plain_shape if transposed else at.shape):
+        raise UserError(
+            f"{within.where_is(tensor.parts[0])}: tensor {tensor.parts[0]} has shape {list(tensor.shape)}, "
+            f"the configuration implies {list(at.plain_shape if transposed else at.shape)}"
+        )
+    return (tensor.transposed() if transposed else tensor).taken(at.rows, at.axis)
+
+
+def _of_experts(within: Container, tensors: Sequence[Held]) -> Held:
+    """Return the tensors of experts as one. Raises UserError if they have several formats."""
+    first = tensors[0]
+    if other := next((each for each in tensors if each.format != first.format), None):
+        raise UserError(
+            f"{within.where_is(other.parts[0])}: tensor {other.parts[0]} is {other.format}, {first.parts[0]} is "
+            f"{first.format}: experts of one layer must have one format"
+        )
+    return stacked(tensors)
 
 
 def _check_others(within: Container, held: Mapping[str, Held], ignore: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ class Config:
     @property
     def ffn(self) -> int:
         """The intermediate size: the inner width of the feed-forward network."""
-        return self.decoder.layers[0].feed_forward.inner
+        return self.decoder.inner
 
     @property
     def layers(self) -> int:
@@ -88,7 +88,12 @@ class Config:
     def summary(self) -> dict[str, Any]:
         """Return what a manifest says of it."""
         names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
-        return {name: getattr(self, name) for name in names} | {"attention_layers": len(self.decoder.attentions)}
+        experts = self.decoder.experts
+        return {
+            **{name: getattr(self, name) for name in names},
+            "attention_layers": len(self.decoder.attentions),
+            **({"experts": experts.count, "experts_of_a_row": experts.top} if experts else {}),
+        }
 
     def dimensions(self, positions: int = 0) -> dict[str, int | float]:
         """Return the values of the dimension names that parts use.
@@ -117,9 +122,23 @@ class Config:
             "eps": self.eps,
             "stream_eps": self.decoder.stream_eps,
             "score_scalar": self.decoder.attention.scalar,
+            **self._expert_dimensions(),
             "taps": self.decoder.taps,
             "conv_dim": 3 * self.emb,
             "history": (positions or self.max_seq) + max(self.decoder.taps - 1, 0),
+        }
+
+    def _expert_dimensions(self) -> dict[str, int | float]:
+        experts = self.decoder.experts
+        if experts is None:
+            return {}
+        return {
+            "experts": experts.count,
+            "top": experts.top,
+            "expert_ffn": experts.expert.inner,
+            "top_ffn": experts.top * experts.expert.inner,
+            "experts_ffn": experts.count * experts.expert.inner,
+            "experts_emb": experts.count * self.emb,
         }
 
 

@@ -15,7 +15,7 @@ from stages.weights.scalars import ACTIVATIONS, ALL
 
 Shape = tuple[str | int, ...]
 
-SILU, GELU_TANH = ACTIVATIONS
+SILU, GELU_TANH, SWIGLU_OAI = ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,10 @@ class Attention:
     """Whether that norm is of all heads of a row together."""
     biased: bool = False
     """Whether Q, K and V have biases."""
+    output_biased: bool = False
+    """Whether the output projection has one."""
+    sinks: bool = False
+    """Whether each head has a score besides those of positions, without a value."""
 
     @property
     def sees(self) -> int:
@@ -157,8 +161,13 @@ class Attention:
     @property
     def slots(self) -> tuple[str, ...]:
         """The slots of its weights."""
-        biases, norms = BIASES if self.biased else (), ROW_NORMS if self.norms_rows else QK_NORMS
-        return ("wq", "wk", "wv", "wo", *biases, *(norms if self.qk_norm else ()))
+        optional = {
+            **dict.fromkeys(BIASES, self.biased),
+            **dict.fromkeys(ROW_NORMS if self.norms_rows else QK_NORMS, self.qk_norm),
+            "bo": self.output_biased,
+            "sinks": self.sinks,
+        }
+        return ("wq", "wk", "wv", "wo", *(slot for slot, there in optional.items() if there))
 
 
 @dataclass(frozen=True)
@@ -193,11 +202,41 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Feed-forward networks of which each row takes some, and a router that chooses them by its logits.
+
+    What they make of a row is summed, each times its share.
+    """
+
+    count: int
+    top: int
+    """The experts that a row takes: those with the largest logits."""
+    expert: FeedForward
+    normed: bool
+    """Whether shares are the softmax of the logits of the chosen experts; if not, of all."""
+    router_biased: bool = False
+    biased: bool = False
+    """Whether the experts' products have biases."""
+
+    @property
+    def activation(self) -> str:
+        """That of each expert."""
+        return self.expert.activation
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of its weights."""
+        biases = ("b_gate_exps", "b_up_exps", "b_down_exps") if self.biased else ()
+        router = ("w_router", "b_router") if self.router_biased else ("w_router",)
+        return (*router, "w_gate_exps", "w_up_exps", "w_down_exps", *biases)
+
+
+@dataclass(frozen=True)
 class Layer:
     """A mixer of positions and a feed-forward network, each added to the residual stream."""
 
     mixer: Mixer
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     norm: Norm = Norm()
     """All norms of the layer but those of heads."""
     sandwich: bool = False
@@ -234,11 +273,13 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "bq": ("q_dim",),
     "bk": ("kv_dim",),
     "bv": ("kv_dim",),
+    "sinks": ("heads",),
     "q_norm_w": ("head_dim",),
     "k_norm_w": ("head_dim",),
     "q_row_norm_w": ("q_dim",),
     "k_row_norm_w": ("kv_dim",),
     "wo": ("emb", "q_dim"),
+    "bo": ("emb",),
     "w_in": ("conv_dim", "emb"),
     "w_taps": ("emb", 1, "taps"),
     "w_out": ("emb", "emb"),
@@ -247,17 +288,40 @@ LAYER_SLOTS: Mapping[str, Shape] = {
     "w_gate": ("ffn", "emb"),
     "w_up": ("ffn", "emb"),
     "w_down": ("emb", "ffn"),
+    "w_router": ("experts", "emb"),
+    "b_router": ("experts",),
+    "w_gate_exps": ("experts", "expert_ffn", "emb"),
+    "w_up_exps": ("experts", "expert_ffn", "emb"),
+    "b_gate_exps": ("experts_ffn",),
+    "b_up_exps": ("experts_ffn",),
+    "w_down_exps": ("experts", "emb", "expert_ffn"),
+    "b_down_exps": ("experts_emb",),
     "down_norm_w": ("emb",),
 }
 """The slots of a layer's weights with their shapes in dimension names, in model order."""
 
-MATRICES = tuple(slot for slot, shape in LAYER_SLOTS.items() if len(shape) == 2)
+
+def is_matrix(shape: Shape) -> bool:
+    """Return whether a slot of this shape is a matrix of products, or a stack of them, which may be quantised.
+
+    A router is none: its logits decide.
+    """
+    return len(shape) == (3 if shape[0] == "experts" else 2)
+
+
+MATRICES = tuple(slot for slot, shape in LAYER_SLOTS.items() if is_matrix(shape))
 """The slots of a layer's matrices."""
 
-ADDED = ("wo", "w_out", "w_down")
+ADDED = ("wo", "w_out", "w_down", "w_down_exps")
 """The slots of matrices whose products are added to the residual stream."""
 
 BIASES = ("bq", "bk", "bv")
+
+ADDENDS = (*BIASES, "bo", "sinks", "b_router", "b_gate_exps", "b_up_exps", "b_down_exps")
+"""The slots of what is added to products, and of scores."""
+
+STACKED = tuple(slot for slot in LAYER_SLOTS if slot.endswith("_exps"))
+"""The slots that hold all experts of a layer, one after the other."""
 
 NORMS = ("norm_w", "attn_norm_w", "ffn_norm_w", "down_norm_w")
 QK_NORMS = ("q_norm_w", "k_norm_w")
@@ -315,6 +379,20 @@ class Decoder:
         return next((layer.mixer.taps for layer in self.kinds if isinstance(layer.mixer, ShortConv)), 0)
 
     @cached_property
+    def experts(self) -> Experts | None:
+        """The experts of a layer that has some: sizes are the same in all (`uneven`)."""
+        return next((layer.feed_forward for layer in self.kinds if isinstance(layer.feed_forward, Experts)), None)
+
+    @cached_property
+    def inner(self) -> int:
+        """The inner width of feed-forward networks, or of an expert where all layers have experts."""
+        networks = (layer.feed_forward for layer in self.kinds)
+        return next(
+            (network.inner for network in networks if isinstance(network, FeedForward)),
+            self.experts.expert.inner if self.experts else 0,
+        )
+
+    @cached_property
     def kinds(self) -> tuple[Layer, ...]:
         """The different layers, in the order in which they come first."""
         return tuple(dict.fromkeys(self.layers))
@@ -349,7 +427,7 @@ class Decoder:
     @property
     def uneven(self) -> str | None:
         """The name of a size that layers have several of; None where none has. Parts have one size for all layers."""
-        for name in ("heads", "kv_heads", "head_dim", "scalar", "taps", "inner"):
+        for name in ("heads", "kv_heads", "head_dim", "scalar", "taps", "inner", "count", "top", "expert"):
             values = {getattr(half, name, None) for kind in self.kinds for half in (kind.mixer, kind.feed_forward)}
             if len(values - {None}) > 1:
                 return name

@@ -115,7 +115,7 @@ def conversions(checkpoint: Checkpoint, buffers: Mapping[str, Buffer]) -> list[s
     pairs = Counter(
         (checkpoint.held[tensor].origin or checkpoint.stored_format(tensor), buffer.format)
         for name, buffer in buffers.items()
-        if buffer.kind == "weight" and len(buffer.shape) == 2
+        if buffer.kind == "weight" and len(buffer.shape) >= 2
         for tensor in tensors_of(name)
     )
     return [

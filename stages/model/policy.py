@@ -17,7 +17,7 @@ from stages.kernels import KV_FORMATS
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
-from stages.model.decoder import EMBEDDING, HEAD, MATRICES
+from stages.model.decoder import EMBEDDING, HEAD, MATRICES, is_matrix
 from stages.model.importers import PLAIN
 from stages.weights.formats import formats
 
@@ -103,7 +103,7 @@ class Policy:
 
     def of(self, slot: str, shape: tuple[str | int, ...], given: str) -> str:
         """Return the format of a weight's slot in layers without exceptions, where its part has the format `given`."""
-        if len(shape) != 2 or given != "bf16":
+        if not is_matrix(shape) or given != "bf16":
             return given
         return self.exceptions.get(slot, self.vocab if shape[0] == VOCAB else self.matrices)
 
@@ -119,6 +119,12 @@ class Policy:
             )
         if config.tied and EMBEDDING in self.exceptions:
             raise UserError(f"weights={self.text}: {EMBEDDING} is the LM head of this model, too: say {VOCAB}=")
+        gate, up = ("w_gate_exps", "w_up_exps")
+        for layer in (None, *range(self.layers)):
+            names = {slot: self.exceptions.get(slot, self.matrices) for slot in (gate, up)}
+            names |= {} if layer is None else {s: n for s, n in self.of_layer(layer).items() if s in names}
+            if config.decoder.experts and len({*names.values()}) > 1:
+                raise UserError(f"weights={self.text}: {gate} and {up} are multiplied together: give both one format")
         if self.kv != BF16.kv and config.head_dim > _LONGEST_EXACT:
             raise UserError(
                 f"kv={self.kv}: heads of {config.head_dim} are too long for exact sums, {_LONGEST_EXACT} is the most: "

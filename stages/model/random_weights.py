@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
 from stages.engine.lazy import ml_dtypes, np
 from stages.model import families
 from stages.model.config import Config
-from stages.model.decoder import ADDED, BIASES
+from stages.model.decoder import ADDED, ADDENDS
 from stages.model.families.place import Location, whole
 from stages.weights.blobs import Tensor, write_safetensors
 
@@ -45,7 +46,7 @@ AHEAD = 4
 
 def random_tensors(config: Config) -> list[Tensor]:
     """Return name, dtype and shape of every tensor that is written."""
-    return [(name, "bf16", pieces[0][1].shape) for name, pieces in families.locations(config).items()]
+    return [(name, "bf16", pieces[0][1].plain_shape) for name, pieces in families.locations(config).items()]
 
 
 def write_random_weights(config: Config, path: Path) -> None:
@@ -59,13 +60,13 @@ def write_random_weights(config: Config, path: Path) -> None:
 
     def weights(weight: families.Weight) -> np.ndarray:
         seed, shape = seeds[weight.name], shapes[weight.name]
-        if weight.slot in BIASES:
+        if weight.slot in ADDENDS:
             return (_BIAS * np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
         if len(shape) == 1:
             # All norms from one seed: outliers stay in their channels.
             return (_channels(np.random.default_rng(0), shape[0]) - offset).astype(ml_dtypes.bfloat16)
         added = 2 * config.layers if weight.slot in ADDED else 1
-        rows = _matrix(np.random.Generator(np.random.SFC64(seed)), (shape[0], shape[-1]), added)
+        rows = _matrix(np.random.Generator(np.random.SFC64(seed)), (prod(shape[:-1]), shape[-1]), added)
         return rows.reshape(shape)
 
     def tensor(pieces: Sequence[tuple[families.Weight, Location]]) -> np.ndarray:

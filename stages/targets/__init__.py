@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from llama_npu2.errors import UserError
 from stages.kernels import KV_FORMATS, format_kernel, kernels
 from stages.model.config import Config
+from stages.model.decoder import SWIGLU_OAI
 from stages.model.grouping import Grouping, Program
 from stages.model.part import Launch, Part
 from stages.model.policy import Policy
@@ -158,6 +159,10 @@ class Target:
             "biases": any(mixer.biased for mixer in mixers),
             "norms of whole rows of Q and K": any(mixer.norms_rows for mixer in mixers),
             "layers without norms of inputs": not all(layer.entering for layer in config.decoder.layers),
+            "mixtures of experts": bool(config.decoder.experts),
+            "sinks": any(mixer.sinks for mixer in mixers),
+            "biases of outputs": any(mixer.output_biased for mixer in mixers),
+            "gpt-oss's activation": any(layer.feed_forward.activation == SWIGLU_OAI for layer in config.decoder.kinds),
             "convolutions of one position": config.decoder.taps == 1,
             "queries that grow with the position, as context= reaches": any(
                 mixer.rope.q_scale and mixer.rope.q_scale.every < config.max_seq for mixer in mixers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,16 @@ def _unchanged(array: np.ndarray) -> np.ndarray:
 def _first_rows(packed: np.ndarray, shape: Shape) -> np.ndarray:
     """Return the tensor of this shape from rows that are stored in order, with padding after them."""
     return packed.reshape(-1, *shape[1:])[: shape[0]]
+
+
+def _stacked(matrices: Iterator[np.ndarray], count: int) -> np.ndarray:
+    """Return matrices of one shape, at most two of them in memory besides the result."""
+    first = next(matrices)
+    stacked = np.empty((count, *first.shape), first.dtype)
+    stacked[0] = first
+    for number, matrix in enumerate(matrices, 1):
+        stacked[number] = matrix
+    return stacked
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,12 @@ class Format:
         return (*outer, self.row_elements + -(-last // self.values) * self.elements)
 
     def packed_shape(self, shape: Shape, layout: str) -> Shape:
-        """Return the shape, in elements and as it lies in memory, of a tensor of logical `shape`."""
+        """Return the shape, in elements and as it lies in memory, of a tensor of logical `shape`.
+
+        Stacked matrices, `[count, rows, columns]`, lie one after the other.
+        """
+        if len(shape) == 3 and layout != "plain":
+            return (shape[0], *self.packed_shape(shape[1:], layout))
         return tuple(self.layout(layout).shape(self.stored_shape(shape)))
 
     def pack(self, tensor: np.ndarray, layout: str) -> np.ndarray:
@@ -127,6 +142,9 @@ class Format:
         Some rows are packed after others where the layout allows it, so that intermediate arrays take little memory.
         """
         layout = self.layout(layout_name)
+        if len(shape) == 3 and layout is not PLAIN:
+            each = (self._packed(matrix, store, layout_name, shape[1:]) for matrix in tensor)
+            return _stacked(each, shape[0])
         if layout.panels is None:
             return layout.pack(store(tensor))
         packed = np.zeros(layout.shape(shape), dtypes.DTYPES[self.dtype])
@@ -142,6 +160,8 @@ class Format:
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:
         """Return the values, f32 of logical `shape`, of a packed tensor."""
+        if len(shape) == 3 and layout != "plain":
+            return _stacked((self.unpack(matrix, layout, shape[1:]) for matrix in packed), shape[0])
         stored = self.layout(layout).unpack(packed, self.stored_shape(shape))
         return self.dequantise(stored, shape[-1])
 

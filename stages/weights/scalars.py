@@ -1,6 +1,6 @@
 """Values of scalars that descriptions of models and kernels share."""
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Names of activations. Kernels take their places here."""
 
 ALL = 1 << 31

@@ -8,7 +8,7 @@ import pytest
 
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
-from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16
+from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16, mxfp4
 from tests.support.cpu_kernels_util import BF16, U32, Teams, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
@@ -183,3 +183,35 @@ def test_every_number(teams, form, numbers):
     np.testing.assert_array_equal(product.astype(np.float32).T, wide)
     teams(f"{name}_embed", guarded(np.arange(16, dtype=np.int32)), panels, rows, 16, cols, 16)
     np.testing.assert_array_equal(rows.astype(np.float32), wide)
+
+
+def test_every_scale_and_number_of_mxfp4(teams):
+    """All 256 scales with all 16 numbers: 0 and 1 reach below f32's normal range, 255 is NaN."""
+    scales = np.arange(256, dtype=np.uint8)[:, None]
+    stored = mxfp4.stored(scales, np.resize(np.arange(16, dtype=np.uint8), (256, 1, 32)))
+    wide = mxfp4.FORMAT.dequantise(stored, 32)
+    with np.errstate(over="ignore"):
+        exact = (np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (np.arange(256)[:, None] - 127)).astype(np.float32)
+    np.testing.assert_array_equal(wide[:255], np.tile(np.concatenate([exact, -exact], axis=1), 2)[:255])
+    assert np.isnan(wide[255]).all()
+    panels, rows = guarded(mxfp4.FORMAT.arrange(stored, "panels")), output((256, 32))
+    teams("mxfp4_embed", guarded(np.arange(256, dtype=np.int32)), panels, rows, 256, 32, 256)
+    normal = np.where(np.abs(wide) < 2.0**-126, 0, wide)
+    np.testing.assert_array_equal(rows.astype(np.float32), normal.astype(BF16).astype(np.float32))
+    for column in range(16):
+        x, product = guarded(np.eye(32, dtype=BF16)[column]), output(256, np.float32)
+        teams("mxfp4_gemv_f32", panels, x, product, 256, 32)
+        # Sums in fixed point are up to 2^17 times as large.
+        np.testing.assert_array_equal(product[:237], wide[:237, column])
+        assert np.isnan(product[255])
+
+
+def test_mxfp4_holds_what_it_holds():
+    """Its values come back as they are, and others become the nearest, halves the even one of two."""
+    rng = np.random.default_rng(3)
+    stored = mxfp4.stored(rng.integers(1, 254, (40, 3)).astype(np.uint8), rng.integers(0, 16, (40, 3, 32), np.uint8))
+    wide = mxfp4.FORMAT.dequantise(stored, 96)
+    np.testing.assert_array_equal(mxfp4.FORMAT.dequantise(mxfp4.FORMAT.quantise(wide), 96), wide)
+    row = np.array([[6, -6, 0.25, 0.26, 0.75, -1.25, 1.75, 2.5, -3.5, 3.51, 5, 5.01, *[0] * 20]], np.float32)
+    nearest = [6, -6, 0, 0.5, 1, -1, 2, 2, -4, 4, 4, 6]
+    np.testing.assert_array_equal(mxfp4.FORMAT.dequantise(mxfp4.FORMAT.quantise(row), 32)[0, :12], nearest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import struct
 import tracemalloc
@@ -26,10 +25,8 @@ from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.decoder import Rope
 from stages.model.families import locations, parse_config, tensors
-from stages.model.families.llama import GGUF
 from stages.model.importers.directory import Tensors
 from stages.model.importers.gguf_blocks import TYPES
-from stages.model.importers.gguf_config import rope_scaling
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
 from stages.model.packing import conversions
 from stages.model.plan import make_plan
@@ -175,36 +172,6 @@ def test_gguf_rotation_is_checked(factor: float, tmp_path: Path) -> None:
     damaged[3] = factor
     (tmp_path / "m.gguf").write_bytes(data.replace(factors.tobytes(), damaged.tobytes()))
     assert "rope_freqs.weight must be F32 and hold positive numbers" in refused(tmp_path / "m.gguf")
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
-GROWN = 1 + 0.1 * np.log(4.0)
-
-
-@pytest.mark.parametrize(
-    "metadata, expected",
-    [
-        ({}, None),
-        ({"factor": 0.0}, None),
-        ({"type": "none", "factor": 4.0}, None),
-        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        ({"type": "yarn", "factor": 4.0}, YARN | {"attention_factor": GROWN}),
-        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 1.0}, YARN | {"attention_factor": 1.0}),
-        ({"type": "yarn", "factor": 4.0, "attn_factor": 0.5}, YARN | {"attention_factor": GROWN / 2}),
-        ({"attn_factor": 0.5}, "llama.rope.scaling.attn_factor = 0.5: only 1"),
-        ({"type": "longrope"}, "needs the tensors rope_factors_long.weight"),
-        ({"type": "dynamic"}, "only none, linear, yarn, longrope"),
-        ({"type": "yarn"}, "llama.rope.scaling.factor = null"),
-    ],
-)
-def test_gguf_scaling_of_the_rotation(metadata: dict, expected: dict | str | None) -> None:
-    """As llama.cpp understands it: a factor alone is linear, YaRN's attention grows unless the file says otherwise."""
-    fields = ConfigFields({f"llama.rope.scaling.{name}": value for name, value in metadata.items()}, "test")
-    if isinstance(expected, str):
-        with pytest.raises(UserError, match=re.escape(expected)):
-            rope_scaling(fields, GGUF, {})
-    else:
-        assert rope_scaling(fields, GGUF, {}) == expected
 
 
 def test_gguf_is_a_source(tmp_path: Path) -> None:

@@ -87,7 +87,11 @@ _MODEL = record(
         "eps": positive,
         "eos": list_of(whole(0, 1 << 31)),
     },
-    {"kv": _WORDS, "longest": _COUNT, "attention_layers": _COUNT, "adapters": list_of(record({"name": _WORDS}))},
+    {
+        "kv": _WORDS,
+        **dict.fromkeys(("longest", "attention_layers", "experts", "experts_of_a_row"), _COUNT),
+        "adapters": list_of(record({"name": _WORDS})),
+    },
 )
 _TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}

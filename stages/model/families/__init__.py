@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, TURNED, VOCABULARY, Attention, Shape
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, STACKED, TURNED, VOCABULARY, Attention, Shape
 from stages.model.families.gguf import Gguf
 from stages.model.families.place import Location, Place
 
@@ -177,13 +177,24 @@ def location(
         shapes |= layer.slots()
         if weight.slot in TURNED and isinstance(layer.mixer, Attention):
             head = layer.mixer.rope.rows(config.head_dim, interleaved)
-    counts = {slot: _resolved(shape, sizes)[0] for slot, shape in shapes.items()}
+    matrices = {slot: _of_one(slot, _resolved(shape, sizes), sizes) for slot, shape in shapes.items()}
+    counts = {slot: shape[0] for slot, shape in matrices.items()}
     rows = sum(counts[slot] for slot in place.among or (weight.slot,))
+    stack = (int(sizes["experts"]),) if weight.slot in STACKED and "{expert}" not in place.tensor else ()
     return Location(
-        place.tensor.format(layer=weight.layer),
-        (rows, *_resolved(weight.shape[1:], sizes)),
+        place.tensor.format(layer=weight.layer, expert="{expert}"),
+        (*stack, rows, *matrices[weight.slot][1:]),
         functools.partial(place.rows, weight.slot, counts, head),
+        axis=len(stack),
+        transposed=place.transposed,
     )
+
+
+def _of_one(slot: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the shape of a slot's weights, of stacked experts that of one's."""
+    if slot not in STACKED:
+        return shape
+    return shape[1:] if len(shape) > 1 else (shape[0] // int(sizes["experts"]),)
 
 
 def locations(
@@ -194,9 +205,10 @@ def locations(
     `find`: where weights lie.
     """
     found: dict[str, list[tuple[Weight, Location]]] = {}
+    count = config.decoder.experts.count if config.decoder.experts else 0
     for weight in weights(config):
-        at = find(config, weight)
-        found.setdefault(at.tensor, []).append((weight, at))
+        for at in find(config, weight).of_experts(count):
+            found.setdefault(at.tensor, []).append((weight, at))
     return found
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import BIASES, Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.gguf import TENSORS as GGUF_TENSORS
-from stages.model.families.gguf import Gguf, of_block
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
@@ -54,11 +52,4 @@ _NAMES = {
     "down_norm_w": of_layer("post_mlp_layernorm.weight"),
 }
 
-_GGUF = Gguf(
-    "glm4",
-    {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"},
-    tensors=GGUF_TENSORS | dict.fromkeys(_GATE_UP, of_block("ffn_up.weight", *_GATE_UP)),
-    neighbours=True,
-)
-
-FAMILY = Family("glm4", ("Glm4ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="GLM-4-0414", gguf=_GGUF)
+FAMILY = Family("glm4", ("Glm4ForCausalLM",), parse, TENSORS | _NAMES, IGNORED, title="GLM-4-0414")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,12 +45,35 @@ class Held:
     origin: str = ""
     """What the file holds where that is another format, of which no format of ours holds the values."""
 
-    def taken(self, rows: slice | np.ndarray) -> Held:
-        """Return some of its rows as a tensor: one slice, or the number of each."""
+    def taken(self, rows: slice | np.ndarray, axis: int = 0) -> Held:
+        """Return some of its rows, which are along an axis, as a tensor: one slice, or the number of each."""
         if isinstance(rows, slice) and rows == slice(None):
             return self
-        count = len(range(self.shape[0])[rows]) if isinstance(rows, slice) else len(rows)
-        return replace(self, shape=(count, *self.shape[1:]), read=lambda: self.read()[rows])
+        count = len(range(self.shape[axis])[rows]) if isinstance(rows, slice) else len(rows)
+        shape, at = (*self.shape[:axis], count, *self.shape[axis + 1 :]), (*(slice(None),) * axis, rows)
+        return replace(self, shape=shape, read=lambda: self.read()[at])
+
+    def transposed(self) -> Held:
+        """Return it with its last two axes swapped."""
+        *outer, rows, columns = self.shape
+        return replace(
+            self, shape=(*outer, columns, rows), read=lambda: np.ascontiguousarray(self.read().swapaxes(-1, -2))
+        )
+
+    def flat(self) -> Held:
+        """Return its values in one row."""
+        return replace(self, shape=(math.prod(self.shape),), read=lambda: self.read().reshape(-1))
+
+
+def stacked(tensors: Sequence[Held]) -> Held:
+    """Return tensors of one shape and format as one, `[tensors, ...]`."""
+    first = tensors[0]
+    return Held(
+        (len(tensors), *first.shape),
+        first.format,
+        lambda: np.stack([tensor.read() for tensor in tensors]),
+        tuple(part for tensor in tensors for part in tensor.parts),
+    )
 
 
 class Container(Protocol):

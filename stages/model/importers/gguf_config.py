@@ -81,7 +81,6 @@ def config_fields(
         "max_position_embeddings": meta.integer(f"{prefix}context_length"),
         "rms_norm_eps": meta.number(f"{prefix}attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number(f"{prefix}rope.freq_base", 10000.0),
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in places),
         "tie_word_embeddings": "output.weight" not in places,
         "bos_token_id": meta.values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(meta, vocab),
@@ -112,7 +111,7 @@ def rope_scaling(meta: ConfigFields, kind: Gguf, factors: Mapping[str, list[floa
         factors: what frequencies are divided by, by the tensors that are there. A GGUF file has Llama 3's scaling so.
     """
     prefix = f"{kind.architecture}.rope.scaling."
-    name, long = meta.values.get(f"{prefix}type", "linear"), [factors.get(tensor) for tensor in LONG_FACTORS]
+    name, long = meta.values.get(f"{prefix}type", "none"), [factors.get(tensor) for tensor in LONG_FACTORS]
     if name not in ("none", "linear", "yarn", "longrope"):
         raise meta.fail(f"{prefix}type", "only none, linear, yarn, longrope are supported")
     given = meta.number(f"{prefix}attn_factor", 1.0)
@@ -124,21 +123,18 @@ def rope_scaling(meta: ConfigFields, kind: Gguf, factors: Mapping[str, list[floa
         return {"rope_type": "longrope", **pairs, "attention_factor": given, **extent}
     if name == "yarn":
         return {"rope_type": "yarn", **extent, **_yarn(meta, prefix, given)}
+    if name == "linear" and f"{prefix}factor" in meta.values:
+        return {"rope_type": "linear", "factor": meta.number(f"{prefix}factor")}
     if name == "longrope":
         raise meta.fail(f"{prefix}type", f"needs the tensors {', '.join(LONG_FACTORS)}")
-    if given != 1:
-        raise meta.fail(f"{prefix}attn_factor", "only 1 is supported without YaRN or factors of long texts")
-    # A factor of 0 says that there is none.
-    scaled = name == "linear" and meta.values.get(f"{prefix}factor")
-    return {"rope_type": "linear", "factor": meta.number(f"{prefix}factor")} if scaled else None
+    return None
 
 
 def _yarn(meta: ConfigFields, prefix: str, given: float) -> dict[str, Any]:
     """Return the fields of YaRN, whose cosines llama.cpp multiplies by `given`, too. Raises UserError."""
     factor = meta.number(f"{prefix}factor")
     betas = {f"beta_{end}": meta.number(f"{prefix}yarn_beta_{end}", usual) for end, usual in _BETAS.items()}
-    multiplier = f"{prefix}yarn_log_multiplier"
-    less = meta.number(multiplier) if meta.values.get(multiplier) else 0.0
+    less = meta.number(f"{prefix}yarn_log_multiplier", 0.0) if meta.values.get(f"{prefix}yarn_log_multiplier") else 0.0
     grown = [1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in (1.0, less)]
     return {"factor": factor, **betas, "attention_factor": given * grown[0] / grown[1]}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from stages.model.config import Config
-from stages.model.decoder import Attention, Layer
+from stages.model.decoder import Attention, Experts, Layer
 from stages.model.part import Joined, Part, PartBuilder, PartKey
 from stages.model.parts.builders import BUILDERS, FUSED, MIXES, PAIRED, SHARED, Build, Described
 from stages.model.policy import BF16, Policy
@@ -66,7 +66,14 @@ def variants(config: Config, name: str) -> dict[Layer, str]:
 def _traits(layers: Iterable[Layer]) -> list[str]:
     """Return what layers have in common, besides what most models have."""
     each = [
-        [f"w{mixer.window}"] * bool(mixer.window) if isinstance(mixer := layer.mixer, Attention) else [mixer.kind]
+        [
+            *(
+                [f"w{mixer.window}"] * bool(mixer.window)
+                if isinstance(mixer := layer.mixer, Attention)
+                else [mixer.kind]
+            ),
+            *["experts"] * isinstance(layer.feed_forward, Experts),
+        ]
         for layer in layers
     ]
     return [trait for trait in each[0] if all(trait in traits for traits in each)] if each else []

@@ -25,6 +25,7 @@ from stages.model.decoder import (
     ROW_NORMS,
     VOCABULARY,
     Attention,
+    Experts,
     Layer,
     Norm,
     ShortConv,
@@ -45,11 +46,15 @@ class _Rows:
         """Return the shape of an activation."""
         return (self.rows, *width) if self.rows != 1 else width
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The scalars of its products besides those of the weight."""
+        return {"rows": self.rows} if self.product == "gemm" else {}
+
     def project(self, b: PartBuilder, x: str, weight: str, out: str, cols: Dim, out_cols: Dim, **bias: str) -> None:
         """Launch a product. `bias`: the slot of the bias, if there is one."""
-        rows: dict[str, Any] = {"rows": self.rows} if self.product == "gemm" else {}
         kernel = f"{self.product}_bias" if bias else self.product
-        b.launch(kernel, {"x": x, "weight": weight, "out": out, **bias}, cols=cols, out_cols=out_cols, **rows)
+        b.launch(kernel, {"x": x, "weight": weight, "out": out, **bias}, cols=cols, out_cols=out_cols, **self.sizes)
 
 
 _MIXED = "attn_out.{turn}"
@@ -110,6 +115,12 @@ class Described:
 def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
     return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
+
+
+def _attend(d: Described, b: PartBuilder, kernel: str, args: dict[str, str], **scalars: Dim) -> None:
+    """Launch attention, with sinks where the layer has some."""
+    sinks = {"sinks": d.weight(b, "sinks")} if d.mixer.sinks else {}
+    b.launch(f"{kernel}_sinks" if sinks else kernel, args | sinks, pos="pos", **d.attention, **scalars)
 
 
 def _window(b: PartBuilder) -> str:
@@ -218,9 +229,38 @@ def _o_ffn(d: Described, rows: _Rows, paired: bool = False) -> PartBuilder:
     """
     b = PartBuilder()
     res1 = _project_attended(d, b, rows, "scratch")
-    swiglu = _normed_swiglu(d, b, rows, res1, "scratch", paired)
-    _project_down(d, b, rows, swiglu, res1)
+    if isinstance(d.layer.feed_forward, Experts):
+        _experts(d, b, rows, res1, d.layer.feed_forward)
+    else:
+        swiglu = _normed_swiglu(d, b, rows, res1, "scratch", paired)
+        _project_down(d, b, rows, swiglu, res1)
     return b
+
+
+def _experts(d: Described, b: PartBuilder, rows: _Rows, residual: str, experts: Experts) -> None:
+    """Add RMS norm, router, the experts of each row, and the residual."""
+    norm_w, normed = _normed_input(d, b, rows, "ffn_norm_w", "normed2", residual)
+    _norm_input(d, b, rows, residual, norm_w, normed)
+    chosen = b.slot("chosen", rows.act("top"), "scratch", format="i32")
+    shares = b.slot("shares", rows.act("top"), "scratch", format="f32")
+    router = {"x": normed, "weight": d.weight(b, "w_router"), "chosen": chosen, "shares": shares}
+    if experts.router_biased:
+        router["bias"] = d.weight(b, "b_router")
+    kernel = "route_bias" if experts.router_biased else "route"
+    b.launch(kernel, router, rows=rows.rows, cols="emb", experts="experts", top="top", normed=int(experts.normed))
+    end, sizes = "_bias" if experts.biased else "", rows.sizes | {"experts": "experts", "top": "top"}
+    both = {name: d.weight(b, f"w_{name}_exps") for name in ("gate", "up")}
+    biases = {f"{name}_bias": d.weight(b, f"b_{name}_exps") for name in both if experts.biased}
+    gated = b.slot("gated", rows.act("top_ffn"), "scratch")
+    args = {"x": normed, "chosen": chosen, **both, **biases, "out": gated}
+    b.launch(f"moe_{rows.product}_silu{end}", args, cols="emb", out_cols="expert_ffn", **sizes, **d.activation)
+    args = {"x": gated, "chosen": chosen, "shares": shares, "weight": d.weight(b, "w_down_exps")}
+    args |= {"bias": d.weight(b, "b_down_exps")} if experts.biased else {}
+    down = b.slot("down", rows.act("emb"), "scratch")
+    norm = d.weight(b, "down_norm_w") if d.layer.sandwich else ""
+    output = b.slot("output", rows.act("emb"), "output", buffer="x.{next}")
+    b.launch(f"moe_{rows.product}{end}", args | {"out": down}, cols="expert_ffn", out_cols="emb", **sizes)
+    _add(d, b, rows, residual, down, output, norm)
 
 
 def _add(d: Described, b: PartBuilder, rows: _Rows, residual: str, product: str, out: str, norm: str) -> None:
@@ -241,7 +281,8 @@ def _project_attended(d: Described, b: PartBuilder, rows: _Rows, role: str) -> s
     norm = d.weight(b, "attn_norm_w") if d.layer.sandwich else ""
     x_residual = b.slot("x_residual", rows.act("emb"), "input", buffer="x.{turn}")
     res1 = b.slot("res1", rows.act("emb"), role)
-    rows.project(b, attn_out, wo, proj, width, "emb")
+    biased = isinstance(d.layer.mixer, Attention) and d.layer.mixer.output_biased
+    rows.project(b, attn_out, wo, proj, width, "emb", **({"bias": d.weight(b, "bo")} if biased else {}))
     _add(d, b, rows, x_residual, proj, res1, norm)
     return res1
 
@@ -402,7 +443,7 @@ def _flash_attn(d: Described) -> PartBuilder:
     q = b.slot("q", ("seq", "placed_heads_dim"), "input", buffer="q_roped")
     kv = _window(b)
     out = b.slot("attn_out", ("seq", "q_dim"), "output")
-    b.launch("flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", window="window", pos="pos", **d.attention)
+    _attend(d, b, "flash_attention", {"q": q, "kv": kv, "out": out}, seq="seq", window="window")
     return b
 
 
@@ -429,7 +470,7 @@ def _attend_panels(d: Described, rows: _Rows, kernel: str, **scalars: Dim) -> Pa
     }
     out = b.slot("attn_out", rows.act("q_dim"), "output")
     b.launch("append_kv_panels", new | cache, rows=rows.rows, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
-    b.launch(kernel, {"q": q, **cache, "out": out}, pos="pos", **d.attention, **scalars)
+    _attend(d, b, kernel, {"q": q, **cache, "out": out}, **scalars)
     return b
 
 
@@ -440,7 +481,7 @@ def _decode_attn_kv(d: Described) -> PartBuilder:
     kv = _interleaved(b, "output")
     out = b.slot("attn_out", ("q_dim",), "output")
     b.launch("append_kv", {**new, "kv": kv}, pos="pos", kv_heads="kv_heads", head_dim="head_dim")
-    b.launch("decode_attention_kv", {"q": q, "kv": kv, "out": out}, pos="pos", **d.attention)
+    _attend(d, b, "decode_attention_kv", {"q": q, "kv": kv, "out": out})
     return b
 
 

@@ -11,6 +11,8 @@ from stages.kernels import format_kernel, kernels
 from stages.model.part import Launch, Part
 from stages.weights.formats import formats
 
+_SUMMED = ("gemm", "gemv", "moe_gemm", "moe_gemv", "moe_gemm_bias", "moe_gemv_bias")
+"""Operations whose result may be added to the residual stream at once."""
 _PRODUCTS = tuple(format_kernel(product, name) for product in ("gemm", "gemv") for name in formats())
 
 
@@ -40,7 +42,7 @@ def _swiglu(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None
 def _residual(part: Part, launches: Sequence[Launch]) -> tuple[int, Launch] | None:
     """A projection and the residual added to it."""
     match launches[:2]:
-        case [product, add] if _names(product, add) in [(p, "add") for p in _PRODUCTS]:
+        case [product, add] if product.kernel.operation in _SUMMED and add.kernel.name == "add":
             if product.args["out"] == add.args["b"] and _only_here(part, (add.args["b"],)):
                 args = {**product.args, "residual": add.args["a"], "out": add.args["out"]}
                 return 2, Launch(kernels()[f"{product.kernel.name}_add"], args, product.scalars)

@@ -1,0 +1,4 @@
+// The kernels of experts with weights in int8_f32 (grouped.h): for each kernel of moe.cc one that is called int8_f32_ and the same name.
+#define FORMAT Int8F32
+#define NAMED(kernel) int8_f32_##kernel
+#include "grouped_moe.h"

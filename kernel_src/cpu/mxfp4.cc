@@ -1,0 +1,5 @@
+// The products and the embedding lookup with weights in mxfp4 (grouped.h): for each kernel of gemm.cc, gemv.cc and embed.cc
+// one that is called mxfp4_ and the same name.
+#define FORMAT Mxfp4
+#define NAMED(kernel) mxfp4_##kernel
+#include "grouped_products.h"

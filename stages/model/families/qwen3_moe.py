@@ -1,0 +1,59 @@
+"""Qwen 3 with experts (Yang et al. 2025): most layers, or all, have a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.model.config import MOST_LAYERS, Config, ConfigFields
+from stages.model.decoder import Attention, Experts, FeedForward, Layer, Norm
+from stages.model.families import Family, qwen3
+from stages.model.families.llama import IGNORED, of_layer
+
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "partial_rotary_factor": (1, None),
+}
+
+
+def parse(fields: ConfigFields) -> Config:
+    """Return the configuration of a `Qwen3MoeForCausalLM`. Raises UserError that names field and value."""
+    fields.require(_REQUIRED)
+    heads = fields.heads(kv_heads=4)
+    max_seq = fields.positions(heads.head_dim, 32768)
+    window = fields.window(max_seq) if fields.boolean("use_sliding_window", False) else None
+    rope = fields.rope(max_seq, heads.head_dim)
+    attention = Attention(*heads, rope, scalar=float(heads.head_dim), window=window, qk_norm=Norm())
+    dense = Layer(attention, FeedForward(fields.integer("intermediate_size", 6144)))
+    sparse = Layer(attention, _experts(fields))
+    count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    step, others = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(others, list) or not all(isinstance(layer, int) for layer in others):
+        raise fields.fail("mlp_only_layers", "must be a list of layers")
+    layers = [dense if layer in others or (layer + 1) % step else sparse for layer in range(count)]
+    return fields.config("qwen3_moe", layers, max_seq, tied=False)
+
+
+def _experts(fields: ConfigFields) -> Experts:
+    count = fields.integer("num_experts", 128)
+    return Experts(
+        count,
+        fields.integer("num_experts_per_tok", 8, most=count),
+        FeedForward(fields.integer("moe_intermediate_size", 768)),
+        normed=fields.boolean("norm_topk_prob", False),
+    )
+
+
+_EXPERTS = {
+    "w_router": of_layer("mlp.gate.weight"),
+    **{f"w_{name}_exps": of_layer(f"mlp.experts.{{expert}}.{name}_proj.weight") for name in ("gate", "up", "down")},
+}
+
+FAMILY = Family(
+    "qwen3_moe",
+    ("Qwen3MoeForCausalLM",),
+    parse,
+    {**qwen3.FAMILY.tensors, **_EXPERTS},
+    IGNORED,
+    title="Qwen 3 with experts",
+)
