@@ -1,7 +1,8 @@
 // PANELS panels of LANES outputs of matrices in groups (grouped.h), one behind the other, times a vector, chunk by chunk.
 // x [STEPS * GROUPS * GROUP], of which COLS are given; NORM: as their RMS norm; in fixed point from then on. acc f32
 // [PANELS][LANES], behind it of each group of x its sum f32 and its power of two i32, and what sums begin with; out
-// [OUTS]: LANES for each step, the sums of the one panel as bf16, f32 if KEEP, ADD: with a residual; or SwiGLU's
+// [OUTS]: LANES for each step, the sums of the one panel as bf16, f32 if KEEP, BIAS: with a bias before they are
+// rounded, ADD: with a residual after that; or SwiGLU's
 // activation of those of two, gate and up.
 #include "grouped_sums.h"
 #if NORM
@@ -21,6 +22,11 @@
 namespace {
 
 constexpr unsigned INPUTS = STEPS * GROUPS * GROUP;
+#if NORM
+constexpr unsigned ADDED = INPUTS + (COLS + WIDE - 1) / WIDE * WIDE;
+#else
+constexpr unsigned ADDED = INPUTS;
+#endif
 
 using Known = Inputs<PANELS, INPUTS / GROUP>;
 
@@ -36,27 +42,30 @@ using Out = float;
 using Out = bfloat16;
 #endif
 
-// What is made of a step's sums; `residual` is that of its rows, for ADD.
-void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *residual, Out *out) {
+// What is made of a step's sums; `added` is what is added to its rows, for BIAS or ADD.
+void make_outputs(float *acc, [[maybe_unused]] const bfloat16 *added, Out *out) {
 #if KEEP
     aie::store_v(out, aie::load_v<LANES>(acc));
 #elif PANELS == 2
     activate(acc, out);
+#elif BIAS
+    const aie::accum<accfloat, LANES> sum(aie::load_v<LANES>(acc));
+    aie::store_v(out, aie::add(sum, aie::load_v<LANES>(added)).template to_vector<bfloat16>());
 #else
     round_sums(acc, out);
 #if ADD
     const aie::accum<accfloat, LANES> sum(aie::load_v<LANES>(out));
-    aie::store_v(out, aie::add(sum, aie::load_v<LANES>(residual)).template to_vector<bfloat16>());
+    aie::store_v(out, aie::add(sum, aie::load_v<LANES>(added)).template to_vector<bfloat16>());
 #endif
 #endif
 }
 
 // The chunk that a core takes as its `index`th begins, adds to or ends the sums of a panel, of which the last ends a step.
-void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *residual, float *acc, Out *out) {
+void take(const uint8 *chunk, const int16 *x, unsigned index, const bfloat16 *added, float *acc, Out *out) {
     use_nearest_even();
     const unsigned step = index / (PANELS * STEPS), panel = index / STEPS % PANELS, at = index % STEPS;
     Known::add(chunk, x, at, acc, acc + panel * LANES);
-    if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, residual + step * ROW_STEP, out + step * LANES);
+    if (at == STEPS - 1 && panel == PANELS - 1) make_outputs(acc, added + step * ROW_STEP, out + step * LANES);
 }
 
 }  // namespace
@@ -76,12 +85,12 @@ extern "C" void AIE_FN(grouped_gemv_begin)(bfloat16 *x, float *acc) { begin(x, a
 
 #endif
 
-#if ADD
+#if ADD || BIAS
 
-// Behind x [INPUTS] lies the residual: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
+// Behind x [INPUTS], and the norm's weight, lies what is added, from ADDED on: `row` is the first of a core's first step, and ROW_STEP from one step to the next.
 extern "C" void AIE_FN(grouped_gemv_step)(const uint8 *chunk, const bfloat16 *x, int32 index, int32 row, float *acc,
                                           Out *out) {
-    take(chunk, reinterpret_cast<const int16 *>(x), index, x + INPUTS + row, acc, out);
+    take(chunk, reinterpret_cast<const int16 *>(x), index, x + ADDED + row, acc, out);
 }
 
 #else

@@ -17,7 +17,7 @@ constexpr unsigned WIDTH = HEAD_DIM, ANGLES = HEAD_DIM;
 #endif
 
 #if NORM
-extern "C" void AIE_FN(rope)(bfloat16 *x, const float *table, const bfloat16 *weight, bfloat16 *out, float eps) {
+extern "C" void AIE_FN(rope)(bfloat16 *x, const bfloat16 *weight, const float *table, bfloat16 *out, float eps) {
 #else
 extern "C" void AIE_FN(rope)(const bfloat16 *x, const float *table, bfloat16 *out) {
 #endif

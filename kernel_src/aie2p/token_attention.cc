@@ -1,8 +1,8 @@
 // Attention of a token (flash_attention.h): the queries are the MEMBERS heads of a group, all at one position, of which
 // the last block may have fewer than it has rows. rows bf16 [HEADS + 2 * KV_HEADS][HD] = Q, K and V before their rotation
 // (rope.h); table f32 [HD], and behind it the position, i32; row bf16 [K | V][HD], the group's part of the token's row of
-// the cache; out bf16 [MEMBERS][HD]. NORM: heads of Q and K are normed first (rms_norm.h), in place, with norms bf16 [2][HD],
-// Q's weight and K's.
+// the cache; out bf16 [MEMBERS][HD]. NORM: heads of Q and K are normed first (rms_norm.h), in place, with weights bf16 [HD] of
+// Q and K.
 #define SAME_ROW
 #define HEAD_DIM HD
 #include "flash_attention.h"
@@ -24,8 +24,8 @@ void copy(const bfloat16 *from, unsigned count, bfloat16 *to) {
 }  // namespace
 
 #if NORM
-extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, const bfloat16 *norms, int32 group, bfloat16 *q,
-                                float *acc, float *stats, bfloat16 *row, float eps) {
+extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const bfloat16 *q_norm, const bfloat16 *k_norm, const float *table,
+                                int32 group, bfloat16 *q, float *acc, float *stats, bfloat16 *row, float eps) {
 #else
 extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, int32 group, bfloat16 *q, float *acc, float *stats,
                                 bfloat16 *row) {
@@ -33,8 +33,8 @@ extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, int32 group,
     use_nearest_even();
     bfloat16 *k = rows + (HEADS + group) * HD, *v = k + KV_HEADS * HD;
 #if NORM
-    norm_rows<1, HD>(k, norms + HD, eps);
-    norm_rows<MEMBERS, HD>(rows + group * MEMBERS * HD, norms, eps);
+    norm_rows<1, HD>(k, k_norm, eps);
+    norm_rows<MEMBERS, HD>(rows + group * MEMBERS * HD, q_norm, eps);
 #endif
     rotate_heads<1, HD>(k, table, row);
     copy(v, HD, row + HD);

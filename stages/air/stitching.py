@@ -25,12 +25,13 @@ SETTLE_BYTES = 64
 """Most bytes that it copies: a line of the host's cache, some steps of the narrowest stream."""
 
 
-def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
+def stitch(name: str, slots: Sequence[str], parts: Sequence[Part], settled: bool = True) -> AirModule:
     """Return a function `name(slots)` that runs the launches of `parts` in order. A slot has the type of its arguments.
 
     The parts are consumed: their operations are moved. Symbols of segments, herds and channels get the prefix
     `launch<position of the part>_`. If the number of launches is odd, one that settles them is added
-    (`toggle_settling`), for which the last one has to write something.
+    (`toggle_settling`), for which the last one has to write something; not if it is to be part of another function
+    (`settled`).
 
     Raises:
         TypeError: The last launch writes nothing; arguments of one slot differ in type; arguments and wiring, or slots
@@ -55,7 +56,7 @@ def stitch(name: str, slots: Sequence[str], parts: Sequence[Part]) -> AirModule:
     function = func.FuncOp(name, FunctionType.from_lists(types, []), Region(block))
     stitched = ModuleOp([*channels, *(declared[symbol] for symbol in sorted(declared)), function])
     stitched.verify()
-    if len(analysis.launches(stitched)) % 2:
+    if settled and len(analysis.launches(stitched)) % 2:
         toggle_settling(stitched)
     return AirModule(stitched, frozenset().union(*(module.variants for module, _ in parts)))
 

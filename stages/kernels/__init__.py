@@ -130,8 +130,8 @@ class Kernel:
     the tensor, where that depends on the tensor's size."""
     host: bool = True
     """Whether the host has this kernel. If not, it runs on the array only."""
-    tile_source: str = ""
-    """Stem of the C++ file with its tile functions, if that differs from `source`."""
+    tile_sources: tuple[str, ...] = ()
+    """Stems of the C++ files with its tile functions, if that is not `source`."""
     tiling: Callable[[Sizes], Tiling] | None = field(default=None, compare=False)
     """Divides a launch among the array's cores. Raises UserError if that is impossible."""
     program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
@@ -143,9 +143,9 @@ class Kernel:
         return format_kernel(self.operation, self.stored)
 
     @property
-    def on_array(self) -> str:
-        """Stem of the C++ file with its tile functions."""
-        return self.tile_source or self.source
+    def on_array(self) -> tuple[str, ...]:
+        """Stems of the C++ files with its tile functions."""
+        return self.tile_sources or (self.source,)
 
     @property
     def scalars(self) -> tuple[Param, ...]:
@@ -186,7 +186,7 @@ def signature(
         params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
         writes: The tensors that it writes.
         source: As in `Kernel`; the operation's name if empty.
-        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_source`, `tiling`, `program`, `host`.
+        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_sources`, `tiling`, `program`, `host`.
     """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, matrix, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, Kernel, Sizes, add, bias, matrix, signature, silu_and_mul
 from stages.weights.formats import bfp16 as block_float
 
 if TYPE_CHECKING:
@@ -357,19 +357,38 @@ def _on_array(name: str, weight: Arg, params: str = _PARAMS, computed: Callable[
     )
 
 
+def _biased(name: str, weight: Arg, params: str = _PARAMS, host: bool = False) -> Kernel:
+    """Return a product with a bias. The array adds it afterwards, because a core's streams bring `x` and the weight."""
+
+    def cut(sizes: Sizes) -> bias.Biased:
+        product = _cut(sizes, bfp16=weight.format == "bfp16")
+        return bias.biased(product, product.rows, product.out_cols, product.head_dim)
+
+    return signature(
+        name,
+        ("x", weight, "bias"),
+        params,
+        reference_bias,
+        stored=weight.format,
+        source="gemm",
+        host=host,
+        tile_sources=("add", "gemm"),
+        tiling=cut,
+        program=bias.program(build),
+    )
+
+
 _WEIGHT = matrix("weight")
 _BLOCK_FLOAT = Arg("weight", "bfp16", layouts={"aie2p": "pairs"}, matrix=True)
 
 KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
-    signature("gemm_bias", ("x", _WEIGHT, "bias"), _PARAMS, reference_bias, source="gemm"),
     signature("gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"),
-    # Calibration multiplies like the array's prompts.
-    signature(
-        "gemm_kv_bias", ("x", _WEIGHT, "bias"), f"{_PARAMS} pos head_dim", reference_bias, source="gemm", host=False
-    ),
     _on_array("gemm", _BLOCK_FLOAT),
+    _biased("gemm_bias", _WEIGHT, host=True),
+    _biased("gemm_bias", _BLOCK_FLOAT),
+    *(_biased("gemm_kv_bias", weight, f"{_PARAMS} pos head_dim") for weight in (_WEIGHT, _BLOCK_FLOAT)),
     *(_on_array("gemm_kv", weight, f"{_PARAMS} pos head_dim") for weight in (_WEIGHT, _BLOCK_FLOAT)),
     *(
         _on_array("gemm_swiglu", weight, f"{_PARAMS} activation", reference_swiglu)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
-from stages.kernels import BF16, F32, Arg, Cost, add, lanes, matrix, rms_norm, signature, silu_and_mul
+from stages.kernels import BF16, F32, Arg, Cost, add, bias, lanes, matrix, rms_norm, signature, silu_and_mul
 from stages.weights.formats.bf16 import padded_shape
 
 if TYPE_CHECKING:
@@ -49,6 +49,19 @@ def reference_norm(
 ) -> np.ndarray:
     """Return the product with the RMS norm of `x`, whose weight is `norm`, bf16 `[cols]`."""
     return reference(weight, rms_norm.reference(x, norm, eps, offset, once))
+
+
+def reference_norm_bias(
+    weight: np.ndarray,
+    x: np.ndarray,
+    norm: np.ndarray,
+    bias: np.ndarray,
+    eps: float,
+    offset: float = 0.0,
+    once: int | bool = False,
+) -> np.ndarray:
+    """Return the product with the RMS norm of `x` plus `bias`, rounded only after the sum."""
+    return reference_bias(weight, rms_norm.reference(x, norm, eps, offset, once), bias)
 
 
 def reference_norm_f32(
@@ -147,7 +160,7 @@ class Tiling:
 
 
 def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) -> Tiling:
-    """Divide a product into tiles of at most `TILE_BYTES`, so that a step takes at most half of L2.
+    """Divide a product into tiles of at most `TILE_BYTES`, so that a step takes at most half of L2 if it can.
 
     L1 holds each tile twice, and `x`. A blocked tile is one row of blocks, which is contiguous; plain rows take a
     dimension of the transfer. UserError names the limit that no tile size meets.
@@ -175,7 +188,9 @@ def tile(out_cols: int, cols: int, dtype: str = "bf16", blocked: bool = True) ->
         if limits.fits_l1(limits.copies(cols // k) * m * k * BF16, cols * BF16, m * F32, m * BF16)
     )
     shapes = limits.require_any(what, limits.IN_L1, fitting)
-    shapes = limits.require_any(what, limits.IN_L2, (s for s in shapes if s[0] * s[1] * cols * BF16 <= half))
+    staged = [(r * m * (cols * BF16 + F32), (r, m, k)) for r, m, k in shapes]
+    halves = [shape for size, shape in staged if size <= half + shape[0] * shape[1] * F32]
+    shapes = halves or limits.require_any(what, limits.IN_L2, (s for size, s in staged if size <= limits.L2_BYTES))
     shapes = limits.steady_first(what, shapes, lambda s: cols // s[2])
     herd_rows, tile_m, chunk = max(shapes, key=lambda s: (limits.steady(cols // s[2]), s[0] * s[1], s[0], s[1] * s[2]))
     tiles = column // (herd_rows * tile_m)
@@ -246,21 +261,32 @@ KERNELS = (
         "gemv", (_WEIGHT, "x"), _PARAMS, reference, tiling=lambda s: tile(s["out_cols"], s["cols"]), program=build
     ),
     signature("gemv_add", (_WEIGHT, "x", "residual"), _PARAMS, reference_add, source="gemv"),
-    signature("gemv_bias", (_WEIGHT, "x", "bias"), _PARAMS, reference_bias, source="gemv"),
+    # The array adds the bias afterwards: steps of the launch share descriptors, so one stream cannot bring it with `x`.
+    signature(
+        "gemv_bias",
+        (_WEIGHT, "x", "bias"),
+        _PARAMS,
+        reference_bias,
+        source="gemv",
+        tile_sources=("add", "gemv"),
+        tiling=lambda s: bias.biased(tile(s["out_cols"], s["cols"]), 1, s["out_cols"]),
+        program=bias.program(build),
+    ),
     signature("gemv_silu", (matrix("gate"), matrix("up"), "x"), f"{_PARAMS} activation", reference_silu, source="gemv"),
     # Templates for `stages.kernels.grouped`: the array has these only for weights in formats that it reads as stored.
     *(
         signature(
             name,
-            (Arg("weight", matrix=True), "x", "norm"),
+            (Arg("weight", matrix=True), "x", "norm", *biased),
             f"{_PARAMS} {rms_norm.PARAMS}{more}",
             computes,
             writes=(Arg("out", dtype, written=True),),
             source="gemv",
             host=False,
         )
-        for name, computes, dtype, more in (
+        for name, computes, dtype, more, *biased in (
             ("norm_gemv", reference_norm, "bf16", ""),
+            ("norm_gemv_bias", reference_norm_bias, "bf16", "", "bias"),
             ("norm_gemv_swiglu", reference_norm_swiglu, "bf16", " activation"),
             ("norm_gemv_f32", reference_norm_f32, "f32", ""),
         )

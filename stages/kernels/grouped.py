@@ -18,11 +18,13 @@ and if the array reads the format (`Format.cut` is given: int4, int6 and int8)
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from llama_npu2.errors import UserError
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
 from stages.kernels import (
@@ -31,6 +33,7 @@ from stages.kernels import (
     Kernel,
     Sizes,
     add,
+    bias,
     experts,
     feed_forward,
     gemm,
@@ -45,6 +48,9 @@ from stages.weights.constants import GROUP, SHORT_GROUP
 from stages.weights.cut import Cut, padded_rows
 from stages.weights.format import Format
 from stages.weights.formats import formats, w8a8
+
+if TYPE_CHECKING:
+    from stages.air import AirModule
 
 GROUPED = tuple(f for f in formats().values() if f.values in (GROUP, SHORT_GROUP) and "panels" in f.layouts)
 """The group-wise formats."""
@@ -63,7 +69,9 @@ _VOCABULARY_LAYOUT = "padded_lanes"
 ARRAY_LAYOUTS = {
     "gemv": "lanes",
     "gemv_add": "lanes",
+    "gemv_bias": "lanes",
     "norm_gemv": "lanes",
+    "norm_gemv_bias": "lanes",
     "norm_gemv_swiglu": "paired_lanes",
     "gemv_f32": _VOCABULARY_LAYOUT,
     "norm_gemv_f32": _VOCABULARY_LAYOUT,
@@ -166,22 +174,37 @@ def _products(stored: Format, reference: Callable[[Kernel, Format], Callable[...
             args=args,
             source=f"{stored.name}_{kernel.source}" if kernel.source == experts.SOURCE else stored.name,
             reference=reference(kernel, stored),
-            tile_source="grouped_gemv" if on_array else "",
+            tile_sources=_tile_sources(kernel) if on_array else (),
             tiling=_gemv_tiling(kernel, stored) if on_array else None,
-            program=grouped_gemv.build if on_array else None,
+            program=_gemv_program if on_array else None,
         )
 
 
-def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_gemv.Tiling]:
-    """Return `Kernel.tiling` of a product on the array."""
+def _tile_sources(kernel: Kernel) -> tuple[str, ...]:
+    """Return `Kernel.tile_sources` of a product on the array."""
+    return ("add", "grouped_gemv") if any(arg.name == "bias" for arg in kernel.args) else ("grouped_gemv",)
+
+
+def _gemv_program(tiling: grouped_gemv.Tiling | bias.Biased) -> AirModule:
+    return bias.program(grouped_gemv.build)(tiling) if isinstance(tiling, bias.Biased) else grouped_gemv.build(tiling)
+
+
+def _gemv_tiling(kernel: Kernel, stored: Format) -> Callable[[Sizes], grouped_gemv.Tiling | bias.Biased]:
+    """Return `Kernel.tiling` of a product on the array. A bias for which L1 has no room is added afterwards."""
     cut, dtype, pairs = stored.cut, kernel.arg("out").format, ARRAY_LAYOUTS[kernel.name] == "paired_lanes"
-    adds = any(arg.name == "residual" for arg in kernel.args)
+    adds, biased = (any(arg.name == name for arg in kernel.args) for name in ("residual", "bias"))
     assert cut is not None
 
-    def tiling(sizes: Sizes) -> grouped_gemv.Tiling:
+    def tiling(sizes: Sizes) -> grouped_gemv.Tiling | bias.Biased:
+        out_cols, cols = sizes["out_cols"], sizes["cols"]
         norm = rms_norm.Norm.of(sizes) if "eps" in sizes else None
-        made = grouped_gemv.tile(cut, sizes["out_cols"], sizes["cols"], dtype, pairs, norm, adds)
-        return replace(made, activation=sizes.get("activation", 0))
+        tile = functools.partial(grouped_gemv.tile, cut, out_cols, cols, dtype, pairs, norm, adds)
+        if biased:
+            try:
+                return tile(biased=True)
+            except UserError:
+                return bias.biased(tile(), 1, out_cols)
+        return replace(tile(), activation=sizes.get("activation", 0))
 
     return tiling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,7 +43,9 @@ class Tiling:
     norm: rms_norm.Norm | None = None
     """If given, every core first computes this norm of `x`. The norm's weight comes with `x`."""
     adds: bool = False
-    """Whether a residual comes with `x` and is added to the product."""
+    """Whether a residual comes with `x` and is added to the rounded product."""
+    biased: bool = False
+    """Whether a bias comes with `x` and is added to the product before it is rounded."""
     activation: int = 0
     """That of SwiGLU, or the other one's."""
 
@@ -65,11 +68,6 @@ class Tiling:
     def steps(self) -> int:
         """Steps of all launches."""
         return self.cut.panels // (self.columns * self.herd_rows)
-
-    @property
-    def companion(self) -> int:
-        """Elements that come with `x`, after it: those of a norm's weight or of a residual."""
-        return self.cols if self.norm else self.out_cols if self.adds else 0
 
     @property
     def launches(self) -> list[int]:
@@ -96,20 +94,29 @@ class Tiling:
 
     @property
     def room(self) -> int:
-        """Bytes of L1 for outputs: those that two chunks, `x` with its companion, and sums leave free for buffers."""
+        """Bytes of L1 for outputs: those that two chunks, `x` and what comes with it, and sums leave for buffers."""
         sums = F32 * self.sums + BF16 * self.panels * self.cut.lanes
         return limits.BUFFER_BYTES - 2 * self.cut.chunk_bytes - BF16 * self.width - sums
 
     @property
     def rows(self) -> Mapping[str, int]:
         """Arguments that come to every core: name -> elements."""
-        companion = {"residual" if self.adds else "norm": self.companion} if self.companion else {}
-        return {"x": self.cols, **companion}
+        sizes = {"norm": self.cols * bool(self.norm), "bias": self.out_cols * self.biased}
+        sizes |= {"residual": self.out_cols * self.adds}
+        return {"x": self.cols, **{name: size for name, size in sizes.items() if size}}
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Where each of `rows` begins in the memory of a core, in elements: `x` is padded to whole chunks."""
+        sizes = {**self.rows, "x": self.cut.inputs}
+        ends = itertools.accumulate((limits.aligned(size, BF16) for size in sizes.values()), initial=0)
+        return dict(zip(sizes, ends, strict=False))
 
     @property
     def width(self) -> int:
-        """Elements of `x`, padded to whole chunks, and its companion."""
-        return limits.aligned(self.cut.inputs + self.companion, BF16)
+        """Elements of `x` and what comes with it."""
+        last = list(self.rows)[-1]
+        return self.places[last] + limits.aligned(self.cut.inputs if last == "x" else self.rows[last], BF16)
 
     @property
     def sums(self) -> int:
@@ -126,6 +133,8 @@ class Tiling:
             shape["PANELS"] = self.panels
         if self.adds:
             shape |= {"ADD": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
+        if self.biased:
+            shape |= {"BIAS": self.out_cols, "ROW_STEP": self.herd_rows * self.cut.lanes}
         flags = (("KEEP", self.dtype == "f32"), ("NORM", self.norm is not None))
         shape |= {name: 1 for name, chosen in flags if chosen} | (self.norm.macros if self.norm else {})
         shape |= silu_and_mul.macros(self.activation)
@@ -150,17 +159,14 @@ class Tiling:
         """Vector operations on a step's outputs, after the products of its chunks."""
         lanes = self.panels * self.cut.lanes // 16
         rounded = self.panels * 3 + lanes
-        return (
-            lanes
-            + rounded
-            + (silu_and_mul.vectors(self.cut.lanes, self.activation) if self.pairs else 6 if self.adds else 0)
-        )
+        sums = 6 * (self.adds + self.biased)
+        return lanes + rounded + (silu_and_mul.vectors(self.cut.lanes, self.activation) if self.pairs else sums)
 
     def __str__(self) -> str:
         panels = "pairs of panels" if self.pairs else "panels"
-        norm = ", of a norm" if self.norm is not None else ""
+        told = {", of a norm": self.norm, ", bias": self.biased, ", residual": self.adds}
         return (
-            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups{norm}{', residual' if self.adds else ''}: herd "
+            f"gemv {self.out_cols}x{self.cols} {self.dtype} in groups{''.join(t for t in told if told[t])}: herd "
             f"{self.columns}x{self.herd_rows}, {panels} of {self.cut.lanes} rows in {self.cut.chunks} chunks of "
             f"{self.cut.chunk_bytes} bytes, steps {'+'.join(map(str, self.launches))}"
         )
@@ -195,6 +201,7 @@ def tile(
     pairs: bool = False,
     norm: rms_norm.Norm | None = None,
     adds: bool = False,
+    biased: bool = False,
 ) -> Tiling:
     """Choose the number of cores with the least time: at some point loading one more takes longer than it saves.
 
@@ -210,7 +217,7 @@ def tile(
         for rows in range(limits.ROWS, 0, -1)
         if matrix.panels % (columns * rows) == 0
     ]
-    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds) for herd in herds]
+    tilings = [Tiling(matrix, out_cols, cols, dtype, *herd, pairs, norm, adds, biased=biased) for herd in herds]
     placeable = (p for p in tilings if all(_terminates(p.columns * p.herd_rows, steps) for steps in p.launches))
     tilings = limits.require_any(what, "a herd that the compiler can place", placeable)
     # L1 holds the outputs of a launch with everything else.
@@ -262,10 +269,10 @@ def _l2(p: Tiling) -> int:
 
 
 def build(tiling: Tiling) -> AirModule:
-    """Build the AIR program with the arguments `weight`, `x`, `norm` or `residual` if there is one, and `out`.
+    """Build the AIR program with the arguments `weight`, `x`, `norm`, `bias` and `residual` if there are, and `out`.
 
     `weight`: i8 `[panels][panel bytes]` (layout `lanes` or `padded_lanes`; `paired_lanes` has twice as many panels);
-    `x`, `norm`: bf16 `[cols]`; `residual`: bf16 `[out_cols]`; `out`: one row per lane of all panels.
+    `x`, `norm`: bf16 `[cols]`; `bias`, `residual`: bf16 `[out_cols]`; `out`: one row per lane of all panels.
     """
     p = tiling
     weight = air.memref_type((p.panels * p.cut.panels, p.cut.panel_bytes), "i8")
@@ -295,8 +302,8 @@ def _launch(b: Builder, p: Tiling, start: int, steps: int) -> None:
             b.alloc(air.L1, (p.width,), ((p.sums,), "f32"), ((p.kept,), p.dtype)) as (x, acc, kept),
         ):
             b.get(rows, tile, x if p.width == p.cols else x.at((0, p.cols, 1)))
-            if p.companion:
-                b.get(rows, tile, x.at((p.cut.inputs, p.companion, 1)))
+            for name, size in list(p.rows.items())[1:]:
+                b.get(rows, tile, x.at((p.places[name], size, 1)))
             # Sums that only the loop uses would be moved into it, and doubled. So this call is given them.
             b.call(p.variant, "grouped_gemv_begin", x, acc, *((p.norm.eps,) if p.norm else ()))
             _multiply(b, p, start, steps, fed, tile, x, acc, kept)
@@ -321,7 +328,7 @@ def _multiply(
     It is one loop, because the compiler doubles the buffers that a loop fills, for each loop.
     """
     x, acc, kept = core
-    row = ((tile[0] * p.steps + start) * p.herd_rows + tile[1]) * p.cut.lanes if p.adds else 0
+    row = ((tile[0] * p.steps + start) * p.herd_rows + tile[1]) * p.cut.lanes if p.adds or p.biased else 0
     with b.loop(steps * p.core_chunks) as j, b.alloc(air.L1, ((p.cut.chunk_bytes,), "i8")) as (chunk,):
         b.get(fed, tile, chunk)
-        b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds else ()), acc, kept)
+        b.call(p.variant, "grouped_gemv_step", chunk, x, j, *((row,) if p.adds or p.biased else ()), acc, kept)

@@ -218,7 +218,8 @@ def _rotate(b: Builder, p: Tiling, tile: tuple[Index, Index], angles: Channel | 
             b.get(angles, tile, table)
         else:
             b.dma(table, b.args["table"].at(*_rows(p, "table", first), (0, p.angles, 1)))
-        b.call(p.variant, "rope", x, table, *weights, out, *((p.norm.eps,) if p.norm else ()))
+        # Buffers that one channel fills are given in its order.
+        b.call(p.variant, "rope", x, *weights, table, out, *((p.norm.eps,) if p.norm else ()))
         heads = [(0, p.heads, 2 * p.head_dim), (0, p.head_dim, 1)] if p.out == KEYS else [(0, p.tile_width, 1)]
         b.dma(b.args["out"].at(*_rows(p, "out", first), *heads), out.at((0, p.tile_rows * p.tile_width, 1)))
 

@@ -111,7 +111,7 @@ class Tiling:
     """Positions that a core processes at a time."""
     scores: flash_attention.Scores = flash_attention.PLAIN
     norm: rms_norm.Norm | None = None
-    """The norm of each head of Q and K before the rotation. Its two weights follow the table's row."""
+    """The norm of each head of Q and K before the rotation. Its two weights come in front of the table's row."""
 
     @property
     def group(self) -> int:
@@ -235,7 +235,8 @@ def build(tiling: Tiling) -> AirModule:
     """
     p = tiling
     kv = p.kv_heads * 2 * p.head_dim
-    given = {"x": p.width, "table": p.angles, **(dict.fromkeys(_NORMS, p.head_dim) if p.norm else {})}
+    # In the order in which a core uses them.
+    given = {"x": p.width, **(dict.fromkeys(_NORMS, p.head_dim) if p.norm else {}), "table": p.angles}
     shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in given.items()}
     shapes |= {"kv": (p.window, kv), "out": (p.heads * p.head_dim,), "row": (kv,)}
     dtypes = {"table": "f32"}
@@ -261,18 +262,15 @@ def _attend(b: Builder, p: Tiling, rows: Channel, tile: tuple[Index, Index], kv_
     blocks = (p.queries // limits.BLOCK, d // limits.BLOCK, limits.BLOCK, limits.BLOCK)
     sums = (((p.queries, d), "f32"), ((2, p.queries), "f32"), ((p.queries, k), "f32"))
     head_in_cache = kv_head * (2 * d), 2 * d, 1
-    weights, eps = ([(2 * d,)], [p.norm.eps]) if p.norm else ([], [])
+    weights, eps = ([(d,)] * len(_NORMS), [p.norm.eps]) if p.norm else ([], [])
     with (
         b.alloc(air.L1, (p.width,), ((p.angles,), "f32"), (2 * d,), blocks, *sums) as (x, table, row, q, *work),
         b.alloc(air.L1, *weights) as norms,
     ):
-        b.get(rows, tile, x)
-        b.get(rows, tile, table)
-        for norm in norms:
-            for which in range(len(_NORMS)):
-                b.get(rows, tile, norm.at((which * d, d, 1)))
+        for given in (x, *norms, table):
+            b.get(rows, tile, given)
         acc, stats, scores = work
-        b.call(p.variant, "ta_init", x, table, *norms, kv_head, q, acc, stats, row, *eps)
+        b.call(p.variant, "ta_init", x, *norms, table, kv_head, q, acc, stats, row, *eps)
         b.dma(b.args["row"].at(head_in_cache), row)
         with b.loop(p.steps) as j, b.alloc(air.L1, (k, 2 * d)) as (kv,):
             b.dma(kv, b.args["kv"].at((j * k, k, p.kv_heads * 2 * d), head_in_cache))

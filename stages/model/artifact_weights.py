@@ -43,8 +43,8 @@ class ArtifactWeights:
 
     @property
     def held(self) -> set[str]:
-        """The names of the buffers of weights."""
-        return set(self._places.values())
+        """The names of the buffers of weights. A bias may be in two: alone, and joined with others."""
+        return {name for name in self.manifest.buffers if all(tensor in self.shapes for tensor in tensors_of(name))}
 
     def values(self, name: str) -> np.ndarray:
         """Return a tensor's values, f32 of its shape."""

@@ -156,7 +156,6 @@ class Target:
             return
         mixers = {*config.decoder.attentions}
         reasons = {
-            "biases": any(mixer.biased for mixer in mixers),
             "norms of whole rows of Q and K": any(mixer.norms_rows for mixer in mixers),
             "layers without norms of inputs": not all(layer.entering for layer in config.decoder.layers),
             "mixtures of experts": bool(config.decoder.experts),

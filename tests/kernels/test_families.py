@@ -376,7 +376,7 @@ def on_array(rng: np.random.Generator, raw: Raw) -> Raw:
 
 ARRAY_POSITIONS = 256
 
-ON_ARRAY = ("qwen3", "mistral", "gemma3_text", "lfm2", "phi3", "ministral3", "smollm3", "granite")
+ON_ARRAY = ("qwen2", "qwen3", "mistral", "gemma3_text", "lfm2", "phi3", "ministral3", "smollm3", "granite")
 TABLES = ("ministral3", "smollm3")
 """Families that differ from others by tables alone, which the numpy reference takes as the array does."""
 

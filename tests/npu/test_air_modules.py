@@ -40,7 +40,7 @@ from tests.support.npu_shapes import (
 )
 
 LLAMA = MODELS["llama-3.2-1b"]
-SMALLEST = ("qwen3-0.6b", "gemma3-1b", "lfm2-350m")
+SMALLEST = ("qwen2.5-0.5b", "qwen3-0.6b", "gemma3-1b", "lfm2-350m")
 """Of each family in `FAMILIES`."""
 
 

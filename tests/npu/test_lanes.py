@@ -14,6 +14,7 @@ from stages.air import limits
 from stages.air.checks import check
 from stages.kernels import add, gemv, grouped_gemv, rms_norm, silu_and_mul
 from stages.kernels import kernels as all_kernels
+from stages.kernels.bias import Biased
 from stages.model.grouping import programs
 from stages.model.policy import parse_policy
 from stages.targets.npu2.groupings import GROUPINGS
@@ -277,7 +278,8 @@ def product(
     layout = made.arg("weight").layout("aie2p")
     outputs = len(rounded) // 2 if layout == "paired_lanes" else len(rounded)
     tiling = made.tiling({"out_cols": outputs, "cols": cols, **(scalars or {})})  # type: ignore[misc]
-    out = empty(tiling.cut.panels * tiling.cut.lanes, dtype=np.float32 if kernel.endswith("f32") else bfloat16)
+    cut = (tiling.product if isinstance(tiling, Biased) else tiling).cut  # type: ignore[attr-defined]
+    out = empty(cut.panels * cut.lanes, dtype=np.float32 if kernel.endswith("f32") else bfloat16)
     return execute(made.program(tiling), form.arrange(rounded, layout), *rows, out)  # type: ignore[misc]
 
 
@@ -325,6 +327,34 @@ def test_products_with_norm_or_residual(form: Format, rows: int, cols: int, scal
     for kernel in ("gemv", "gemv_f32"):
         got = product(form, rounded, x, weight, kernel=f"norm_{kernel}", scalars=scalars)
         np.testing.assert_array_equal(got, product(form, rounded, row, kernel=kernel))
+    got = product(form, rounded, x, weight, residual, kernel="norm_gemv_bias", scalars=scalars)
+    np.testing.assert_array_equal(got, product(form, rounded, row, residual, kernel="gemv_bias"))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows, cols", [(48, 576), (96, 736)])
+def test_products_with_bias(form: Format, rows: int, cols: int) -> None:
+    """Rounded only after the sum."""
+    rounded, draw = stored(form, rows, cols), np.random.default_rng(cols)
+    x, bias = (draw.standard_normal(size).astype(bfloat16) for size in (cols, rows))
+    exact = product(form, rounded, x)
+    bias = (-exact.astype(np.float32) * draw.choice([0, 1, 40], rows)).astype(bfloat16) + bias
+    got = product(form, rounded, x, bias, kernel="gemv_bias")
+    want = form.dequantise(rounded, cols).astype(np.float64) @ x.astype(np.float64) + bias.astype(np.float64)
+    assert_close(got, want, ULP / 2 * np.abs(want) + error(form, rounded, x))
+    assert (got != add.reference(bias, exact)).mean() > 0.05
+
+
+def test_a_bias_without_room_is_added_afterwards() -> None:
+    """Beside two chunks and a norm's weight: to the bit what product and sum make."""
+    form, (rows, cols) = int8.FORMAT, (2048, 1536)
+    rounded, draw = stored(form, rows, cols), np.random.default_rng(cols)
+    x, weight, bias = (draw.standard_normal(size).astype(bfloat16) for size in (cols, cols, rows))
+    kernel = all_kernels()["int8_norm_gemv_bias"]
+    assert isinstance(kernel.tiling({"out_cols": rows, "cols": cols, **USUAL}), Biased)  # type: ignore[misc]
+    got = product(form, rounded, x, weight, bias, kernel="norm_gemv_bias", scalars=USUAL)
+    exact = product(form, rounded, x, weight, kernel="norm_gemv", scalars=USUAL)
+    np.testing.assert_array_equal(got, add.reference(bias, exact))
 
 
 @pytest.mark.sampled(3)

@@ -16,6 +16,7 @@ from ml_dtypes import bfloat16
 
 from stages.air import AirModule
 from stages.kernels import (
+    Kernel,
     add,
     flash_attention,
     gemm,
@@ -174,7 +175,7 @@ def test_token_attention(
         rest = (seen.reshape(window, -1), empty(heads * head_dim), empty(2 * width))
         out, row = execute_two(token_attention.build(replace(tiling, norm=None)), normed, table[0], *rest)
         if norm:
-            got = execute_two(token_attention.build(tiling), x, table[0], *weights, *rest)
+            got = execute_two(token_attention.build(tiling), x, *weights, table[0], *rest)
             assert [each.tobytes() for each in got] == [out.tobytes(), row.tobytes()]
         k, v = (kv[:, :, which].reshape(window, -1) for which in (0, 1))
         tables = np.repeat(table, position + 1, axis=0)
@@ -288,6 +289,44 @@ def test_gemm(rows: int, cols: int, out_cols: int, options: dict, x_chunk: int |
     x, weight = random(rows, cols, seed=9), random(out_cols, cols, seed=10)
     got, want = run_gemm(tiling, x, weight), gemm.reference(x, weight)
     assert_close(got, want, product_bound(x, weight, want))
+
+
+@pytest.mark.parametrize(
+    "kernel, sizes",
+    [
+        ("gemm_bias", {"rows": 128, "cols": 256, "out_cols": 176}),
+        ("gemm_kv_bias", {"rows": 64, "cols": 64, "out_cols": 96, "head_dim": 32}),
+        ("bfp16_gemm_bias", {"rows": 64, "cols": 64, "out_cols": 48}),
+        ("bfp16_gemm_kv_bias", {"rows": 128, "cols": 48, "out_cols": 64, "head_dim": 64}),
+        ("gemv_bias", {"cols": 256, "out_cols": 192}),
+        ("gemv_bias", {"cols": 64, "out_cols": 64}),
+    ],
+    ids=str,
+)
+def test_products_with_bias(kernel: str, sizes: dict[str, int]) -> None:
+    """To the bit what product and sum make one after the other, each output with a bias of its own."""
+    made, plain = (kernels()[name] for name in (kernel, kernel.removesuffix("_bias")))
+    rows, cols, out_cols = sizes.get("rows", 1), sizes["cols"], sizes["out_cols"]
+    x, weight, bias = random(rows, cols, seed=31), random(out_cols, cols, seed=32), random(out_cols, seed=33, scale=9)
+    packed = bfp16.FORMAT.pack(weight, "pairs") if "bfp16" in kernel else to_blocks(weight)
+    given = (x, packed) if "rows" in sizes else (packed, x[0])
+    out = empty(rows, out_cols * (2 if "head_dim" in sizes else 1))
+    out = out if "rows" in sizes else out[0]
+
+    def computed(kernel: Kernel, *more: np.ndarray) -> np.ndarray:
+        assert kernel.tiling and kernel.program
+        module = kernel.program(kernel.tiling(sizes))
+        names = [str(arg.name_hint) for arg in module.function.body.block.args]
+        arrays = dict(zip([arg.name for arg in kernel.args], (*given, *more, out), strict=True))
+        slots, _ = run(module.module, [arrays[name] for name in names])
+        return slots[names.index("out")]
+
+    got, product = computed(made, bias), computed(plain)
+    if "head_dim" in sizes:
+        got, product = (each.reshape(rows, -1, 2, sizes["head_dim"]) for each in (got, product))
+        assert np.isnan(got[:, :, 0].astype(np.float32)).all(), "the sum wrote where K goes"
+        got, product = (each[:, :, 1].reshape(rows, -1) for each in (got, product))
+    np.testing.assert_array_equal(got, add.reference(product, bias))
 
 
 def in_block_float(values: np.ndarray) -> np.ndarray:

@@ -273,8 +273,8 @@ ARRAY = [
     Fault(
         "sign",
         "grouped_gemv.cc",
-        "aie::add(sum, aie::load_v<LANES>(residual))",
-        "aie::sub(sum, aie::load_v<LANES>(residual))",
+        "aie::add(sum, aie::load_v<LANES>(added))",
+        "aie::sub(sum, aie::load_v<LANES>(added))",
         ("int4_gemv_add", "decode@128", 0),
         NPU_INT4,
     ),

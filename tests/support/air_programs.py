@@ -8,6 +8,7 @@ from functools import partial
 from stages import air
 from stages.kernels import (
     Tiling,
+    bias,
     elementwise,
     flash_attention,
     gemm,
@@ -41,6 +42,9 @@ TILINGS: dict[str, Callable[[], Tiling]] = {
     "gemm": lambda: gemm.tile(2048, 3072, 3072),
     "gemm into KV": lambda: gemm.tile(512, 960, 320, head_dim=64),
     "gemm wide": lambda: gemm.tile(2048, 8192, 2048),
+    "gemm, bias": lambda: bias.biased(gemm.tile(512, 896, 896), 512, 896),
+    "gemm into KV, bias": lambda: bias.biased(gemm.tile(128, 896, 128, 64), 128, 128, 64),
+    "gemv, bias": lambda: bias.biased(gemv.tile(256, 1536), 1, 256),
     "attention": lambda: flash_attention.tile(2048, 32, 8, 64),
     "attention over a window": lambda: flash_attention.tile(128, 32, 8, 64, 4096),
     "attention 128": lambda: flash_attention.tile(2048, 24, 8, 128),

@@ -49,7 +49,7 @@ JUDGED = {
 
 
 _ON_ARRAY = (
-    *("qwen3", "mistral", "gemma3_text", "lfm2"),
+    *("qwen2", "qwen3", "mistral", "gemma3_text", "lfm2"),
     *("phi3", "smollm3", "ministral3", "granite", "granitemoehybrid"),
 )
 

@@ -7,7 +7,7 @@ so that its figures can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
 from stages.model.decoder import (
+    BIASES,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -84,8 +85,12 @@ class Described:
         )
 
     def _joined(self, name: str, rows: str, parts: dict[str, Dim], paired: bool = False) -> Joined:
-        tensors = JOIN.join(families.tensor(self.config, part) for part in parts)
-        return Joined(Slot(name, (rows, "emb"), "weight", buffer=tensors, joins=tuple(parts)), parts, paired)
+        slot = Slot(name, (rows, "emb"), "weight", buffer=self.tensors(parts), joins=tuple(parts))
+        return Joined(slot, parts, paired)
+
+    def tensors(self, slots: Iterable[str]) -> str:
+        """Return the name of the buffer with the rows of several weights of a layer."""
+        return JOIN.join(families.tensor(self.config, slot) for slot in slots)
 
     @property
     def mixer(self) -> Attention:
@@ -359,9 +364,12 @@ def _norm_qkv_gemv(d: Described) -> PartBuilder:
     x, norm_w = _residual_row(b), d.weight(b, "norm_w")
     joined, _ = d.joined()
     b.slots.append(joined.slot)
-    qkv = b.slot("qkv", ("qkv_dim",), "output")
-    args = {"x": x, "norm": norm_w, "weight": joined.slot.name, "out": qkv}
-    b.launch("norm_gemv", args, cols="emb", out_cols="qkv_dim", **d.layer.norm.scalars)
+    args = {"x": x, "norm": norm_w, "weight": joined.slot.name}
+    if d.mixer.biased:
+        args["bias"] = b.slot("b_qkv", ("qkv_dim",), "weight", buffer=d.tensors(BIASES), joins=BIASES)
+    args["out"] = b.slot("qkv", ("qkv_dim",), "output")
+    kernel = "norm_gemv_bias" if d.mixer.biased else "norm_gemv"
+    b.launch(kernel, args, cols="emb", out_cols="qkv_dim", **d.layer.norm.scalars)
     return b
 
 

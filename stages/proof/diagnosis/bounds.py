@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.kernels import HOST_SET, add, flash_attention, gemm, rms_norm, rope, silu_and_mul, token_attention
+from stages.kernels import (
+    HOST_SET,
+    add,
+    bias,
+    flash_attention,
+    gemm,
+    rms_norm,
+    rope,
+    silu_and_mul,
+    token_attention,
+)
 from stages.kernels.grouped import UNPACKING, integer_product
 from stages.proof.diagnosis.ops import Op
 from stages.weights.constants import BLOCK, GROUP, HEAD_POSITION, KV_BLOCK_POSITIONS, SHORT_GROUP
@@ -396,13 +406,25 @@ def _bound_silu(case: Case) -> tuple[ErrorBound, ...]:
 
 
 def _bound_biased_product(case: Case) -> tuple[ErrorBound, ...]:
-    """Bound a product that is rounded only after its bias is added."""
-    x, weight, result = np.atleast_2d(case.inputs["x"]).astype(np.float32), case.weights["weight"], case.results[0]
+    """Bound a product that is rounded only after its bias is added; also before it where launches of their own add."""
+    (x, of_x), weight, result = _multiplied(case), case.weights["weight"], case.results[0]
     size = np.abs(case.wide("bias")) + np.abs(np.atleast_2d(result).astype(np.float32))
     error = U32 * size
     if case.op.format != w8a8.FORMAT.name:
-        error = error + _product_error(case, x, weight)
-    return (_rounded(result, error.reshape(result.shape)),)
+        error = error + _product_error(case, x.astype(np.float32), weight) + _carried(of_x, weight)
+    bound = _rounded(result, error.reshape(result.shape))
+    if not _rounds_products(case):
+        return (bound,)
+    product = (np.atleast_2d(result).astype(np.float32) - case.wide("bias")).reshape(result.shape)
+    return (ErrorBound(bound.limit + ulp(np.abs(product) + bound.limit), np.ones(result.shape)),)
+
+
+def _rounds_products(case: Case) -> bool:
+    """Return whether a biased product is rounded before the sum."""
+    kernel = case.op.kernel
+    if case.op.kernel_set == HOST_SET or kernel.tiling is None:
+        return False
+    return case.op.operation.startswith("gemm") or isinstance(kernel.tiling(case.inputs), bias.Biased)
 
 
 def _bound_added_norm(case: Case) -> tuple[ErrorBound, ...]:
@@ -622,7 +644,7 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     "norm_add": _bound_added_norm,
     **dict.fromkeys(("norm_rope", "norm_rope_kv"), _bound_normed_rotation),
     "norm_rope_q": partial(_bound_query_rotation, rotation=_bound_normed_rotation),
-    **dict.fromkeys(("gemm_bias", "gemv_bias"), _bound_biased_product),
+    **dict.fromkeys(("gemm_bias", "gemm_kv_bias", "gemv_bias", "norm_gemv_bias"), _bound_biased_product),
     "rope_q": _bound_query_rotation,
     "short_conv": _bound_short_conv,
     **dict.fromkeys(("token_attention", "norm_token_attention"), _bound_token_attention),

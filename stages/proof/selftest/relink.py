@@ -29,6 +29,7 @@ def relink(cache: Path, name: str, level: str, work: Path) -> dict[str, Any]:
 
 def other_level(name: str) -> tuple[str, str]:
     """Return a level at which a probe's functions are not compiled, and the setting that compiles them so."""
-    (source,) = {launch.kernel.on_array for part in probes()[name].program.parts for launch in part.launches}
+    launches = [launch for part in probes()[name].program.parts for launch in part.launches]
+    (source,) = {source for launch in launches for source in launch.kernel.on_array}
     level = "2" if level_of(f"{KERNEL_SET}/{source}") == "1" else "1"
     return level, f"{VARIABLE}={source}={level}"

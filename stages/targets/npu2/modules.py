@@ -69,7 +69,8 @@ def launches(part: Part) -> tuple[Launch, ...]:
 def sources(programs: Sequence[Program]) -> list[str]:
     """Return the C++ sources of the tile functions that these programs call."""
     parts = [part for program in programs for part in program.parts]
-    return sorted({f"{KERNEL_SET}/{launch.kernel.on_array}" for part in parts for launch in part.launches})
+    stems = {stem for part in parts for launch in part.launches for stem in launch.kernel.on_array}
+    return sorted(f"{KERNEL_SET}/{stem}" for stem in stems)
 
 
 def expected(source: str) -> dict[str, Any]:
