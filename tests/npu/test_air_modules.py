@@ -112,7 +112,9 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
         assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
 
 
-@pytest.mark.parametrize("grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4")])
+@pytest.mark.parametrize(
+    "grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4"), ("fused", "int4,w_down=int8")]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SMALLEST)) for name in FAMILIES]
 )
