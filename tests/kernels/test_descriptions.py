@@ -21,9 +21,10 @@ from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import table
 from stages.model.decoder import (
-    BIASES,
+    ADDENDS,
     Attention,
     Decoder,
+    Experts,
     FeedForward,
     Layer,
     Norm,
@@ -34,11 +35,11 @@ from stages.model.decoder import (
 )
 from stages.model.families import parse_config
 from stages.model.grouping import programs
-from stages.model.part import resolved
 from stages.model.plan import make_plan
 from stages.model.random_weights import write_byte_tokenizer
 from stages.model.reference import Model
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.weights.scalars import ACTIVATIONS
 from tests.conftest import ROOT, doit, unfinished
 from tests.support import described
 from tests.support.plain_decoder import Plain, in_bf16
@@ -61,9 +62,22 @@ DRAWN = {
     },
     PositionScale: {"beta", "every"},
     Rope: {"theta", "scaling", "kind", "turned", "interleaved", "q_scale"},
-    Attention: {"heads", "kv_heads", "head_dim", "rope", "scalar", "window", "qk_norm", "biased", "norms_rows"},
+    Attention: {
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "rope",
+        "scalar",
+        "window",
+        "qk_norm",
+        "biased",
+        "norms_rows",
+        "output_biased",
+        "sinks",
+    },
     ShortConv: {"taps"},
     FeedForward: {"inner", "activation"},
+    Experts: {"count", "top", "expert", "normed", "router_biased", "biased"},
     Layer: {"mixer", "feed_forward", "norm", "sandwich", "entering"},
     Decoder: {"vocab", "emb", "layers", "eps", "tied", "norm", "embed_scale", "residual_scale", "logits_scale"},
 }
@@ -117,6 +131,14 @@ def rope(rng: Draw, head_dim: int, kind: str) -> Rope:
     return Rope(float(rng.choice([1e2, 1e4, 5e5])), scaling, kind, turned, chance(rng), grows)
 
 
+def mixture(rng: Draw) -> Experts:
+    """Experts. Where rows take some of them the router's bias decides (`write`): near ties are no mistakes."""
+    count, biased = int(rng.choice([1, 2, 4, 7])), chance(rng)
+    top = int(rng.integers(1, count + 1)) if biased else count
+    expert = FeedForward(int(rng.integers(10, 50)), str(rng.choice(ACTIVATIONS)))
+    return Experts(count, top, expert, chance(rng), biased, chance(rng))
+
+
 def description(rng: Draw) -> Decoder:
     """All axes independently; what has a size has it in all layers."""
     kv_heads, head_dim = int(rng.choice([1, 2, 3])), 2 * int(rng.integers(3, 25))
@@ -128,16 +150,18 @@ def description(rng: Draw) -> Decoder:
         window = int(rng.choice([1, 2, 15, 16, 17, 40, 64])) if chance(rng) else None
         of_heads = norm(rng) if chance(rng) else None
         turns = ropes[int(rng.integers(len(ropes)))]
-        return Attention(heads, kv_heads, head_dim, turns, scalar, window, of_heads, chance(rng), chance(rng))
+        return Attention(heads, kv_heads, head_dim, turns, scalar, window, of_heads, *(chance(rng) for _ in range(4)))
 
     embed_scale = float(rng.choice([1.0, 6.5]))
     # The residual stream is divided by it. Rows of the embedding are, too, which is a rounding more where they have no
     # factor of their own; and what is not normed sees it.
     residual = float(rng.choice([1.0, 0.22])) if embed_scale != 1 else 1.0
 
+    experts = mixture(rng) if chance(rng, 3) else None
+
     def layer(first: bool) -> Layer:
         mixer = attention() if first or chance(rng) else ShortConv(taps)
-        network = FeedForward(inner, str(rng.choice(["silu", "gelu_tanh"])))
+        network = experts if experts and chance(rng) else FeedForward(inner, str(rng.choice(ACTIVATIONS)))
         # Without any norm values would grow from layer to layer until they are infinite.
         sandwich = chance(rng)
         return Layer(mixer, network, norm(rng), sandwich, not sandwich or residual != 1 or not chance(rng, 3))
@@ -165,14 +189,15 @@ def write(directory: Path, made: Decoder, seed: int) -> None:
     config = parse_config(raw, "test")
     assert config.decoder == made
     rng, tensors = np.random.default_rng(seed), {}
-    for weight in families.weights(config):
-        shape = resolved(weight.shape, config.dimensions())
-        values = rng.standard_normal(shape, np.float32)
-        if len(shape) > 1:
-            values /= np.sqrt(shape[-1])
-        elif weight.slot not in BIASES:
+    for name, ((weight, at), *_) in families.locations(config).items():
+        values = rng.standard_normal(at.shape, np.float32)
+        if weight.slot not in ADDENDS and len(at.shape) > 1:
+            values /= np.sqrt(at.shape[-1])
+            if weight.slot == "w_router":
+                values *= 0.03
+        elif weight.slot not in ADDENDS:
             values = 1 + 0.4 * values - weight.offset
-        tensors[weight.name] = values.astype(bfloat16)
+        tensors[name] = values.astype(bfloat16)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(raw))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from ml_dtypes import bfloat16
 
-from stages.model.decoder import Attention, Decoder, FeedForward, Layer, Norm, Rope, ShortConv
+from stages.model.decoder import Attention, Decoder, Experts, FeedForward, Layer, Norm, Rope, ShortConv
 
 Array = np.ndarray
 
@@ -65,17 +65,50 @@ class Plain:
         mixed = self.attention(mixer, name, inner) if isinstance(mixer, Attention) else self.conv(mixer, name, inner)
         scale = self.decoder.residual_scale
         x = self.rounded(x + scale * (normed("attn_norm_w", mixed) if layer.sandwich else mixed))
-        added = self.network(network, name, normed("ffn_norm_w", x) if layer.entering else x)
+        inner = normed("ffn_norm_w", x) if layer.entering else x
+        run = self.experts if isinstance(network, Experts) else self.network
+        added = run(network, name, inner)  # type: ignore[arg-type]
         return self.rounded(x + scale * (normed("down_norm_w", added) if layer.sandwich else added))
 
     def network(self, network: FeedForward, name: str, x: Array) -> Array:
         gate, up = self.product(x, f"{name}.w_gate"), self.product(x, f"{name}.w_up")
-        if network.activation == "silu":
-            active = gate / (1 + np.exp(-gate))
-        else:
-            assert network.activation == "gelu_tanh"
-            active = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        return self.product(self.rounded(self.rounded(active) * up), f"{name}.w_down")
+        return self.product(self.active(network.activation, gate, up), f"{name}.w_down")
+
+    def active(self, activation: str, gate: Array, up: Array) -> Array:
+        """Return a gated activation."""
+        if activation == "swiglu_oai":
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+            return self.rounded(up * self.rounded(gate / (1 + np.exp(-1.702 * gate))))
+        if activation == "silu":
+            return self.rounded(self.rounded(gate / (1 + np.exp(-gate))) * up)
+        assert activation == "gelu_tanh"
+        active = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        return self.rounded(self.rounded(active) * up)
+
+    def experts(self, experts: Experts, name: str, x: Array) -> Array:
+        """Return the sum of what the experts with the largest logits make of each row, each times its share."""
+        logits = x @ self.tensor(f"{name}.w_router").T
+        if experts.router_biased:
+            logits = logits + self.tensor(f"{name}.b_router")
+        taken = np.argsort(-logits, axis=-1, kind="stable")[:, : experts.top]
+        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        chosen = np.take_along_axis(powers, taken, axis=-1)
+        shares = chosen / (chosen if experts.normed else powers).sum(axis=-1, keepdims=True)
+
+        def weight(which: str, expert: int) -> tuple[Array, Array | float]:
+            matrix = self.tensor(f"{name}.w_{which}_exps")[expert]
+            bias = self.tensor(f"{name}.b_{which}_exps").reshape(experts.count, -1)[expert] if experts.biased else 0.0
+            return matrix, bias
+
+        out = np.zeros_like(x)
+        for row, number in np.ndindex(taken.shape):
+            (gate, of_gate), (up, of_up), (down, of_down) = (
+                weight(which, int(taken[row, number])) for which in ("gate", "up", "down")
+            )
+            halves = self.rounded(gate @ x[row] + of_gate), self.rounded(up @ x[row] + of_up)
+            made = self.rounded(down @ self.active(experts.activation, *halves) + of_down)
+            out[row] += shares[row, number] * made
+        return self.rounded(out)
 
     def conv(self, conv: ShortConv, name: str, x: Array) -> Array:
         before, after, x = np.split(self.product(x, f"{name}.w_in"), 3, axis=-1)
@@ -106,10 +139,14 @@ class Plain:
         for head in range(mixer.heads):
             scores = q[:, head] @ k[:, head // group].T / math.sqrt(mixer.scalar)
             scores[hidden] = -np.inf
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights = self.rounded(weights / weights.sum(axis=-1, keepdims=True))
+            # A sink takes a share of the weights, and has no value.
+            sink = self.tensor(f"{name}.sinks")[head] if mixer.sinks else -np.inf
+            most = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+            weights = np.exp(scores - most)
+            weights = self.rounded(weights / (weights.sum(axis=-1, keepdims=True) + np.exp(sink - most)))
             out[:, head] = weights @ v[:, head // group]
-        return self.product(self.rounded(out).reshape(len(x), -1), f"{name}.wo")
+        bias = f"{name}.bo" if mixer.output_biased else ""
+        return self.product(self.rounded(out).reshape(len(x), -1), f"{name}.wo", bias)
 
 
 def turned(rope: Rope, heads: Array, room: int) -> Array:
