@@ -186,13 +186,13 @@ class Choices:
 
         Raises UserError.
         """
-        if self.options.context and not self.target.static and not self._has_short_context:
+        if self.options.context and not self.target.static and not self.has_short_context:
             where = f"context={self.options.context}: target {self.target.name}"
             raise UserError(f"{where} takes memory for positions as they are used: leave it out")
         return self.options.context or self.target.context
 
     @property
-    def _has_short_context(self) -> bool:
+    def has_short_context(self) -> bool:
         """Whether the model computes something else for long contexts."""
         return known_config(self.source, self.directory / CONFIG).decoder.short_context is not None
 

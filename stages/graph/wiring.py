@@ -234,6 +234,8 @@ class Wiring:
             "matmul": self.build.policy.matmul,
             "weights": self.build.policy.text,
             "kv": self.build.policy.kv,
+            # Others' modules are the same for any room in KV caches.
+            "context": self.build.context if self.build.has_short_context else 0,
         }
         action = partial(room.write_module, self.directory, library.name)
         return action, [self.directory / CONFIG], room.arguments(library.programs, options)

@@ -300,7 +300,7 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
     ids = rng.integers(0, config.vocab, 310).tolist()
     (exact, sure), (rounded, _) = (theirs(checkpoint, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
     # Transformers chooses the factors of long rotations by the length of the text.
-    context = {"context": POSITIONS} if (config.decoder.short_context or POSITIONS) < len(ids) else {}
+    context = {"context": 320} if (config.decoder.short_context or POSITIONS) < len(ids) else {}
     opened = Checkpoint.open(checkpoint).within(context.get("context", 0))
     if not config.decoder.experts:
         layer_by_layer = next(transformers_model.logits(opened, opened.tensor, [ids]))

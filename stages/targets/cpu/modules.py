@@ -41,6 +41,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "weights": options["weights"],
         "kv": options["kv"],
         "matmul": options["matmul"],
+        "context": options["context"],
     }
 
 
@@ -79,14 +80,15 @@ def write_module(
     weights: str,
     kv: str,
     matmul: str = BF16.matmul,
+    context: int = 0,
     fused: bool = True,
 ) -> None:
     """Write the source of a library of these parts, for the configuration in `directory` (step action).
 
     Beside it stands what else its build and the manifest need to know, as JSON. `weights`, `kv`, `matmul`: a policy's.
-    `fused`: as in `launches`.
+    `context`: that of `Config.within`. `fused`: as in `launches`.
     """
-    config = read_config(directory / CONFIG)
+    config = read_config(directory / CONFIG).within(context)
     dimensions = config.dimensions()
     policy = parse_policy(weights, kv, matmul)
     found = [keyed_part(config, key, policy) for key in parts]
