@@ -120,6 +120,24 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, artifacts: Path) -
         np.testing.assert_array_equal(rows, llm.embed(["a", TEXTS[0]], 16))
 
 
+@pytest.mark.thorough
+def test_embeddings_on_the_array(tmp_path: Path, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text shorter than its bucket, one that fills it, and one that goes on in another."""
+    for name, size in {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}.items():
+        monkeypatch.setitem(SIZES, name, size)
+    model = write_model(checkpoint := tmp_path / "embedding-array", base=True)
+    write_pooling(checkpoint, pooling_mode="lasttoken")
+    theirs, texts = transformers.AutoTokenizer.from_pretrained(checkpoint), ["a", "b" * 127, "hello " * 50]
+    with torch.no_grad():
+        ids = [torch.tensor([theirs(text)["input_ids"]]) for text in texts]
+        wanted = torch.stack([model(each).last_hidden_state[0, -1] for each in ids])
+    with closing(opened(checkpoint, artifacts, target="npu2-sim", buckets="128", context=512)) as llm:
+        assert len(llm.decode(1)) == SIZES["vocab_size"], "a token in between"
+        found = llm.embed(texts)
+        assert (found * torch.nn.functional.normalize(wanted, dim=1).numpy()).sum(axis=1).min() > 1 - 1e-3
+        np.testing.assert_array_equal(llm.embed(texts[0]), found[:1])
+
+
 def test_relevance_is_that_of_transformers(tmp_path: Path, artifacts: Path) -> None:
     checkpoint = tmp_path / "reranker"
     model = write_model(checkpoint, base=False)

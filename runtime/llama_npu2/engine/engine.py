@@ -53,6 +53,7 @@ class Engine:
         for phase in self._phases.keys() - self._active.values():
             self._phases[phase].suspend()
         self.context_length: int = manifest.model["max_seq"]
+        self._without_head: dict[Phase, Submission] = {}
         self._cached: list[int] = []
         """The tokens whose K and V the KV cache holds."""
         self._timed = Timer()
@@ -154,33 +155,32 @@ class Engine:
         return self.decode(ids[-1]) if 0 < kept == len(ids) - 1 else self.prefill(ids[kept:])
 
     def _hidden_after(self, ids: list[int]) -> np.ndarray:
-        """Return the last norm's output after `ids`, `[hidden size]`; the LM head is left out where it is a call apart.
-
-        Raises UserError, also for programs in which that output is not to be had.
-        """
-        spec = self.manifest.buffers.get(_HIDDEN)
-        if spec is None or "at" in spec:
-            raise UserError("these programs keep the last hidden state to themselves: build with another grouping")
+        """Return the last norm's output after `ids`, `[hidden size]`. The LM head is not computed. Raises UserError."""
         start = self._keep(ids)
         for phase, part in self._cut(self._checked(ids[start:]), self._prompts(start, len(ids))):
-            self._run(phase, part, self._headless if phase == PREFILL else None)
-        hidden: np.ndarray = self.memory.array(_HIDDEN)
-        return hidden.copy()
+            calls = None if phase == PREFILL_CHUNK else self._headless(phase)
+            self._run(phase, part, calls)
+            if calls:
+                calls.suspend()
+        return self.memory.latest(_HIDDEN)
 
     def _prompts(self, start: int, end: int) -> list[Chunk]:
-        """Return the chunks of a text without phases of tokens, which may not keep the hidden state."""
+        """Return the chunks of a text without phases of tokens, whose last norm may be inside of a larger program."""
         if not self.buckets:
             return []
         times = self.manifest.milliseconds.items()
         prompts = {phase: inf if phase.kind == DECODE.kind else time for phase, time in times}
         return Chunks(prompts, self.windows).cheapest(start, end)
 
-    @cached_property
-    def _headless(self) -> Submission:
-        """The calls of a prefill up to the last norm."""
-        plan = self.manifest.plans[PREFILL]
-        last = next(number for number, call in enumerate(plan) if _HIDDEN in call.names)
-        return self.device.prepare(self.calls[PREFILL][: last + 1])
+    def _headless(self, phase: Phase) -> Submission:
+        """Return the calls of a prefill up to the last norm, after which its output is where it was written."""
+        if phase not in self._without_head:
+            plan = self.manifest.plans[phase]
+            last = next((number for number, call in enumerate(plan) if _HIDDEN in call.names), None)
+            if last is None or not self.manifest.programs[plan[last].program]["host"]:
+                raise UserError(f"{phase}: no program of the host computes the last norm: {REMEDY}")
+            self._without_head[phase] = self.device.prepare(self.calls[phase][: last + 1])
+        return self._without_head[phase]
 
     def _keep(self, ids: list[int]) -> int:
         """Forget the cached tokens that `ids` does not begin with, and those that are not worth keeping.
@@ -270,7 +270,7 @@ class Engine:
 
     def _run(self, phase: Phase, ids: list[int], calls: Submission | None = None) -> None:
         """Append tokens. `calls`: instead of the phase's."""
-        if self._active[phase.kind] != phase:
+        if calls or self._active[phase.kind] != phase:
             self._phases[self._active[phase.kind]].suspend()
             self._active[phase.kind] = phase
         about = {"rows": len(ids), "position": self.position}

@@ -56,7 +56,16 @@ class Memory:
         spec = self._specs[name]
         if "at" in spec and self._shared is not None:
             raise ValueError(f"{name} shares its memory with others: look at it in Memory.unaliased()")
-        return self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
+        return self._viewed(name)
+
+    def latest(self, name: str) -> np.ndarray:
+        """Return a copy of a buffer that the host has just written: in shared memory, others overwrite it soon."""
+        return self._viewed(name).copy()
+
+    def _viewed(self, name: str) -> np.ndarray:
+        spec = self._specs[name]
+        array: np.ndarray = self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
+        return array
 
     def buffer(self, name: str) -> Any:
         """Return the device's buffer of that name."""
