@@ -41,6 +41,9 @@ SAID: dict[str, Callable[[Raw], Raw]] = {
     "olmo2": lambda raw: (
         raw | {"hidden_size": raw["num_attention_heads"] * raw["head_dim"], "tie_word_embeddings": False}
     ),
+    "qwen3_moe": lambda raw: (
+        raw | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
+    ),
 }
 """Changes to random configurations, without which few could be described or run."""
 
@@ -69,11 +72,13 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
     for name in before.held:
         np.testing.assert_array_equal(stored(name).astype(bfloat16), before.tensor(name))
     ids = np.random.default_rng(seed).integers(0, before.config.vocab, 200).tolist()
-    exact, rounded = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
-    llama_cpp, places = peers.LlamaCpp(file, 2, 256, safely=True), [149, *range(190, 200)]
+    (exact, sure), (rounded, _) = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    llama_cpp, places = peers.LlamaCpp(file, 2, 256, safely=True), np.array([149, *range(190, 200)])
     logits = [llama_cpp.step(ids[:150]), llama_cpp.step(ids[150:191])]
     logits += [llama_cpp.step([token]) for token in ids[191:]]
-    assert error(logits, exact[places]) <= 1.5 * error(rounded[places], exact[places])
+    known = sure[places]
+    assert known.sum() > 3
+    assert error(np.array(logits)[known], exact[places[known]]) <= 1.5 * error(rounded[places], exact[places])
 
 
 @pytest.mark.slow
@@ -92,7 +97,7 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
     f16 = tmp_path / f"{family}-f16.gguf"
     gguf_file.quantise_gguf(file, f16, "F16")
     ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
-    least = error(*(theirs(directory, ids, dtype)[100:] for dtype in (torch.bfloat16, torch.float32)))
+    least = error(*(theirs(directory, ids, dtype)[0][100:] for dtype in (torch.bfloat16, torch.float32)))
     llama_cpp = peers.LlamaCpp(f16, 2, config.max_seq, safely=True)
     context = {"context": config.max_seq} if config.decoder.short_context else {}
     with contextlib.closing(load(build(f16, artifacts, **context), 2)) as llm:

@@ -31,12 +31,18 @@ TENSORS: dict[str, Place] = {
     "bk": of_block("attn_k.bias"),
     "bv": of_block("attn_v.bias"),
     **{slot: of_block(f"attn_{slot[0]}_norm.weight") for slot in (*QK_NORMS, *ROW_NORMS)},
+    "sinks": of_block("attn_sinks.weight"),
     "wo": of_block("attn_output.weight"),
+    "bo": of_block("attn_output.bias"),
     "attn_norm_w": of_block("post_attention_norm.weight"),
     "ffn_norm_w": of_block("ffn_norm.weight"),
     "w_gate": of_block("ffn_gate.weight"),
     "w_up": of_block("ffn_up.weight"),
     "w_down": of_block("ffn_down.weight"),
+    "w_router": of_block("ffn_gate_inp.weight"),
+    "b_router": of_block("ffn_gate_inp.bias"),
+    **{f"w_{name}_exps": of_block(f"ffn_{name}_exps.weight") for name in ("gate", "up", "down")},
+    **{f"b_{name}_exps": of_block(f"ffn_{name}_exps.bias") for name in ("gate", "up", "down")},
     "down_norm_w": of_block("post_ffw_norm.weight"),
     FINAL_NORM: Place("output_norm.weight"),
     HEAD: Place("output.weight"),
@@ -46,6 +52,10 @@ TENSORS: dict[str, Place] = {
 
 def _nothing(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
+
+
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+"""The keys of the number of experts, of those that a row takes, and of their inner width."""
 
 
 @dataclass(frozen=True)

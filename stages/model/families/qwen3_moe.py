@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, Experts, FeedForward, Layer, Norm
 from stages.model.families import Family, qwen3
+from stages.model.families.gguf import EXPERTS, Gguf
 from stages.model.families.llama import IGNORED, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -49,6 +51,19 @@ _EXPERTS = {
     **{f"w_{name}_exps": of_layer(f"mlp.experts.{{expert}}.{name}_proj.weight") for name in ("gate", "up", "down")},
 }
 
+
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what llama.cpp takes as given."""
+    return {"norm_topk_prob": True}
+
+
+_GGUF = Gguf(
+    "qwen3moe",
+    {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+    dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), EXPERTS, strict=True)),
+    complete=_of_gguf,
+)
+
 FAMILY = Family(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM",),
@@ -56,4 +71,5 @@ FAMILY = Family(
     {**qwen3.FAMILY.tensors, **_EXPERTS},
     IGNORED,
     title="Qwen 3 with experts",
+    gguf=_GGUF,
 )

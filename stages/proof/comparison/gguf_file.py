@@ -18,7 +18,7 @@ from llama_npu2.errors import UserError
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config, inverse_frequencies
-from stages.model.decoder import EMBEDDING, HEAD, MATRICES, Attention, Rope, RopeScaling
+from stages.model.decoder import EMBEDDING, HEAD, MATRICES, STACKED, Attention, Rope, RopeScaling
 from stages.model.families import token_tensors
 from stages.model.families.gguf import FACTORS, LONG_FACTORS, Gguf
 from stages.model.families.place import Location, whole
@@ -148,10 +148,14 @@ def values(path: Path, config: Config) -> Callable[[str], np.ndarray]:
 
 
 def token_bytes(path: Path, config: Config) -> int:
-    """Return the bytes of weights that llama.cpp reads to decode a token."""
+    """Return the bytes of weights that llama.cpp reads to decode a token; of experts, those of the chosen ones."""
     kind, places, read = families.of(config).gguf, GgufFile(path).places, token_tensors(config)
     assert kind
-    return _bytes([places[name] for name, pieces in _locations(config, kind).items() if pieces[0][0].name in read])
+    weights = [(name, pieces[0][0]) for name, pieces in _locations(config, kind).items()]
+    experts = config.decoder.experts
+    share = experts.top / experts.count if experts else 1.0
+    sizes = [(_bytes([places[name]]), weight.slot) for name, weight in weights if weight.name in read]
+    return round(sum(size * (share if slot in STACKED else 1) for size, slot in sizes))
 
 
 def bits(path: Path) -> float:
@@ -177,6 +181,10 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
     mixers = [layer.mixer for layer in config.decoder.layers]
     kv_heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
     writer.add_head_count_kv(kv_heads if 0 in kv_heads else config.kv_heads)
+    if experts := config.decoder.experts:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.top)
+        writer.add_expert_feed_forward_length(experts.expert.inner)
     if config.decoder.taps:
         writer.add_shortconv_l_cache(config.decoder.taps)
     writer.add_key_length(config.head_dim)
