@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stages.engine.lazy import np
 from stages.weights.constants import GROUP
-from stages.weights.formats import int4_f32, int8_f32, int8_f32_16
+from stages.weights.formats import int4_f32, int8_f32, int8_f32_16, mxfp4
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,9 @@ def _iq4_xs(raw: np.ndarray) -> np.ndarray:
     return _stored8(scale, np.zeros_like(scale), _iq4(raw[..., 8:]))
 
 
-_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values of MXFP4's numbers. That of 8 is -0, which is nothing else here."""
-
-
 def _mxfp4(raw: np.ndarray) -> np.ndarray:
-    """E u8, numbers: 2^(e - 127) t[q] / 2."""
-    scale = np.ldexp(np.float32(1), raw[..., 0].astype(np.int32) - 128, dtype=np.float32)
-    return _stored8(scale, np.zeros_like(scale), np.array(_MXFP4, np.int8)[_nibbles(raw[..., 1:], 16)])
+    """E u8, numbers: 2^(e - 127) t[q], `t` that of our format."""
+    return mxfp4.stored(raw[..., 0], _nibbles(raw[..., 1:], 16).reshape(*raw.shape[:-1], GROUP))
 
 
 TYPES: Mapping[int, BlockType] = {
@@ -183,7 +178,7 @@ TYPES: Mapping[int, BlockType] = {
     20: BlockType("IQ4_NL", "int8", 18, 32, (0, 2), _iq4_nl),
     23: BlockType("IQ4_XS", "int8_f32", 136, 256, (0, 2), _iq4_xs),
     30: BlockType("BF16", "bf16", 2),
-    39: BlockType("MXFP4", "int8_f32", 17, 32, (0, 1), _mxfp4),
+    39: BlockType("MXFP4", "mxfp4", 17, 32, (0, 1), _mxfp4),
 }
 """Types by ggml's number."""
 
