@@ -190,6 +190,8 @@ _PROGRAMS = {
             "w8a8": ("Q8_0",),
             "int6": ("Q6_K",),
             "int4": ("Q4_0", "Q4_K_M"),
+            # Experts alone, others are Q8_0.
+            "mxfp4": ("MXFP4_MOE",),
             # The formats of quantised checkpoints.
             "int4_f32": ("Q4_K_M",),
             "int8_f32": ("Q8_0",),
