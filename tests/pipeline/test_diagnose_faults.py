@@ -31,6 +31,8 @@ class Fault:
     new: str
     found: tuple[str, str, int | None]
     variables: tuple[str, ...] = ()
+    model: str = ""
+    """Empty for a Llama."""
 
     def __str__(self) -> str:
         return f"{self.kind} in {self.file}: {self.found[0]}{''.join(f' {each}' for each in self.variables)}"
@@ -43,6 +45,7 @@ def cut_off(to: str, value: str, count: str) -> str:
 
 
 FIRST = ("prefill", 0)
+CONVOLVED = "convolved"
 ONE_LAYER = ("weights=bf16,w_down.1=int8",)
 
 HOST = [
@@ -143,6 +146,16 @@ HOST = [
         "gemv_panels(weights, x, out_cols, cols, AddResidual{residual + 1, out",
         ("gemv_add", "decode", 0),
     ),
+    Fault(
+        "index",
+        "short_conv.cc",
+        "load_bf16(weight + t + c, count)",
+        "load_bf16(weight + taps * cols - t + c, count)",
+        ("short_conv", *FIRST),
+        model=CONVOLVED,
+    ),
+    Fault("index", "short_conv.cc", "pos * cols", "pos / 2 * cols", ("short_conv", "decode", 0), model=CONVOLVED),
+    Fault("rounding", "short_conv.cc", "to_float(to_bf16(sum))", "sum", ("short_conv", *FIRST), model=CONVOLVED),
     Fault("index", "embed.cc", "token = tokens[row];", "token = tokens[row] ^ 1;", ("embed", "prefill", None)),
     Fault(
         "rounding",
@@ -176,6 +189,22 @@ PROMPT = ("prefill@64", 0)
 FLOOR = "aie::tile::current().set_rounding(aie::rounding_mode::floor)"
 
 ARRAY = [
+    Fault(
+        "index",
+        "short_conv.cc",
+        "seen + (ROWS + r) * COLS + c",
+        "seen + r * COLS + c",
+        ("short_conv", *PROMPT),
+        model=CONVOLVED,
+    ),
+    Fault(
+        "sign",
+        "short_conv.cc",
+        "sum = aie::mac(sum, now,",
+        "sum = aie::msc(sum, now,",
+        ("short_conv", *PROMPT),
+        model=CONVOLVED,
+    ),
     Fault("sign", "add.cc", "aie::add(wide,", "aie::sub(wide,", ("add", *PROMPT)),
     Fault("scale", "rms_norm.h", "(1.0f / COLS) + eps", "(1.0f / (COLS + 1)) + eps", ("rms_norm", *PROMPT)),
     Fault(
@@ -331,6 +360,9 @@ def checkout(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_checkpoint(root / "tiles", head_dim=32, vocab_size=300, **sizes)
     write_checkpoint(root / "gemma", head_dim=32, vocab_size=300, **sizes, **GEMMA)
+    layers = {"full_attn_idxs": [1], "num_hidden_layers": 3, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    family = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_act": None}
+    write_checkpoint(root / CONVOLVED, head_dim=32, vocab_size=300, **sizes, **layers, **family)
     return root
 
 
@@ -368,12 +400,12 @@ def check(checkout: Path, kernels: str, fault: Fault, *variables: str) -> None:
 
 @pytest.mark.parametrize("fault", HOST, ids=str)
 def test_a_wrong_kernel_of_the_host_is_named(checkout: Path, fault: Fault) -> None:
-    check(checkout, "cpu", fault, "model=model", "target=cpu")
+    check(checkout, "cpu", fault, f"model={fault.model or 'model'}", "target=cpu")
 
 
 @pytest.mark.parametrize("fault", ARRAY, ids=str)
 def test_a_wrong_tile_function_is_named(checkout: Path, fault: Fault) -> None:
-    check(checkout, "aie2p", fault, "model=tiles", "target=npu2-sim", "npu.buckets=64")
+    check(checkout, "aie2p", fault, f"model={fault.model or 'tiles'}", "target=npu2-sim", "npu.buckets=64")
 
 
 @pytest.mark.parametrize("fault", ON_GEMMA, ids=str)
@@ -388,6 +420,8 @@ def test_a_wrong_tile_function_of_gemma_is_named(checkout: Path, fault: Fault) -
         ("model=model", "target=cpu", "weights=int4", "kv=int8"),
         ("model=model", "target=cpu", "weights=w8a8"),
         ("model=model", "target=cpu", "weights=int6,w_down.0=int8_f32_16"),
+        (f"model={CONVOLVED}", "target=cpu", "weights=int4"),
+        (f"model={CONVOLVED}", "target=npu2-sim", "npu.buckets=64", "weights=int4"),
         ("model=tiles", "target=npu2-sim", "npu.buckets=64"),
         ("model=tiles", "target=npu2-sim", "npu.buckets=64", "npu.grouping=separate"),
         ("model=tiles", "target=npu2-sim", "npu.buckets=64", "weights=int4"),
