@@ -589,6 +589,10 @@ def test_a_core_uses_what_it_took_and_has_not_given(trade: str) -> None:
     pairs = [line for number in (0, 1) for line in (TAKE, CALL.format(number), GIVE)]
     text = core_of(4, 2).replace("\n".join(pairs), "\n".join(actions))
     ((configuration, _),) = read_compiled(text, "f").steps
+    if "gave" in trade:
+        # Right where the channel never fills them again.
+        ((once, _),) = read_compiled(core_of(2, 2).replace("\n".join(pairs), "\n".join(actions)), "f").steps
+        check_liveness("f", once)
     if message:
         with pytest.raises(UserError, match=message):
             check_liveness("f", configuration)

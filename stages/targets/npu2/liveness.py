@@ -51,18 +51,23 @@ class _Lane:
         for turn, descriptor in enumerate(self.engine.descriptors):
             self.turns[descriptor.buffer].append(turn)
 
-    def clash(self, buffer: str) -> str | None:
-        """Return None if the core may use a buffer, else the one that it took last ("none" before the first).
+    def until(self, buffer: str) -> int | None:
+        """Return the turn of the channel before which the core must have used a buffer, -1 if it has not taken it.
 
-        It may between the turn that it took and the next turn of the same descriptor that the channel may begin.
+        None if the channel does not use that buffer.
         """
-        turns, count, at_start = self.turns.get(buffer, ()), len(self.engine.turns), self.locks[self.ready]
+        count, at_start = len(self.engine.turns), self.locks[self.ready]
         latest = self.taken - at_start - 1
-        for turn in turns:
-            last = latest - (latest - turn) % count
-            if last < -at_start or self.locks[self.free] + self.given > last + count:
-                return self.engine.turns[latest % count].descriptor.buffer if self.taken else "none"
-        return None
+        lasts = [latest - (latest - turn) % count for turn in self.turns.get(buffer, ())]
+        if not lasts:
+            return None
+        return -1 if min(lasts) < -at_start else min(lasts) + count
+
+    @property
+    def current(self) -> str:
+        """The buffer that the core took last."""
+        turn = self.taken - self.locks[self.ready] - 1
+        return self.engine.turns[turn % len(self.engine.turns)].descriptor.buffer if self.taken else "none"
 
 
 @dataclass(eq=False)
@@ -87,6 +92,10 @@ class _Array:
     targets: dict[Stream, list[Channel]] = field(default_factory=lambda: defaultdict(list))
     pushed: dict[Channel, deque[Task]] = field(default_factory=lambda: defaultdict(deque))
     done: Counter[Task] = field(default_factory=Counter)
+    turned: Counter[Channel] = field(default_factory=Counter)
+    """Turns that each channel of a tile did."""
+    early: dict[tuple[Channel, int], str] = field(default_factory=dict)
+    """(channel, turn) -> what is wrong if the channel ever gets there: a core used a buffer that it had given."""
     moved: bool = False
     """Whether anything happened in this round."""
 
@@ -107,6 +116,9 @@ class _Array:
                 cores = [process.waits for process in processes[1:] if id(process) in alive and process.waits]
                 also = f", {cores[0]}" if cores else ""
                 raise UserError(f"{self.where}: never ends: {commands.waits}{also}")
+        for (channel, turn), stale in self.early.items():
+            if self.turned[channel] > turn:
+                raise UserError(stale)
 
     def _others(self) -> Iterator[_Process]:
         for engine in self.configuration.engines:
@@ -191,6 +203,7 @@ class _Array:
             self._send(stream, turn.descriptor.bytes)
         else:
             yield from self._receive(channel, turn.descriptor.bytes)
+        self.turned[channel] += 1
         for lock, count in turn.gives:
             self._give(lock, count)
 
@@ -215,18 +228,27 @@ class _Array:
         elif action.what == "give":
             lane.given += action.count * (action.lock == lane.free)
         for buffer in action.buffers:
-            other = lane.clash(buffer)
-            if other is not None:
-                where = f"{self.where}: core ({core.column}, {core.row})"
-                raise UserError(f"{where} uses {buffer} where its DMA is at {other}")
+            until = lane.until(buffer)
+            if until is None or until >= lane.locks[lane.free] + lane.given:
+                continue
+            where = f"{self.where}: core ({core.column}, {core.row})"
+            stale = f"{where} uses {buffer} where its DMA is at {lane.current}"
+            if until < 0:
+                raise UserError(stale)
+            self.early.setdefault((lane.engine.channel, until), stale)
 
     def _lanes(self, core: Core) -> Iterator[_Lane]:
-        """Yield the channels of the core's tile of which each turn takes and gives the same locks once."""
+        """Yield the channels of the core's tile of which each turn takes and gives the same locks once.
+
+        A channel with several programs, one after the other, is left out.
+        """
+        programs = Counter(engine.channel for engine in self.configuration.engines)
         for engine in self.configuration.engines:
             takes = {use for turn in engine.turns for use in turn.takes}
             gives = {use for turn in engine.turns for use in turn.gives}
             here = (engine.channel.column, engine.channel.row) == (core.column, core.row)
-            if here and len(takes) == len(gives) == 1 and all(count == 1 for _, count in takes | gives):
+            alike = len(takes) == len(gives) == 1 and all(count == 1 for _, count in takes | gives)
+            if here and alike and programs[engine.channel] == 1:
                 ((free, _),), ((ready, _),) = takes, gives
                 yield _Lane(engine, ready, free, self.configuration.locks)
 
