@@ -185,6 +185,19 @@ def qwen3_moe(rng: np.random.Generator) -> Raw:
     return raw | {"use_sliding_window": bool(rng.integers(2)), "sliding_window": window(rng)}
 
 
+def gpt_oss(rng: np.random.Generator) -> Raw:
+    raw = (
+        common(rng) | experts(rng, "num_local_experts") | {"sliding_window": window(rng), "tie_word_embeddings": False}
+    )
+    raw |= {"rope_theta": 150000.0, "head_dim": int(rng.choice([16, 48, 64]))}
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 100}
+    raw |= {"rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0} if rng.integers(3) else None}
+    if rng.integers(2):
+        kinds = ("sliding_attention", "full_attention")
+        raw["layer_types"] = [kinds[int(rng.integers(2))] for _ in range(raw["num_hidden_layers"])]
+    return raw
+
+
 FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "llama": ("LlamaForCausalLM", llama),
     "mistral": ("MistralForCausalLM", mistral),
@@ -200,6 +213,7 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "glm4": ("Glm4ForCausalLM", glm4),
     "olmo2": ("Olmo2ForCausalLM", olmo2),
     "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe),
+    "gpt_oss": ("GptOssForCausalLM", gpt_oss),
 }
 
 CASES = [

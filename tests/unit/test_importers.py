@@ -25,7 +25,7 @@ from stages.model.checkpoint import Checkpoint, container
 from stages.model.config import ConfigFields, inverse_frequencies
 from stages.model.decoder import Rope
 from stages.model.families import locations, parse_config, tensors
-from stages.model.importers.directory import Tensors
+from stages.model.importers.directory import SINGLE, Tensors
 from stages.model.importers.gguf_blocks import TYPES
 from stages.model.importers.gguf_tokenizer import end_tokens, tokenizer_files
 from stages.model.packing import conversions
@@ -990,3 +990,38 @@ def test_damaged_parts(method: str, case: str, quantised: dict[str, Path], tmp_p
     line = refused(directory)
     assert reason in line
     assert str(directory) in line
+
+
+def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
+    """Stacked experts in blocks of 4 bits, gate's and up's rows in turns: what the same values are without blocks."""
+    rng = np.random.default_rng(2)
+    raw = {"architectures": ["GptOssForCausalLM"], "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3}
+    raw |= {"num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 300, "num_attention_heads": 2}
+    raw |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
+    shapes = {name: pieces[0][1] for name, pieces in locations(parse_config(raw, "test")).items()}
+    plain = {name: rng.standard_normal(at.plain_shape, np.float32).astype(bfloat16) for name, at in shapes.items()}
+    quantised = dict(plain)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [name for name, at in shapes.items() if at.transposed]:
+        experts, rows, columns = shapes[name].shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(110, 130, (experts, rows, columns // 32), np.uint8)
+        pairs = np.stack([table[blocks % 16], table[blocks // 16]], axis=-1).reshape(experts, rows, -1, 32)
+        values = pairs * 2.0 ** (scales.astype(int) - 127)[..., None]
+        plain[name] = values.reshape(experts, rows, columns).swapaxes(1, 2).astype(bfloat16)
+        quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del quantised[name]
+    for directory, held_in, more in ((tmp_path / "plain", plain, {}), (tmp_path / "mxfp4", quantised, MXFP4)):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(raw | more))
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in held_in.items()}, directory / SINGLE)
+    checkpoint, same = Checkpoint.open(tmp_path / "mxfp4", ()), Checkpoint.open(tmp_path / "plain", ())
+    for name, held in same.held.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).astype(np.float32), same.tensor(name).astype(np.float32))
+        assert checkpoint.held[name].shape == held.shape
+    policy = held_policy(checkpoint, lambda name: True)
+    assert policy.exceptions | {} == dict.fromkeys(EXPERTS, "mxfp4") | {"vocab": "bf16"}
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+EXPERTS = ("w_gate_exps", "w_up_exps", "w_down_exps")

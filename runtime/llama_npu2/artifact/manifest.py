@@ -152,6 +152,13 @@ class Manifest:
             if (spec := self.buffers[name])["kind"] == "weight"
         }
 
+    def share(self, name: str) -> float:
+        """Return the share of a weight that a row is multiplied with: of stacked experts those that it takes."""
+        (first, *rest), experts = self.buffers[name]["shape"], self.model.get("experts", 0)
+        # Panels of a matrix have four dimensions in bf16, and two as bytes; those of a stack have one more.
+        stacked = first == experts and len(rest) == (4 if self.buffers[name]["dtype"] == "bf16" else 2)
+        return float(self.model["experts_of_a_row"] / experts) if stacked else 1.0
+
     def rows(self, program: str, seq: int) -> int:
         """Return the number of rows that a program multiplies its weights with in a call of `seq` rows."""
         slots = self.programs[program]["slots"]

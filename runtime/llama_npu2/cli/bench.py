@@ -366,21 +366,23 @@ class Bench:
         """
         manifest = self.llm.manifest
         products = sum(
-            weight.values * manifest.rows(call.program, rows)
+            weight.values * manifest.share(name) * manifest.rows(call.program, rows)
             for call in manifest.plans[PREFILL]
-            for weight in manifest.weights_read(call).values()
+            for name, weight in manifest.weights_read(call).items()
         )
         pairs = rows * (rows + 1) / 2
         return 2 * products + 4 * self._attention_layers * self.config["heads"] * self.config["head_dim"] * pairs
 
 
 def _token_bytes(llm: Llama) -> dict[str, int]:
-    """Return the bytes of every weight that a decoded token reads in full.
+    """Return the bytes that a decoded token reads of every weight: of experts those of the chosen ones.
 
     The embedding is among them only if the LM head shares it.
     """
-    calls = llm.manifest.plans[decode_phase(llm.windows, 0)]
-    return {name: weight.nbytes for call in calls for name, weight in llm.manifest.weights_read(call).items()}
+    manifest = llm.manifest
+    calls = manifest.plans[decode_phase(llm.windows, 0)]
+    read = {name: weight for call in calls for name, weight in manifest.weights_read(call).items()}
+    return {name: round(weight.nbytes * manifest.share(name)) for name, weight in read.items()}
 
 
 def _timed(work: Callable[[], Any]) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stages.model.part import HISTORY, Launch, Part, resolved
+from stages.model.part import HISTORY, Launch, Part, Slot, resolved
 
 FLOP = 2
 """A multiply-accumulate."""
@@ -43,7 +43,9 @@ def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Map
     elif slot.keeps:
         # A cache that is no table of rows still grows by one position a row.
         share = int(dimensions["max_seq"])
-    size = part.host_bytes(slot, dimensions) // share
+    size = (
+        int(part.host_bytes(slot, dimensions) * _chosen(launch, slot, dimensions, not _per_row(part, launch))) // share
+    )
     return (2 if slot.keeps and not written else scope), size
 
 
@@ -52,7 +54,17 @@ def _values(part: Part, launch: Launch, dimensions: Mapping[str, float]) -> int:
     slots = [part.slot(name) for name in launch.reads()]
     if "tokens" in launch.args or all(slot.role == "weight" for slot in slots):
         return 0
-    return sum(math.prod(resolved(s.shape, dimensions)) for s in slots if s.role == "weight" and len(s.shape) > 1)
+    return sum(
+        round(math.prod(resolved(slot.shape, dimensions)) * _chosen(launch, slot, dimensions, of_one=True))
+        for slot in slots
+        if slot.role == "weight" and len(slot.shape) > 1
+    )
+
+
+def _chosen(launch: Launch, slot: Slot, dimensions: Mapping[str, float], of_one: bool) -> float:
+    """Return the share of a slot that a launch needs: of experts' weights those of one row, where it has one."""
+    stacked = of_one and "chosen" in launch.args and slot.role == "weight"
+    return dimensions["top"] / dimensions["experts"] if stacked else 1.0
 
 
 def _per_row(part: Part, launch: Launch) -> int:
