@@ -45,6 +45,11 @@ SAID: dict[str, Callable[[Raw], Raw]] = {
     "qwen3_moe": lambda raw: (
         raw | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
     ),
+    # llama.cpp has a window in every second layer, and cuts the pairs between which YaRN blends to whole numbers.
+    "gpt_oss": lambda raw: (
+        {name: value for name, value in raw.items() if name != "layer_types"}
+        | {"rope_scaling": {"rope_type": "default"}}
+    ),
 }
 """Changes to random configurations, without which few could be described or run."""
 

@@ -73,7 +73,8 @@ def _add(writer: Any, name: str, tensor: np.ndarray, weight: families.Weight) ->
         raw = tensor.astype(bfloat16).view(np.uint8).reshape(*tensor.shape[:-1], -1)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
-        writer.add_tensor(name, tensor.astype(np.float32).squeeze() + np.float32(weight.offset))
+        values = tensor.astype(np.float32) + np.float32(weight.offset)
+        writer.add_tensor(name, values if weight.slot in STACKED else values.squeeze())
 
 
 def _check_described(path: Path, config: Config) -> None:
@@ -198,6 +199,8 @@ def _describe(writer: Any, config: Config, kind: Gguf) -> None:
         writer.add_sliding_window(max(filter(None, windows)))
         slides = [window is not None for window in windows]
         period = slides.index(False) + 1 if False in slides else len(slides) + 1
+        if "attention.sliding_window_pattern" not in kind.given:
+            return
         if slides == [bool((layer + 1) % period) for layer in range(len(slides))]:
             writer.add_sliding_window_pattern(period)
         else:
