@@ -453,10 +453,15 @@ def _normed_rotation(
     normed = rms_norm.reference(heads, weight, *(inputs[name] for name in ("eps", "offset", "once")))
     of_norm = _norm(case, heads.astype(np.float32), weight.astype(np.float32), normed)
     last = _rotation(case, normed.reshape(x.shape), angles, result.reshape(x.shape))
-    first, second = np.split(of_norm.limit, 2, axis=-1)
-    carried = np.concatenate([first + second, first + second], axis=-1).reshape(x.shape)
+    carried, chance = (_of_pairs(part).reshape(x.shape) for part in (of_norm.limit, of_norm.chance))
     limit = carried + last.limit + ulp(np.abs(result.astype(np.float32)).reshape(x.shape) + carried)
-    return ErrorBound(limit.reshape(result.shape), np.ones(result.shape))
+    return ErrorBound(limit.reshape(result.shape), np.minimum(1, chance + last.chance).reshape(result.shape))
+
+
+def _of_pairs(part: np.ndarray) -> np.ndarray:
+    """Return for each value of heads `[heads, head_dim]` the sum over the pair that is rotated into it."""
+    sums = np.add(*np.split(part, 2, axis=-1))
+    return np.concatenate([sums, sums], axis=-1)
 
 
 def _bound_norm(case: Case) -> tuple[ErrorBound, ...]:
