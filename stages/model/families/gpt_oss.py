@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import BIASES, SWIGLU_OAI, Attention, Experts, FeedForward, Layer, Norm
 from stages.model.families import Family
+from stages.model.families.gguf import EXPERTS, Gguf, of_block
+from stages.model.families.gguf import TENSORS as GGUF_TENSORS
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 from stages.model.families.place import Place
 
@@ -103,4 +106,23 @@ _OWN = {
     "b_down_exps": of_layer("mlp.experts.down_proj_bias"),
 }
 
-FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), parse, {**TENSORS, **_OWN}, IGNORED, title="gpt-oss")
+
+def _of_gguf(fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling of the rotation, whose pairs llama.cpp's files do not say to be cut to whole numbers."""
+    return {"rope_scaling": {**(fields["rope_scaling"] or {"rope_type": "default"}), "truncate": False}}
+
+
+_GGUF = Gguf(
+    "gpt-oss",
+    {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+    {
+        "sliding_window": "attention.sliding_window",
+        **dict(zip(("num_local_experts", "num_experts_per_tok", "intermediate_size"), EXPERTS, strict=True)),
+    },
+    given=("expert_gating_func",),
+    windows=True,
+    tensors=GGUF_TENSORS | {"ffn_norm_w": of_block("post_attention_norm.weight")},
+    complete=_of_gguf,
+)
+
+FAMILY = Family("gpt_oss", ("GptOssForCausalLM",), parse, {**TENSORS, **_OWN}, IGNORED, title="gpt-oss", gguf=_GGUF)
