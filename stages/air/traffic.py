@@ -32,7 +32,8 @@ class Traffic:
     """Calls of tile functions."""
 
     def add(self, other: Traffic) -> None:
-        """Add the traffic of another launch over the same slots."""
+        """Add the traffic of another launch of the same program."""
+        self.slots |= other.slots
         self.read += other.read
         self.written += other.written
         self.calls += other.calls
