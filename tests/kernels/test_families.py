@@ -157,7 +157,7 @@ def granitemoehybrid(rng: np.random.Generator) -> Raw:
     # A size of Mamba's layers, which are not there, has to fit all the same.
     raw |= {"mamba_n_heads": raw["num_attention_heads"]}
     kinds = [["attention", "full_attention"][rng.integers(2)]] * raw["num_hidden_layers"]
-    return raw | {"layer_types": kinds, "position_embedding_type": [None, "rope"][rng.integers(2)]}
+    return raw | {"layer_types": kinds, "position_embedding_type": ["rope", None][rng.integers(2)]}
 
 
 def glm4(rng: np.random.Generator) -> Raw:
