@@ -72,6 +72,7 @@ def assert_close(out, exact, size, cols):
     assert (np.abs(np.asarray(out, np.float64) - exact) <= limit).all()
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cols, inner, count, top, biased", SHAPES)
 def test_experts(teams, name, cols, inner, count, top, biased):

@@ -216,10 +216,13 @@ FAMILIES: dict[str, tuple[str, Callable[[np.random.Generator], Raw]]] = {
     "gpt_oss": ("GptOssForCausalLM", gpt_oss),
 }
 
+
+def _marks(seed: int) -> list[pytest.MarkDecorator]:
+    return [] if seed == 0 else [pytest.mark.thorough if seed < 3 else pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(family, seed, id=f"{family}-{seed}", marks=[pytest.mark.slow] if seed >= 3 else [])
-    for family in FAMILIES
-    for seed in range(12)
+    pytest.param(family, seed, id=f"{family}-{seed}", marks=_marks(seed)) for family in FAMILIES for seed in range(12)
 ]
 
 
@@ -408,6 +411,7 @@ ON_ARRAY_CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family, seed", ON_ARRAY_CASES)
 def test_logits_of_the_array(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None:
     """As of the host, with the weights that the artifact has; also in another context bucket."""

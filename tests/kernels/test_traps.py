@@ -126,6 +126,7 @@ def test_spellings_of_gemma() -> None:
     assert parse_config(GEMMA | {"hidden_size": 1152}, "test").decoder.embed_scale == 34.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv, most", [("bf16", 1.5), ("int8", 3)])
 @pytest.mark.parametrize("width", [17, 130])
 def test_edges_of_a_window(width: int, kv: str, most: float, tmp_path: Path, artifacts: Path) -> None:

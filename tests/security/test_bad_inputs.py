@@ -109,7 +109,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "mlp_bias": (set_config(mlp_bias=True), "mlp_bias = true"),
     "other_activation": (set_config(hidden_act="gelu"), 'hidden_act = "gelu"'),
     "quantised": (set_config(quantization_config={"quant_method": "fp8"}), 'quant_method = "fp8"'),
-    "other_rope": (set_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), '"yarn"'),
+    "other_rope": (set_config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}), '"dynamic"'),
     "rope_not_object": (set_config(rope_scaling=4), "rope_scaling = 4"),
     "rope_without_factor": (set_config(rope_scaling={"rope_type": "linear"}), "factor = null"),
     "zero_layers": (set_config(num_hidden_layers=0), "num_hidden_layers = 0"),
