@@ -67,6 +67,12 @@ class Layout:
     panels: Callable[[Shape], list[PanelRows]] | None = None
     """Packs a stored matrix some rows at a time, where that is possible: its shape -> its rows. A panel that none of
     them makes is zeros."""
+    of_matrices: bool = True
+    """Whether it orders a matrix, so that stacked matrices, `[count, rows, columns]`, lie one after the other."""
+
+    def stacks(self, shape: Shape) -> bool:
+        """Whether a tensor of that shape is stacked matrices."""
+        return len(shape) == 3 and self.of_matrices
 
     @classmethod
     def of_panels(cls, panel_rows: int, shape: Callable[[Shape], Shape], pack: Any, unpack: Any) -> Layout:
@@ -74,7 +80,7 @@ class Layout:
         return cls(shape, unpack=unpack, panels=lambda stored: [PanelRows(range(stored[0]), panel_rows, pack)])
 
 
-PLAIN = Layout()
+PLAIN = Layout(of_matrices=False)
 
 
 @dataclass(frozen=True)
@@ -118,11 +124,8 @@ class Format:
         return (*outer, self.row_elements + -(-last // self.values) * self.elements)
 
     def packed_shape(self, shape: Shape, layout: str) -> Shape:
-        """Return the shape, in elements and as it lies in memory, of a tensor of logical `shape`.
-
-        Stacked matrices, `[count, rows, columns]`, lie one after the other.
-        """
-        if len(shape) == 3 and layout != "plain":
+        """Return the shape, in elements and as it lies in memory, of a tensor of logical `shape`."""
+        if self.layout(layout).stacks(shape):
             return (shape[0], *self.packed_shape(shape[1:], layout))
         return tuple(self.layout(layout).shape(self.stored_shape(shape)))
 
@@ -142,7 +145,7 @@ class Format:
         Some rows are packed after others where the layout allows it, so that intermediate arrays take little memory.
         """
         layout = self.layout(layout_name)
-        if len(shape) == 3 and layout is not PLAIN:
+        if layout.stacks(shape):
             each = (self._packed(matrix, store, layout_name, shape[1:]) for matrix in tensor)
             return _stacked(each, shape[0])
         if layout.panels is None:
@@ -160,7 +163,7 @@ class Format:
 
     def unpack(self, packed: np.ndarray, layout: str, shape: Shape) -> np.ndarray:
         """Return the values, f32 of logical `shape`, of a packed tensor."""
-        if len(shape) == 3 and layout != "plain":
+        if self.layout(layout).stacks(shape):
             return _stacked((self.unpack(matrix, layout, shape[1:]) for matrix in packed), shape[0])
         stored = self.layout(layout).unpack(packed, self.stored_shape(shape))
         return self.dequantise(stored, shape[-1])

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llama_npu2.errors import UserError
-from stages.kernels import Arg, flash_attention, rms_norm, short_conv, signature
+from stages.kernels import Arg, flash_attention, rms_norm, scale, short_conv, signature
 from stages.kernels.append_kv import reference_panels
 from stages.targets.cpu.objects import compile_host
 from stages.targets.cpu.prototypes import prototypes
@@ -157,26 +157,45 @@ def test_short_conv(teams, rng, rows, pos, cols, taps):
     np.testing.assert_allclose(wide(out), exact, rtol=3 * U, atol=1e-30)
 
 
-@pytest.mark.parametrize("kv", ["", "int8_rows_"])
+ATTENTION = [
+    ("flash_attention_panels", "decode_attention_panels"),
+    ("flash_attention_panels_sinks", "decode_attention_panels_sinks"),
+    ("int8_rows_flash_attention_panels", "int8_rows_decode_attention_panels"),
+    ("int8_rows_flash_attention_panels_sinks", "int8_rows_decode_attention_panels_sinks"),
+]
+"""The kernels of a prompt's rows and of a token's."""
+
+
+@pytest.mark.parametrize("prompt, token", ATTENTION)
 @pytest.mark.parametrize("sees", [1, 2, 16, 17, 100, 127, 128, 129, 255, 256, 257, 300, 700])
-def test_windows(teams, rng, sees, kv):
+def test_windows(teams, rng, sees, prompt, token):
     """Against the reference; and a row is the same bits in a prompt, in its pieces and as a token."""
     heads, kv_heads, head_dim, positions = 4, 2, 16, 600
     sizes = (heads, kv_heads, head_dim, 24.0, sees)
-    stored = "int8_rows" if kv else "bf16"
+    stored = HOST[prompt].stored
+    sinks = [guarded(3 * normal(rng, heads))] if prompt.endswith("sinks") else []
     k, v = (normal(rng, positions, kv_heads, head_dim) for _ in "kv")
     panels = [guarded(np.ascontiguousarray(p)) for p in reference_panels(k, v, stored)]
     q, whole = normal(rng, positions, heads * head_dim), output((positions, heads * head_dim))
-    teams(f"{kv}flash_attention_panels", q, *panels, whole, positions, 0, *sizes)
-    want = flash_attention.reference(q, k.reshape(positions, -1), v.reshape(positions, -1), 0, *sizes[:2], *sizes[3:])
-    assert np.abs(wide(whole) - wide(want)).max() < (0.1 if kv else 0.03)
+    teams(prompt, q, *panels, *sinks, whole, positions, 0, *sizes)
+    want = flash_attention.reference(
+        q, k.reshape(positions, -1), v.reshape(positions, -1), 0, *sizes[:2], *sizes[3:], *sinks
+    )
+    assert np.abs(wide(whole) - wide(want)).max() < (0.03 if stored == "bf16" else 0.1)
     for first, last in ((sees, min(sees + 40, positions)), (positions - 130, positions)):
         first = min(first, positions - 1)
-        piece, token = output((last - first, heads * head_dim)), output(heads * head_dim)
-        teams(f"{kv}flash_attention_panels", q[first:last], *panels, piece, last - first, first, *sizes)
+        piece, row = output((last - first, heads * head_dim)), output(heads * head_dim)
+        teams(prompt, q[first:last], *panels, *sinks, piece, last - first, first, *sizes)
         assert (piece.view(np.uint16) == whole[first:last].view(np.uint16)).all()
-        teams(f"{kv}decode_attention_panels", q[last - 1], *panels, token, last - 1, *sizes)
-        assert (token.view(np.uint16) == whole[last - 1].view(np.uint16)).all()
+        teams(token, q[last - 1], *panels, *sinks, row, last - 1, *sizes)
+        assert (row.view(np.uint16) == whole[last - 1].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("cols", [1, 15, 64, 1001])
+def test_scale(teams, rng, cols):
+    x, out = guarded(rng.standard_normal(cols, np.float32)), output(cols, np.float32)
+    teams("scale", x, out, cols, 0.37)
+    assert (out == scale.reference(x, 0.37)).all()
 
 
 @pytest.mark.parametrize("shape", ROWS_COLS)
@@ -698,8 +717,10 @@ def test_an_unknown_or_higher_instruction_set_is_not_forced(library, name):
 def test_every_kernel_of_the_host_is_tested():
     here = Path(__file__)
     text = here.read_text() + (here.parents[1] / "unit/test_bfp16.py").read_text()
-    # Others are tested by format, in test_grouped_kernels.py and test_lanes.py.
-    of_bf16 = [name for name, kernel in HOST.items() if kernel.source.removesuffix("_lanes") not in formats()]
+    # Others are tested by format, in test_grouped_kernels.py, test_lanes.py and test_experts.py.
+    elsewhere = {*formats(), "moe", "route"}
+    stems = {name: kernel.source.removesuffix("_lanes").removesuffix("_moe") for name, kernel in HOST.items()}
+    of_bf16 = [name for name, stem in stems.items() if stem not in elsewhere]
     assert not [name for name in of_bf16 if f'"{name}"' not in text]
 
 

@@ -81,7 +81,8 @@ def reference(launch: Launch, slots: dict[str, str], dims: dict[str, Any], value
         known |= {"k": k.reshape(len(k), -1), "v": v.reshape(len(v), -1)}
     if "table" in known:
         known["x"] = np.atleast_2d(known["x"])
-    out = kernel.reference(**{name: known[name] for name in inspect.signature(kernel.reference).parameters})
+    parameters = inspect.signature(kernel.reference).parameters
+    out = kernel.reference(**{name: value for name, value in known.items() if name in parameters})
     if kernel.name in HALVES:
         cache = values.setdefault(slots["out"], np.full((dims["max_seq"], *by_head(dims)[1:]), np.nan, bfloat16))
         cache[dims["pos"] :][: len(out), :, HALVES[kernel.name]] = out.reshape(len(out), dims["kv_heads"], -1)

@@ -99,7 +99,7 @@ FORMAT = Format(
     layouts={
         "panels": Layout.of_panels(PANEL_ROWS, panels_shape, to_panels, from_panels),
         "blocks": Layout(blocks_shape, to_blocks, from_blocks),
-        "taps": Layout(lambda shape: (shape[-1], shape[0]), to_taps, from_taps),
+        "taps": Layout(lambda shape: (shape[-1], shape[0]), to_taps, from_taps, of_matrices=False),
         "padded": Layout(padded_shape, pad_rows, serves=("plain",)),
     },
 )
