@@ -91,7 +91,7 @@ class Tiling:
     together: int
     """Chunks that come to L2 at a time, per column."""
     activation: int = 0
-    """That of SwiGLU, or the other one's."""
+    """The gated activation, by its place in `ACTIVATIONS`."""
     sandwich: bool = False
     """Whether the mixer's product comes, whose norm is added to the residual first, and the norm of the result is added
     at the end."""

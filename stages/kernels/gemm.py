@@ -91,7 +91,7 @@ class Tiling:
     swiglu: bool = False
     """Whether the product's columns alternate between eight of the gate and eight of up, whose SwiGLU is the output."""
     activation: int = 0
-    """That of SwiGLU, or the other one's."""
+    """The gated activation, by its place in `ACTIVATIONS`."""
 
     @property
     def block_m(self) -> int:

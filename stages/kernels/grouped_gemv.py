@@ -47,7 +47,7 @@ class Tiling:
     biased: bool = False
     """Whether a bias comes with `x` and is added to the product before it is rounded."""
     activation: int = 0
-    """That of SwiGLU, or the other one's."""
+    """The gated activation, by its place in `ACTIVATIONS`."""
 
     @property
     def panels(self) -> int:

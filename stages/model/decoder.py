@@ -220,7 +220,7 @@ class Experts:
 
     @property
     def activation(self) -> str:
-        """That of each expert."""
+        """The activation of each expert."""
         return self.expert.activation
 
     @property

@@ -41,7 +41,7 @@ from tests.support.npu_shapes import (
 
 LLAMA = MODELS["llama-3.2-1b"]
 SMALLEST = ("qwen2.5-0.5b", "qwen3-0.6b", "gemma3-1b", "lfm2-350m")
-"""Of each family in `FAMILIES`."""
+"""The smallest model of each family in `FAMILIES`."""
 
 
 def module(name: str, grouping: str, model: str = "llama-3.2-1b", bucket: int = 2048) -> Module:

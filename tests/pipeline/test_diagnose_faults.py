@@ -324,7 +324,7 @@ ARRAY = [
         NPU_INT4,
     ),
 ]
-"""Of target npu2-sim, whose compiler is the host's."""
+"""Faults of target npu2-sim, whose compiler is the host's."""
 
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -350,7 +350,7 @@ ON_GEMMA = [
         NPU_INT4,
     ),
 ]
-"""Of target npu2-sim and `GEMMA`."""
+"""Faults of target npu2-sim in `GEMMA`."""
 
 
 @pytest.fixture(scope="module")

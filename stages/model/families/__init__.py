@@ -123,7 +123,7 @@ class Weight(NamedTuple):
     slot: str
     layer: int | None
     name: str
-    """That of a tensor. Where others lie in one tensor with it, the slot's name follows the tensor's."""
+    """The tensor's name. Where other weights lie in the same tensor, the slot's name follows it."""
     shape: Shape
     """In dimension names."""
     offset: float = 0.0

@@ -11,7 +11,7 @@ from stages.model.config import FULL, MOST_LAYERS, SLIDING, Config, ConfigFields
 from stages.model.decoder import GELU_TANH, Attention, FeedForward, Layer, Norm
 from stages.model.families import Family
 from stages.model.families.gguf import Gguf
-from stages.model.families.llama import IGNORED, TENSORS, of_layer
+from stages.model.families.llama import IGNORED, SEEING, TENSORS, of_layer
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -136,7 +136,7 @@ FAMILY = Family(
     ("Gemma3ForCausalLM",),
     parse,
     TENSORS | _NAMES,
-    (*IGNORED, "*vision_tower.*", "*multi_modal_projector.*"),
+    (*IGNORED, *SEEING),
     wrapped=("Gemma3ForConditionalGeneration",),
     title="Gemma 3",
     gguf=_GGUF,

@@ -43,6 +43,9 @@ TENSORS = {
 IGNORED = ("*.rotary_emb.inv_freq", "lm_head.weight")
 """Old exporters wrote frequencies, and an embedding that is tied may be stored twice."""
 
+SEEING = ("*vision_tower.*", "*multi_modal_projector.*")
+"""Tensors of the part of a model that sees, next to its text part."""
+
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `LlamaForCausalLM`. Raises UserError that names field and value."""

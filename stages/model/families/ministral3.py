@@ -10,8 +10,8 @@ from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer, PositionScale, Rope
 from stages.model.families import Family
 from stages.model.families.gguf import Gguf
-from stages.model.families.llama import IGNORED, TENSORS
-from stages.model.families.mistral import SEEING, SEES
+from stages.model.families.llama import IGNORED, SEEING, TENSORS
+from stages.model.families.mistral import WRAPPED
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -88,7 +88,7 @@ FAMILY = Family(
     parse,
     TENSORS,
     (*IGNORED, *SEEING),
-    wrapped=SEES,
+    wrapped=WRAPPED,
     title="Ministral 3",
     gguf=_GGUF,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from stages.model.config import MOST_LAYERS, Config, ConfigFields
 from stages.model.decoder import Attention, FeedForward, Layer
 from stages.model.families import Family
-from stages.model.families.llama import GGUF, IGNORED, TENSORS
+from stages.model.families.llama import GGUF, IGNORED, SEEING, TENSORS
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -34,9 +34,8 @@ def parse(fields: ConfigFields) -> Config:
     return fields.config("mistral", [layer] * count, max_seq, tied=False, eos=(2,))
 
 
-SEES = ("Mistral3ForConditionalGeneration",)
-SEEING = ("*vision_tower.*", "*multi_modal_projector.*")
-"""The architecture that has Mistral or Ministral 3 as its text part, and its tensors besides."""
+WRAPPED = ("Mistral3ForConditionalGeneration",)
+"""The architecture that has Mistral or Ministral 3 as its text part."""
 
 FAMILY = Family(
     "mistral",
@@ -44,7 +43,7 @@ FAMILY = Family(
     parse,
     TENSORS,
     (*IGNORED, *SEEING),
-    wrapped=SEES,
+    wrapped=WRAPPED,
     title="Mistral 7B, Nemo, Small",
     gguf=GGUF,
 )

@@ -11,7 +11,7 @@ from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, TENSORS, of_layer
 from stages.model.families.qwen2 import layers
 
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "partial_rotary_factor": (1, None),
@@ -20,7 +20,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Qwen3ForCausalLM`. Raises UserError that names field and value."""
-    fields.require(_REQUIRED)
+    fields.require(REQUIRED)
     heads = fields.heads(head_dim=128)
     max_seq = fields.positions(heads.head_dim, 32768)
     rope = fields.rope(max_seq, heads.head_dim)

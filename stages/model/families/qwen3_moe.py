@@ -11,16 +11,10 @@ from stages.model.families import Family, qwen3
 from stages.model.families.gguf import EXPERTS, Gguf
 from stages.model.families.llama import IGNORED, of_layer
 
-_REQUIRED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "partial_rotary_factor": (1, None),
-}
-
 
 def parse(fields: ConfigFields) -> Config:
     """Return the configuration of a `Qwen3MoeForCausalLM`. Raises UserError that names field and value."""
-    fields.require(_REQUIRED)
+    fields.require(qwen3.REQUIRED)
     heads = fields.heads(kv_heads=4)
     max_seq = fields.positions(heads.head_dim, 32768)
     window = fields.window(max_seq) if fields.boolean("use_sliding_window", False) else None
