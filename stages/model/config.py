@@ -89,9 +89,11 @@ class Config:
         """Return what a manifest says of it."""
         names = ("family", "vocab", "emb", "ffn", "layers", "heads", "kv_heads", "head_dim", "eps", "tied")
         experts = self.decoder.experts
+        windows = [mixer.window for mixer in self.decoder.attentions if mixer.window]
         return {
             **{name: getattr(self, name) for name in names},
             "attention_layers": len(self.decoder.attentions),
+            **({"windows": windows} if windows else {}),
             **({"experts": experts.count, "experts_of_a_row": experts.top} if experts else {}),
         }
 

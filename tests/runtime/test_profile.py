@@ -3,6 +3,8 @@ what is made of it."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
 from collections import Counter
@@ -15,7 +17,9 @@ import numpy as np
 import pytest
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.plan import DECODE, Phase
+from llama_npu2.cli.bench import Bench
 from llama_npu2.cli.profile import described, profile, summed
 from llama_npu2.devices.spans import Recorder, Span, nested
 from stages.commands.profile import read_profile, write_report
@@ -28,11 +32,16 @@ from stages.targets import targets
 from stages.targets.cpu.fusion import fuse
 from stages.targets.cpu.modules import launches
 from stages.targets.cpu.work import described_launch
-from tests.conftest import A_LLAMA, CONFIG, doit
+from tests.conftest import A_LLAMA, CONFIG, build, doit, write_checkpoint
 from tests.support import browser
 from tests.support.runtime_process import run_module
 
 IDS = [2038, *range(70, 109)]
+WINDOWED = {
+    **{"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"},
+    **{"hidden_act": None, "sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 10000.0},
+    **{"query_pre_attn_scalar": 64, "rope_scaling": None, "vocab_size": 2048},
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,35 @@ def test_launches_move_and_multiply_what_the_model_has(llm: Llama) -> None:
         moved = sum(span.about["bytes"] for span in launches)
         assert read < moved
         assert phase == "prefill" or moved < 1.1 * (read + position * length)
+
+
+def test_layers_with_windows_read_their_windows(artifacts: Path, tmp_path: Path) -> None:
+    config = write_checkpoint(tmp_path / "windows", **WINDOWED)
+    sees = [mixer.window or len(IDS) + 1 for mixer in config.decoder.attentions]
+    assert min(sees) < len(IDS) < max(sees)
+    with contextlib.closing(load(build(tmp_path / "windows", artifacts), 1)) as llm:
+        spans, depth = spans_of(llm, IDS), len(IDS)
+        per_pair = 4 * config.heads * config.head_dim
+        per_position = 2 * 2 * config.kv_heads * config.head_dim
+        for phase, rows in (("prefill", range(depth)), ("decode", range(depth, depth + 1))):
+            seen = [[set(range(max(0, row + 1 - window), row + 1)) for row in rows] for window in sees]
+            attending = [s for s in phase_of(spans, phase) if s.kind == "launch" and "attention" in s.name]
+            assert [s.about["operations"] for s in attending] == [per_pair * sum(map(len, each)) for each in seen]
+            q_and_out = 2 * 2 * len(rows) * config.heads * config.head_dim
+            positions = [len(set.union(*each)) for each in seen]
+            assert [s.about["bytes"] - q_and_out for s in attending] == [per_position * count for count in positions]
+        bench = Bench(llm, repeats=1)
+        bench.read_bandwidth = lambda: 1.0  # type: ignore[method-assign]
+        cached = 1 / bench.decode(depth).limits[0] - 1 / bench.decode(0).limits[0]
+    assert cached == pytest.approx(per_position * sum(min(depth, window - 1) for window in sees))
+
+
+@pytest.mark.parametrize("sees", [None, 1, 5, 8, 100])
+def test_positions_and_pairs_are_those_of_every_row(sees: int | None) -> None:
+    for pos, rows in itertools.product((0, 1, 6, 9), (1, 2, 7)):
+        seen = [set(range(max(0, row + 1 - (sees or 10**6)), row + 1)) for row in range(pos, pos + rows)]
+        assert pairs_attended(pos, rows, sees) == sum(map(len, seen))
+        assert positions_read(pos, rows, sees) == len(set.union(*seen))
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "w8a8"])

@@ -91,6 +91,7 @@ _MODEL = record(
         "kv": _WORDS,
         **dict.fromkeys(("longest", "attention_layers", "experts", "experts_of_a_row"), _COUNT),
         "adapters": list_of(record({"name": _WORDS})),
+        "windows": list_of(_COUNT),
     },
 )
 _TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llama_npu2.artifact.attended import layers_seen, pairs_attended, positions_read
 from llama_npu2.artifact.plan import PREFILL
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.cli.table import Table
@@ -295,7 +296,7 @@ class Bench:
         return self._compare(
             f"tg{GENERATED} @ {depth}",
             self.read_bandwidth,
-            lambda engine: engine.token_bytes + depth * self._position_bytes(engine.name),
+            lambda engine: engine.token_bytes + self._cache_bytes(engine.name, depth),
             lambda engine, ids: engine.decode(depth, ids),
             GENERATED,
         )
@@ -343,21 +344,19 @@ class Bench:
             result.values.append(100 * (1 - (self.device.native_seconds - native) / seconds))
         return result
 
-    @property
-    def _attention_layers(self) -> int:
-        count: int = self.config.get("attention_layers", self.config["layers"])
-        return count
+    def _cache_bytes(self, engine: str, depth: int) -> float:
+        """Return the bytes of K and V that a token reads of the `depth` positions before it, in all layers.
 
-    def _position_bytes(self, engine: str) -> float:
-        """Return the bytes of K and V of one position in all layers: ours as they are stored, peers' in 16 bits.
-
-        Of a convolution's history a token reads a few rows, wherever it is.
+        Ours are as they are stored, peers' in 16 bits. Of a convolution's history a token reads a few rows, wherever
+        it is.
         """
+        layers = layers_seen(self.config)
+        positions = sum(positions_read(depth, 1, sees) - 1 for sees in layers)
         if engine != Ours.name:
-            return 4 * self._attention_layers * self.config["kv_heads"] * self.config["head_dim"]
+            return positions * 4 * self.config["kv_heads"] * self.config["head_dim"]
         manifest = self.llm.manifest
         caches = (name for name, spec in manifest.buffers.items() if spec["kind"] == "cache" and "history" not in name)
-        return sum(map(manifest.nbytes, caches)) / self.llm.context_length
+        return positions * sum(map(manifest.nbytes, caches)) / self.llm.context_length / max(1, len(layers))
 
     def _prefill_flop(self, rows: int) -> float:
         """Return the operations of a prompt.
@@ -370,8 +369,8 @@ class Bench:
             for call in manifest.plans[PREFILL]
             for name, weight in manifest.weights_read(call).items()
         )
-        pairs = rows * (rows + 1) / 2
-        return 2 * products + 4 * self._attention_layers * self.config["heads"] * self.config["head_dim"] * pairs
+        pairs = sum(pairs_attended(0, rows, sees) for sees in layers_seen(self.config))
+        return 2 * products + 4 * self.config["heads"] * self.config["head_dim"] * pairs
 
 
 def _token_bytes(llm: Llama) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW
 from llama_npu2.artifact.storage import File
@@ -254,9 +255,9 @@ class Laps(NamedTuple):
     def _amounts(self, launch: Mapping[str, Any]) -> dict[str, int]:
         """Return the least bytes that a launch moves and the operations that it does.
 
-        Bytes are given per call, row and position; operations per call, row, and pair of a row and a position that it
-        attends to.
+        Bytes are given per call, row and position that rows attend to; operations per call, row, and pair of a row and
+        such a position.
         """
-        pairs = self.seq * self.pos + self.seq * (self.seq + 1) // 2
-        counts = {"bytes": (1, self.seq, self.pos + self.seq), "operations": (1, self.seq, pairs)}
+        of = self.pos, self.seq, launch.get("sees")
+        counts = {"bytes": (1, self.seq, positions_read(*of)), "operations": (1, self.seq, pairs_attended(*of))}
         return {name: sum(n * rate for n, rate in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}

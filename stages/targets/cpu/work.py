@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from stages.model.part import HISTORY, Launch, Part, Slot, resolved
+from stages.weights.scalars import ALL
 
 FLOP = 2
 """A multiply-accumulate."""
@@ -17,8 +18,9 @@ def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]
     """Return the description of a launch that the library gives.
 
     It has the kernel, and two lists of three numbers. `bytes` counts each tensor once, as it lies in memory: for a
-    call, for each of its rows, for each position up to the last row's. `operations` counts products: for a call, for
-    each row, for each pair of a row and a position that it attends to.
+    call, for each of its rows, for each position that they attend to. `operations` counts products: for a call, for
+    each row, for each pair of a row and a position that it attends to. `sees` is how many positions a row attends to,
+    where these are not all.
     """
     moved = [0, 0, 0]
     for arg in launch.kernel.args:
@@ -29,7 +31,9 @@ def described_launch(part: Part, launch: Launch, dimensions: Mapping[str, float]
     if launch.kernel.attends:
         # Queries with keys, and weights with values.
         products[2] = 2 * FLOP * math.prod(resolved((launch.scalars["heads"], launch.scalars["head_dim"]), dimensions))
-    return {"kernel": launch.kernel.name, "bytes": moved, "operations": products}
+    sees = launch.scalars.get("sees", ALL)
+    window = {} if sees == ALL else {"sees": sees}
+    return {"kernel": launch.kernel.name, "bytes": moved, "operations": products, **window}
 
 
 def _moved(part: Part, launch: Launch, name: str, written: bool, dimensions: Mapping[str, float]) -> tuple[int, int]:
