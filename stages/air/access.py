@@ -6,7 +6,7 @@ Every transfer is evaluated for every step, tile and loop. The audit compares th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,23 @@ class Coverage:
 
 
 @dataclass(frozen=True, eq=False)
+class Way:
+    """A set of streams that may carry a transfer. Its runs are made only where they are asked for: some are many."""
+
+    bases: np.ndarray
+    """int64 (streams, patterns): from which elements each stream walks the pattern, in order."""
+    dims: Dims
+    """The pattern, outermost dimension first."""
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    def streams(self) -> Iterator[Runs]:
+        """Yield the runs of each stream, in order."""
+        return (walk(row, self.dims) for row in self.bases)
+
+
+@dataclass(frozen=True, eq=False)
 class Access:
     """The elements of a slot that one transfer of a launch walks."""
 
@@ -109,9 +126,9 @@ class Access:
     written: bool
     runs: Runs
     """Over all executions of the transfer."""
-    ways: tuple[tuple[Runs, ...], ...]
-    """Sets of streams that may carry it, each stream with its runs in order: a stream for each part that goes to other
-    cores or memory tiles, or one stream with all of it to one memory tile."""
+    ways: tuple[Way, ...]
+    """Sets of streams that may carry it: a stream for each part that goes to other cores or memory tiles, or one stream
+    with all of it to one memory tile."""
 
 
 def in_order(pieces: Iterable[Runs]) -> tuple[np.ndarray, np.ndarray]:
@@ -154,18 +171,13 @@ def _access(op: Operation, side: Side, written: bool, where: str) -> Access:
     if herd is not None:
         tiles = [axis for axis, value in enumerate(variables) if value in herd.ids]
         streams = np.moveaxis(base, tiles, range(len(tiles))).reshape(math.prod(base.shape[axis] for axis in tiles), -1)
-        return Access(slot, written, walk(base, side.dims), (_streams(streams, side.dims),))
+        return Access(slot, written, walk(base, side.dims), (Way(streams, side.dims),))
     bases, dims = base.reshape(1, -1), [d for d in zip(side.sizes, side.strides, strict=True) if d[0] != 1]
-    ways = [_streams(bases, side.dims)]
+    ways = [Way(bases, side.dims)]
     if dims:
         (parts, stride), *inner = dims
-        ways.append(_streams(bases + np.arange(parts)[:, None] * stride, tuple(inner) or ((1, 1),)))
+        ways.append(Way(bases + np.arange(parts)[:, None] * stride, tuple(inner) or ((1, 1),)))
     return Access(slot, written, walk(base, side.dims), tuple(ways))
-
-
-def _streams(bases: np.ndarray, dims: Dims) -> tuple[Runs, ...]:
-    """Return a stream for each row of `bases`, which walks a pattern from each of these."""
-    return tuple(walk(row, dims) for row in bases)
 
 
 def _variables(op: Operation, side: Side, where: str) -> dict[SSAValue, int]:

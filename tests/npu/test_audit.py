@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,14 @@ import pytest
 from llama_npu2.errors import UserError
 from stages import air
 from stages.air import analysis, limits
-from stages.air.access import Coverage, Runs, accesses, walk
+from stages.air.access import Coverage, Runs, Way, accesses, walk
 from stages.kernels import gemm, gemv, kernels
 from stages.targets.npu2 import audit as judge
 from stages.targets.npu2.compiled import Buffer, read_compiled, read_lines
 from stages.targets.npu2.liveness import HELD, check_liveness
 from stages.targets.npu2.modules import build_module
 from tests.support.npu_ir import lowered, stream, write_made
-from tests.support.npu_shapes import DEMO, device_programs
+from tests.support.npu_shapes import DEMO, FAMILIES, device_programs, family_programs
 from tests.support.objects import core_elf
 
 Edit = Callable[[str], str]
@@ -440,6 +440,26 @@ def test_accesses_are_what_traffic_counts(made: Callable[[], air.AirModule]) -> 
         for slot, size in counter.items():
             runs = [a.runs for a in accesses(module.launches[0], "") if (a.slot, a.written) == (slot, written)]
             assert sum(r.elements for r in runs) * 2 == size == Coverage.of(runs).elements * 2
+
+
+def test_ways_of_more_streams_than_there_are_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a feed-forward network in one launch could go to a hundred thousand places, a part to each."""
+    program = next(p for p in family_programs("gemma3-1b", "fused", "int4") if p.entry == "decode_layer")
+    launches = build_module(program, FAMILIES["gemma3-1b"].dimensions()).air.launches
+    found = [access for launch in launches for access in accesses(launch, "")]
+    most = max(found, key=lambda access: max(map(len, access.ways)))
+    assert max(map(len, most.ways)) > 100_000
+    walked: list[int] = []
+
+    def streams(way: Way) -> Iterator[Runs]:
+        walked.append(len(way))
+        yield most.runs
+
+    monkeypatch.setattr(Way, "streams", streams)
+    judge.check_order("launch", (most.slot, most.written), [most], [[most.runs]])
+    assert walked == [1]
+    with pytest.raises(UserError, match="in another order than the module, in 1 inputs"):
+        judge.check_order("launch", (most.slot, most.written), [most], [[Runs(most.runs.starts + 1, most.runs.length)]])
 
 
 TOLD = "      aiex.npu.rtp_write(@__air_herd_rtp_0_2, 0, {0})\n      aiex.set_lock(%lock_0_2, 1)\n"

@@ -92,7 +92,7 @@ def _device(function: FuncOp, launch: LaunchOp, name: str) -> Iterator[str]:
 def _streams(launch: LaunchOp) -> Iterator[tuple[str, bool, Runs]]:
     """Slot, whether it is written, and runs in order."""
     for access in accesses(launch, "launch"):
-        for runs in access.ways[-1]:
+        for runs in access.ways[-1].streams():
             yield access.slot, access.written, runs
 
 

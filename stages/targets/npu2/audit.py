@@ -201,17 +201,7 @@ class _Launch:
                 compiled = Coverage.of(runs for stream in actual[use].values() for runs in stream)
                 if compiled != module:
                     self._refuse_slot(*use, module, compiled)
-                self._check_order(use, expected[use], list(actual[use].values()))
-
-    def _check_order(self, use: _Use, expected: Sequence[Access], streams: Sequence[Sequence[Runs]]) -> None:
-        remaining = Counter(map(_digest, streams))
-        for access in expected:
-            ways = [Counter(_digest([stream]) for stream in way) for way in reversed(access.ways)]
-            remaining -= next((way for way in ways if way <= remaining), Counter())
-        if remaining:
-            verb, kind = ("writes", "outputs") if use[1] else ("reads", "inputs")
-            count = remaining.total()
-            raise UserError(f"{self.where}: {verb} {use[0]} in another order than the module, in {count} {kind}")
+                check_order(self.where, use, expected[use], list(actual[use].values()))
 
     def _refuse_slot(self, slot: str, written: bool, module: Coverage, compiled: Coverage) -> None:
         element = compiled.first_difference(module)
@@ -337,6 +327,20 @@ class _Launch:
         counts = [count for turn in turns for _, count in (*turn.takes, *turn.gives)]
         largest = max((*counts, *self.configuration.locks.values()), default=0)
         self._require("the value of a lock", largest, limits.LOCK_VALUE)
+
+
+def check_order(where: str, use: _Use, expected: Sequence[Access], streams: Sequence[Sequence[Runs]]) -> None:
+    """Check that the streams of one slot are those of one way of each access. Raises UserError."""
+    remaining = Counter(map(_digest, streams))
+    for access in expected:
+        # A way of more streams than there are is none of them. It may have a stream for each row of weights.
+        possible = [way for way in reversed(access.ways) if len(way) <= remaining.total()]
+        carried = (Counter(_digest([stream]) for stream in way.streams()) for way in possible)
+        remaining -= next((digests for digests in carried if digests <= remaining), Counter())
+    if remaining:
+        verb, kind = ("writes", "outputs") if use[1] else ("reads", "inputs")
+        count = remaining.total()
+        raise UserError(f"{where}: {verb} {use[0]} in another order than the module, in {count} {kind}")
 
 
 def _digest(stream: Iterable[Runs]) -> bytes:
