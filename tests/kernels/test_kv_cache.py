@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,16 +111,27 @@ def test_verify_passes_on_the_demo(artifacts: Path) -> None:
     assert quality["divergence"] < 0.0002, "a tenth of what weights in 4 bits cost"
 
 
+WINDOW = 16
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW}
+
+
 @pytest.mark.thorough
-def test_bench_counts_what_a_token_reads_of_the_cache(tmp_path: Path, artifacts: Path) -> None:
-    checkpoint = tmp_path / "counted"
-    write_checkpoint(checkpoint, dtype=bfloat16)
-    counted = {}
-    for kv in ("bf16", "int8"):
+@pytest.mark.parametrize(
+    "changes, seen",
+    [({}, {1: 1, 100: 100}), (MISTRAL, {1: 1, WINDOW - 1: WINDOW - 1, 100: WINDOW - 1})],
+    ids=["all", "windows"],
+)
+def test_bench_counts_what_a_token_reads_of_the_cache(
+    changes: dict[str, Any], seen: dict[int, int], tmp_path: Path, artifacts: Path
+) -> None:
+    """Ours as it is stored, a peer's in 16 bits; of windows what a token sees of the positions before it."""
+    checkpoint = tmp_path / f"counted-{len(changes)}"
+    write_checkpoint(checkpoint, dtype=bfloat16, **changes)
+    heads = prod(CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads"))
+    for kv, stored in (("bf16", 2 * heads * 16 * 2), ("int8", 2 * heads * (16 + 4))):
         llm = load(build(checkpoint, artifacts, kv=kv), 1)
         bench = Bench(llm, 1, [])
-        counted[kv] = bench._position_bytes(Ours.name)
-        assert bench._position_bytes("another") == counted["bf16"]
+        for depth, positions in seen.items():
+            assert bench._cache_bytes(Ours.name, depth) == positions * stored
+            assert bench._cache_bytes("another", depth) == positions * 2 * heads * 16 * 2
         llm.close()
-    heads = prod(CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads"))
-    assert counted == {"bf16": 2 * heads * 16 * 2, "int8": 2 * heads * (16 + 4)}

@@ -108,7 +108,14 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "attention_bias": (set_config(attention_bias=True), "attention_bias = true"),
     "mlp_bias": (set_config(mlp_bias=True), "mlp_bias = true"),
     "other_activation": (set_config(hidden_act="gelu"), 'hidden_act = "gelu"'),
-    "quantised": (set_config(quantization_config={"quant_method": "fp8"}), 'quant_method = "fp8"'),
+    "quantised": (
+        set_config(quantization_config={"quant_method": "bitsandbytes"}),
+        'quant_method = "bitsandbytes": only awq, ',
+    ),
+    "quantised_by_name_alone": (
+        set_config(quantization_config={"quant_method": "fp8"}),
+        'quant_method = "fp8": no tensor is quantised: take quantization_config out',
+    ),
     "other_rope": (set_config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}), '"dynamic"'),
     "rope_not_object": (set_config(rope_scaling=4), "rope_scaling = 4"),
     "rope_without_factor": (set_config(rope_scaling={"rope_type": "linear"}), "factor = null"),

@@ -152,6 +152,9 @@ class Directory:
         fields, method = ConfigFields(values, where), values.get("quant_method")
         if not isinstance(method, str) or method not in methods():
             raise fields.fails("quant_method", method, f"only {', '.join(methods())} are read")
+        if all(entry.dtype.lower() in PLAIN for entry in self.tensors.entries.values()):
+            # Other readers take such weights for damaged ones, and quantised numbers may have lost their scales.
+            raise fields.fails("quant_method", method, "no tensor is quantised: take quantization_config out")
         return methods()[method].open(fields)
 
     def tokenizer(self) -> Mapping[str, bytes]:
