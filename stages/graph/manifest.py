@@ -42,9 +42,6 @@ def write_manifest(
         calibrated: whether the weights were rounded for a text.
         adapters: what was merged into the weights.
     """
-    from stages.estimate.phases import phase_milliseconds  # it loads the runtime's devices
-
-    config = read_config(directory / CONFIG)
     plan = read_checked(directory / PLAN, PLANNED)
     weights = read_checked(directory / WEIGHTS, PACKED)
     tokenizer = sorted(p.relative_to(directory).as_posix() for p in (directory / "tokenizer").iterdir())
@@ -53,22 +50,36 @@ def write_manifest(
         **{"name": model, "weights": plan["weights"], "kv": plan["kv"]},
         **({"calibration": read_json(directory / CALIBRATION)} if calibrated else {}),
         **({"adapters": adapters} if adapters else {}),
-        **config.summary(),
-        **{"max_seq": plan["context"], "longest": config.max_seq, "eos": end_tokens(directory, config)},
+        **_read_model(directory, plan),
     }
     described["buffers"] = {name: _buffer(name, spec, weights["buffers"]) for name, spec in plan["buffers"].items()}
     described["plans"] = plan["phases"]
-    plans = parse_plans(plan["phases"])
-    described["milliseconds"] = phase_milliseconds(described, plans)
-    copied = second_copy(described["programs"], described["buffers"], plans)
-    if copied.calls and described["milliseconds"]:
-        described["copied_milliseconds"] = phase_milliseconds(described | {"buffers": copied.buffers}, copied.plans)
+    described |= _milliseconds(described)
     described["files"] |= weights["files"] | {name: file_digests(directory / name) for name in tokenizer}
     write_json(work / "manifest.json", described)
     try:
         check_manifest(read_json(work / "manifest.json"))
     except ValueError as error:
         raise UserError(f"{directory}: what was built does not fit together ({error}): {REMEDY}") from None
+
+
+def _read_model(directory: Path, plan: Spec) -> dict[str, Any]:
+    """Return what the runtime has to know of the model's configuration and its context."""
+    config = read_config(directory / CONFIG)
+    limits = {"max_seq": plan["context"], "longest": config.max_seq, "eos": end_tokens(directory, config)}
+    return {**config.summary(), **limits}
+
+
+def _milliseconds(described: Spec) -> dict[str, Any]:
+    """Return the fields with the estimates of phases, of the plan as it is and of the one with a second copy."""
+    from stages.estimate.phases import phase_milliseconds  # it loads the runtime's devices
+
+    plans = parse_plans(described["plans"])
+    estimates = {"milliseconds": phase_milliseconds(described, plans)}
+    copied = second_copy(described["programs"], described["buffers"], plans)
+    if copied.calls and estimates["milliseconds"]:
+        estimates["copied_milliseconds"] = phase_milliseconds({**described, "buffers": copied.buffers}, copied.plans)
+    return estimates
 
 
 def describe(directory: Path, programs: Mapping[str, Spec], target: Spec) -> dict[str, Any]:

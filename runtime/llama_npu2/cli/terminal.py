@@ -252,62 +252,82 @@ def formatted(console: Any) -> Iterator[Writer]:
     much of its end as the screen holds. Of reasoning, the last lines are shown dim until the answer begins.
     """
     from rich.live import Live
-    from rich.markdown import Markdown
-    from rich.segment import Segment
-    from rich.text import Text
-
-    class Block:
-        """The last lines of what a text looks like, without blank ones around it."""
-
-        def __init__(self, content: Any, lines: int = 0) -> None:
-            self._content, self._lines = content, lines
-
-        def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-            lines = console.render_lines(self._content, options, pad=False)
-            drawn = [at for at, line in enumerate(lines) if "".join(each.text for each in line).strip()]
-            for line in lines[drawn[0] : drawn[-1] + 1][-self._lines :] if drawn else ():
-                yield from line
-                yield Segment.line()
-
-    def markdown(text: str, lines: int = 0) -> Block:
-        return Block(Markdown(text, hyperlinks=False), lines)
-
-    class Formatted:
-        rest, thoughts, drawn, began = "", "", 0.0, 0.0
-
-        def __call__(self, piece: str) -> None:
-            self.fold()
-            self.rest += harmless(piece)
-            cut = blocks_end(self.rest)
-            whole, self.rest = self.rest[:cut], self.rest[cut:]
-            if not whole and time.monotonic() - self.drawn < REDRAWN:
-                return
-            live.update(markdown(self.rest, console.height - 1), refresh=not whole)
-            if whole:
-                live.console.print(markdown(whole))
-                live.console.print()
-            self.drawn = time.monotonic()
-
-        def thought(self, piece: str) -> None:
-            self.began = self.began or time.monotonic()
-            self.thoughts += harmless(piece)
-            if time.monotonic() - self.drawn >= REDRAWN:
-                live.update(Block(Text(self.thoughts, style="dim"), THOUGHTS), refresh=True)
-                self.drawn = time.monotonic()
-
-        def fold(self) -> None:
-            if self.thoughts:
-                live.update(markdown(""), refresh=True)
-                live.console.print(Text(folded(time.monotonic() - self.began), style="dim"))
-                self.thoughts, self.began = "", 0.0
 
     with Live(console=console, auto_refresh=False) as live:
-        write = Formatted()
+        write = _Formatted(live)
         try:
             yield write
         finally:
-            write.fold()
-            live.update(markdown(write.rest), refresh=True)
+            write.end()
+
+
+class _Formatted:
+    """A writer that draws on a `rich.live.Live`."""
+
+    def __init__(self, live: Any) -> None:
+        self._live = live
+        self._rest = self._thoughts = ""
+        self._began = 0.0
+        self.drawn = 0.0
+        """When something was drawn last."""
+
+    def __call__(self, piece: str) -> None:
+        self._fold()
+        self._rest += harmless(piece)
+        cut = blocks_end(self._rest)
+        whole, self._rest = self._rest[:cut], self._rest[cut:]
+        if not whole and time.monotonic() - self.drawn < REDRAWN:
+            return
+        self._live.update(_markdown(self._rest, self._live.console.height - 1), refresh=not whole)
+        if whole:
+            self._live.console.print(_markdown(whole))
+            self._live.console.print()
+        self.drawn = time.monotonic()
+
+    def thought(self, piece: str) -> None:
+        self._began = self._began or time.monotonic()
+        self._thoughts += harmless(piece)
+        if time.monotonic() - self.drawn >= REDRAWN:
+            self._live.update(_Block(_dim(self._thoughts), THOUGHTS), refresh=True)
+            self.drawn = time.monotonic()
+
+    def _fold(self) -> None:
+        if self._thoughts:
+            self._live.update(_markdown(""), refresh=True)
+            self._live.console.print(_dim(folded(time.monotonic() - self._began)))
+            self._thoughts, self._began = "", 0.0
+
+    def end(self) -> None:
+        self._fold()
+        self._live.update(_markdown(self._rest), refresh=True)
+
+
+class _Block:
+    """The last lines of what a text looks like, without blank ones around it, as rich draws them."""
+
+    def __init__(self, content: Any, lines: int = 0) -> None:
+        self._content, self._lines = content, lines
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        lines = console.render_lines(self._content, options, pad=False)
+        drawn = [at for at, line in enumerate(lines) if "".join(each.text for each in line).strip()]
+        for line in lines[drawn[0] : drawn[-1] + 1][-self._lines :] if drawn else ():
+            yield from line
+            yield Segment.line()
+
+
+def _markdown(text: str, lines: int = 0) -> _Block:
+    from rich.markdown import Markdown
+
+    return _Block(Markdown(text, hyperlinks=False), lines)
+
+
+def _dim(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text, style="dim")
 
 
 def blocks_end(text: str) -> int:

@@ -140,44 +140,68 @@ def _norm_qkv_rope(d: Described, rows: _Rows, interleave: bool = False) -> PartB
         interleave: Whether K and V are written to rows of the interleaved cache. Then each query has its position,
             which comes with its angles.
     """
-    b, mixer = PartBuilder(), d.mixer
+    b = PartBuilder()
     x = b.slot("x_in", rows.act("emb"), "input", buffer="x.{turn}")
     norm_w, normed = _normed_input(d, b, rows, "norm_w", "normed", x)
-    weights, biases, results = {}, {}, {}
-    for which, width in (("q", "q_dim"), ("k", "kv_dim"), ("v", "kv_dim")):
-        weights[which] = d.weight(b, f"w{which}")
-        if mixer.biased:
-            biases[which] = {"bias": d.weight(b, f"b{which}")}
-        if which != "v":
-            results[which] = b.slot(which, rows.act(width), "scratch")
-    v = _interleaved(b, "output", FROM_POSITION) if interleave else b.slot("v", rows.act("kv_dim"), "output")
-    names = ROW_NORMS if mixer.norms_rows else QK_NORMS
-    norms = {name[0]: d.weight(b, name) for name in names} if mixer.qk_norm else {}
-    buffer = f"{PLACED_ANGLES if interleave else ANGLES}{{rope}}"
-    buffers = {"q": f"{buffer}{OF_QUERIES if mixer.rope.q_scale else ''}", "k": buffer}
-    angles = ("max_seq", "placed_head_dim" if interleave else "head_dim")
-    tables = {which: b.slot(f"lut_{which}", angles, "table", format="f32", buffer=buffers[which]) for which in buffers}
+    products = {which: _projection(d, b, rows, which, interleave) for which in _WIDTHS}
+    names = ROW_NORMS if d.mixer.norms_rows else QK_NORMS
+    norms = {name[0]: d.weight(b, name) for name in names} if d.mixer.qk_norm else {}
+    tables = _angles(d, b, interleave)
+    v = products["v"]["out"]
     q_roped = b.slot("q_roped", rows.act("placed_heads_dim" if interleave else "q_dim"), "output")
     k_roped = v if interleave else b.slot("k_roped", rows.act("kv_dim"), "output")
     _norm_input(d, b, rows, x, norm_w, normed)
-    for which, width in (("q", "q_dim"), ("k", "kv_dim")):
-        rows.project(b, normed, weights[which], results[which], "emb", width, **biases.get(which, {}))
-    if interleave:
-        args, sizes = {"x": normed, "weight": weights["v"], "out": v}, {"cols": "emb", "out_cols": "kv_dim"}
-        args |= biases.get("v", {})
-        product = "gemm_kv_bias" if mixer.biased else "gemm_kv"
-        b.launch(product, args, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
-    else:
-        rows.project(b, normed, weights["v"], v, "emb", "kv_dim", **biases.get("v", {}))
-    for which, out, heads in (("q", q_roped, "heads"), ("k", k_roped, "kv_heads")):
-        rope = {"q": "rope_q", "k": "rope_kv"}[which] if interleave else "rope"
-        args, scalars = {"x": results[which], "table": tables[which], "out": out}, {}
-        if mixer.qk_norm and mixer.norms_rows:
-            args["x"] = _normed_row(b, rows, mixer.qk_norm, which, results[which], norms[which])
-        elif mixer.qk_norm:
-            rope, args, scalars = f"norm_{rope}", args | {"weight": norms[which]}, mixer.qk_norm.scalars_of_results
-        b.launch(rope, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim", **scalars)
+    for which, args in products.items():
+        if which == "v" and interleave:
+            product, sizes = "gemm_kv_bias" if d.mixer.biased else "gemm_kv", {"cols": "emb", "out_cols": "kv_dim"}
+            b.launch(product, {"x": normed, **args}, rows=rows.rows, pos="pos", head_dim="head_dim", **sizes)
+        else:
+            rows.project(b, normed, cols="emb", out_cols=_WIDTHS[which], **args)
+    for which, out in (("q", q_roped), ("k", k_roped)):
+        args = {"x": products[which]["out"], "table": tables[which], "out": out}
+        _rotate(d, b, rows, which, args, norms.get(which, ""), interleave)
     return b
+
+
+_WIDTHS = {"q": "q_dim", "k": "kv_dim", "v": "kv_dim"}
+
+
+def _projection(d: Described, b: PartBuilder, rows: _Rows, which: str, interleave: bool) -> dict[str, str]:
+    """Add the slots of the projection of Q, K or V. Return its product's arguments besides the input."""
+    weight = d.weight(b, f"w{which}")
+    bias = {"bias": d.weight(b, f"b{which}")} if d.mixer.biased else {}
+    if which == "v" and interleave:
+        out = _interleaved(b, "output", FROM_POSITION)
+    else:
+        out = b.slot(which, rows.act(_WIDTHS[which]), "output" if which == "v" else "scratch")
+    return {"weight": weight, "out": out, **bias}
+
+
+def _angles(d: Described, b: PartBuilder, interleave: bool) -> dict[str, str]:
+    """Add the tables of angles of Q and K. Return their slots."""
+    buffer = f"{PLACED_ANGLES if interleave else ANGLES}{{rope}}"
+    buffers = {"q": f"{buffer}{OF_QUERIES if d.mixer.rope.q_scale else ''}", "k": buffer}
+    shape = ("max_seq", "placed_head_dim" if interleave else "head_dim")
+    return {which: b.slot(f"lut_{which}", shape, "table", format="f32", buffer=buffers[which]) for which in buffers}
+
+
+def _rotate(
+    d: Described, b: PartBuilder, rows: _Rows, which: str, args: dict[str, str], norm_w: str, interleave: bool
+) -> None:
+    """Launch the rotary embedding of Q or K, after or with the norm if there is one.
+
+    Args:
+        args: the rotary embedding's, as they are without a norm.
+        norm_w: the slot of the norm's weight, if there is a norm.
+    """
+    kernel, norm = {"q": "rope_q", "k": "rope_kv"}[which] if interleave else "rope", d.mixer.qk_norm
+    scalars: dict[str, Dim | float] = {}
+    if norm and d.mixer.norms_rows:
+        args |= {"x": _normed_row(b, rows, norm, which, args["x"], norm_w)}
+    elif norm:
+        kernel, args, scalars = f"norm_{kernel}", args | {"weight": norm_w}, norm.scalars_of_results
+    heads = {"q": "heads", "k": "kv_heads"}[which]
+    b.launch(kernel, args, rows=rows.rows, pos="pos", heads=heads, head_dim="head_dim", **scalars)
 
 
 def _normed_input(d: Described, b: PartBuilder, rows: _Rows, weight: str, name: str, x: str) -> tuple[str, str]:
@@ -196,11 +220,9 @@ def _norm_input(d: Described, b: PartBuilder, rows: _Rows, x: str, weight: str, 
 
 def _normed_row(b: PartBuilder, rows: _Rows, norm: Norm, which: str, x: str, weight: str) -> str:
     """Add the norm of all heads of Q or K together. Return its slot."""
-    width = {"q": "q_dim", "k": "kv_dim"}[which]
-    normed = b.slot(f"{which}_normed", rows.act(width), "scratch")
-    b.launch(
-        "rms_norm", {"x": x, "weight": weight, "out": normed}, rows=rows.rows, cols=width, **norm.scalars_of_results
-    )
+    normed = b.slot(f"{which}_normed", rows.act(_WIDTHS[which]), "scratch")
+    args = {"x": x, "weight": weight, "out": normed}
+    b.launch("rms_norm", args, rows=rows.rows, cols=_WIDTHS[which], **norm.scalars_of_results)
     return normed
 
 
