@@ -80,7 +80,7 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored(name).astype(bfloat16), before.tensor(name))
     ids = np.random.default_rng(seed).integers(0, before.config.vocab, 200).tolist()
     (exact, sure), (rounded, _) = (theirs(directory, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
-    llama_cpp, places = peers.LlamaCpp(file, 2, 256, safely=True), np.array([149, *range(190, 200)])
+    llama_cpp, places = peers.LlamaCpp(file, 2, 256, peers.SAFELY), np.array([149, *range(190, 200)])
     logits = [llama_cpp.step(ids[:150]), llama_cpp.step(ids[150:191])]
     logits += [llama_cpp.step([token]) for token in ids[191:]]
     known = sure[places]
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
     gguf_file.quantise_gguf(file, f16, "F16")
     ids = np.random.default_rng(0).integers(0, config.vocab, 150).tolist()
     least = error(*(theirs(directory, ids, dtype)[0][100:] for dtype in (torch.bfloat16, torch.float32)))
-    llama_cpp = peers.LlamaCpp(f16, 2, config.max_seq, safely=True)
+    llama_cpp = peers.LlamaCpp(f16, 2, config.max_seq, peers.SAFELY)
     context = {"context": config.max_seq} if config.decoder.short_context else {}
     with contextlib.closing(load(build(f16, artifacts, **context), 2)) as llm:
         pairs = [(llm.prefill(ids), llama_cpp.step(ids))]

@@ -24,7 +24,7 @@ from stages.model.checkpoint import Checkpoint
 from stages.model.families import tensors
 from stages.model.sources import DEMO as DEMO_DIRECTORY
 from stages.model.sources import GgufSource, LocalSource
-from stages.proof.comparison import divergence, gguf_file, peers
+from stages.proof.comparison import divergence, gguf_file, openvino_model, peers
 from tests.conftest import build, needs_llama_cpp, write_checkpoint
 
 DEMO = LocalSource("demo", DEMO_DIRECTORY)
@@ -46,24 +46,23 @@ def steps_alike(peer, directory: Path) -> None:
     llm.close()
 
 
+CHANGES = {
+    "default": {},
+    "untied": {"tie_word_embeddings": False, "head_dim": 32},
+    "llama3 rope": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+}
+
+
 @needs_llama_cpp
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": False, "head_dim": 32},
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ],
-    ids=["default", "untied", "llama3 rope"],
-)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_llama_cpp_runs_the_same_model(changes: dict, artifacts: Path, tmp_path: Path) -> None:
     from stages.proof.comparison.gguf_file import write_gguf
 
@@ -72,6 +71,44 @@ def test_llama_cpp_runs_the_same_model(changes: dict, artifacts: Path, tmp_path:
     write_gguf(Checkpoint.open(directory), tmp_path / "model.gguf")
     assert not list(tmp_path.glob("*.part"))
     steps_alike(peers.LlamaCpp(tmp_path / "model.gguf", 2, 64), build(directory, artifacts))
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("changes", [CHANGES["default"], CHANGES["untied"]], ids=["default", "untied"])
+def test_openvino_runs_the_same_model(changes: dict, artifacts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino_genai", reason="needs the openvino extra: pip install -e '.[openvino]'")
+    config, source = write_checkpoint(tmp_path / "model", **changes), LocalSource("model", tmp_path / "model")
+    (plain,) = peers.entrants(["openvino"], "bf16", source, tmp_path / "cache")
+    steps_alike(openvino_model.OpenVino(plain.model, 2, 64), build(tmp_path / "model", artifacts))
+    values = sum(map(prod, tensors(config).values())) - (0 if config.tied else config.vocab * config.emb)
+    assert 2 * values < plain.token_bytes < 2.1 * values
+    rounded, wide = peers.entrants(["openvino"], "int8", source, tmp_path / "cache")
+    assert [rounded.format, wide.format] == ["INT8", "INT8 activations=16-bit"] and rounded.model == wide.model
+    assert values < rounded.token_bytes < 0.7 * plain.token_bytes
+    assert not list(tmp_path.glob("tmp*"))
+    ids = [3, 1, 4]
+    exact, *others = [
+        openvino_model.OpenVino(each.model, 2, 64, *each.words).step(ids) for each in (plain, rounded, wide)
+    ]
+    assert all(0 < np.abs(other - exact).max() < 0.1 * np.abs(exact).max() for other in others)
+
+
+@needs_llama_cpp
+def test_scaled_rotations_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """OpenVINO's reader of GGUF files does not know the factors: only the speed is that of the same model."""
+    pytest.importorskip("openvino_genai", reason="needs the openvino extra: pip install -e '.[openvino]'")
+    write_checkpoint(tmp_path / "model", **CHANGES["llama3 rope"])
+    peers.entrants(["openvino"], "bf16", LocalSource("model", tmp_path / "model"), tmp_path / "cache")
+    assert "only its speed compares" in capfd.readouterr().err
+
+
+def test_a_family_that_openvino_does_not_read(tmp_path: Path) -> None:
+    genai = pytest.importorskip("openvino_genai", reason="needs the openvino extra: pip install -e '.[openvino]'")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"^peers=openvino: OpenVINO does not read this model: .*: leave it out$"):
+        openvino_model.convert(tmp_path / "model.gguf", tmp_path / "made")
+    assert genai
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 @needs_transformers

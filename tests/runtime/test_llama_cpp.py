@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_those_of_llama_cpp(kind: str, plain: Path, artifacts: Path) -> None:
     file = plain.with_name(f"demo-{kind}.gguf")
     gguf_file.quantise_gguf(plain, file, kind)
-    theirs = peers.LlamaCpp(file, 2, 256, safely=True)
+    theirs = peers.LlamaCpp(file, 2, 256, peers.SAFELY)
     with contextlib.closing(load(build(file, artifacts), 2)) as llm:
         pairs = [pair for prompt in shipped(full=True) for pair in both(llm, theirs, llm.encode(prompt.text, raw=True))]
     distances = [float(np.sqrt(np.mean((a - b) ** 2))) for a, b in pairs]

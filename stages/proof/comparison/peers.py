@@ -32,7 +32,7 @@ from stages.engine.tree import Tree
 from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.sources import Source
-from stages.proof.comparison import gguf_file
+from stages.proof.comparison import gguf_file, openvino_model
 from stages.proof.comparison.transformers_model import cache_argument, load_transformers
 
 AS_IT_IS = "as it is"
@@ -45,15 +45,15 @@ SAFELY = "safely"
 class LlamaCpp:
     """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes.
 
-    `safely` keeps weights as the file has them, not rearranged for the processor. This is slower, but the layout for
-    AMX ends the process on some machines (ggml-org/llama.cpp#20824).
+    The word `SAFELY` keeps weights as the file has them, not rearranged for the processor. This is slower, but the
+    layout for AMX ends the process on some machines (ggml-org/llama.cpp#20824).
     """
 
-    def __init__(self, gguf: Path, threads: int, context: int, safely: bool = False) -> None:
+    def __init__(self, gguf: Path, threads: int, context: int, *words: str) -> None:
         self._api = llama_cpp = gguf_file.silenced()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = not safely
+        params.use_extra_bufts = SAFELY not in words
         model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not model:
             raise RuntimeError(f"llama.cpp does not read {gguf}")
@@ -128,6 +128,8 @@ class Entrant:
     model: Path
     token_bytes: int
     """Bytes of weights that a decoded token reads."""
+    words: tuple[str, ...] = ()
+    """What its engine is told besides."""
 
 
 def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
@@ -151,6 +153,24 @@ def _converted(checkpoint: Checkpoint, kind: str, cache: Path) -> Path:
     return converted
 
 
+def _openvino_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
+    """Yield OpenVINO with a checkpoint's conversions, made where they are missing, and without 8-bit activations."""
+    opened = Checkpoint.open(checkpoint)
+    plain = cache.with_name(f"{cache.name}-openvino-{openvino_model.PLAIN}")
+    if opened.config.decoder.attention.rope.scaling.type != "default":
+        print("OpenVINO leaves out how this model scales its rotations: only its speed compares", file=sys.stderr)
+    for kind in kinds:
+        model = cache.with_name(f"{cache.name}-openvino-{kind}")
+        if not model.exists() and not plain.exists():
+            openvino_model.convert(_converted(opened, openvino_model.PLAIN, cache), plain)
+        if not model.exists():
+            openvino_model.compress(plain, model, kind)
+        size = openvino_model.token_bytes(model, opened.config.tied, opened.config.vocab)
+        yield Entrant("openvino", kind, model, size)
+        if kind != openvino_model.PLAIN:
+            yield Entrant("openvino", f"{kind} {openvino_model.WIDE}", model, size, (openvino_model.WIDE,))
+
+
 def _transformers_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
     """Yield transformers with the checkpoint itself."""
     values = sum(map(prod, families.token_tensors(Checkpoint.open(checkpoint).config).values()))
@@ -163,7 +183,7 @@ class Program:
     """Another program that runs checkpoints."""
 
     engine: Callable[..., Any]
-    """(model, threads, context) -> an object with `rewind` and `step`."""
+    """(model, threads, context, what it is told besides) -> an object with `rewind` and `step`."""
     entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
     """(checkpoint, formats, prefix of conversions) -> the program with each model."""
     packages: tuple[str, ...]
@@ -173,7 +193,7 @@ class Program:
     formats: Mapping[str, tuple[str, ...]]
     """The format of our weights -> its nearest ones, by its own names."""
     can_be_safe: bool = False
-    """Whether `engine` takes one more argument, to avoid what has ended its process."""
+    """Whether the word `SAFELY` makes `engine` avoid what has ended its process."""
 
 
 _PROGRAMS = {
@@ -199,6 +219,17 @@ _PROGRAMS = {
         },
         can_be_safe=True,
     ),
+    "openvino": Program(
+        openvino_model.OpenVino,
+        _openvino_entrants,
+        ("openvino_genai", "nncf", "llama_cpp", "gguf"),
+        "openvino",
+        {
+            "bf16": (openvino_model.PLAIN,),
+            **dict.fromkeys(("int8", "w8a8"), (openvino_model.INT8,)),
+            "int4": (openvino_model.INT4,),
+        },
+    ),
     "transformers": Program(
         Transformers, _transformers_entrants, ("torch", "transformers"), "verify", {"bf16": ("BF16",)}
     ),
@@ -215,7 +246,7 @@ class Peer:
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
         self._program = entrant.program
-        self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context)]
+        self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context), *entrant.words]
         program = _PROGRAMS.get(entrant.program)
         self._may_begin_again = program is not None and program.can_be_safe
         self._process = self._start()
@@ -309,10 +340,10 @@ def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) ->
     return [entrant for p in programs for entrant in p.entrants(source.fetch(), p.formats[weights], cache)]
 
 
-def serve(name: str, model: str, threads: str, context: str, *safely: str) -> None:
+def serve(name: str, model: str, threads: str, context: str, *words: str) -> None:
     """Answer requests until standard input ends, with seconds or an error message."""
     try:
-        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *(word == SAFELY for word in safely))
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *words)
         for line in sys.stdin:
             print(json.dumps(_measure(engine, json.loads(line))), flush=True)
     except Exception as error:  # whatever a foreign library raises
