@@ -21,7 +21,7 @@ from stages.kernels import KV_FORMATS
 
 INCLUDE = "weights"
 """What `push` and `cache=` give to others only if asked, where the checkpoint is not public."""
-PEERS = ("llama.cpp", "transformers")
+PEERS = ("llama.cpp", "openvino", "transformers")
 RECIPES = ("transformers", "llama.cpp")
 """Whose perplexity: see `stages.proof.comparison.perplexity`."""
 MATMULS = ("bf16", "bfp16")
