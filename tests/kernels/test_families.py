@@ -319,9 +319,8 @@ def test_logits(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None
     # Transformers chooses the factors of long rotations by the length of the text.
     context = {"context": 320} if (config.decoder.short_context or POSITIONS) < len(ids) else {}
     opened = Checkpoint.open(checkpoint).within(context.get("context", 0))
-    if not config.decoder.experts:
-        layer_by_layer = next(transformers_model.logits(opened, opened.tensor, [ids]))
-        np.testing.assert_allclose(layer_by_layer, exact, atol=1e-5 * np.abs(exact).max())
+    layer_by_layer = next(transformers_model.logits(opened, opened.tensor, [ids]))
+    np.testing.assert_allclose(layer_by_layer, exact, atol=1e-5 * np.abs(exact).max())
     first, second, end = sorted(rng.choice(np.arange(1, 300), 3, replace=False).tolist())
     places = np.array([first - 1, second - 1, end - 1, *range(end, 304)])
     judged = sure[places]

@@ -10,14 +10,14 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_npu2.errors import REMEDY
 from stages.engine.files import read_json
 from stages.model.config import Config, ConfigFields
-from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, STACKED, TURNED, VOCABULARY, Attention, Shape
+from stages.model.decoder import EMBEDDING, FINAL_NORM, HEAD, STACKED, TURNED, VOCABULARY, Attention, Layer, Shape
 from stages.model.families.gguf import Gguf
 from stages.model.families.place import Location, Place
 
@@ -40,8 +40,8 @@ class Family:
     """What people call it."""
     of_layers: tuple[str, ...] = ("layer_types",)
     """Fields that are lists with an entry for each layer."""
-    alone: Mapping[str, Any] = field(default_factory=dict)
-    """Fields with which transformers runs one layer of a model as it is in the model."""
+    alone: Callable[[Layer], Mapping[str, Any]] = lambda layer: {}
+    """Returns fields with which transformers runs a layer by itself as it is in the model."""
     gguf: Gguf | None = None
     """How GGUF files hold its models; None: they are not read."""
 

@@ -11,8 +11,10 @@ from stages.model.families import Family
 from stages.model.families.gguf import Gguf
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS
 
-ALONE = {"embedding_multiplier": 1.0}
-"""Transformers multiplies whatever enters the first layer."""
+
+def alone(layer: Layer) -> Mapping[str, Any]:
+    """Return fields of a layer by itself: transformers multiplies whatever enters the first layer."""
+    return {"embedding_multiplier": 1.0}
 
 
 def parse(fields: ConfigFields) -> Config:
@@ -75,4 +77,4 @@ GGUF = Gguf(
 )
 
 
-FAMILY = Family("granite", ("GraniteForCausalLM",), parse, TENSORS, IGNORED, title="Granite 3", alone=ALONE, gguf=GGUF)
+FAMILY = Family("granite", ("GraniteForCausalLM",), parse, TENSORS, IGNORED, title="Granite 3", alone=alone, gguf=GGUF)

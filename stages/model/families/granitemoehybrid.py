@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stages.model.config import FULL, Config, ConfigFields
 from stages.model.families import Family
-from stages.model.families.granite import ALONE, GGUF, described
+from stages.model.families.granite import GGUF, alone, described
 from stages.model.families.llama import IGNORED, REQUIRED, TENSORS, of_layer
 from stages.model.families.smollm3 import NO_ROTATION
 
@@ -43,7 +43,7 @@ FAMILY = Family(
     TENSORS | _NAMES,
     IGNORED,
     title="Granite 4, dense",
-    alone=ALONE,
+    alone=alone,
     gguf=GGUF,
 )
 """In GGUF files it is a Granite 3."""

@@ -58,6 +58,12 @@ _GGUF = Gguf(
     complete=_of_gguf,
 )
 
+
+def _alone(layer: Layer) -> Mapping[str, Any]:
+    """Return fields of a layer by itself, which say by number which layers have no experts."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [] if isinstance(layer.feed_forward, Experts) else [0]}
+
+
 FAMILY = Family(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM",),
@@ -65,5 +71,6 @@ FAMILY = Family(
     {**qwen3.FAMILY.tensors, **_EXPERTS},
     IGNORED,
     title="Qwen 3 with experts",
+    alone=_alone,
     gguf=_GGUF,
 )

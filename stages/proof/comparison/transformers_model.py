@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,8 @@ def load_transformers(checkpoint: Path, dtype: str) -> Any:
     architecture, config = _described(opened)
     if checkpoint.is_dir() and {tensor.format for tensor in opened.held.values()} <= set(PLAIN):
         return architecture.from_pretrained(checkpoint, dtype=chosen).eval()
-    weights = {
-        name: _torch(whole([(at, opened.tensor(weight.name)) for weight, at in pieces]), chosen)
-        for name, pieces in families.locations(opened.config).items()
-    }
+    found = _stored(families.locations(opened.config), opened.tensor)
+    weights = {name: _torch(tensor, chosen) for name, tensor in found}
     return architecture.from_pretrained(None, config=config, state_dict=weights, dtype=chosen).eval()
 
 
@@ -70,6 +68,16 @@ def _described(checkpoint: Checkpoint, **changes: Any) -> tuple[Any, Any]:
         # Transformers chooses by the length of a text, and we by the room of the KV cache.
         config.rope_parameters |= {name: [*scaling.factors] for name in ("short_factor", "long_factor")}
     return architecture, config
+
+
+def _stored(
+    locations: Mapping[str, Sequence[tuple[families.Weight, Location]]], values: Values
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield tensors as checkpoints have them, by name, from the weights that lie in each."""
+    # Those of all experts are in one.
+    values = lru_cache(maxsize=1)(values)
+    for name, pieces in locations.items():
+        yield name, whole([(at, values(weight.name)) for weight, at in pieces])
 
 
 def _torch(values: np.ndarray, dtype: Any) -> Any:
@@ -141,11 +149,9 @@ def _through_layers(
 ) -> Iterator[Callable[[Any], Any]]:
     """Run texts from their embeddings to the input of the last norm, a layer for each item; each item is that norm."""
     tensors: dict[int | None, dict[str, list[tuple[families.Weight, Location]]]] = {}
-    places = families.of(checkpoint.config).tensors
-    for pieces in families.locations(checkpoint.config).values():
-        weight = pieces[0][0]
-        tensors.setdefault(weight.layer, {})[places[weight.slot].tensor.rpartition("{layer}.")[2]] = pieces
-    models: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    for name, pieces in families.locations(checkpoint.config).items():
+        tensors.setdefault(pieces[0][0].layer, {})[name] = pieces
+    models: dict[str, tuple[Any, Any]] = {}
 
     def forward(state: Any, model: Any, layer: int) -> Any:
         mixer = checkpoint.config.decoder.layers[layer].mixer
@@ -154,23 +160,28 @@ def _through_layers(
 
     kinds = _kinds(checkpoint)
     for layer in tqdm(range(len(kinds)), desc="transformers, layer by layer", disable=None, leave=False):
-        if kinds[layer] not in models:
-            models[kinds[layer]] = _one_layer(checkpoint, kinds[layer])
-        model, norm = models[kinds[layer]]
-        weights = {
-            inside: whole([(at, values(weight.name)) for weight, at in pieces])
-            for inside, pieces in tensors[layer].items()
-        }
-        _run(model.layers[0], weights, running, partial(forward, model=model, layer=layer))
+        kind = repr(kinds[layer])
+        if kind not in models:
+            models[kind] = _one_layer(checkpoint, kinds[layer])
+        model, norm = models[kind]
+        weights = {name.partition(f".{layer}.")[2]: tensor for name, tensor in _stored(tensors[layer], values)}
+        run = partial(forward, model=model.base_model, layer=layer)
+        _run(model.base_model.layers[0], weights, running, run, partial(_as_in_memory, model))
         yield norm
 
 
-def _kinds(checkpoint: Checkpoint) -> list[tuple[Any, ...]]:
-    """Return what each layer has of the fields that transformers has as lists of layers (`Family.of_layers`)."""
+def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return for each layer the fields of a model that has only this one (`Family.of_layers`, `Family.alone`)."""
     _, config = _described(checkpoint)
-    fields = families.of(checkpoint.config).of_layers
-    lists = [getattr(config, field, None) or [None] * checkpoint.config.layers for field in fields]
-    return list(zip(*lists, strict=True))
+    family, count = families.of(checkpoint.config), checkpoint.config.layers
+    lists = [getattr(config, field, None) or [None] * count for field in family.of_layers]
+    fields = [
+        {f: [value] for f, value in zip(family.of_layers, kind, strict=True) if value is not None}
+        for kind in zip(*lists, strict=True)
+    ]
+    return [
+        own | dict(family.alone(layer)) for own, layer in zip(fields, checkpoint.config.decoder.layers, strict=True)
+    ]
 
 
 def rounding_cache(kv: str) -> Any:
@@ -198,29 +209,55 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
-def _one_layer(checkpoint: Checkpoint, kind: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return a model of one layer of a kind and a vocabulary of one token, without its last norm, and that norm."""
-    family = families.of(checkpoint.config)
-    changes = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | dict(family.alone)
-    changes |= {field: [value] for field, value in zip(family.of_layers, kind, strict=True) if value is not None}
+def _one_layer(checkpoint: Checkpoint, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a model of one layer with such fields and a vocabulary of one token, and its last norm, which it lacks."""
+    changes = {**dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")), **fields}
     architecture, config = _described(checkpoint, num_hidden_layers=1, vocab_size=1, **changes)
-    model = architecture(config).eval().base_model
+    if checkpoint.config.decoder.experts:
+        # Other ways to compute them take no odd sizes.
+        config._experts_implementation = "eager"
+    model = architecture(config).eval()
     last = families.tensor(checkpoint.config, FINAL_NORM).split(".")[-2]
-    norm = getattr(model, last)
-    setattr(model, last, _packages()[0].nn.Identity())
+    norm = getattr(model.base_model, last)
+    setattr(model.base_model, last, _packages()[0].nn.Identity())
     return model, norm
 
 
+def _as_in_memory(model: Any, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tensors of a layer in a checkpoint as `model`, which has only this layer, names and stacks them."""
+    inside = model.base_model.layers[0].state_dict()
+    if set(weights) == set(inside):
+        return weights
+    prefix = f"{model.base_model_prefix}.layers.0."
+    loaded, information = type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict={prefix + name: tensor for name, tensor in weights.items()},
+        dtype=next(iter(weights.values())).dtype,
+        output_loading_info=True,
+    )
+    if unknown := [name for name in information["missing_keys"] if name.startswith(prefix)] + [
+        *information["unexpected_keys"]
+    ]:
+        raise RuntimeError(f"transformers does not load {', '.join(sorted(unknown))}")
+    found: Mapping[str, Any] = loaded.base_model.layers[0].state_dict()
+    return found
+
+
 def _run(
-    module: Any, weights: Mapping[str, np.ndarray], running: dict[Any, list[Any]], forward: Callable[[Any], Any]
+    module: Any,
+    weights: Mapping[str, np.ndarray],
+    running: dict[Any, list[Any]],
+    forward: Callable[[Any], Any],
+    as_in_memory: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> None:
     """Load a module's weights in each dtype that runs through it, and run `forward` on its states.
 
-    `Module.to` would round the frequencies of the rotation too.
+    `Module.to` would round the frequencies of the rotation too. `as_in_memory` makes the module's tensors of weights.
     """
     for dtype, states in running.items():
         if states:
             converted = {name: _torch(values, dtype) for name, values in weights.items()}
-            module.load_state_dict(converted, assign=True)
+            module.load_state_dict(as_in_memory(converted), assign=True)
             with _packages()[0].no_grad():
                 running[dtype] = [forward(state) for state in states]
