@@ -35,7 +35,7 @@ from stages.model.random_weights import write_byte_tokenizer
 from stages.targets.cpu.toolchain import host_compiler
 from tests.support import browser
 
-pytest_plugins = ["tests.support.left_out", "tests.support.balanced"]
+pytest_plugins = ["tests.support.left_out", "tests.support.balanced", "tests.support.kept_objects"]
 
 # Half of the time of a process that a test starts would be compiling what is imported.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -166,6 +166,10 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "artifacts"
     root.mkdir(exist_ok=True)
+    from tests.support.kept_objects import give
+
+    with FileLock(root.with_suffix(".lock")):
+        give(root)
     return root
 
 

@@ -1,7 +1,7 @@
-"""A cache of objects, which all models of an `artifacts` directory share, by a key of everything that can change them.
+"""A cache of objects and of what is linked of them, which all models of an `artifacts` directory share.
 
-The key covers compiler, flags, source and headers. An object that was altered, or that somebody else stored, is made
-again, so no wrong one is used.
+The key covers everything that can change them: compiler, flags, source, headers, and the objects that are linked. An
+object that was altered, or that somebody else stored, is made again, so no wrong one is used.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def cached_object(
         cache: the directory; neither it nor the one above it may be a link (`artifacts/.cache/objects`).
         name: the beginning of the object's file name.
         made_by: compiler and flags; their `repr` is part of the key.
-        sources: every file that the compiler may read.
+        sources: every file that the compiler may read, objects included, in the order in which it does.
         make: returns those files below the project that the compiler did read. Nothing is stored if it raises.
 
     Raises:
@@ -70,6 +71,20 @@ def cached_object(
             partial.unlink(missing_ok=True)
         tree.write(inside / entry.name, json.dumps(record).encode())
     return CachedObject(output, tuple(read))
+
+
+def copy_cached(cached: Callable[[], CachedObject], to: Path) -> tuple[Path, ...]:
+    """Copy the object that `cached` returns. Return the project's files that it was made from.
+
+    Raises whatever `cached` raises.
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        found = cached()
+        # Somebody who tidies the cache may just have removed the object.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(found.path, to)
+            return found.read
 
 
 def _key(made_by: object, sources: Iterable[Path]) -> str:

@@ -6,10 +6,8 @@ Next to every generated module lies a description (JSON); its `objects` lists th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +17,7 @@ from typing import NamedTuple
 
 from llama_npu2.errors import UserError
 from stages.engine.files import read_json
-from stages.engine.object_cache import CachedObject
+from stages.engine.object_cache import CachedObject, copy_cached
 from stages.engine.places import KERNELS, OBJECTS, kernel_files
 from stages.engine.progress import say, speaker
 
@@ -80,13 +78,9 @@ def write_objects(
     from stages.engine.bar import Bar
 
     def make(name: str, flags: Sequence[str]) -> Sequence[Path]:
-        while True:
-            compiled = compile_one(name, flags)
-            # Somebody who tidies the cache may just have removed the object.
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(compiled.path, directory / name)
-                bar.update()
-                return compiled.read
+        read = copy_cached(lambda: compile_one(name, flags), directory / name)
+        bar.update()
+        return read
 
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,

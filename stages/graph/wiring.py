@@ -261,7 +261,7 @@ class Wiring:
         return self._step(
             f"elf:{library.name}",
             f"Link {library.name} from its module and its objects.",
-            partial(room.write_program, module.outputs[0], library.name),
+            partial(room.write_program, module.outputs[0], library.name, self.build.artifacts / CACHE),
             [library.file, *library.linked_facts],
             module.outputs[:2],
             tool=room.fingerprint,

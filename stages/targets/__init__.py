@@ -79,8 +79,8 @@ class Programs(Protocol):
     DESCRIBES: bool
     """Whether `write_program` also writes `<library>.json`: manifest entries that only the linked program tells."""
 
-    def write_program(self, module: Path, library: str, work: Path) -> list[Path]:
-        """Write `elf/<library><SUFFIX>` (step action). Return the objects that were linked."""
+    def write_program(self, module: Path, library: str, cache: Path, work: Path) -> list[Path]:
+        """Write `elf/<library><SUFFIX>`, or take it from `cache` (step action). Return the files that were read."""
 
     def fingerprint(self) -> str | None:
         """Return the linker's version; None without a linker."""

@@ -117,7 +117,7 @@ def make(module: Path, tmp_path: Path) -> list[Path]:
     work = tmp_path / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    return programs.write_program(module, "hello.128", work)
+    return programs.write_program(module, "hello.128", tmp_path / "cache", work)
 
 
 def options_of(help_text: str) -> set[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from stages.engine.digests import Digests
 from stages.targets.cpu.instruction_sets import objects_of
+from stages.targets.cpu.toolchain import need_host_compiler
 from tests.conftest import doit, ran, snapshot, write_checkpoint
 
 COMPILE = ("compile", "model=model")
@@ -370,3 +372,24 @@ def test_killed_builds_are_finished_by_the_next(built: Path) -> None:
     ran(doit(*COMPILE, cwd=built))
     assert snapshot(built / BUILT) == undisturbed
     assert ran(doit(*COMPILE, cwd=built)) == set()
+
+
+def test_programs_of_the_same_shapes_are_linked_once(built: Path, tmp_path: Path) -> None:
+    """A fine-tune has the programs of its model; one that was altered in the cache is linked again."""
+    write_checkpoint(built / "tuned", seed=1)
+    command, *options = need_host_compiler()
+    log, logged = tmp_path / "log", tmp_path / "c++"
+    logged.write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo "$@" >> {log} ;; esac\nexec {command} "$@"\n')
+    logged.chmod(0o755)
+
+    def compile_tuned() -> dict[str, bytes]:
+        compiler = {"CXX": shlex.join([str(logged), *options])}
+        assert "elf:o_ffn" in ran(doit("compile", "model=tuned", cwd=built, env=compiler))
+        return snapshot(built / "artifacts/tuned/cpu/elf")
+
+    programs = compile_tuned()
+    assert not log.exists() and programs == snapshot(built / "artifacts/model/cpu/elf")
+    for cached in (built / "artifacts/.cache/objects").glob("o_ffn-*.o"):
+        cached.write_bytes(cached.read_bytes()[:-1])
+    shutil.rmtree(built / "artifacts/tuned")
+    assert compile_tuned() == programs and len(log.read_text().splitlines()) == 1

@@ -150,5 +150,5 @@ def _library(build: Build, program: str, work: Path) -> Path:
         objects.write_objects(
             source, [module.with_suffix(".json")], build.artifacts / CACHE, work, **modules.expected(source)
         )
-    programs.write_program(module, program, work)
+    programs.write_program(module, program, build.artifacts / CACHE, work)
     return work / "elf" / f"{program}{programs.SUFFIX}"

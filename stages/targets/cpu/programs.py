@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from stages.engine.object_cache import cached_object, copy_cached
 from stages.engine.objects import compiled, linked
-from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
+from stages.targets.cpu.instruction_sets import SOURCES
+from stages.targets.cpu.toolchain import FLAGS, INCLUDE, host_system, need_host_compiler
 from stages.targets.cpu.toolchain import host_compiler_fingerprint as fingerprint
 
 __all__ = ["DESCRIBES", "SUFFIX", "fingerprint", "link_host", "write_program"]
@@ -14,11 +17,19 @@ __all__ = ["DESCRIBES", "SUFFIX", "fingerprint", "link_host", "write_program"]
 SUFFIX = ".so"
 DESCRIBES = False
 
+# Symbols other than the entry points stay inside: every library carries its own kernels.
+_ONLY_NEEDED = ("-Wl,--build-id=none", "-Wl,--gc-sections", "-Wl,-Bsymbolic", "-s")
+_LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", *_ONLY_NEEDED)
 
-def write_program(module: Path, library: str, work: Path) -> list[Path]:
+
+def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Step action: link a library for the host; returns its objects and the headers of its glue."""
     objects = list(linked(module).values())
-    return [*objects, *link_host(module, objects, work / "elf" / f"{library}{SUFFIX}")]
+    made_by = (fingerprint(), FLAGS, _LINK, host_system())
+    sources = [module, *objects, *sorted(SOURCES.glob("*.h"))]
+    make = partial(link_host, module, objects)
+    link = partial(cached_object, cache, library, made_by, sources, make)
+    return [*objects, *copy_cached(link, work / "elf" / f"{library}{SUFFIX}")]
 
 
 def link_host(glue: Path, objects: Sequence[Path], output: Path) -> list[Path]:
@@ -26,9 +37,5 @@ def link_host(glue: Path, objects: Sequence[Path], output: Path) -> list[Path]:
 
     Raises UserError.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # Symbols other than the entry points stay inside: every library carries its own kernels.
-    only_needed = ("-Wl,--build-id=none", "-Wl,--gc-sections", "-Wl,-Bsymbolic", "-s")
-    static = ("-static-libstdc++", "-static-libgcc")
-    inputs = [INCLUDE, str(glue), *map(str, objects), "-shared", "-pthread", *static, *only_needed]
-    return compiled([*need_host_compiler(), *FLAGS, *inputs], output, f"{output.name} does not compile")
+    inputs = [INCLUDE, str(glue), *map(str, objects), *_LINK]
+    return compiled([*need_host_compiler(), *FLAGS, *inputs], output, f"{glue.name} does not compile")

@@ -78,11 +78,12 @@ class Job:
     """The objects that it links, by the name that the module uses."""
 
 
-def write_program(module: Path, library: str, work: Path) -> list[Path]:
+def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Write `elf/LIBRARY.elf`, its description `elf/LIBRARY.json` and `build/logs/LIBRARY.log` (step action).
 
     Args:
         module: The MLIR; the description of the module is next to it.
+        cache: Not used: what aircc makes is more than one file.
 
     Returns:
         The objects that the program links.

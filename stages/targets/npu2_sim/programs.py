@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages import air
+from stages.engine.object_cache import cached_object, copy_cached
 from stages.engine.objects import linked, run_compiler
 from stages.engine.places import KERNELS
-from stages.targets.cpu.toolchain import need_host_compiler
+from stages.targets.cpu.toolchain import host_system, need_host_compiler
 from stages.targets.npu2_sim.objects import HEADERS, options
 from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 
@@ -23,28 +25,42 @@ SUFFIX = ".so"
 DESCRIBES = False
 
 
-def write_program(module: Path, library: str, work: Path) -> list[Path]:
+def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Lower a module to host C++ and link it with its objects (step action). Return the objects and the headers."""
-    objects = list(linked(module).values())
+    objects, made_by = list(linked(module).values()), (fingerprint(), options(), host_system())
     with tempfile.TemporaryDirectory() as scratch:
-        link(air.parse_mlir(module.read_text()), objects, work / "elf" / f"{library}{SUFFIX}", Path(scratch))
-    return [*objects, *HEADERS]
+        source = _lowered(air.parse_mlir(module.read_text()), Path(scratch) / f"{library}.cc")
+
+        def make(output: Path) -> Sequence[Path]:
+            _link_lowered(source, objects, output, options())
+            return HEADERS
+
+        made = partial(cached_object, cache, library, made_by, [source, *objects, *HEADERS], make)
+        return [*objects, *copy_cached(made, work / "elf" / f"{library}{SUFFIX}")]
 
 
 def link(
     module: ModuleOp, objects: Sequence[Path], target: Path, work: Path, chosen: Sequence[str] = options()
 ) -> Path:
     """Link the shared object `target` of a module and the objects it calls; `work` keeps the C++. Raises UserError."""
+    work.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _link_lowered(_lowered(module, work / f"{target.stem}.cc"), objects, target, chosen)
+    return target
+
+
+def _lowered(module: ModuleOp, source: Path) -> Path:
+    """Write the C++ of a module to the file `source`, which is returned. Raises UserError."""
     # Loads MLIR's framework, which an up-to-date build does not need.
     from stages.targets.npu2_sim.lower import lower
 
-    work.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = work / f"{target.stem}.cc"
     source.write_text(lower(module))
+    return source
+
+
+def _link_lowered(source: Path, objects: Sequence[Path], target: Path, chosen: Sequence[str]) -> None:
     program, compiler = source.with_suffix(".o"), need_host_compiler()
     command = [*compiler, *chosen, f"-I{KERNELS / 'sim'}", "-c", str(source), "-o", str(program)]
     run_compiler(command, f"{source.name} does not compile")
     shared = [*compiler, "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(program), *map(str, objects)]
-    run_compiler(shared, f"{target.name} cannot be linked")
-    return target
+    run_compiler(shared, f"{source.stem} cannot be linked")
