@@ -1,19 +1,24 @@
-"""Mistakes that Gemma's description and windows invite: each moves logits further than other tests' bounds allow."""
+"""Mistakes that Gemma, gpt-oss and windows invite: each moves logits further than other tests' bounds allow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
 
 from llama_npu2 import load
+from stages.kernels import silu_and_mul
+from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.model.config import Config
-from stages.model.decoder import Attention, Layer, Norm
+from stages.model.decoder import Attention, FeedForward, Layer, Norm
 from stages.model.families import parse_config
 from tests.conftest import build
 from tests.kernels.test_families import error, numpy_logits, theirs, torch, write
@@ -106,6 +111,156 @@ def test_mistakes_in_gemma(tmp_path: Path) -> None:
     wrong = {name: replace(right, config=mistake(right.config)) for name, mistake in MISTAKES.items()}
     found = {name: error(numpy_logits(checkpoint, ids, 2), exact) for name, checkpoint in wrong.items()}
     assert all(off > most for off in found.values()), (found, most)
+
+
+GPT_OSS: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "max_position_embeddings": 400,
+    "eos_token_id": 2,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 17,
+    "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 100},
+    "tie_word_embeddings": False,
+}
+
+Wrong = Callable[[Checkpoint], Checkpoint]
+
+
+def of_config(mistake: Callable[[Config], Config]) -> Wrong:
+    return lambda checkpoint: replace(checkpoint, config=mistake(checkpoint.config))
+
+
+def of_experts(**changes: Any) -> Wrong:
+    def changed(layer: Layer, _: Attention) -> Layer:
+        return replace(layer, feed_forward=replace(layer.feed_forward, **changes))
+
+    return of_config(of_layers(changed))
+
+
+def of_rotation(**changes: Any) -> Wrong:
+    return of_config(
+        of_mixers(lambda mixer: {"rope": replace(mixer.rope, scaling=replace(mixer.rope.scaling, **changes))})
+    )
+
+
+def other_windows(config: Config) -> Config:
+    first, second, *_ = config.decoder.layers
+    return replace(config, decoder=replace(config.decoder, layers=(second, first, second)))
+
+
+def of_tensors(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], *slots: str) -> Wrong:
+    """A checkpoint in which a layer's tensors of some slots are others."""
+
+    def changed(checkpoint: Checkpoint) -> Checkpoint:
+        held = dict(checkpoint.held)
+        for number in range(checkpoint.config.layers):
+            of_layer = {w.slot: w.name for w in families.weights(checkpoint.config) if w.layer == number}
+            values = change({slot: checkpoint.tensor(of_layer[slot]) for slot in slots})
+            for slot, other in values.items():
+                held[of_layer[slot]] = replace(held[of_layer[slot]], read=partial(np.copy, other))
+        return replace(checkpoint, held=held)
+
+    return changed
+
+
+def halves(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The first rows of an expert in place of every second one."""
+    gate, up = tensors.values()
+    rows = np.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
+    return dict(zip(tensors, np.split(rows, 2, axis=1), strict=True))
+
+
+def exchanged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(zip(tensors, reversed(tensors.values()), strict=True))
+
+
+GATE_AND_UP = ("w_gate_exps", "w_up_exps")
+
+MISTAKES_OF_EXPERTS: dict[str, Wrong] = {
+    "no sinks": of_config(of_mixers(lambda _: {"sinks": False})),
+    "sinks of other heads": of_tensors(lambda t: {slot: np.roll(values, 1) for slot, values in t.items()}, "sinks"),
+    "windows in the other layers": of_config(other_windows),
+    "a window is one longer": of_config(of_mixers(lambda mixer: {"window": mixer.window and mixer.window + 1})),
+    "whole numbers of YaRN": of_rotation(truncate=True),
+    "no factor of attention": of_rotation(attention_factor=1.0),
+    "no bias of the output": of_config(of_mixers(lambda _: {"output_biased": False})),
+    "no bias of Q, K and V": of_config(of_mixers(lambda _: {"biased": False})),
+    "no bias of the router": of_experts(router_biased=False),
+    "no biases of experts": of_experts(biased=False),
+    "shares are of all experts": of_experts(normed=False),
+    "another activation": of_experts(expert=FeedForward(64)),
+    "gate and up do not take turns": of_tensors(halves, *GATE_AND_UP),
+    "up before gate": of_tensors(exchanged, *GATE_AND_UP),
+}
+
+
+def activation(limit_gate: float = 7, limit_up: float = 7, alpha: float = 1.702, more: float = 1) -> Any:
+    def gated(gate: np.ndarray, up: np.ndarray, _: int) -> np.ndarray:
+        gate, up = (values.astype(np.float32) for values in (gate, up))
+        gate = np.minimum(gate, limit_gate)
+        made: np.ndarray = gate / (1 + np.exp(-alpha * gate)) * (np.clip(up, -limit_up, limit_up) + more)
+        return made.astype(bfloat16)
+
+    return gated
+
+
+WRONG_ACTIVATIONS = {
+    "no limit of gates": activation(limit_gate=np.inf),
+    "no limit of up": activation(limit_up=np.inf),
+    "sigmoid without its factor": activation(alpha=1),
+    "not one more": activation(more=0),
+}
+
+
+def test_mistakes_in_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Gemma. Some sinks are above all scores, and gates beyond their limit."""
+    write(tmp_path / "gpt-oss", "gpt_oss", GPT_OSS, 4)
+    # Of far logits two experts have nearly all shares.
+    file = tmp_path / "gpt-oss/model.safetensors"
+    smaller = {name: tensor / 4 if "router.w" in name else tensor for name, tensor in load_file(file).items()}
+    save_file(smaller, file, {"format": "pt"})
+    ids = np.random.default_rng(4).integers(0, 300, 60).tolist()
+    (exact, sure), (rounded, _) = (
+        theirs(tmp_path / "gpt-oss", ids, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    last = [57, 58, 59]
+    assert sure[last].all()
+    most, right = 1.5 * error(rounded[last], exact[last]), Checkpoint.open(tmp_path / "gpt-oss")
+
+    def off(checkpoint: Checkpoint) -> float:
+        return error(numpy_logits(checkpoint, ids, 2), exact[last])
+
+    assert off(right) <= most
+    found = {name: off(mistake(right)) for name, mistake in MISTAKES_OF_EXPERTS.items()}
+    monkeypatch.setattr(silu_and_mul, "reference", activation())
+    assert off(right) <= most
+    for name, wrong in WRONG_ACTIVATIONS.items():
+        monkeypatch.setattr(silu_and_mul, "reference", wrong)
+        found[name] = off(right)
+    assert not {name: distance for name, distance in found.items() if distance <= most}
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_shares_of_qwens_experts(normed: bool, tmp_path: Path) -> None:
+    """The softmax is of all experts, and is divided by the sum of those taken where the configuration says so."""
+    raw = {name: value for name, value in GPT_OSS.items() if name not in ("num_local_experts", "rope_scaling")}
+    raw |= {"num_experts": 5, "moe_intermediate_size": 48, "norm_topk_prob": normed, "rope_theta": 1e6}
+    write(tmp_path / "qwen", "qwen3_moe", raw, 5)
+    ids = np.random.default_rng(5).integers(0, 300, 60).tolist()
+    (exact, sure), (rounded, _) = (theirs(tmp_path / "qwen", ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    last = [57, 58, 59]
+    assert sure[last].all()
+    most, right = 1.5 * error(rounded[last], exact[last]), Checkpoint.open(tmp_path / "qwen")
+    assert error(numpy_logits(right, ids, 2), exact[last]) <= most
+    assert error(numpy_logits(of_experts(normed=not normed)(right), ids, 2), exact[last]) > most
 
 
 def test_spellings_of_gemma() -> None:

@@ -1006,6 +1006,7 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
         experts, rows, columns = shapes[name].shape
         blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
         scales = rng.integers(110, 130, (experts, rows, columns // 32), np.uint8)
+        scales.reshape(-1)[:2] = 0, 250
         pairs = np.stack([table[blocks % 16], table[blocks // 16]], axis=-1).reshape(experts, rows, -1, 32)
         values = pairs * 2.0 ** (scales.astype(int) - 127)[..., None]
         plain[name] = values.reshape(experts, rows, columns).swapaxes(1, 2).astype(bfloat16)
@@ -1021,6 +1022,11 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
         assert checkpoint.held[name].shape == held.shape
     policy = held_policy(checkpoint, lambda name: True)
     assert policy.exceptions | {} == dict.fromkeys(EXPERTS, "mxfp4") | {"vocab": "bf16"}
+    damaged = next(name for name in quantised if name.endswith("_scales"))
+    quantised[damaged].reshape(-1)[-1] = 255
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in quantised.items()}, tmp_path / "mxfp4" / SINGLE)
+    with pytest.raises(UserError, match=f"{damaged} holds a scale that is not a finite number"):
+        read_everything(tmp_path / "mxfp4")
 
 
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.model.importers import Held, Method
+from stages.model.importers import Held, Method, affine
 from stages.model.importers.directory import Tensors
 from stages.weights.constants import GROUP
 from stages.weights.format import Shape
@@ -30,9 +30,10 @@ def held(tensors: Tensors, name: str, shape: Shape) -> Held | None:
     tensors.part(parts[1], DTYPES, (*outer, groups))
 
     def read() -> np.ndarray:
-        pairs = tensors.read(parts[0])
+        pairs, scales = tensors.read(parts[0]), tensors.read(parts[1])
+        affine.check_scales(tensors, parts[1], mxfp4.scale_values(scales))
         numbers = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*outer, groups, GROUP)
-        return mxfp4.stored(tensors.read(parts[1]), numbers)
+        return mxfp4.stored(scales, numbers)
 
     return Held(shape, mxfp4.FORMAT.name, read, parts)
 

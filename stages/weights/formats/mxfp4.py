@@ -24,7 +24,7 @@ GROUPED = Grouped(factors=0, scale_values=1, scale_type="uint8", numbers=NIBBLES
 
 def scale_values(scales: np.ndarray) -> np.ndarray:
     """Return what scales u8 stand for, f32. That of 0 is below f32's normal range, and exact."""
-    values = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS, dtype=np.float32)
+    values = np.ldexp(np.float32(1), np.minimum(scales, _MOST).astype(np.int32) - _BIAS, dtype=np.float32)
     return np.where(scales > _MOST, np.float32(np.nan), values)
 
 
