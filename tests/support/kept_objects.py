@@ -43,13 +43,18 @@ def give(artifacts: Path) -> None:
         _copy_new(Path(os.environ[KEPT]), artifacts / CACHE)
 
 
+def cache_of_runs(name: str, otherwise: Path) -> Path:
+    """Return the directory of an object cache that runs share, `otherwise` where nothing is kept."""
+    return Path(os.environ[KEPT]) / name if KEPT in os.environ else otherwise / name
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput") or KEPT not in os.environ:
         return
     kept, used = Path(os.environ[KEPT]), session.config._tmp_path_factory.getbasetemp() / "artifacts" / CACHE
     if used.exists():
         _copy_new(used, kept)
-    for entry in kept.glob("*.json"):
+    for entry in kept.rglob("*.json"):
         if time.time() - entry.stat().st_mtime > _UNUSED:
             entry.unlink()
             entry.with_suffix(".o").unlink(missing_ok=True)

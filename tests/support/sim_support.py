@@ -6,6 +6,7 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,14 @@ from llama_npu2.devices.libraries import open_library
 from llama_npu2.devices.sim import Counters, SimProgram
 from stages.air import Variant, to_mlir
 from stages.air.analysis import public_function
+from stages.engine.object_cache import copy_cached
 from stages.engine.objects import compile_object
 from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import need_host_compiler
 from stages.targets.npu2_sim.modules import DEVICE
 from stages.targets.npu2_sim.objects import compile_tile, options
-from stages.targets.npu2_sim.programs import link
+from stages.targets.npu2_sim.programs import cached_program, link
+from tests.support.kept_objects import cache_of_runs
 
 _HELD = tempfile.TemporaryDirectory(prefix="sim-tests-")
 _WORK = Path(_HELD.name)
@@ -53,7 +56,7 @@ def objects(module: ModuleOp, chosen: Sequence[str]) -> list[Path]:
         for op in module.body.block.ops
         if isinstance(op, func.FuncOp) and op.is_declaration
     }
-    cache = _WORK / "objects"
+    cache = cache_of_runs("sim", _WORK)
     made = [compile_tile(f"aie2p/{v.stem}", cache, v.object, v.flags(), chosen) for v in map(variant, sorted(names))]
     return [each.path for each in (*made, compile_tile(DEVICE, cache, "device.o", (), chosen))]
 
@@ -63,7 +66,8 @@ def compile_module(module: ModuleOp, flags: Sequence[str] = (), checks: bool = T
     key = hashlib.sha256(f"{to_mlir(module)}{chosen}".encode()).hexdigest()[:16]
     target = _WORK / f"{key}.so"
     if not target.exists():
-        link(module, objects(module, chosen), target, _WORK / key, chosen)
+        made = partial(cached_program, module, objects(module, chosen), "program", cache_of_runs("sim", _WORK), chosen)
+        copy_cached(made, target)
     return SimProgram(open_library(File.at(target)), public_function(module).sym_name.data)
 
 
@@ -71,7 +75,7 @@ def compile_with(module: ModuleOp, source: Path, work: Path) -> SimProgram:
     """A module whose tile functions are those of a C++ source of the test's own."""
     chosen, made = options(), source.with_suffix(".o")
     compile_object([*need_host_compiler(), *chosen], source, made, "the test's source does not compile")
-    device = compile_tile(DEVICE, _WORK / "objects", "device.o", (), chosen)
+    device = compile_tile(DEVICE, cache_of_runs("sim", _WORK), "device.o", (), chosen)
     library = link(module, [made, device.path], work / "program.so", work / "generated", chosen)
     return SimProgram(open_library(File.at(library)), public_function(module).sym_name.data)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stages import air
-from stages.engine.object_cache import cached_object, copy_cached
+from stages.engine.object_cache import CachedObject, cached_object, copy_cached
 from stages.engine.objects import linked, run_compiler
 from stages.engine.places import KERNELS
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
@@ -19,7 +19,7 @@ from stages.targets.npu2_sim.toolchain import native_fingerprint as fingerprint
 if TYPE_CHECKING:
     from xdsl.dialects.builtin import ModuleOp
 
-__all__ = ["DESCRIBES", "SUFFIX", "fingerprint", "link", "write_program"]
+__all__ = ["DESCRIBES", "SUFFIX", "cached_program", "fingerprint", "link", "write_program"]
 
 SUFFIX = ".so"
 DESCRIBES = False
@@ -27,16 +27,27 @@ DESCRIBES = False
 
 def write_program(module: Path, library: str, cache: Path, work: Path) -> list[Path]:
     """Lower a module to host C++ and link it with its objects (step action). Return the objects and the headers."""
-    objects, made_by = list(linked(module).values()), (fingerprint(), options(), host_system())
+    objects = list(linked(module).values())
+    made = partial(cached_program, air.parse_mlir(module.read_text()), objects, library, cache)
+    return [*objects, *copy_cached(made, work / "elf" / f"{library}{SUFFIX}")]
+
+
+def cached_program(
+    module: ModuleOp, objects: Sequence[Path], library: str, cache: Path, chosen: Sequence[str] = options()
+) -> CachedObject:
+    """Return the shared object of a module and the objects that it calls, linked unless it is in the cache.
+
+    Raises UserError.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        source = _lowered(air.parse_mlir(module.read_text()), Path(scratch) / f"{library}.cc")
+        source = _lowered(module, Path(scratch) / f"{library}.cc")
 
         def make(output: Path) -> Sequence[Path]:
-            _link_lowered(source, objects, output, options())
+            _link_lowered(source, objects, output, chosen)
             return HEADERS
 
-        made = partial(cached_object, cache, library, made_by, [source, *objects, *HEADERS], make)
-        return [*objects, *copy_cached(made, work / "elf" / f"{library}{SUFFIX}")]
+        made_by = (fingerprint(), tuple(chosen), host_system())
+        return cached_object(cache, library, made_by, [source, *objects, *HEADERS], make)
 
 
 def link(
