@@ -89,6 +89,13 @@ def test_filters_are_those_of_transformers(seed: int) -> None:
     np.testing.assert_allclose(probabilities, wanted[ids], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("top_k", "left"), [(0, VOCAB), (1, 1), (2, 2), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB)])
+def test_top_k_keeps_the_most_likely(top_k: int, left: int) -> None:
+    row = logits(1)
+    ids, probabilities = distribution(row, Sampling(temperature=1.0, top_k=top_k))
+    assert sorted(ids) == sorted(np.argsort(-row)[:left]) and abs(probabilities.sum() - 1) < 1e-12
+
+
 def test_penalties_of_the_reply_follow_their_formula() -> None:
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, of the reply alone; bias and repetition come before."""
     row, prompt, reply = logits(0), [1, 2, 2, 3], [5, 5, 5, 2]
