@@ -263,9 +263,9 @@ SURE = 0.1
 """Logits of a router that are so far apart are in the same order after roundings to bf16."""
 
 
-def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Logits f32 of every position, with the weights as transformers finds them by itself; and where it is sure which
-    experts they take."""
+def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
+    """Logits f32 of every position, with the weights as transformers finds them by itself; and of each router the
+    logits `[positions, experts]`, and how many experts a row takes."""
     # Other implementations of experts than the plain one take no odd sizes.
     more = {"experts_implementation": "eager"} if "experts" in (directory / "config.json").read_text() else {}
     found = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **more).eval()
@@ -273,19 +273,38 @@ def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.
     if hasattr(embedding, "embed_scale"):
         # Transformers rounds it to the weights' type: models are trained and run in bf16.
         embedding.embed_scale = embedding.embed_scale.to(torch.bfloat16).to(dtype)
-    sure = np.ones(len(ids), bool)
+    routers: list[tuple[np.ndarray, int]] = []
 
-    def judge(router: Any, inputs: Any, outputs: Any) -> None:
-        ordered = outputs[0].float().sort(dim=-1, descending=True).values.reshape(len(ids), -1).numpy()
-        if router.top_k < ordered.shape[1]:
-            sure[:] &= ordered[:, router.top_k - 1] - ordered[:, router.top_k] > SURE
+    def keep(router: Any, inputs: Any, outputs: Any) -> None:
+        routers.append((outputs[0].float().reshape(len(ids), -1).numpy(), router.top_k))
 
     for module in found.modules():
         if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(judge)
+            module.register_forward_hook(keep)
     with torch.no_grad():
         logits: np.ndarray = found(torch.tensor([ids])).logits[0].float().numpy()
+    return logits, routers
+
+
+def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Logits as of `routed`, and where it is sure which experts a row takes."""
+    logits, routers = routed(directory, ids, dtype)
+    sure = np.ones(len(ids), bool)
+    for scores, top in routers:
+        ordered = -np.sort(-scores, axis=-1)
+        if top < ordered.shape[1]:
+            sure &= ordered[:, top - 1] - ordered[:, top] > SURE
     return logits, sure
+
+
+def same_experts(directory: Path, ids: list[int]) -> np.ndarray:
+    """Where rows take the same experts in bf16 as in f32."""
+    same = np.ones(len(ids), bool)
+    runs = (routed(directory, ids, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
+    for (exact, top), (rounded, _) in zip(*runs, strict=True):
+        taken = [np.sort(np.argsort(-scores, axis=-1)[:, :top], axis=-1) for scores in (exact, rounded)]
+        same &= (taken[0] == taken[1]).all(axis=-1)
+    return same
 
 
 def error(logits: np.ndarray, exact: np.ndarray) -> float:

@@ -162,6 +162,19 @@ def test_ministral_within_a_model_that_sees(tmp_path: Path) -> None:
         parse_config(outer | {"text_config": {"model_type": "llama"}}, "test")
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "granite", "lfm2", "phi3", "qwen3", "smollm3"])
+def test_a_tied_head_may_be_stored_as_well(family: str, tmp_path: Path) -> None:
+    """It is the embedding then, and no unexpected tensor."""
+    raw = FAMILIES[family][1](np.random.default_rng(2)) | {"tie_word_embeddings": True}
+    config = write(tmp_path / "model", family, raw)
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, file, {"format": "pt"})
+    opened = Checkpoint.open(tmp_path / "model", ())
+    assert opened.config == config and config.decoder.tied
+    assert {name for tensor in opened.held.values() for name in tensor.parts} == {*tensors}
+
+
 REFUSED = [
     ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts = 8: only 0"),
     ("granitemoehybrid", {"layer_types": ["mamba", *["attention"] * 5]}, "layer_types = .*: only attention"),

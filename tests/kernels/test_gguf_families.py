@@ -17,7 +17,7 @@ from stages.model import families
 from stages.model.checkpoint import Checkpoint
 from stages.proof.comparison import gguf_file, peers
 from tests.conftest import build, needs_llama_cpp
-from tests.kernels.test_families import FAMILIES, Raw, error, theirs, torch, write
+from tests.kernels.test_families import FAMILIES, Raw, error, same_experts, theirs, torch, write
 from tests.support.quantised_files import with_tokenizer
 
 pytestmark = needs_llama_cpp
@@ -93,7 +93,8 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
 def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: Path) -> None:
     """32 greedy tokens of both sides from a file in F16, but where two are as likely as makes no difference.
 
-    Each side may be 1.5 times as far from transformers in float32 as transformers in bf16 is.
+    Each side may be 1.5 times as far from transformers in float32 as transformers in bf16 is. Rows of which bf16 makes
+    other experts' rows are not judged: those are as far off as the experts differ.
     """
     directory, file = written(family, 0, tmp_path)
     config = Checkpoint.open(directory).config
@@ -112,7 +113,7 @@ def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: P
         while len(pairs) < TOKENS:
             ids.append(int(pairs[-1][1].argmax()))
             pairs.append((llm.decode(ids[-1]), llama_cpp.step([ids[-1]])))
-    _, sure = theirs(directory, ids, torch.float32)
+    sure = theirs(directory, ids, torch.float32)[1] & same_experts(directory, ids)
     judged = [pair for pair, known in zip(pairs, sure[-TOKENS:], strict=True) if known]
     assert judged
     for ours, other in judged:
