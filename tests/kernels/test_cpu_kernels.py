@@ -191,6 +191,37 @@ def test_windows(teams, rng, sees, prompt, token):
         assert (row.view(np.uint16) == whole[last - 1].view(np.uint16)).all()
 
 
+@pytest.mark.parametrize("prompt, token", [pair for pair in ATTENTION if pair[0].endswith("sinks")])
+def test_sinks_of_any_size(teams, rng, prompt, token):
+    """A sink far above all scores takes all, one far below takes nothing, one between its share: also of one score."""
+    heads, head_dim, positions = 4, 16, 300
+    stored, sizes = HOST[prompt].stored, (heads, 1, head_dim, 16.0, 700)
+    k, v = (normal(rng, positions, 1, head_dim) for _ in "kv")
+    panels = [guarded(np.ascontiguousarray(p)) for p in reference_panels(k, v, stored)]
+    q, out = (
+        guarded((4 * wide(normal(rng, positions, heads * head_dim))).astype(BF16)),
+        output((positions, heads * head_dim)),
+    )
+    sinks = guarded(np.array([100, -100, 12, 3], BF16))
+    teams(prompt, q, *panels, sinks, out, positions, 0, *sizes)
+    keys = k if stored == "bf16" else wide(k)
+    scores = np.einsum("phd,kd->hpk", wide(q).reshape(positions, heads, -1), wide(keys)[:, 0]) / 4
+    scores = np.where(np.tri(positions, dtype=bool), scores, -np.inf)
+    both = np.concatenate([scores, np.broadcast_to(wide(sinks)[:, None, None], (heads, positions, 1))], axis=-1)
+    shares = np.exp(both - both.max(axis=-1, keepdims=True))
+    shares = (shares / shares.sum(axis=-1, keepdims=True))[..., :-1]
+    assert shares[0].sum() < 1e-20 and shares[1].sum(axis=-1).min() > 0.999
+    between = shares[2:].sum(axis=-1)
+    assert ((between > 0.1) & (between < 0.9)).any(axis=-1).all(), "some scores are about as large as a sink"
+    want = np.einsum("hpk,kd->phd", shares, wide(v)[:, 0]).reshape(positions, -1)
+    assert np.abs(wide(out) - want).max() < (0.03 if stored == "bf16" else 0.15)
+    assert np.abs(wide(out).reshape(positions, heads, -1)[:, 0]).max() < 1e-20
+    for at in (0, 1, 127, 128, 299):
+        row = output(heads * head_dim)
+        teams(token, q[at], *panels, sinks, row, at, *sizes)
+        assert (row.view(np.uint16) == out[at].view(np.uint16)).all()
+
+
 @pytest.mark.parametrize("cols", [1, 15, 64, 1001])
 def test_scale(teams, rng, cols):
     x, out = guarded(rng.standard_normal(cols, np.float32)), output(cols, np.float32)

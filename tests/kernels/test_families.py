@@ -226,19 +226,14 @@ CASES = [
 ]
 
 
-SIZES = {("gpt_oss", "sinks"): 6.0, ("gpt_oss", "w_gate_exps"): 5.0, ("gpt_oss", "w_up_exps"): 5.0}
-"""How large weights of a slot are, where that is not 1: some sinks are above all scores and others below, and gates are
-beyond the limit of their activation. Logits of routers are far apart, so that rounding changes few choices."""
-
-
 def weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Tensors of which none is without effect: norms and biases are random, and as large as results are."""
     rng, tensors = np.random.default_rng(seed), {}
     for name, ((weight, at), *_) in families.locations(config).items():
         values = rng.standard_normal(at.plain_shape, np.float32)
-        values *= SIZES.get((config.family, weight.slot), 4 if weight.slot == "w_router" else 1)
         if weight.slot not in ADDENDS and len(at.shape) > 1:
-            values /= np.sqrt(at.shape[-1])
+            # Logits of routers are far apart, so that rounding changes few choices.
+            values *= (4 if weight.slot == "w_router" else 1) / np.sqrt(at.shape[-1])
         elif weight.slot not in ADDENDS:
             values = 1 + 0.4 * values - config.decoder.norm.offset
         tensors[name] = values.astype(bfloat16)
