@@ -9,9 +9,10 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TextIO
-from unicodedata import east_asian_width
+
+from tqdm import tqdm
 
 from stages.engine.durations import clock
 from stages.engine.progress import Channel, taken
@@ -20,60 +21,11 @@ _PATIENCE = 1.0
 """Seconds after which a step that runs is shown with the time that is probably left."""
 _REDRAWN = 0.25
 """Seconds between two drawings of the line."""
-_SPINNER, _BAR = "\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", 10
-_ERASED, _HIDDEN_CURSOR, _CURSOR, _DIM, _NORMAL = "\r\033[2K", "\033[?25l", "\033[?25h", "\033[2m", "\033[0m"
+_FORMAT, _CHARACTERS = "{bar:10} {n_fmt} of {total_fmt} steps  {desc}", "\u2500\u2501"
 
 
-class _Line:
-    """The last line of a terminal, which is drawn anew from time to time. Any thread may use it."""
-
-    def __init__(self, stream: TextIO, text: Callable[[], str]) -> None:
-        """Prepare it. `text`: returns what it shows now."""
-        self._stream, self._text = stream, text
-        self._lock = threading.RLock()
-        self._stopped = threading.Event()
-        self.is_shown = False
-
-    def show(self) -> None:
-        self.is_shown, self._stopped = True, threading.Event()
-        self._write(_HIDDEN_CURSOR)
-        threading.Thread(target=self._draw_until, args=(self._stopped,), daemon=True).start()
-
-    def hide(self) -> None:
-        with self._lock:
-            if self.is_shown:
-                self.is_shown = False
-                self._stopped.set()
-                self._write(_ERASED + _CURSOR)
-
-    def print(self, text: str) -> None:
-        """Print lines above it."""
-        with self._lock:
-            self._write(f"{_ERASED if self.is_shown else ''}{text}\n")
-            self.draw()
-
-    def draw(self) -> None:
-        with self._lock:
-            if self.is_shown:
-                self._write(_ERASED + _fitted(self._text(), shutil.get_terminal_size().columns - 1))
-
-    def _draw_until(self, stopped: threading.Event) -> None:
-        while not stopped.wait(_REDRAWN):
-            self.draw()
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-
-def _fitted(text: str, columns: int) -> str:
-    """Return as much of a text as fits into so many columns of a terminal."""
-    width = 0
-    for at, char in enumerate(text):
-        width += 1 + (east_asian_width(char) in "WF")
-        if width > columns:
-            return text[:at]
-    return text
+def _columns() -> int:
+    return shutil.get_terminal_size().columns - 1
 
 
 class Display:
@@ -90,8 +42,8 @@ class Display:
         self._marks = 0
         self._listener: threading.Thread | None = None
         self._taken = contextlib.ExitStack()
-        self._line = _Line(stream, self._text)
-        self._done, self._total = 0, total
+        self._stream, self._done, self._total = stream, 0, total
+        self._bar: tqdm | None = None
 
     def begin(self, step: str, stays: bool = False) -> None:
         """Show a step, or what this process waits for, from here on. `stays`: leave a line of it when it is done."""
@@ -102,19 +54,20 @@ class Display:
         self._since[step] = time.monotonic()
         if stays:
             self._staying.add(step)
-        if not self._line.is_shown:
-            self._taken.enter_context(taken(self.channel))  # first: steps in threads print meanwhile
-            self._line.show()
+        with tqdm.get_lock():  # steps in threads begin at once
+            if self._bar is None:
+                self._taken.enter_context(taken(self.channel))  # first: steps in threads print meanwhile
+                self._show()
 
     def end(self, step: str, done: bool = True) -> None:
         """Show a step no more; if it is `done` and stays, a line says how long it took."""
         self._drain()
-        self._line.draw()
+        self._draw()
         seconds = time.monotonic() - self._since.pop(step, time.monotonic())
         if done:
             self.skip()
         if done and step in self._staying:
-            self._line.print(f"{step} {_DIM}{clock(seconds)}{_NORMAL}")
+            tqdm.write(f"{step} {clock(seconds)}", self._stream)
 
     def skip(self) -> None:
         """Count a step that is up to date."""
@@ -135,13 +88,16 @@ class Display:
         """Leave the terminal to others."""
         self._drain()
         self._taken.close()
-        self._line.hide()
+        with tqdm.get_lock():
+            if bar := self._bar:
+                self._bar = None
+                bar.close()
 
     def _listen(self) -> None:
         for message in self.channel.messages():
             match message:
                 case {"line": str(text)}:
-                    self._line.print(text)
+                    tqdm.write(text, self._stream)
                 case {"step": str(step), "doing": str(text)}:
                     self._doing[step] = text
                 case {"mark": int(mark)}:
@@ -157,13 +113,23 @@ class Display:
                 self.channel.send(mark=mark)
                 self._marked.wait_for(lambda: self._marks >= mark, timeout=1)
 
-    def _text(self) -> str:
-        """Return the line: that something runs, the share and number of steps that are done, and those that run."""
+    def _show(self) -> None:
+        options = {"file": self._stream, "leave": False, "ncols": _columns()}
+        self._bar = tqdm(total=self._total, bar_format=_FORMAT, ascii=_CHARACTERS, **options)
+        threading.Thread(target=self._draw_while_shown, args=(self._bar,), daemon=True).start()
+
+    def _draw_while_shown(self, bar: tqdm) -> None:
+        while self._bar is bar:
+            self._draw()
+            time.sleep(_REDRAWN)
+
+    def _draw(self) -> None:
+        """Draw the line: the share and the number of steps that are done, and those that run."""
         running = "; ".join(self._describe(step, since) for step, since in list(self._since.items()))
-        filled = _BAR * self._done // max(self._total, 1)
-        bar = "\u2501" * filled + "\u2500" * (_BAR - filled)
-        spinner = _SPINNER[int(time.monotonic() / _REDRAWN) % len(_SPINNER)]
-        return f"{spinner} {bar} {self._done} of {self._total} steps  {running}"
+        with tqdm.get_lock():
+            if bar := self._bar:
+                bar.n, bar.ncols = self._done, _columns()
+                bar.set_description_str(running)
 
     def _describe(self, step: str, since: float) -> str:
         seconds = time.monotonic() - since
