@@ -221,6 +221,16 @@ void begin(float *acc, float *stats) {
     }
 }
 
+#ifdef SLIDES
+static_assert(SEES > 0 && (KR & (KR - 1)) == 0, "a mask rounds down to a tile");
+
+// The first position of the first tile of which a query at this position sees something: with SLIDES, keys begin there.
+int32 first_tile(int32 position) {
+    const int32 first = position + 1 - SEES;
+    return first > 0 ? first & -static_cast<int32>(KR) : 0;
+}
+#endif
+
 // q_row, k_row: absolute positions of the first query and the first key. Query i sees key j iff k_row + j is no more than
 // the query's position, and with SEES more than that less SEES. What a query without a key in its first tiles makes of them
 // is nothing once it sees one: the ceiling rises from MASKED.

@@ -51,10 +51,15 @@ extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, int32 group,
     begin(acc, stats);
 }
 
-// Of keys behind the token's nothing is known, and the token's may not be in the cache yet.
+// Of keys behind the token's nothing is known, and the token's may not be in the cache yet. k_row: of the cache, with
+// SLIDES of its view.
 extern "C" void AIE_FN(ta_step)(const float *table, int32 k_row, const bfloat16 *row, const bfloat16 *q, bfloat16 *kv,
                                 float *acc, float *stats, float *work) {
-    const int32 position = position_of(table), own = position - k_row;
+    const int32 position = position_of(table);
+#ifdef SLIDES
+    k_row += first_tile(position);
+#endif
+    const int32 own = position - k_row;
     if (own >= 0 && own < static_cast<int32>(KR)) copy(row, 2 * HD, kv + own * 2 * HD);
     attend(position, k_row, q, kv, acc, stats, work);
 }

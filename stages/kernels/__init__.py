@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llama_npu2.artifact.dtypes import SIZES
+from llama_npu2.artifact.plan import View
 from stages.air import limits
 
 if TYPE_CHECKING:
@@ -74,6 +75,18 @@ class Tiling(Protocol):
     @property
     def costs(self) -> Mapping[str, Cost]:
         """Tile function -> cost of one call."""
+
+
+class Sliding(Tiling, Protocol):
+    """How a launch is divided that sees a KV cache from the beginning of its window on."""
+
+    @property
+    def window(self) -> int:
+        """Positions of the view."""
+
+    @property
+    def view(self) -> View:
+        """The view of the cache."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,9 @@ class Kernel:
     """Stems of the C++ files with its tile functions, if that is not `source`."""
     tiling: Callable[[Sizes], Tiling] | None = field(default=None, compare=False)
     """Divides a launch among the array's cores. Raises UserError if that is impossible."""
+    sliding: Callable[[Sizes], Sliding] | None = field(default=None, compare=False)
+    """Divides a launch of attention that reads just the part of a KV cache that its window sees, however long the cache
+    is. Raises UserError if that is impossible."""
     program: Callable[[Any], AirModule] | None = field(default=None, compare=False)
     """Builds the AIR program of a tiling. Its arguments have the names of `args`."""
 
@@ -186,7 +202,8 @@ def signature(
         params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
         writes: The tensors that it writes.
         source: As in `Kernel`; the operation's name if empty.
-        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_sources`, `tiling`, `program`, `host`.
+        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_sources`, `tiling`, `sliding`,
+            `program`, `host`.
     """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]

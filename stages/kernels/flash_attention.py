@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llama_npu2.artifact.plan import WINDOW, View
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import ml_dtypes, np
@@ -111,6 +112,15 @@ class Scores:
         scalar, sees = sizes.get("scalar"), sizes.get("sees", ALL)
         return Scores(None if scalar == sizes["head_dim"] else scalar, sees if sees < sizes["window"] else None)
 
+    def view(self, tile: int) -> View:
+        """Return the view of a cache that begins with the first of such tiles of which a first row sees something."""
+        return View(WINDOW, self.sees or 0, tile)
+
+    def positions(self, rows: int, tile: int) -> int:
+        """Return the positions of that view that so many rows see something of at most, as an even number of tiles."""
+        assert self.sees
+        return -(-(rows + self.sees + tile - 2) // (2 * tile)) * 2 * tile
+
     @property
     def macros(self) -> dict[str, int]:
         """The macros with which `kernel_src/aie2p/flash_attention.h` is compiled."""
@@ -124,6 +134,9 @@ class Scores:
 
 
 PLAIN = Scores()
+
+SLIDING_KEYS = (64, 32, 16)
+"""Keys that a core processes at a time where it finds out where a window begins: it divides by them."""
 
 
 @dataclass(frozen=True)

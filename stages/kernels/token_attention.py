@@ -6,10 +6,11 @@ with its own K and V.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llama_npu2.artifact.plan import WHOLE, View
 from stages import air
 from stages.air import limits
 from stages.engine.lazy import np
@@ -101,7 +102,7 @@ class Tiling:
     """
 
     window: int
-    """Positions of the cache that are read (the context bucket)."""
+    """Positions of the cache that are read: the context bucket, or those of `view`."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -112,6 +113,13 @@ class Tiling:
     scores: flash_attention.Scores = flash_attention.PLAIN
     norm: rms_norm.Norm | None = None
     """The norm of each head of Q and K before the rotation. Its two weights come in front of the table's row."""
+    slides: bool = False
+    """Whether positions are read from `view` on, else from the first."""
+
+    @property
+    def view(self) -> View:
+        """The view of the cache: it begins at the tile with the first position that the token attends to."""
+        return self.scores.view(self.tile_k) if self.slides else WHOLE
 
     @property
     def group(self) -> int:
@@ -151,7 +159,8 @@ class Tiling:
         sizes = {"HD": self.head_dim, "KR": self.tile_k, "MEMBERS": self.group, "QR": self.queries}
         heads = {"HEADS": self.heads, "KV_HEADS": self.kv_heads}
         norm = {"NORM": 1, **self.norm.macros} if self.norm else {}
-        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm)
+        slides = {"SLIDES": 1} if self.slides else {}
+        return air.Variant.of("token_attention", **heads, **sizes, **self.scores.macros, **norm, **slides)
 
     @property
     def macs(self) -> int:
@@ -187,6 +196,7 @@ class Tiling:
         return (
             f"token_attention over {self.window}, heads {self.heads}/{self.kv_heads}x{self.head_dim}: herd "
             f"{self.columns}x1, {self.tile_k} keys at a time{', of norms' if self.norm else ''}"
+            f"{', from the window on' if self.slides else ''}"
         )
 
 
@@ -197,14 +207,36 @@ def tile(window: int, heads: int, kv_heads: int, head_dim: int, norm: rms_norm.N
     is not a whole number of vectors, or if no tile fits.
     """
     what = f"token_attention over {window}, heads {heads}/{kv_heads}x{head_dim}"
-    limits.require_multiple(what, "heads", heads, kv_heads)
-    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
     limits.require_multiple(what, "window", window, 2 * limits.BLOCK)
-    columns = limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
+    columns = _columns(what, heads, kv_heads, head_dim)
     keys = limits.divisors(window, 2 * limits.BLOCK, 64)
     tilings = [Tiling(window, heads, kv_heads, head_dim, columns, k, norm=norm) for k in keys]
     fitting = limits.require_any(what, limits.IN_L1, filter(_fits, tilings))
     return limits.steady_first(what, fitting, lambda p: p.steps)[0]
+
+
+def _columns(what: str, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the columns of the herd. Raises UserError if heads do not divide or are not whole vectors."""
+    limits.require_multiple(what, "heads", heads, kv_heads)
+    limits.require_multiple(what, "head_dim", head_dim, limits.VECTOR)
+    return limits.divisors(kv_heads, 1, limits.COLUMNS)[0]
+
+
+def tile_sliding(
+    heads: int, kv_heads: int, head_dim: int, scores: flash_attention.Scores, norm: rms_norm.Norm | None = None
+) -> Tiling:
+    """Divide a token's attention over what its window sees, as `tile`.
+
+    The view is as long as it must be where the window begins at a tile's last position, and has an even number of
+    tiles.
+    """
+    what = f"token_attention over the last {scores.sees}, heads {heads}/{kv_heads}x{head_dim}"
+    columns = _columns(what, heads, kv_heads, head_dim)
+    tilings = (
+        Tiling(scores.positions(1, k), heads, kv_heads, head_dim, columns, k, scores, norm, slides=True)
+        for k in flash_attention.SLIDING_KEYS
+    )
+    return limits.require_any(what, limits.IN_L1, filter(_fits, tilings))[0]
 
 
 def _fits(p: Tiling) -> bool:
@@ -230,8 +262,8 @@ def build(tiling: Tiling) -> AirModule:
 
     `x`: bf16 `[(heads + 2 * kv_heads) * head_dim]`. `table`: f32 `[head_dim + POSITION / 2]`, the row of the token's
     position, which follows the angles as i32. `q_norm`, `k_norm`: bf16 `[head_dim]`. `kv`: bf16
-    `[window][kv_heads * 2 * head_dim]`. `out`: bf16 `[heads * head_dim]`. `row`: bf16 `[2 * kv_heads * head_dim]`, the
-    position's row of the cache.
+    `[window][kv_heads * 2 * head_dim]`, the cache in `view`. `out`: bf16 `[heads * head_dim]`. `row`: bf16
+    `[2 * kv_heads * head_dim]`, the position's row of the cache.
     """
     p = tiling
     kv = p.kv_heads * 2 * p.head_dim
@@ -285,8 +317,13 @@ def _tile(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
     return replace(tiling, scores=flash_attention.Scores.of(sizes))
 
 
-def _normed_tile(sizes: Sizes) -> Tiling:
-    return _tile(sizes, rms_norm.Norm.of(sizes))
+def _sliding(sizes: Sizes, norm: rms_norm.Norm | None = None) -> Tiling:
+    scores = flash_attention.Scores.of({**sizes, "window": flash_attention.ALL})
+    return tile_sliding(sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scores, norm)
+
+
+def _with_norm(tiled: Callable[[Sizes, rms_norm.Norm], Tiling]) -> Callable[[Sizes], Tiling]:
+    return lambda sizes: tiled(sizes, rms_norm.Norm.of(sizes))
 
 
 KERNELS = tuple(
@@ -299,7 +336,8 @@ KERNELS = tuple(
         source="token_attention",
         attends=True,
         host=False,
-        tiling=_normed_tile if norms else _tile,
+        tiling=_with_norm(_tile) if norms else _tile,
+        sliding=_with_norm(_sliding) if norms else _sliding,
         program=build,
     )
     for name, norms, scalars, computes in (

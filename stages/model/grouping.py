@@ -6,11 +6,14 @@ first; each part that no group covers is a program of its own, which the host ru
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llama_npu2.artifact.plan import LAST_ROW, WHOLE, BufferRef
+from llama_npu2.artifact.plan import LAST_ROW, WHOLE, WINDOW, BufferRef
+from llama_npu2.errors import UserError
+from stages.kernels import Sliding
 from stages.model.config import Config
 from stages.model.decoder import Attention, Decoder, Layer
 from stages.model.part import Part, PartKey, Slot
@@ -18,6 +21,7 @@ from stages.model.parts import joins, key_of, layer_part
 from stages.model.parts.builders import SCALE_LOGITS
 from stages.model.policy import BF16, Policy
 from stages.model.unpacking import unpacked
+from stages.weights.scalars import ALL
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ class Program:
     bucket: int | None = None
     """Rows that its shapes are fixed to; None where rows are known at run time only."""
     context: int | None = None
-    """Positions of the KV cache that its shapes are fixed to; None where it attends over none."""
+    """Positions of the KV cache that its shapes are fixed to; None where it attends over none, or is `sliding`."""
+    sliding: Sliding | None = None
+    """How it reads just the positions of the KV cache that a window sees, in all context buckets that are longer."""
 
 
 CONTEXT_BUCKET = 128
@@ -245,7 +251,8 @@ def programs(
     """Return every program, those of groups first.
 
     A prompt's groups have one for each bucket; groups that attend over the KV cache have one for each context bucket,
-    those of a prompt one for each bucket and context bucket. Layers of one kind share theirs. Programs do not depend on
+    those of a prompt one for each bucket and context bucket. A token that sees a window has one program for all context
+    buckets that are longer than the view of what it sees. Layers of one kind share theirs. Programs do not depend on
     how many layers there are, only on their kinds and on those that a policy names. TypeError where a group cannot be
     one program, because it would need other slots at another place.
 
@@ -268,7 +275,9 @@ def programs(
                 raise TypeError(f"program {program.entry} binds its slots in two ways")
             joined[program.entry] = _with_results_of_both(before, program)
     entries = ((group, entry) for group in grouping.groups for entry, of in group_of.items() if of == group)
-    of_groups = [sized for group, entry in entries for sized in _sized(joined[entry], group, buckets, positions)]
+    of_groups = [
+        sized for group, entry in entries for sized in _sized(config, joined[entry], group, buckets, positions)
+    ]
     return of_groups + [program for program in joined.values() if program.host]
 
 
@@ -276,8 +285,8 @@ _READERS = 24
 """Calls after one that may read its results: more than two layers have."""
 
 
-def _sized(program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
-    """Yield a group's program in every size, named after bucket and context bucket.
+def _sized(config: Config, program: Program, group: Group, buckets: Sequence[int], positions: int) -> Iterator[Program]:
+    """Yield a group's program in every size, named after bucket and context bucket; last the one that slides.
 
     A prompt's first context bucket, which follows from the bucket, is left out of the name.
     """
@@ -285,10 +294,25 @@ def _sized(program: Program, group: Group, buckets: Sequence[int], positions: in
         sizes: Sequence[int | None] = (None,)
         if group.windowed:
             sizes = prompt_context_buckets(bucket, positions) if bucket else context_buckets(positions)
-        for number, context in enumerate(sizes):
+        sliding = None if bucket else _sliding(config, program, 1)
+        kept = [size for size in sizes if not size or not sliding or size <= sliding.window]
+        for number, context in enumerate(kept):
             named_context = context if number or not bucket else None
             name = ".".join([program.name, *(str(size) for size in (bucket, named_context) if size)])
             yield replace(program, name=name, bucket=bucket, context=context)
+        if sliding and len(kept) < len(sizes):
+            name = ".".join([program.name, *([str(bucket)] if bucket else []), WINDOW])
+            yield replace(program, name=name, bucket=bucket, sliding=sliding)
+
+
+def _sliding(config: Config, program: Program, rows: int) -> Sliding | None:
+    """Return how a program reads just what its window sees; None if it has none, or the array cannot do it."""
+    sizes = {**config.dimensions(), "seq": rows, "max_seq": rows, "window": 0, "pos": 0}
+    for launch in (launch for part in program.parts for launch in part.launches):
+        if launch.kernel.sliding and launch.scalars.get("sees", ALL) != ALL:
+            with contextlib.suppress(UserError):
+                return launch.kernel.sliding(launch.numbers(sizes))
+    return None
 
 
 def _join(group: Group | None, placed: Sequence[Placed], later: Sequence[Placed]) -> Program:

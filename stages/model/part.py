@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llama_npu2.artifact.dtypes import nbytes
-from llama_npu2.artifact.plan import WHOLE
+from llama_npu2.artifact.plan import WHOLE, View
 from stages.kernels import HOST_SET, Kernel, kernels
 from stages.weights.formats import formats
 
@@ -67,7 +67,7 @@ class Slot:
     """The name of the buffer that is bound to it. `{layer}` stands for the part's layer, `{turn}` and `{next}` for the
     parity of this layer and the next (two activations take turns, so that no launch reads and writes one), `{rope}`
     for the end of the name of the layer's tables."""
-    view: str = WHOLE
+    view: View = WHOLE
     """The rows of that buffer that the part sees: a view of `llama_npu2.artifact.plan`."""
     keeps: str = ""
     """What the buffer, a cache, keeps from call to call: `KV` or the `HISTORY` of a convolution. Nothing for others."""
@@ -109,6 +109,10 @@ class Launch:
     """Slot by kernel argument."""
     scalars: dict[str, Dim | float]
     """Value or name of a dimension by kernel parameter."""
+
+    def numbers(self, dimensions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scalars as numbers."""
+        return {name: dimensions[value] if isinstance(value, str) else value for name, value in self.scalars.items()}
 
     def reads(self) -> set[str]:
         return {self.args[a.name] for a in self.kernel.args if not a.written}

@@ -20,9 +20,11 @@ from llama_npu2.artifact.plan import (
     PREFILL,
     PREFILL_CHUNK,
     WHOLE,
+    WINDOW,
     BufferRef,
     Phase,
     PlannedCall,
+    View,
     plans_json,
 )
 from stages.engine.files import write_json
@@ -37,6 +39,7 @@ from stages.model.grouping import (
     Placed,
     Program,
     chained,
+    context_buckets,
     cover,
     entry_of,
     programs,
@@ -132,7 +135,7 @@ class _Planner:
         self.grouping = grouping.of(config, policy)
         all_programs = programs(config, grouping, self.buckets, policy, config.max_seq)
         self.programs = {(p.entry, p.bucket, p.context): p for p in all_programs}
-        self.context_buckets = sorted({p.context for p in all_programs if p.context and not p.bucket})
+        self.context_buckets = _context_buckets(all_programs, config.max_seq)
         longest = self.buckets[-1] if buckets else 0
         positions = max(config.max_seq, longest, *(p.context for p in all_programs if p.context))
         self.dimensions: Mapping[str, float] = config.dimensions(positions) | {
@@ -207,8 +210,10 @@ class _Planner:
     def _reference(self, program: Program, reference: BufferRef, slot: Slot) -> BufferRef:
         """Static programs get tables and histories from the row of their first position on.
 
-        So no position is compiled in.
+        So no position is compiled in. Those that slide get keys and values from where their window begins.
         """
+        if program.sliding and slot.shape[0] == "window":
+            return reference._replace(view=program.sliding.view)
         moves = bool(self.buckets) and not program.host and (slot.role == "table" or slot.keeps == HISTORY)
         return reference._replace(view=FROM_POSITION) if moves else reference
 
@@ -217,6 +222,10 @@ class _Planner:
         name = reference.name
         layout = at.part.layout_of(slot.name, HOST_SET if program.host else self.kernel_set)
         new = self._described(at, slot, layout, reference.view, bucket)
+        if program.sliding and reference.view.kind == WINDOW:
+            rows = bucket or 1
+            first = reference.view.row(rows, int(self.dimensions["window"]) - rows)
+            new.shape = (first + program.sliding.window, *new.shape[1:])
         old = self.result.buffers.setdefault(name, new)
         if (old.kind, old.format) != (new.kind, new.format):
             raise TypeError(f"buffer {name}: {at.part.name}.{slot.name} needs {new}, it is {old}")
@@ -228,7 +237,7 @@ class _Planner:
         elif math.prod(new.shape) > math.prod(old.shape):
             old.shape = new.shape
 
-    def _described(self, at: Placed, slot: Slot, layout: str, view: str, bucket: int | None) -> Buffer:
+    def _described(self, at: Placed, slot: Slot, layout: str, view: View, bucket: int | None) -> Buffer:
         stored = partial(formats()[slot.format].packed_shape, layout=layout)
         if slot.keeps:
             return Buffer("cache", slot.format, stored(self._sizes(slot.shape, None)))
@@ -240,6 +249,13 @@ class _Planner:
 
     def _sizes(self, shape: Sequence[Dim], bucket: int | None) -> tuple[int, ...]:
         return resolved(shape, {**self.dimensions, **({"seq": bucket} if bucket else {})})
+
+
+def _context_buckets(all_programs: Iterable[Program], positions: int) -> list[int]:
+    """Return the context buckets for which a token has programs, and the last one where some of them slide."""
+    of_tokens = [program for program in all_programs if not program.bucket]
+    last = context_buckets(positions)[-1:] if any(program.sliding for program in of_tokens) else []
+    return sorted({*last, *(program.context for program in of_tokens if program.context)})
 
 
 def _blob(at: Placed) -> str:

@@ -43,7 +43,7 @@ def run_launch(launch: Launch, slots: Mapping[str, str], sizes: Sizes, values: M
     `values` has what it reads, and gets what it writes, by the names that `slots` binds to its arguments.
     """
     kernel = launch.kernel
-    inputs: dict[str, Any] = {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+    inputs = launch.numbers(sizes)
     inputs |= {arg.name: values[slots[arg.name]] for arg in kernel.args if not arg.written}
     written = [slots[arg.name] for arg in kernel.args if arg.written]
     cache = next((values[slots[arg.name]] for arg in kernel.args if arg.name == "kv"), None)

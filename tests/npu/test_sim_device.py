@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, WINDOW, View
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call, HostBuffer
 from llama_npu2.devices.cpu import CpuDevice
@@ -38,7 +39,7 @@ def program() -> SimProgram:
     return compile_module(kernel.program(kernel.tiling({"rows": ROWS, "cols": COLS})).module)
 
 
-def bind(memory: Memory, view: str = "") -> Binding:
+def bind(memory: Memory, view: View = WHOLE) -> Binding:
     return Binding(memory, view, memory.array.strides[0])
 
 
@@ -60,8 +61,14 @@ def test_calls_run_in_order_on_shared_buffers() -> None:
     assert (d.array == add.reference(once, b.array)).all()
 
 
-@pytest.mark.parametrize("view, seq, pos, first", [("pos", ROWS, 3, 3), ("last", ROWS + 5, 0, ROWS + 4), ("", 1, 7, 0)])
-def test_views_start_where_the_position_says(view: str, seq: int, pos: int, first: int) -> None:
+VIEWS = [
+    *((FROM_POSITION, ROWS, 3, 3), (LAST_ROW, ROWS + 5, 0, ROWS + 4), (WHOLE, 1, 7, 0)),
+    *((View(WINDOW, 5, 4), ROWS, at, first) for at, first in ((0, 0), (7, 0), (8, 4), (11, 4), (12, 8))),
+]
+
+
+@pytest.mark.parametrize("view, seq, pos, first", VIEWS)
+def test_views_start_where_the_position_says(view: View, seq: int, pos: int, first: int) -> None:
     long, b, out = rows(4 * ROWS, 1), rows(ROWS, 2), rows(ROWS, 3)
     submission([Call(program(), [bind(long, view), bind(b), bind(out)])]).run(seq, pos)
     assert (out.array == add.reference(long.array[first : first + ROWS], b.array)).all()
@@ -69,7 +76,7 @@ def test_views_start_where_the_position_says(view: str, seq: int, pos: int, firs
 
 def test_a_buffer_shorter_than_its_slot_is_refused() -> None:
     long, b, out = rows(ROWS + 2, 1), rows(ROWS, 2), rows(ROWS, 3)
-    run = submission([Call(program(), [bind(long, "pos"), bind(b), bind(out)])])
+    run = submission([Call(program(), [bind(long, FROM_POSITION), bind(b), bind(out)])])
     run.run(ROWS, 2)
     with pytest.raises(UserError, match=r"add: slot a needs 1024 bytes from 384 on, its buffer has 1280"):
         run.run(ROWS, 3)

@@ -33,6 +33,7 @@ from ml_dtypes import bfloat16
 from llama_npu2 import UserError, load
 from llama_npu2.artifact.dtypes import nbytes
 from llama_npu2.artifact.manifest import Manifest, NpuProgram
+from llama_npu2.artifact.plan import FROM_POSITION, WHOLE
 from llama_npu2.artifact.storage import File
 from llama_npu2.artifact.validation import check_manifest
 from llama_npu2.cli import bench
@@ -225,7 +226,7 @@ class Adder:
         return self.device.array(self.buffers[name], bfloat16, (ROWS, COLS))
 
     def _call(self, program: Any, place: str, *names: str) -> Call:
-        return Call(program, [Binding(self.buffers[name], "", ROW) for name in names], SLOTS, place)
+        return Call(program, [Binding(self.buffers[name], WHOLE, ROW) for name in names], SLOTS, place)
 
     def run(self) -> None:
         self.arrays["a"][:], self.arrays["b"][:] = 1, 2
@@ -441,7 +442,7 @@ def test_views_follow_the_position(simulated: Path, programs: Path) -> None:
     rows[:] = np.arange(3 * ROWS)[:, None]
     result = device.array(out, bfloat16, (ROWS, COLS))
     program = device.load_program(File.at(programs / "one.so"), "one", False)
-    bindings = [Binding(table, "pos", ROW), Binding(zero, "", ROW), Binding(out, "", ROW)]
+    bindings = [Binding(table, FROM_POSITION, ROW), Binding(zero, WHOLE, ROW), Binding(out, WHOLE, ROW)]
     submission = device.prepare([Call(program, bindings, SLOTS)])
     for pos in (0, 3, 2 * ROWS):
         submission.run(1, pos)

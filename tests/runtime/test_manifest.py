@@ -120,7 +120,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no such buffer": (drop("buffers", "swiglu"), "calls for swiglu, which is not among the buffers"),
     "program of no file": (drop("files", "elf/o_ffn.so"), "programs.o_ffn is in elf/o_ffn.so, which is not among the"),
     "blob of no file": (drop("files", "weights/head.safetensors"), f"buffers.{NORM} is in weights/head.safetensors,"),
-    "unknown view": (bind(0, "x.0@first"), "plans.prefill[1] binds x.0@first: a view is @pos or @last"),
+    "unknown view": (bind(0, "x.0@first"), "plans.prefill[1] binds x.0@first: a view is @pos, @last or @window:SEES:"),
+    **{
+        f"window {sizes!r}": (bind(0, f"x.0@window{sizes}"), f"plans.prefill[1] binds x.0@window{sizes}: a view is")
+        for sizes in ("", ":", ":4", ":0:4", ":4:0", ":-4:4", ":4:4:4", ":٤:4", ":1e3:4", ":4:9999999999")
+    },
     "no buffer's name": (bind(0, ""), "calls for , which is not among the buffers"),
     "reference is a list": (bind(0, ["x.0"]), "must be a string"),
     "two slots of a name": (slot("o_ffn", "gate", name="up"), "programs.o_ffn has two slots of one name"),
@@ -159,6 +163,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "few rows": (size("swiglu", 511, 768), "binds 784896 bytes to slot swiglu, which needs 786432 for 512 rows from"),
     "narrow": (size("up", 512, 767), "binds 785408 bytes to slot up, which needs 786432"),
     "last row behind": (bind(0, "x.0@last"), "to slot x_in, which needs 523776 for 512 rows"),
+    "window of rows": (bind(0, "x.0@window:4:4"), "binds the view of a window to slot x_in, whose shape is not fixed"),
     "rows from a position": (bind(0, "x.0@pos"), "to slot x_in, which needs"),
     "a longer context": (put(2049, "model", "max_seq"), "to slot lut_q, which needs 524544 for 1 rows from 2048 on"),
     "longer chunks": (size("tokens", 513), "needs"),
@@ -177,6 +182,22 @@ def test_a_change_is_one_line(name: str, manifest: str) -> None:
     with pytest.raises(ValueError) as caught:
         check_manifest(content)
     assert fragment in str(UserError(str(caught.value)))
+
+
+@pytest.mark.parametrize("sees, tile, row", [(2048, 1, 0), (3000, 1, 0), (2047, 2, 0), (2047, 1, 1), (1, 64, 1984)])
+def test_the_view_of_a_window_stays_in_its_buffer(sees: int, tile: int, row: int, manifest: str) -> None:
+    """A token at the last position, 2047, whose slot has as many rows as the buffer."""
+    content = json.loads(manifest)
+    call = content["plans"]["decode"][2]
+    place = [slot["name"] for slot in content["programs"][call["program"]]["slots"]].index("k_cache")
+    block = 2 * 128 * 64 * 2
+    assert content["buffers"]["k_cache.0"]["shape"] == [16, 2, 128, 64]
+    bind(place, f"k_cache.0@window:{sees}:{tile}", 2, "decode")(content)
+    if not row:
+        check_manifest(content)
+        return
+    with pytest.raises(ValueError, match=f"slot k_cache, which needs {(row + 16) * block} for 1 rows from 2047 on"):
+        check_manifest(content)
 
 
 def edited(demo: Path, directory: Path, text: str) -> Path:

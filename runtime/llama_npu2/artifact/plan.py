@@ -5,6 +5,7 @@ In JSON a phase and a reference to a buffer are texts; they are parsed and print
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,51 @@ from llama_npu2.schema import text
 
 Spec = Mapping[str, Any]
 
-WHOLE, FROM_POSITION, LAST_ROW = "", "pos", "last"
-"""Views of a buffer: all of it, from the row of the call's first position on, the call's last row."""
+WINDOW = "window"
+"""The kind of views that begin where a window does."""
+
+_VIEW_TEXT = re.compile(rf"pos|last|{WINDOW}:[1-9][0-9]{{0,8}}:[1-9][0-9]{{0,8}}")
+
+
+class View(NamedTuple):
+    """The rows of a buffer that a call sees: all, or those from one on that follows from its position and its rows.
+
+    As text nothing, `pos`, `last` or `window:SEES:TILE`.
+    """
+
+    kind: str = ""
+    """Nothing for all rows; `pos`: from that of the call's first position on; `last`: the call's last row; `WINDOW`:
+    from the tile on that has the first position that the call's first row attends to."""
+    sees: int = 0
+    """`WINDOW`: how many positions a row attends to, its own included."""
+    tile: int = 0
+    """`WINDOW`: rows of a tile. The first begins at the buffer's first row."""
+
+    @staticmethod
+    def parse(view: str) -> View:
+        """Return the view that a text stands for. Raises ValueError."""
+        if not _VIEW_TEXT.fullmatch(view):
+            raise ValueError(f"a view is @pos, @last or @{WINDOW}:SEES:TILE")
+        kind, *sizes = view.split(":")
+        return View(kind, *map(int, sizes))
+
+    def __str__(self) -> str:
+        return ":".join([self.kind, *(str(size) for size in (self.sees, self.tile) if size)])
+
+    def __bool__(self) -> bool:
+        return bool(self.kind)
+
+    def row(self, seq: int, pos: int) -> int:
+        """Return the first row that a call of `seq` rows from position `pos` on sees."""
+        kind = self.kind
+        if kind == "pos":
+            return pos
+        if kind == WINDOW:
+            return max(pos + 1 - self.sees, 0) // self.tile * self.tile
+        return seq - 1 if kind == "last" else 0
+
+
+WHOLE, FROM_POSITION, LAST_ROW = View(), View("pos"), View("last")
 
 PHASE_TEXT = text(
     r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?",
@@ -59,18 +103,19 @@ PREFILL, PREFILL_CHUNK, DECODE = Phase("prefill"), Phase("prefill_chunk"), Phase
 
 
 class BufferRef(NamedTuple):
-    """A buffer as a call sees it. As text `NAME`, `NAME@pos` or `NAME@last`."""
+    """A buffer as a call sees it. As text `NAME` or `NAME@VIEW`."""
 
     name: str
-    view: str = WHOLE
+    view: View = WHOLE
 
     @staticmethod
     def parse(reference: str) -> BufferRef:
         """Return the reference that a text stands for. Raises ValueError."""
         name, at, view = reference.partition("@")
-        if at and view not in (FROM_POSITION, LAST_ROW):
-            raise ValueError(f"{reference}: a view is @{FROM_POSITION} or @{LAST_ROW}")
-        return BufferRef(name, view)
+        try:
+            return BufferRef(name, View.parse(view) if at else WHOLE)
+        except ValueError as error:
+            raise ValueError(f"{reference}: {error}") from None
 
     def __str__(self) -> str:
         return f"{self.name}@{self.view}" if self.view else self.name
@@ -130,7 +175,8 @@ def sizes(phases: Iterable[Phase], kind: str) -> list[int]:
 def furthest(phase: Phase, rows: int, positions: int) -> list[tuple[int, int]]:
     """Return rows and first position of those calls of a phase that reach furthest.
 
-    The bytes that a call touches grow linearly with both, so no call between them reaches further.
+    No call between them reaches further: the bytes that a call touches grow linearly with both, or, in the view of a
+    window, with the position alone.
 
     Args:
         rows: rows that the buffers have room for.
@@ -142,11 +188,6 @@ def furthest(phase: Phase, rows: int, positions: int) -> list[tuple[int, int]]:
         return [(phase.rows, phase.positions - phase.rows)]
     most = min(rows, positions)
     return [(most, positions - most), (1, positions - 1)]
-
-
-def view_offset(view: str, row_bytes: int, seq: int, pos: int) -> int:
-    """Return where a view of a buffer begins, in bytes, in a call of `seq` rows from position `pos` on."""
-    return {WHOLE: 0, FROM_POSITION: pos, LAST_ROW: seq - 1}[view] * row_bytes
 
 
 def slot_bytes(slot: Spec, seq: int, pos: int) -> int:

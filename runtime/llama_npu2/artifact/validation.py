@@ -19,15 +19,16 @@ from llama_npu2.artifact.plan import (
     PHASE_TEXT,
     PREFILL,
     PREFILL_CHUNK,
+    WINDOW,
     BufferRef,
     PlannedCall,
     Plans,
     Spec,
+    View,
     furthest,
     parse_plans,
     sizes,
     slot_bytes,
-    view_offset,
 )
 from llama_npu2.artifact.regular import can_be_a_path
 from llama_npu2.artifact.storage import File
@@ -252,7 +253,7 @@ class _Bound(NamedTuple):
     dtype: str
     nbytes: int
     row_bytes: int
-    view: str
+    view: View
 
 
 def _bound(seen: dict[BufferRef, _Bound], buffers: Spec, reference: BufferRef) -> _Bound:
@@ -294,8 +295,10 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence
             raise ValueError(f"binds a buffer of kind {buffer.kind} to slot {name} of role {role}")
         if role == "weight" and buffer.view:
             raise ValueError(f"binds a view to slot {name} of role {role}")
+        if buffer.view.kind == WINDOW and not all(type(size) is int for size in slot["shape"]):
+            raise ValueError(f"binds the view of a window to slot {name}, whose shape is not fixed")
         for seq, pos in reach:
-            end = view_offset(buffer.view, buffer.row_bytes, seq, pos) + slot_bytes(slot, seq, pos)
+            end = buffer.view.row(seq, pos) * buffer.row_bytes + slot_bytes(slot, seq, pos)
             if end > buffer.nbytes:
                 raise ValueError(
                     f"binds {buffer.nbytes} bytes to slot {name}, which needs {end} for {seq} rows from {pos} on"

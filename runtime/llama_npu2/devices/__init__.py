@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import view_offset
+from llama_npu2.artifact.plan import View
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices.spans import Recorder
 from llama_npu2.errors import UserError
@@ -41,12 +41,12 @@ class Binding:
     """A buffer that is bound to an argument (slot) of a call, in one of the views of `llama_npu2.artifact.plan`."""
 
     buffer: Any
-    view: str
+    view: View
     row_bytes: int
 
     def offset(self, seq: int, pos: int) -> int:
         """Return where the view begins, in bytes, in a call of `seq` rows from position `pos` on."""
-        return view_offset(self.view, self.row_bytes, seq, pos)
+        return self.view.row(seq, pos) * self.row_bytes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WINDOW
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
@@ -184,6 +184,7 @@ class CpuSubmission:
         self._base = np.array([b.buffer.address for b in bindings], np.uint64)
         self._per_pos = np.array([b.row_bytes * (b.view == FROM_POSITION) for b in bindings], np.uint64)
         self._per_last = np.array([b.row_bytes * (b.view == LAST_ROW) for b in bindings], np.uint64)
+        self._windows = [(place, b) for place, b in enumerate(bindings) if b.view.kind == WINDOW]
         self._addresses = self._base.copy()
         self._bindings = bindings  # keeps the buffers alive
         self._planned = calls
@@ -200,6 +201,8 @@ class CpuSubmission:
         self._addresses += self._base
         if seq > 1:
             self._addresses += self._per_last * np.uint64(seq - 1)
+        for place, binding in self._windows:
+            self._addresses[place] += np.uint64(binding.offset(seq, pos))
         self._dims.seq, self._dims.pos = seq, pos
         device = self._device
         laps = device.laps(self._launches) if device.recorder and self._launches else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall, view_offset
+from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall
 from llama_npu2.devices import Call, Device, Submission
 from llama_npu2.engine.memory import Memory
 
@@ -57,14 +57,17 @@ class TracedCall:
 
     def view(self, slot: str) -> np.ndarray:
         """Return a slot's content as `[]` does, but without a copy, so that the next call changes it."""
-        spec, (name, view) = self._slots[slot], self._buffers[slot]
-        buffer = self._memory.array(name)
+        spec, buffer = self._slots[slot], self._memory.array(self._buffers[slot].name)
         if spec["role"] in ("weight", "table"):
             return buffer
         sizes = {"seq": self.rows, "max_seq": self.position + self.rows}
         shape = tuple(sizes.get(size, size) for size in spec["shape"])
-        first = view_offset(view, buffer[0].size, self.rows, self.position)
+        first = self.first_row(slot) * buffer[0].size
         return buffer.reshape(-1)[first:][: math.prod(shape)].reshape(shape)
+
+    def first_row(self, slot: str) -> int:
+        """Return the row of its buffer with which a slot's content begins."""
+        return self._buffers[slot].view.row(self.rows, self.position)
 
 
 Watch = Callable[[TracedCall], object]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE
+from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WHOLE, View
 from stages.model import families
 from stages.model.buffers import JOIN
 from stages.model.config import ANGLES, PLACED_ANGLES, Config
@@ -117,7 +117,7 @@ class Described:
         return {"activation": ACTIVATIONS.index(self.layer.feed_forward.activation)}
 
 
-def _interleaved(b: PartBuilder, role: str, view: str = WHOLE) -> str:
+def _interleaved(b: PartBuilder, role: str, view: View = WHOLE) -> str:
     """Add the NPU's KV cache: a row per position, K and V of a head together, so that attention needs one stream."""
     return b.slot("kv", ("max_seq", "kv_pair_dim"), role, buffer="kv_cache.{layer}", view=view, keeps=KV)
 

@@ -100,7 +100,11 @@ class Recorder:
             return self._of_panels(op, arg, call, until)
         rows = content.reshape(-1, sizes["kv_heads"], 2, sizes["head_dim"])
         if not arg.written:
-            return {which: rows[:until, :, half].reshape(until, -1).copy() for half, which in enumerate("kv")}
+            # Of positions before a view nothing is seen.
+            before = call.first_row(op.names[arg.name])
+            read = np.zeros((until, *rows.shape[1:]), rows.dtype)
+            read[before:] = rows[: until - before]
+            return {which: read[:, :, half].reshape(until, -1).copy() for half, which in enumerate("kv")}
         # New rows may have an argument of their own.
         first = 0 if op.slots[arg.name].view == FROM_POSITION else call.position
         new = rows[first : first + call.rows]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llama_npu2.artifact.dtypes import DTYPES, nbytes
+from llama_npu2.artifact.plan import WHOLE
 from llama_npu2.devices import Binding, Call, Device
 
 Slots = Sequence[Mapping[str, Any]]
@@ -76,7 +77,7 @@ def _buffer(device: Device, slot: Mapping[str, Any], inputs: Mapping[str, Any]) 
     if slot["name"] in inputs:
         values = np.asarray(inputs[slot["name"]])
         array.reshape(-1)[: values.size] = values.reshape(-1)
-    return Binding(buffer, "", 0), array
+    return Binding(buffer, WHOLE, 0), array
 
 
 def judge(results: Sequence[Values], want: Values, off: Values) -> Verdict:

@@ -58,6 +58,7 @@ def arguments(programs: Sequence[Program], options: Mapping[str, Any]) -> dict[s
         "weights": options["weights"],
         # `npu.matmul=` is for prefill only.
         "matmul": options["matmul"] if program.bucket else BF16.matmul,
+        **({"slides": True} if program.sliding else {}),
     }
 
 
@@ -88,6 +89,7 @@ def write_module(
     window: int | None,
     weights: str,
     matmul: str,
+    slides: bool = False,
     support: Sequence[str] = (),
     priced: bool = True,
 ) -> None:
@@ -97,6 +99,7 @@ def write_module(
         directory: The artifact directory with the configuration.
         window: The context bucket of the program; None without attention over the KV cache.
         weights: Text of the policy, as `matmul`.
+        slides: Whether it sees the KV cache from the beginning of its window on.
         support: C++ sources whose objects the program links besides its tile functions.
         priced: Whether to write the estimated times. They are no input of the build, so that a changed constant of the
             estimate re-links nothing.
@@ -105,9 +108,9 @@ def write_module(
         UserError: One call would take too long.
     """
     config, buckets = read_config(directory / CONFIG), [bucket] if bucket else ()
-    policy, positions = parse_policy(weights, matmul=matmul), window or CONTEXT_BUCKET
+    policy, positions = parse_policy(weights, matmul=matmul), config.max_seq if slides else window or CONTEXT_BUCKET
     programs = derive_programs(config, GROUPINGS[grouping], buckets, policy, positions)
-    program = next(p for p in programs if p.entry == entry and p.context == window)
+    program = next(p for p in programs if (p.entry, p.context, bool(p.sliding)) == (entry, window, slides))
     write(build_module(program, config.dimensions()), library, work, support, priced)
 
 
@@ -230,7 +233,7 @@ def build_module(program: Program, dimensions: Dimensions) -> Module:
     rows = program.bucket or 1
     sizes = {**dimensions, "seq": rows, "max_seq": rows, "window": program.context or 0, "pos": 0}
     launches = list(_launches(program, sizes))
-    tilings = [_tile(kernel, scalars) for kernel, _, scalars in launches]
+    tilings = [_tile(kernel, scalars, bool(program.sliding)) for kernel, _, scalars in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
     stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
     if program.bucket:
@@ -243,13 +246,13 @@ def _launches(program: Program, sizes: Dimensions) -> Iterator[tuple[Kernel, dic
     for part, wired in zip(program.parts, program.wiring, strict=True):
         for launch in part.launches:
             args = {arg: wired[slot] for arg, slot in launch.args.items()}
-            yield launch.kernel, args, {k: sizes[v] if isinstance(v, str) else v for k, v in launch.scalars.items()}
+            yield launch.kernel, args, launch.numbers(sizes)
 
 
-def _tile(kernel: Kernel, scalars: Mapping[str, Any]) -> Tiling:
+def _tile(kernel: Kernel, scalars: Mapping[str, Any], slides: bool) -> Tiling:
     if kernel.tiling is None:
         raise TypeError(f"kernel {kernel.name} has no program for the array")
-    return kernel.tiling(scalars)
+    return kernel.sliding(scalars) if slides and kernel.sliding else kernel.tiling(scalars)
 
 
 def _program(kernel: Kernel, tiling: Tiling) -> AirModule:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llama_npu2.artifact.plan import WHOLE
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Binding, Call
 from llama_npu2.devices.cpu import CpuDevice
@@ -78,7 +79,7 @@ def main(directory: Path, target: str) -> bool:
     places = write_safetensors(blob, [("w", tiny8.dtype, packed.shape)], iter([packed]), PAGE)
     device = CpuDevice(File.at(host_library(directory)), 2)
     weight, out = device.load_weights(File.at(blob), places["w"], packed.nbytes), device.alloc(2 * ROWS * COLS)
-    bindings = [Binding(weight, "", 0), Binding(out, "", 0)]
+    bindings = [Binding(weight, WHOLE, 0), Binding(out, WHOLE, 0)]
     if target == "cpu":
         entry = device.load_program(File.at(directory / "host.so"), PART.name, host=True)
         device.prepare([Call(entry, bindings)]).run(1, 0)
