@@ -324,7 +324,7 @@ def test_quality_of_all_is_measured_alike(demo: Path, artifacts: Path, tmp_path:
 
 
 def test_an_unknown_peer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"peers=llama.cpp,onnx: onnx is unknown: choose among llama.cpp, transformers"):
+    with pytest.raises(UserError, match=r"peers=llama.cpp,onnx: onnx is unknown: choose among llama.cpp, openvino, transformers"):
         parse_options({"peers": "llama.cpp,onnx"})
 
 
