@@ -324,7 +324,8 @@ def test_quality_of_all_is_measured_alike(demo: Path, artifacts: Path, tmp_path:
 
 
 def test_an_unknown_peer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"peers=llama.cpp,onnx: onnx is unknown: choose among llama.cpp, openvino, transformers"):
+    known = "llama.cpp, openvino, transformers"
+    with pytest.raises(UserError, match=f"peers=llama.cpp,onnx: onnx is unknown: choose among {known}"):
         parse_options({"peers": "llama.cpp,onnx"})
 
 
