@@ -51,8 +51,8 @@ extern "C" void AIE_FN(ta_init)(bfloat16 *rows, const float *table, int32 group,
     begin(acc, stats);
 }
 
-// Of keys behind the token's nothing is known, and the token's may not be in the cache yet. k_row: of the cache, with
-// SLIDES of its view.
+// Of keys behind the token's nothing is known, and the token's may not be in the cache yet. k_row counts from the cache's
+// first row, with SLIDES from the first row of its view.
 extern "C" void AIE_FN(ta_step)(const float *table, int32 k_row, const bfloat16 *row, const bfloat16 *q, bfloat16 *kv,
                                 float *acc, float *stats, float *work) {
     const int32 position = position_of(table);

@@ -136,7 +136,8 @@ class Scores:
 PLAIN = Scores()
 
 SLIDING_KEYS = (64, 32, 16)
-"""Keys that a core processes at a time where it finds out where a window begins: it divides by them."""
+"""How many keys a core may process at a time where it finds the begin of a window. They are powers of two, so that it
+rounds a position down to a tile with a mask."""
 
 
 @dataclass(frozen=True)

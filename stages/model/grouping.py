@@ -294,20 +294,22 @@ def _sized(config: Config, program: Program, group: Group, buckets: Sequence[int
         sizes: Sequence[int | None] = (None,)
         if group.windowed:
             sizes = prompt_context_buckets(bucket, positions) if bucket else context_buckets(positions)
-        sliding = None if bucket else _sliding(config, program, 1)
+        sliding = None if bucket else _sliding(config, program)
         kept = [size for size in sizes if not size or not sliding or size <= sliding.window]
         for number, context in enumerate(kept):
             named_context = context if number or not bucket else None
             name = ".".join([program.name, *(str(size) for size in (bucket, named_context) if size)])
             yield replace(program, name=name, bucket=bucket, context=context)
         if sliding and len(kept) < len(sizes):
-            name = ".".join([program.name, *([str(bucket)] if bucket else []), WINDOW])
-            yield replace(program, name=name, bucket=bucket, sliding=sliding)
+            yield replace(program, name=f"{program.name}.{WINDOW}", sliding=sliding)
 
 
-def _sliding(config: Config, program: Program, rows: int) -> Sliding | None:
-    """Return how a program reads just what its window sees; None if it has none, or the array cannot do it."""
-    sizes = {**config.dimensions(), "seq": rows, "max_seq": rows, "window": 0, "pos": 0}
+def _sliding(config: Config, program: Program) -> Sliding | None:
+    """Return how a token's program reads just what its window sees.
+
+    It is None if the program has no window, or the array cannot do it.
+    """
+    sizes = {**config.dimensions(), "seq": 1, "max_seq": 1, "window": 0, "pos": 0}
     for launch in (launch for part in program.parts for launch in part.launches):
         if launch.kernel.sliding and launch.scalars.get("sees", ALL) != ALL:
             with contextlib.suppress(UserError):

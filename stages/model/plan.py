@@ -223,8 +223,7 @@ class _Planner:
         layout = at.part.layout_of(slot.name, HOST_SET if program.host else self.kernel_set)
         new = self._described(at, slot, layout, reference.view, bucket)
         if program.sliding and reference.view.kind == WINDOW:
-            rows = bucket or 1
-            first = reference.view.row(rows, int(self.dimensions["window"]) - rows)
+            first = reference.view.row(1, int(self.dimensions["window"]) - 1)
             new.shape = (first + program.sliding.window, *new.shape[1:])
         old = self.result.buffers.setdefault(name, new)
         if (old.kind, old.format) != (new.kind, new.format):

@@ -259,8 +259,8 @@ SURE = 0.1
 
 
 def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
-    """Logits f32 of every position, with the weights as transformers finds them by itself; and of each router the
-    logits `[positions, experts]`, and how many experts a row takes."""
+    """Returns transformers' logits f32 of every position, and for each router its logits `[positions, experts]` and how
+    many experts a row takes. Transformers finds the weights by itself."""
     # Other implementations of experts than the plain one take no odd sizes.
     more = {"experts_implementation": "eager"} if "experts" in (directory / "config.json").read_text() else {}
     found = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **more).eval()
@@ -282,7 +282,7 @@ def routed(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, lis
 
 
 def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Logits as of `routed`, and where it is sure which experts a row takes."""
+    """Returns the logits of `routed`, and where it is sure which experts a row takes."""
     logits, routers = routed(directory, ids, dtype)
     sure = np.ones(len(ids), bool)
     for scores, top in routers:
@@ -293,7 +293,7 @@ def theirs(directory: Path, ids: list[int], dtype: Any) -> tuple[np.ndarray, np.
 
 
 def same_experts(directory: Path, ids: list[int]) -> np.ndarray:
-    """Where rows take the same experts in bf16 as in f32."""
+    """Returns which rows take the same experts in bf16 as in f32."""
     same = np.ones(len(ids), bool)
     runs = (routed(directory, ids, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
     for (exact, top), (rounded, _) in zip(*runs, strict=True):

@@ -164,7 +164,7 @@ def test_ministral_within_a_model_that_sees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "lfm2", "phi3", "qwen3", "smollm3"])
 def test_a_tied_head_may_be_stored_as_well(family: str, tmp_path: Path) -> None:
-    """It is the embedding then, and no unexpected tensor."""
+    """A stored head that is tied is the embedding, and no unexpected tensor."""
     raw = FAMILIES[family][1](np.random.default_rng(2)) | {"tie_word_embeddings": True}
     config = write(tmp_path / "model", family, raw)
     file = tmp_path / "model/model.safetensors"

@@ -93,8 +93,8 @@ def test_what_is_written(family: str, seed: int, tmp_path: Path) -> None:
 def test_tokens_are_those_of_llama_cpp(family: str, tmp_path: Path, artifacts: Path) -> None:
     """32 greedy tokens of both sides from a file in F16, but where two are as likely as makes no difference.
 
-    Each side may be 1.5 times as far from transformers in float32 as transformers in bf16 is. Rows of which bf16 makes
-    other experts' rows are not judged: those are as far off as the experts differ.
+    Each side may be 1.5 times as far from transformers in float32 as transformers in bf16 is. Rows that take other
+    experts in bf16 are not judged: they are as far off as these experts differ.
     """
     directory, file = written(family, 0, tmp_path)
     config = Checkpoint.open(directory).config

@@ -124,7 +124,7 @@ MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sl
 def test_bench_counts_what_a_token_reads_of_the_cache(
     changes: dict[str, Any], seen: dict[int, int], tmp_path: Path, artifacts: Path
 ) -> None:
-    """Ours as it is stored, a peer's in 16 bits; of windows what a token sees of the positions before it."""
+    """Our cache counts as it is stored, a peer's in 16 bits. Of a window, the positions that a token sees count."""
     checkpoint = tmp_path / f"counted-{len(changes)}"
     write_checkpoint(checkpoint, dtype=bfloat16, **changes)
     heads = prod(CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads"))

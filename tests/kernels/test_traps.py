@@ -157,7 +157,7 @@ def other_windows(config: Config) -> Config:
 
 
 def of_tensors(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], *slots: str) -> Wrong:
-    """A checkpoint in which a layer's tensors of some slots are others."""
+    """Returns a mistake that replaces some slots' tensors in each layer by what `change` makes of them."""
 
     def changed(checkpoint: Checkpoint) -> Checkpoint:
         held = dict(checkpoint.held)
@@ -172,7 +172,7 @@ def of_tensors(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
 
 
 def halves(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The first rows of an expert in place of every second one."""
+    """Returns gate and up as they are read when the first half of an expert's rows is taken for gate."""
     gate, up = tensors.values()
     rows = np.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
     return dict(zip(tensors, np.split(rows, 2, axis=1), strict=True))
@@ -221,7 +221,7 @@ WRONG_ACTIVATIONS = {
 
 
 def test_mistakes_in_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of Gemma. Some sinks are above all scores, and gates beyond their limit."""
+    """Each mistake moves logits further than bf16 does. Some sinks exceed all scores, and some gates their limit."""
     write(tmp_path / "gpt-oss", "gpt_oss", GPT_OSS, 4)
     # Of far logits of a router two experts have nearly all shares.
     file, sizes = tmp_path / "gpt-oss/model.safetensors", {"router.weight": 0.25, "sinks": 6, "gate_up_proj": 5}

@@ -44,8 +44,8 @@ def edges(sees: int, tile: int) -> list[int]:
 
 @pytest.mark.parametrize("heads, kv_heads, dim, sees", SHAPES)
 def test_a_token_sees_its_window_to_the_bit(heads: int, kv_heads: int, dim: int, sees: int) -> None:
-    """The bytes that the whole cache gives. A view that begins a tile beside, or a window that is one longer or
-    shorter, gives others."""
+    """A view gives the bytes that the whole cache gives. One that begins a tile beside, or a window that is one
+    longer or shorter, gives others."""
     width = kv_heads * dim
     tiling = token_attention.tile_sliding(heads, kv_heads, dim, Scores(sees=sees))
     x, kv = random(heads * dim + 2 * width, seed=1), random(POSITIONS + tiling.window, 2 * width, seed=2)
@@ -77,7 +77,7 @@ def test_a_token_sees_its_window_to_the_bit(heads: int, kv_heads: int, dim: int,
 @pytest.mark.parametrize("tile", [16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 64, 192])
 def test_a_view_has_what_its_rows_see(sees: int, tile: int, rows: int) -> None:
-    """All of it, less than two tiles before it, and no more tiles than needed where that number must be even."""
+    """A view holds all that its rows see, begins less than a tile before it, and has the least even number of tiles."""
     scores = Scores(sees=sees)
     view, length, most = scores.view(tile), scores.positions(rows, tile), 0
     for position in range(1200):
@@ -102,7 +102,9 @@ def planned(name: str, context: int, **fields: Any) -> tuple[Config, list[Any], 
 
 
 def test_tokens_have_one_program_for_all_contexts_beyond_the_window() -> None:
-    """Of layers that see a window; the others have one for each. A cache ends where the last view of it does."""
+    """Layers with a window share one program for all longer contexts; the others have one for each context bucket.
+
+    The cache of a layer with a window ends where the last view of it does."""
     config, made, plan = planned("gemma3-1b", 4096)
     names = [program.name for program in made if program.entry.startswith("decode_layer")]
     sizes = ("128", "256", "512", "1024", "2048", "4096")
@@ -125,7 +127,7 @@ def test_tokens_have_one_program_for_all_contexts_beyond_the_window() -> None:
 
 
 def test_a_model_of_windows_alone_has_no_more_phases_than_programs() -> None:
-    """Mistral's first: up to what the view has, and one for all positions beyond."""
+    """The first Mistral has a phase for each context bucket up to the view's length, and one phase for all beyond."""
     _, made, plan = planned("mistral-7b", 16384, sliding_window=4096)
     slides = next(program.sliding for program in made if program.sliding)
     assert slides is not None
@@ -155,8 +157,9 @@ def root_mean_square(values: np.ndarray) -> float:
 @pytest.mark.sampled(1)
 @pytest.mark.verify
 def test_logits_where_windows_move(artifacts: Path, tmp_path: Path) -> None:
-    """Every token from before the window's edge until several tiles behind it, in two context buckets, and after a
-    rewind to before the edge: errors are those of a model that computes in bf16, and rewinding changes no bit."""
+    """Tokens from before the window's edge until several tiles behind it have the errors that bf16 has.
+
+    They lie in two context buckets. A rewind to before the edge changes no bit."""
     write_checkpoint(tmp_path / "gemma", **GEMMA)
     directory = build(tmp_path / "gemma", artifacts, target="npu2-sim", weights="int4", buckets="64", context=256)
     assert any(name.endswith(WINDOW) for name in json.loads((directory / "manifest.json").read_text())["programs"])

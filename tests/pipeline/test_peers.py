@@ -88,7 +88,7 @@ def test_openvino_runs_the_same_model(changes: dict, artifacts: Path, tmp_path: 
     assert not list(tmp_path.glob("tmp*"))
     ids = [3, 1, 4]
     exact, *others = [
-        openvino_model.OpenVino(each.model, 2, 64, *each.words).step(ids) for each in (plain, rounded, wide)
+        openvino_model.OpenVino(each.model, 2, 64, *each.switches).step(ids) for each in (plain, rounded, wide)
     ]
     assert all(0 < np.abs(other - exact).max() < 0.1 * np.abs(exact).max() for other in others)
 

@@ -17,10 +17,9 @@ PLAIN = "F16"
 INT4, INT8 = "INT4", "INT8"
 """Weights as `optimum-cli export openvino --weight-format` stores them."""
 WIDE = "activations=16-bit"
-"""Tells OpenVINO not to round activations to 8 bits, as it does by default for weights of 4 and 8 bits."""
+"""The switch that keeps OpenVINO from rounding activations to 8 bits, as it does for weights of 4 and 8 bits."""
 
 _MODEL = "openvino_model.xml"
-_IDS, _MASK, _POSITIONS, _BEAM = "input_ids", "attention_mask", "position_ids", "beam_idx"
 
 
 def convert(gguf: Path, directory: Path) -> None:
@@ -81,14 +80,14 @@ def token_bytes(directory: Path, tied: bool, vocab: int) -> int:
 class OpenVino:
     """OpenVINO on the CPU with its default settings, but for the number of threads.
 
-    The word `WIDE` keeps activations in 16 or 32 bits. The context has no bound of its own.
+    The switch `WIDE` keeps activations in 16 or 32 bits. The context has no bound of its own.
     """
 
-    def __init__(self, directory: Path, threads: int, context: int, *words: str) -> None:
+    def __init__(self, directory: Path, threads: int, context: int, *switches: str) -> None:
         import openvino
 
         settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        if WIDE in words:
+        if WIDE in switches:
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         self._request = openvino.Core().compile_model(directory / _MODEL, "CPU", settings).create_infer_request()
         self._ids: list[int] = []
@@ -106,10 +105,10 @@ class OpenVino:
         self._ids += ids
         after = len(self._ids)
         given = {
-            _IDS: np.array([list(ids)], np.int64),
-            _MASK: np.ones((1, after), np.int64),
-            _POSITIONS: np.arange(before, after, dtype=np.int64)[None],
-            _BEAM: np.zeros(1, np.int32),
+            "input_ids": np.array([list(ids)], np.int64),
+            "attention_mask": np.ones((1, after), np.int64),
+            "position_ids": np.arange(before, after, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, np.int32),
         }
         logits: np.ndarray = self._request.infer(given)["logits"][0, -1]
         return logits.copy()

@@ -39,21 +39,21 @@ AS_IT_IS = "as it is"
 """The format of a peer that runs the checkpoint's own file."""
 
 SAFELY = "safely"
-"""Tells a peer's process to avoid what has ended one before."""
+"""The switch with which an engine avoids what has ended a peer's process before."""
 
 
 class LlamaCpp:
     """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes.
 
-    The word `SAFELY` keeps weights as the file has them, not rearranged for the processor. This is slower, but the
+    The switch `SAFELY` keeps weights as the file has them, not rearranged for the processor. This is slower, but the
     layout for AMX ends the process on some machines (ggml-org/llama.cpp#20824).
     """
 
-    def __init__(self, gguf: Path, threads: int, context: int, *words: str) -> None:
+    def __init__(self, gguf: Path, threads: int, context: int, *switches: str) -> None:
         self._api = llama_cpp = gguf_file.silenced()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = SAFELY not in words
+        params.use_extra_bufts = SAFELY not in switches
         model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not model:
             raise RuntimeError(f"llama.cpp does not read {gguf}")
@@ -128,8 +128,8 @@ class Entrant:
     model: Path
     token_bytes: int
     """Bytes of weights that a decoded token reads."""
-    words: tuple[str, ...] = ()
-    """What its engine is told besides."""
+    switches: tuple[str, ...] = ()
+    """Switches that its engine gets."""
 
 
 def _gguf_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> Iterator[Entrant]:
@@ -161,7 +161,7 @@ def _openvino_entrants(checkpoint: Path, kinds: Sequence[str], cache: Path) -> I
         print("OpenVINO leaves out how this model scales its rotations: only its speed compares", file=sys.stderr)
     for kind in kinds:
         model = cache.with_name(f"{cache.name}-openvino-{kind}")
-        if not model.exists() and not plain.exists():
+        if not (model.exists() or plain.exists()):
             openvino_model.convert(_converted(opened, openvino_model.PLAIN, cache), plain)
         if not model.exists():
             openvino_model.compress(plain, model, kind)
@@ -183,7 +183,7 @@ class Program:
     """Another program that runs checkpoints."""
 
     engine: Callable[..., Any]
-    """(model, threads, context, what it is told besides) -> an object with `rewind` and `step`."""
+    """(model, threads, context, *switches) -> an object with `rewind` and `step`."""
     entrants: Callable[[Path, Sequence[str], Path], Iterator[Entrant]]
     """(checkpoint, formats, prefix of conversions) -> the program with each model."""
     packages: tuple[str, ...]
@@ -193,7 +193,7 @@ class Program:
     formats: Mapping[str, tuple[str, ...]]
     """The format of our weights -> its nearest ones, by its own names."""
     can_be_safe: bool = False
-    """Whether the word `SAFELY` makes `engine` avoid what has ended its process."""
+    """Whether the switch `SAFELY` makes `engine` avoid what has ended its process."""
 
 
 _PROGRAMS = {
@@ -246,7 +246,13 @@ class Peer:
     def __init__(self, entrant: Entrant, threads: int, context: int) -> None:
         self.name, self.token_bytes = f"{entrant.program} {entrant.format}", entrant.token_bytes
         self._program = entrant.program
-        self._arguments = [entrant.program, str(entrant.model.absolute()), str(threads), str(context), *entrant.words]
+        self._arguments = [
+            entrant.program,
+            str(entrant.model.absolute()),
+            str(threads),
+            str(context),
+            *entrant.switches,
+        ]
         program = _PROGRAMS.get(entrant.program)
         self._may_begin_again = program is not None and program.can_be_safe
         self._process = self._start()
@@ -340,10 +346,10 @@ def entrants(names: Sequence[str], weights: str, source: Source, cache: Path) ->
     return [entrant for p in programs for entrant in p.entrants(source.fetch(), p.formats[weights], cache)]
 
 
-def serve(name: str, model: str, threads: str, context: str, *words: str) -> None:
+def serve(name: str, model: str, threads: str, context: str, *switches: str) -> None:
     """Answer requests until standard input ends, with seconds or an error message."""
     try:
-        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *words)
+        engine = _PROGRAMS[name].engine(Path(model), int(threads), int(context), *switches)
         for line in sys.stdin:
             print(json.dumps(_measure(engine, json.loads(line))), flush=True)
     except Exception as error:  # whatever a foreign library raises
