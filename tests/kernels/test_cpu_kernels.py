@@ -33,7 +33,9 @@ from tests.support.cpu_kernels_util import (
     Kernels,
     Teams,
     U,
+    compiled,
     guarded,
+    lacking_objects,
     link,
     machine_isas,
     output,
@@ -63,6 +65,12 @@ def test_instruction_sets_of_this_machine(library, isa):
     team = Kernels(library, isa)
     assert team.isa == isa
     team.close()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("source", lacking_objects())
+def test_what_this_machine_cannot_run_compiles(source, artifacts):
+    assert compiled(source, artifacts / ".cache/objects").is_file()
 
 
 @pytest.fixture

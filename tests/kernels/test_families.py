@@ -429,7 +429,7 @@ ON_ARRAY_CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family, seed", ON_ARRAY_CASES)
 def test_logits_of_the_array(family: str, seed: int, tmp_path: Path, artifacts: Path) -> None:
     """As of the host, with the weights that the artifact has; also in another context bucket."""

@@ -112,6 +112,7 @@ def test_every_program_is_even(modules: tuple[Config, list[Module]]) -> None:
         assert all(limits.steady(steps) for steps in core_steps(built.air)), built.program.name
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "grouping, weights", [("separate", "bf16"), ("fused", "bf16"), ("fused", "int4"), ("fused", "int4,w_down=int8")]
 )

@@ -79,6 +79,7 @@ def test_weights_in_groups_choose_the_cpus_tokens(artifacts: Path, weights: str)
     assert chosen[0] == chosen[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_a_second_copy_gives_the_same_bits(artifacts: Path, weights: str) -> None:
     """Whatever has been computed in between; and a trace sees it."""

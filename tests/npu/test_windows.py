@@ -154,7 +154,7 @@ def root_mean_square(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.verify
 def test_logits_where_windows_move(artifacts: Path, tmp_path: Path) -> None:
     """Tokens from before the window's edge until several tiles behind it have the errors that bf16 has.

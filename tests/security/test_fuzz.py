@@ -32,6 +32,7 @@ def fuzz_manifests(name: str, directories: list[Path], monkeypatch: pytest.Monke
     return run.fuzz(PARSERS[name], 0, 0, count, 3600)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", PARSERS)
 def test_damaged_files_are_read_or_one_line(name: str, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = fuzz_manifests(name, [demo], monkeypatch, COUNT.get(name, 50))

@@ -39,6 +39,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "small"
 
 
+@pytest.mark.thorough
 def test_a_build_on_a_full_disk(small: Path) -> None:
     run = doit("run", "prompt=hi", f"artifacts={small}/artifacts")
     assert (run.returncode, run.stdout) == (1, "")

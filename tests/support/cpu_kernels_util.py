@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stages.engine.places import KERNELS as SOURCES
 from stages.kernels import Kernel
 from stages.kernels import kernels as all_kernels
 from stages.kernels.flash_attention import ALL
-from stages.targets.cpu.instruction_sets import objects_of
+from stages.targets.cpu.instruction_sets import LANES, objects_of, sets_of
 from stages.targets.cpu.objects import host_object
 from stages.targets.cpu.prototypes import dispatch, prototypes, prototypes_of, scalar_type, tensor_type
 from stages.targets.cpu.toolchain import FLAGS, INCLUDE, need_host_compiler
@@ -77,11 +78,35 @@ def machine_isas() -> list[str]:
     return [*(isa for isa, needed in _NEEDED.items() if needed <= set(cpu_features())), PLAIN_ISA]
 
 
+def lacking_isas() -> frozenset[str]:
+    """Instruction sets that kernels have objects for and this machine does not have."""
+    return frozenset(LANES) - {*machine_isas(), "portable"}
+
+
+def lacking_objects() -> list[str]:
+    """Names of the objects of kernels for those sets."""
+    names = (name for source in {kernel.source for kernel in HOST.values()} for name in objects_of(source))
+    return sorted(name for name in names if name.partition(".")[2] in lacking_isas())
+
+
+def compiled(source: str, cache: Path) -> Path:
+    """The object of one of `objects`. Raises UserError if it does not compile."""
+    stem, _, isa = Path(source).name.partition(".")
+    return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
+
+
 def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
     declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values())]
-    return "\n".join([*declared, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+    lacking = [_lacking(kernel, isa) for kernel in HOST.values() for isa in lacking_isas() & {*sets_of(kernel.source)}]
+    return "\n".join([*declared, *lacking, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+
+
+def _lacking(kernel: Kernel, isa: str) -> str:
+    """In place of what would be compiled for a set that no process on this machine chooses."""
+    types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.scalars), "Worker &"]
+    return f"KERNEL void {kernel.name}_{isa}({', '.join(types)}) {{ abort(); }}"
 
 
 def _entry(kernel: Kernel) -> str:
@@ -92,17 +117,15 @@ def _entry(kernel: Kernel) -> str:
 
 
 def build(directory: Path, cache: Path) -> Path:
-    """One shared object with all kernels and the team, whose objects are those of builds, and the glue."""
+    """One shared object with all kernels and the team, whose objects are those of builds, and the glue.
+
+    Sets that this machine lacks are left out, because none of their code could run.
+    """
     (directory / "glue.cc").write_text(glue())
-    sources = sorted(name for path in CPU.glob("*.cc") for name in objects_of(path.stem))
-
-    def compiled(source: str) -> Path:
-        stem, _, isa = Path(source).name.partition(".")
-        return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
-
+    sources = {name for path in CPU.glob("*.cc") for name in objects_of(path.stem)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [*pool.map(compiled, sources), build_object(directory / "glue.cc", directory / "glue.o")]
-    return link(objects, directory / "kernels.so")
+        made = [*pool.map(partial(compiled, cache=cache), sorted(sources - {*lacking_objects()}))]
+    return link([*made, build_object(directory / "glue.cc", directory / "glue.o")], directory / "kernels.so")
 
 
 def build_object(source: Path, output: Path, *flags: str) -> Path:
