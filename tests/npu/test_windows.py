@@ -26,6 +26,7 @@ from stages.model.policy import parse_policy
 from stages.model.presets import PRESETS
 from stages.proof.comparison import transformers_model
 from stages.targets.npu2.groupings import GROUPINGS
+from stages.targets.npu2.modules import build_module
 from stages.targets.npu2.objects import KERNEL_SET
 from tests.conftest import build, write_checkpoint
 from tests.npu.test_sim_kernels import empty, execute_two, random, token_table
@@ -124,6 +125,16 @@ def test_tokens_have_one_program_for_all_contexts_beyond_the_window() -> None:
     rows = {plan.buffers[f"kv_cache.{layer}"].shape[0] for layer in (0, 1)}
     assert rows == {view.row(1, 4095) + 544} and plan.buffers["kv_cache.5"].shape[0] == 4096
     assert config.decoder.layers[5].mixer.window is None  # type: ignore[union-attr]
+
+
+def test_a_program_divides_its_attention_as_its_view_does() -> None:
+    """The module takes the tiling that the program's view of the cache is derived from; others follow their context."""
+    config, made, _ = planned("gemma3-1b", 4096)
+    slides = next(program for program in made if program.sliding)
+    fixed = next(program for program in made if program.entry == slides.entry and program.context == 512)
+    of_slides, of_fixed = (build_module(program, config.dimensions()).tilings for program in (slides, fixed))
+    assert sum(tiling is slides.sliding for tiling in of_slides) == 1
+    assert not any(getattr(tiling, "slides", False) for tiling in of_fixed)
 
 
 def test_a_model_of_windows_alone_has_no_more_phases_than_programs() -> None:

@@ -233,7 +233,7 @@ def build_module(program: Program, dimensions: Dimensions) -> Module:
     rows = program.bucket or 1
     sizes = {**dimensions, "seq": rows, "max_seq": rows, "window": program.context or 0, "pos": 0}
     launches = list(_launches(program, sizes))
-    tilings = [_tile(kernel, scalars, bool(program.sliding)) for kernel, _, scalars in launches]
+    tilings = [_tile(program, kernel, scalars) for kernel, _, scalars in launches]
     parts = [(_program(k, tiling), args) for (k, args, _), tiling in zip(launches, tilings, strict=True)]
     stitched = air.stitch(program.entry, [slot.name for slot in program.slots], parts)
     if program.bucket:
@@ -249,10 +249,10 @@ def _launches(program: Program, sizes: Dimensions) -> Iterator[tuple[Kernel, dic
             yield launch.kernel, args, launch.numbers(sizes)
 
 
-def _tile(kernel: Kernel, scalars: Mapping[str, Any], slides: bool) -> Tiling:
+def _tile(program: Program, kernel: Kernel, scalars: Mapping[str, Any]) -> Tiling:
     if kernel.tiling is None:
         raise TypeError(f"kernel {kernel.name} has no program for the array")
-    return kernel.sliding(scalars) if slides and kernel.sliding else kernel.tiling(scalars)
+    return program.sliding if program.sliding and kernel.sliding else kernel.tiling(scalars)
 
 
 def _program(kernel: Kernel, tiling: Tiling) -> AirModule:
