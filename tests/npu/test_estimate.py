@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall
 from llama_npu2.cli.table import amount
 from llama_npu2.devices.xrt.limits import CHAIN, COMMAND
 from llama_npu2.errors import UserError
@@ -23,7 +24,7 @@ from stages.engine.files import read_json, write_json
 from stages.engine.places import CONFIG, MODULES
 from stages.estimate.constants import Machine, constants
 from stages.estimate.flow import call_work, launch_work
-from stages.estimate.phases import commands
+from stages.estimate.phases import commands, phase_milliseconds
 from stages.estimate.price import description
 from stages.estimate.systems import FITTED, KERNELS, PREDICTED
 from stages.estimate.work import (
@@ -250,6 +251,26 @@ def test_commands_are_cut_by_number_and_by_time() -> None:
     assert commands([]) == 0
     assert commands([1e-6] * CHAIN) == 1 and commands([1e-6] * (CHAIN + 1)) == 2
     assert commands([0.4 * COMMAND] * 5) == 3
+
+
+def test_the_host_works_beside_the_array_unless_it_waits_for_it() -> None:
+    """A host call is free while it takes less time than the device calls before it and shares no buffer with them."""
+
+    def program(host: bool, **estimated: float) -> dict[str, Any]:
+        slots = [{"role": role, "dtype": "bf16", "shape": [1 << 20]} for role in ("activation", "output")]
+        return {"host": host, "slots": slots, **estimated}
+
+    def milliseconds(*calls: tuple[str, str, str]) -> float:
+        programs = {"device": program(False, milliseconds=1e3), "host": program(True)}
+        content = {"programs": programs, "buffers": {"tokens": {"shape": [64]}}, "model": {"max_seq": 64}}
+        planned = [PlannedCall(name, (BufferRef(read), BufferRef(made))) for name, read, made in calls]
+        return phase_milliseconds(content, {Phase("decode"): planned})["decode"]
+
+    alone = milliseconds(("device", "a", "b"))
+    assert alone > 1e3
+    assert milliseconds(("device", "a", "b"), ("host", "c", "d")) == alone
+    first = milliseconds(("host", "c", "d"), ("device", "a", "b"))
+    assert milliseconds(("device", "a", "b"), ("host", "b", "d")) > first > alone
 
 
 def test_a_token_is_its_calls_submissions_and_host_work() -> None:

@@ -391,6 +391,8 @@ def test_markdown_is_drawn_once() -> None:
         ("- a\n\n  b", ""),
         ("```\na\n\nb", ""),
         ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+        ("a\n\n```\nb\n\nc", "a\n\n"),
+        ("  ```\na\n\nb", ""),
     ],
 )
 def test_blocks_that_are_whole(text: str, done: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from stages.weights import blobs
 from stages.weights.formats import formats
+from stages.weights.scales import symmetric
 
 CASES = [
     (form.name, layout)
@@ -60,3 +61,20 @@ def test_files_are_written_in_whole_huge_pages(tmp_path: Path, monkeypatch: pyte
     whole = np.fromfile(tmp_path / "file", np.int8)
     for name, array in zip(offsets, arrays, strict=True):
         assert np.array_equal(whole[offsets[name] :][: array.size], array)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_scale_with_the_least_error_is_chosen(weighted: bool) -> None:
+    """By the squares themselves, in float64; groups have outliers, so that the attempts differ."""
+    rng = np.random.default_rng(3)
+    groups = rng.standard_t(2, (256, 32)).astype(np.float32)
+    weights = rng.exponential(1, groups.shape).astype(np.float32) if weighted else np.ones_like(groups)
+    chosen = symmetric(groups, -8, 7, weights if weighted else None)
+    for values, weight, scale in zip(groups.astype(np.float64), weights.astype(np.float64), chosen, strict=True):
+        fits = []
+        for stretch in np.linspace(-0.9, 1.2, 8):
+            numbers = np.clip(np.rint(values * (7 + stretch) / np.abs(values).max()), -8, 7)
+            fit = (weight * values * numbers).sum() / (weight * numbers**2).sum()
+            fits.append(((weight * (values - fit * numbers) ** 2).sum(), fit))
+        best = min(fits)
+        assert any(error <= 1.0001 * best[0] and np.isclose(scale, fit, rtol=1e-4) for error, fit in fits)
