@@ -79,18 +79,19 @@ def machine_isas() -> list[str]:
 
 
 def lacking_isas() -> frozenset[str]:
-    """Instruction sets that kernels have objects for and this machine does not have."""
+    """Return the instruction sets that kernels have objects for and this machine does not have."""
     return frozenset(LANES) - {*machine_isas(), "portable"}
 
 
 def lacking_objects() -> list[str]:
-    """Names of the objects of kernels for those sets."""
+    """Return the names of the kernels' objects for the sets that this machine lacks."""
+    isas = lacking_isas()
     names = (name for source in {kernel.source for kernel in HOST.values()} for name in objects_of(source))
-    return sorted(name for name in names if name.partition(".")[2] in lacking_isas())
+    return sorted(name for name in names if name.partition(".")[2] in isas)
 
 
 def compiled(source: str, cache: Path) -> Path:
-    """The object of one of `objects`. Raises UserError if it does not compile."""
+    """Return the object of that name, compiled unless the cache has it. Raises UserError if it does not compile."""
     stem, _, isa = Path(source).name.partition(".")
     return host_object(source_file(source), cache, prototypes_of(stem, isa), isa).path
 
@@ -99,12 +100,13 @@ def glue() -> str:
     """An entry per kernel that takes every argument, scalars too, from its slots."""
     take = "template <class T> T take(void *slot) { T value; memcpy(&value, &slot, sizeof value); return value; }"
     declared = ["#include <cstring>", prototypes(HOST.values()), dispatch(HOST.values())]
-    lacking = [_lacking(kernel, isa) for kernel in HOST.values() for isa in lacking_isas() & {*sets_of(kernel.source)}]
-    return "\n".join([*declared, *lacking, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
+    isas = lacking_isas()
+    aborting = [_aborting(kernel, isa) for kernel in HOST.values() for isa in sets_of(kernel.source) if isa in isas]
+    return "\n".join([*declared, *aborting, take, *map(_entry, HOST.values()), _TEAM_SOURCE])
 
 
-def _lacking(kernel: Kernel, isa: str) -> str:
-    """In place of what would be compiled for a set that no process on this machine chooses."""
+def _aborting(kernel: Kernel, isa: str) -> str:
+    """Return C++ that defines the kernel for a set that this machine lacks. It ends the process if it is called."""
     types = [*map(tensor_type, kernel.args), *map(scalar_type, kernel.scalars), "Worker &"]
     return f"KERNEL void {kernel.name}_{isa}({', '.join(types)}) {{ abort(); }}"
 
@@ -119,7 +121,7 @@ def _entry(kernel: Kernel) -> str:
 def build(directory: Path, cache: Path) -> Path:
     """One shared object with all kernels and the team, whose objects are those of builds, and the glue.
 
-    Sets that this machine lacks are left out, because none of their code could run.
+    Kernels for sets that this machine lacks are left out, because none of their code could run.
     """
     (directory / "glue.cc").write_text(glue())
     sources = {name for path in CPU.glob("*.cc") for name in objects_of(path.stem)}

@@ -65,7 +65,9 @@ def test_files_are_written_in_whole_huge_pages(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_scale_with_the_least_error_is_chosen(weighted: bool) -> None:
-    """By the squares themselves, in float64; groups have outliers, so that the attempts differ."""
+    """The chosen scale is one of those whose squared error, summed in float64, is the least of all attempts.
+
+    Groups have outliers, so that the attempts differ."""
     rng = np.random.default_rng(3)
     groups = rng.standard_t(2, (256, 32)).astype(np.float32)
     weights = rng.exponential(1, groups.shape).astype(np.float32) if weighted else np.ones_like(groups)
