@@ -16,13 +16,13 @@ from llama_npu2.artifact.manifest import Manifest
 from llama_npu2.engine import retrieval
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
 from llama_npu2.engine.engine import Engine
-from llama_npu2.engine.sampling import sampler
+from llama_npu2.engine.generation import Asked, Generation
 from llama_npu2.errors import UserError
 from llama_npu2.options import Sampling
 from llama_npu2.text.chat_template import REASONING, ChatTemplate, texts_of
 from llama_npu2.text.pooling import check_pooling
 from llama_npu2.text.rendering import split_at_marks, without_marks
-from llama_npu2.text.replies import Piece, ReplyStream
+from llama_npu2.text.replies import Piece
 from llama_npu2.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -261,32 +261,14 @@ class Llama(Engine):
 
     def _reply(self, prompt: _Prompt, options: Sampling, completion: Completion, number: int) -> Iterator[Piece]:
         """Yield the pieces of a reply, and fill in `completion` but for its texts."""
-        stream = ReplyStream(self.tokenizer, prompt.ids, self.eos, options.stop)
-        choose = sampler(options, prompt.ids, number)
-        logits, ids, first = prompt.logits, list(prompt.ids), 0.0
-        completion.logprobs = None if options.logprobs is None else []
+        asked = Asked(prompt.ids, options, number, prompt.started)
+        generation = Generation(asked, completion, self.tokenizer, self.eos, self.context_length, self._timed)
         self.stats = stats = completion.stats
-        stats.prompt_tokens, stats.reused_tokens = len(ids) - prompt.reused, prompt.reused
-        while not stats.finish_reason:
-            if completion.tokens:
-                ids.append(completion.tokens[-1])
-                logits = self._logits_after(ids)
-            token = self._timed("host", "sample", choose, logits)
-            now = time.perf_counter()
-            first = first or now
-            stats.ttft, stats.decode_time = first - prompt.started, now - first
-            completion.tokens.append(token)
-            stats.generated_tokens += 1
-            if completion.logprobs is not None:
-                completion.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
-            pieces = [] if token in self.eos else self._timed("host", "detokenise", stream.push, token)
-            if token in self.eos or stream.stopped:
-                stats.finish_reason = "stop"
-            elif stats.generated_tokens >= options.max_tokens or len(ids) >= self.context_length:
-                stats.finish_reason = "length"
-            yield from pieces
-            if stats.finish_reason:
-                yield from stream.flush()
+        stats.prompt_tokens, stats.reused_tokens = len(prompt.ids) - prompt.reused, prompt.reused
+        yield from generation.take(prompt.logits)
+        while not generation.finished:
+            yield from generation.take(self._logits_after(generation.ids))
+        yield from generation.flush()
 
     def close(self) -> None:
         """Release the device, and end the chat template's process."""
