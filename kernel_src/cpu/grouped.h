@@ -65,16 +65,16 @@ struct GroupedPanel {
 };
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
-// are stored `zero` above their value, whose magnitude is `most` at most. Of panels times a vector, two are taken at a time
-// where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines are asked for: where a line
-// takes little, loads run far enough ahead by themselves.
+// are stored `zero` above their value, whose magnitude is `most` at most, so that none is above `largest`. Of panels times a
+// vector, two are taken at a time where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines
+// are asked for: where a line takes little, loads run far enough ahead by themselves.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 4;
     static constexpr bool asks_ahead = true;
-    static constexpr int zero = 0, most = 15;
+    static constexpr int zero = 0, most = 15, largest = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
@@ -84,7 +84,7 @@ struct Nibbles {
 
 // The value of a number is in a table.
 struct TwiceE2M1 : Nibbles {
-    static constexpr int zero = 12, most = 12;
+    static constexpr int zero = 12, most = 12, largest = 24;
 
     // Of each byte, a number, its value and `zero`.
     INLINE quadv looked_up(quadv numbers) {
@@ -113,7 +113,7 @@ struct SixBits {
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 8;
     static constexpr bool asks_ahead = true;
-    static constexpr int zero = 32, most = 32;
+    static constexpr int zero = 32, most = 32, largest = 63;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + (4 + i / 4) * line_bytes + at);
@@ -129,7 +129,7 @@ struct Bytes {
     static constexpr int64_t narrow_inputs = 1024;
     static constexpr int wide_streams = 4;
     static constexpr bool asks_ahead = false;
-    static constexpr int zero = 128, most = 128;
+    static constexpr int zero = 128, most = 128, largest = 255;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         return load<quadv>(numbers + i * line_bytes + at);
@@ -139,6 +139,8 @@ struct Bytes {
 INLINE i32v load_u8(const uint8_t *p) {
 #if ISA_LANES == 16
     return (i32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif ISA_LANES == 8
+    return (i32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
     i32v v;
     for (int64_t i = 0; i < lanes; i++) v[i] = p[i];
@@ -150,13 +152,11 @@ INLINE f32v load_f16(const uint8_t *p) {
 #if ISA_LANES == 16
     return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #else
-    f32v v;
-    for (int64_t i = 0; i < lanes; i++) {
-        uint16_t half;
-        __builtin_memcpy(&half, p + 2 * i, 2);
-        v[i] = f16_to_float(half);
-    }
-    return v;
+    const u32v half = widen(load<u16v>(p)), magnitude = half & 0x7fff, shifted = magnitude << 13;
+    const f32v normal = (f32v)(shifted + 0x38000000), tiny = whole_to_float((i32v)magnitude) * 0x1p-24f;
+    const f32v finite = select((i32v)magnitude < 0x400, tiny, normal);
+    const f32v value = select((i32v)magnitude < 0x7c00, finite, (f32v)(shifted | 0x7f800000));
+    return (f32v)((u32v)value | (half & 0x8000) << 16);
 #endif
 }
 

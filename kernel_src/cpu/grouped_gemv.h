@@ -17,6 +17,7 @@ constexpr bool is_near = P <= narrow_streams;
 
 // Numbers as vpdpbusd takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
 // signed, and high ones what is left of the number.
+template <class Format>
 INLINE void split_bytes(int16_t *numbers, int64_t count) {
     const __m512i order = _mm512_set_epi64(0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400,
                                            0x0f0b0d090e0a0c08, 0x0703050106020400, 0x0f0b0d090e0a0c08, 0x0703050106020400);
@@ -57,24 +58,114 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
 
 #else
 
-constexpr int most_grouped_streams = 1, narrow_streams = 1;
+constexpr int most_grouped_streams = ISA_LANES == 8 ? 2 : 1, narrow_streams = most_grouped_streams;
 
 template <int P>
 constexpr bool is_near = false;
 
-INLINE void split_bytes(int16_t *, int64_t) {}
+// Products of numbers and of bytes of x, none of them more than `largest_byte`, are summed in pairs, of a quad at a time. So
+// many quads' sums have 16 bits.
+template <class Format>
+constexpr int quads_in_16_bits(int largest_byte) {
+    int quads = Format::inputs / quad;
+    while (quads > 0 && quads * 2 * Format::largest * largest_byte > INT16_MAX) quads /= 2;
+    return quads;
+}
 
+constexpr int largest_low = 128, largest_high = (most_fixed + 128) >> 8;
+
+// Whether x is taken in bytes: then a quad of weights is multiplied as it lies. Sums that are widened four times a group take
+// as long as what that saves.
+template <class Format>
+constexpr bool by_bytes = ISA_LANES == 8 && 2 * quads_in_16_bits<Format>(largest_low) >= Format::inputs / quad;
+
+// Numbers as vpmaddubsw takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
+// signed, and high ones what is left of the number.
+template <class Format>
+INLINE void split_bytes(int16_t *numbers, int64_t count) {
+    if constexpr (by_bytes<Format>)
+        for (int64_t i = 0; i < count; i += quad) {
+            int8_t bytes[2 * quad];
+            for (int64_t k = 0; k < quad; k++) {
+                bytes[quad_place(k)] = static_cast<int8_t>(numbers[i + k]);
+                bytes[quad + quad_place(k)] = static_cast<int8_t>((numbers[i + k] + 128) >> 8);
+            }
+            memcpy(numbers + i, bytes, sizeof bytes);
+        }
+}
+
+// Keeps a compiler from moving sums away from their products, to where they no longer fit registers.
+template <class V>
+INLINE void settle(V &sum) {
+#if ISA_LANES == 8
+    asm("" : "+x"(sum));
+#else
+    (void)sum;
+#endif
+}
+
+#if ISA_LANES == 8
+
+// A sum of products of bytes: in 16 bits, and in 32 for every `quads` of them.
+template <int quads, int all>
+struct ByteSum {
+    __m256i narrow, wide;
+
+    INLINE_MEMBER void add(int i, __m256i numbers, __m256i x) {
+        const __m256i products = _mm256_maddubs_epi16(numbers, x);
+        narrow = i % quads == 0 ? products : _mm256_add_epi16(narrow, products);
+        settle(narrow);
+        if ((i + 1) % quads != 0) return;
+        const __m256i widened = _mm256_madd_epi16(narrow, _mm256_set1_epi16(1));
+        wide = i < quads ? widened : _mm256_add_epi32(wide, widened);
+        if (i + 1 < all) settle(wide);
+    }
+};
+
+#endif
+
+// As above. `size` and `ahead` are in bytes; x: the group's, split into bytes where `by_bytes` says so.
 template <class Format, class Some, bool fetch>
-INLINE void group_sums(const uint8_t *numbers, int64_t, int64_t, const int16_t *x, int32_t sum_of_x, i32v *sums) {
-    static_assert(Some::value == 1, "one panel at a time");
-#pragma GCC unroll 4
-    for (int64_t v = 0; v < sum_vectors; v++) sums[v] = -Format::zero * sum_of_x - i32v{};
-    for (int i = 0; i < Format::inputs / quad; i++) {
+INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
+    constexpr int P = Some::value, V = P * sum_vectors;
+    constexpr int quads = Format::inputs / quad, per_line = quads * line_bytes / Format::number_bytes;
+    const i32v start = -Format::zero * sum_of_x - i32v{};
+#if ISA_LANES == 8
+    if constexpr (by_bytes<Format>) {
+        ByteSum<quads_in_16_bits<Format>(largest_low), quads> low[V];
+        ByteSum<quads_in_16_bits<Format>(largest_high), quads> high[V];
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++) {
+            const __m256i lower = (__m256i)splat_pair(x + i * quad), upper = (__m256i)splat_pair(x + i * quad + 2);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) {
+                const uint8_t *own = numbers + v / sum_vectors * size;
+                if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+                    prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+                const __m256i four = (__m256i)Format::quad_at(own, i, v % sum_vectors * lanes * quad);
+                low[v].add(i, four, lower);
+                high[v].add(i, four, upper);
+            }
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
+            sums[v] = start + (i32v)_mm256_add_epi32(_mm256_slli_epi32(high[v].wide, 8), low[v].wide);
+        return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) sums[v] = start;
+#pragma GCC unroll 8
+    for (int i = 0; i < quads; i++) {
         const i32v first = splat_pair(x + i * quad), second = splat_pair(x + i * quad + 2);
-#pragma GCC unroll 4
-        for (int64_t v = 0; v < sum_vectors; v++) {
-            const quadv four = Format::quad_at(numbers, i, v * lanes * quad);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const uint8_t *own = numbers + v / sum_vectors * size;
+            if (fetch && i % per_line == 0 && v % sum_vectors == 0)
+                prefetch<is_near<P>>(own + i / per_line * line_bytes + ahead);
+            const quadv four = Format::quad_at(own, i, v % sum_vectors * lanes * quad);
             sums[v] = multiply_pairs(four >> 8, second, multiply_pairs(four & 0xff, first, sums[v]));
+            settle(sums[v]);
         }
     }
 }
@@ -211,7 +302,7 @@ private:
         const FixedSize size{cols_, Format::inputs};
         x_ = size.at(worker.scratch<uint8_t>(size.bytes()));
         fix_for<Format>(x, size, x_);
-        split_bytes(x_.numbers, size.blocks() * fixed_inputs);
+        split_bytes<Format>(x_.numbers, size.blocks() * fixed_inputs);
     }
 
     template <class Some>

@@ -35,7 +35,7 @@ struct GroupedVector {
         const FixedSize size{cols, Format::inputs};
         const FixedRow row = size.at(memory);
         fix_for<Format>(x, size, row);
-        split_bytes(row.numbers, size.blocks() * fixed_inputs);
+        split_bytes<Format>(row.numbers, size.blocks() * fixed_inputs);
         return {row, cols};
     }
 
@@ -65,7 +65,7 @@ struct GroupedVector<W8A8> {
     }
 
     template <class Run>
-    INLINE void with_streams(int64_t, const Run &run) { ISA::with_streams<most_grouped_streams>(run); }
+    INLINE void with_streams(int64_t, const Run &run) { ISA::with_streams<most_integer_streams>(run); }
 
     template <class Some>
     INLINE_MEMBER void times(const uint8_t *first, int64_t size, float *sums, const After<uint8_t> &after) const {

@@ -316,6 +316,8 @@ private:
     int64_t first_ = 0;
 };
 
+constexpr int most_integer_streams = ISA_LANES == 16 ? 8 : 1;
+
 // sums[panel_rows] of each of P panels, `size` bytes apart, times x.
 template <class Some>
 void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8_t *x, int64_t quads, int32_t *sums,
@@ -360,7 +362,7 @@ public:
         : weights_(weights), out_cols_(out_cols), cols_(cols), epilogue_(epilogue) {}
 
     void run(const bf16 *x, Worker &worker) {
-        with_streams<most_grouped_streams>([&](auto streams) { run_in<decltype(streams)>(x, worker); });
+        with_streams<most_integer_streams>([&](auto streams) { run_in<decltype(streams)>(x, worker); });
     }
 
 private:

@@ -8,7 +8,7 @@ import pytest
 
 from stages.kernels import kernels as all_kernels
 from stages.kernels.grouped import GROUPED
-from stages.weights.formats import formats, int4_f32, int8, int8_f32, int8_f32_16, mxfp4
+from stages.weights.formats import formats, int4, int4_f32, int6, int8, int8_f32, int8_f32_16, mxfp4
 from tests.support.cpu_kernels_util import BF16, U32, Teams, U, guarded, machine_isas, output
 
 NAMES = [stored.name for stored in GROUPED]
@@ -71,6 +71,27 @@ def test_largest_sums_fit(teams, name, sign, weight):
     teams(f"{name}_gemm", x, panels, out, 2, cols, rows)
     teams(f"{name}_gemv", panels, guarded(x[0]), one, rows, cols)
     assert_product(out, x, wide)
+    np.testing.assert_array_equal(one.view(np.uint16), out[0].view(np.uint16))
+
+
+LOWEST_BYTES = [1, *[2.0**-6] * 511]
+"""A block of x with as many numbers of 128, whose low byte is the furthest from zero, as fit."""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("form, number", [(int4, 0), (int4, 15), (int6, 0), (int6, 63), (mxfp4, 7), (mxfp4, 15)])
+def test_sums_of_extreme_numbers_fit(teams, form, number, sign):
+    """Every weight is the largest or the smallest of its format, and x has the largest high or low bytes."""
+    rows, cols = 16, 1024
+    scale = np.full((rows, cols // 32, form.GROUPED.scale_values), 127, np.uint8)
+    numbers = np.full((rows, cols // 32, 32), number, np.uint8)
+    stored = form.GROUPED.stored(np.full((rows, form.GROUPED.factors), 2.0**-7, np.float32), scale, numbers)
+    panels, wide = guarded(form.FORMAT.arrange(stored, "panels")), form.FORMAT.dequantise(stored, cols)
+    x = guarded(np.array([*[255 / 128] * 512, *LOWEST_BYTES], BF16) * BF16(sign))
+    out, one = output((1, rows)), output(rows)
+    teams(f"{form.FORMAT.name}_gemm", x, panels, out, 1, cols, rows)
+    teams(f"{form.FORMAT.name}_gemv", panels, x, one, rows, cols)
+    assert_product(out, x[None], wide)
     np.testing.assert_array_equal(one.view(np.uint16), out[0].view(np.uint16))
 
 
