@@ -2,12 +2,13 @@
 // each instruction set.
 //
 // A block of groups of a few panels is widened to 16 bits, with its scales where sums stay whole, and multiplied with all
-// rows of a task. A tile is as wide as leaves registers for both a group's sums and those of the groups before, scaled.
+// rows of a task. A tile is as wide as leaves registers for both a group's sums and those of the groups before, scaled; with
+// AVX2, which has few, those of the groups before lie in L1.
 namespace ISA {
 namespace {
 
 constexpr int64_t inputs_per_block = 1024;
-constexpr int64_t grouped_panels = 2;  // of a tile
+constexpr int64_t grouped_panels = ISA_LANES == 8 ? 1 : 2;  // of a tile: AVX2's registers hold the sums of one, of all rows
 static_assert(group_panels % grouped_panels == 0, "a group's panels are whole tiles");
 static_assert(inputs_per_block % fixed_inputs == 0, "a block is whole blocks of x");
 
@@ -31,7 +32,7 @@ struct GroupedTileArgs {
 };
 
 // Sums of a tile, as many rows at a time as registers hold.
-constexpr int64_t sum_rows = ISA_LANES == 16 ? tile_rows : 1;
+constexpr int64_t sum_rows = ISA_LANES >= 8 ? tile_rows : 1;
 constexpr int64_t tile_width = grouped_panels * panel_rows, tile_vectors = tile_width / lanes;
 
 // Calls tile(Rows, args) for `rows` rows, sum_rows at a time.
@@ -107,9 +108,12 @@ constexpr int64_t product_rows = tile_rows;
 template <class Format>
 INLINE void split_numbers(int16_t *, int64_t) {}
 
+// With AVX2 all of a group: a loop's end would move each sum.
+constexpr int unrolled_pairs = ISA_LANES == 8 ? 16 : 4;
+
 template <class Format, int R>
 INLINE void wide_sums(const WideGroup<Format> &weights, const int16_t *x, int64_t stride, i32v (*sums)[tile_vectors]) {
-#pragma GCC unroll 4
+#pragma GCC unroll unrolled_pairs
     for (int64_t i = 0; i < WideGroup<Format>::pairs; i++) {
         quadv line[tile_vectors];
 #pragma GCC unroll 16
@@ -118,7 +122,10 @@ INLINE void wide_sums(const WideGroup<Format> &weights, const int16_t *x, int64_
         for (int r = 0; r < R; r++) {
             const i32v pair = splat_pair(x + r * stride + 2 * i);
 #pragma GCC unroll 16
-            for (int64_t v = 0; v < tile_vectors; v++) sums[r][v] = multiply_pairs(line[v], pair, sums[r][v]);
+            for (int64_t v = 0; v < tile_vectors; v++) {
+                sums[r][v] = multiply_pairs(line[v], pair, sums[r][v]);
+                settle(sums[r][v]);
+            }
         }
     }
 }

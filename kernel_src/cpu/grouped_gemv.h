@@ -94,16 +94,6 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
         }
 }
 
-// Keeps a compiler from moving sums away from their products, to where they no longer fit registers.
-template <class V>
-INLINE void settle(V &sum) {
-#if ISA_LANES == 8
-    asm("" : "+x"(sum));
-#else
-    (void)sum;
-#endif
-}
-
 #if ISA_LANES == 8
 
 // A sum of products of bytes: in 16 bits, and in 32 for every `quads` of them.

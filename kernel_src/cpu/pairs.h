@@ -32,6 +32,16 @@ INLINE i32v multiply_pairs(quadv pairs, i32v x, i32v sum) {
 #endif
 }
 
+// Keeps a compiler from moving sums away from their products, to where they no longer fit registers.
+template <class V>
+INLINE void settle(V &sum) {
+#if ISA_LANES == 8
+    asm("" : "+x"(sum));
+#else
+    (void)sum;
+#endif
+}
+
 // Two of x for every output.
 INLINE i32v splat_pair(const int16_t *x) {
     int32_t pair;
