@@ -65,16 +65,16 @@ struct GroupedPanel {
 };
 
 // How the numbers of a group of `inputs` lie. `quad_at`: of the outputs whose bytes begin `at` bytes into a line. Numbers
-// are stored `zero` above their value, whose magnitude is `most` at most, so that none is above `largest`. Of panels times a
-// vector, two are taken at a time where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines
-// are asked for: where a line takes little, loads run far enough ahead by themselves.
+// are stored `zero` above their value, whose magnitude is `most` at most. Of panels times a vector, two are taken at a time
+// where it has at most `narrow_inputs`, else `wide_streams`; `asks_ahead` says whether lines are asked for: where a line
+// takes little, loads run far enough ahead by themselves.
 
 struct Nibbles {
     static constexpr int64_t inputs = group_inputs, number_bytes = 256;
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 4;
     static constexpr bool asks_ahead = true;
-    static constexpr int zero = 0, most = 15, largest = 15;
+    static constexpr int zero = 0, most = 15;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + i / 2 * line_bytes + at);
@@ -84,7 +84,7 @@ struct Nibbles {
 
 // The value of a number is in a table.
 struct TwiceE2M1 : Nibbles {
-    static constexpr int zero = 12, most = 12, largest = 24;
+    static constexpr int zero = 12, most = 12;
 
     // Of each byte, a number, its value and `zero`.
     INLINE quadv looked_up(quadv numbers) {
@@ -113,7 +113,7 @@ struct SixBits {
     static constexpr int64_t narrow_inputs = 4096;
     static constexpr int wide_streams = 8;
     static constexpr bool asks_ahead = true;
-    static constexpr int zero = 32, most = 32, largest = 63;
+    static constexpr int zero = 32, most = 32;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         const quadv line = load<quadv>(numbers + (4 + i / 4) * line_bytes + at);
@@ -129,7 +129,7 @@ struct Bytes {
     static constexpr int64_t narrow_inputs = 1024;
     static constexpr int wide_streams = 4;
     static constexpr bool asks_ahead = false;
-    static constexpr int zero = 128, most = 128, largest = 255;
+    static constexpr int zero = 128, most = 128;
 
     INLINE quadv quad_at(const uint8_t *numbers, int i, int64_t at) {
         return load<quadv>(numbers + i * line_bytes + at);
@@ -148,6 +148,7 @@ INLINE i32v load_u8(const uint8_t *p) {
 #endif
 }
 
+// Like f16_to_float, of a vector.
 INLINE f32v load_f16(const uint8_t *p) {
 #if ISA_LANES == 16
     return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));

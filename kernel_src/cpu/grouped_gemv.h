@@ -63,24 +63,24 @@ constexpr int most_grouped_streams = ISA_LANES == 8 ? 2 : 1, narrow_streams = mo
 template <int P>
 constexpr bool is_near = false;
 
-// Products of numbers and of bytes of x, none of them more than `largest_byte`, are summed in pairs, of a quad at a time. So
-// many quads' sums have 16 bits.
+// x may be taken in bytes: its numbers are split into two, as for vpdpbusd, and each byte is multiplied with a number of a
+// weight by vpmaddubsw, which sums products in pairs to 16 bits. Returns the sums of how many quads these hold, where bytes
+// of x have magnitudes up to `most_of_byte`.
 template <class Format>
-constexpr int quads_in_16_bits(int largest_byte) {
+constexpr int quads_in_16_bits(int most_of_byte) {
     int quads = Format::inputs / quad;
-    while (quads > 0 && quads * 2 * Format::largest * largest_byte > INT16_MAX) quads /= 2;
+    while (quads > 0 && quads * 2 * (Format::zero + Format::most) * most_of_byte > INT16_MAX) quads /= 2;
     return quads;
 }
 
-constexpr int largest_low = 128, largest_high = (most_fixed + 128) >> 8;
+constexpr int most_of_low = 128, most_of_high = (most_fixed + 128) >> 8;
 
-// Whether x is taken in bytes: then a quad of weights is multiplied as it lies. Sums that are widened four times a group take
-// as long as what that saves.
+// Whether x is taken in bytes, which multiplies a quad of weights as it lies. Where sums have to be widened four times a
+// group, that takes as long as it saves.
 template <class Format>
-constexpr bool by_bytes = ISA_LANES == 8 && 2 * quads_in_16_bits<Format>(largest_low) >= Format::inputs / quad;
+constexpr bool by_bytes = ISA_LANES == 8 && 2 * quads_in_16_bits<Format>(most_of_low) >= Format::inputs / quad;
 
-// Numbers as vpmaddubsw takes them: of four, the low bytes and then the high ones, in the order of a quad. Low bytes are
-// signed, and high ones what is left of the number.
+// As with AVX512, where x is taken in bytes.
 template <class Format>
 INLINE void split_bytes(int16_t *numbers, int64_t count) {
     if constexpr (by_bytes<Format>)
@@ -96,7 +96,7 @@ INLINE void split_bytes(int16_t *numbers, int64_t count) {
 
 #if ISA_LANES == 8
 
-// A sum of products of bytes: in 16 bits, and in 32 for every `quads` of them.
+// The sum of `all` quads of products of bytes: of `quads` at a time in 16 bits, then in 32.
 template <int quads, int all>
 struct ByteSum {
     __m256i narrow, wide;
@@ -114,7 +114,8 @@ struct ByteSum {
 
 #endif
 
-// As above. `size` and `ahead` are in bytes; x: the group's, split into bytes where `by_bytes` says so.
+// As with AVX512, but x is in bytes only where `by_bytes` says so. One walk for both loops, with what each does
+// to a quad as its argument, takes 8 % longer with g++ 12.
 template <class Format, class Some, bool fetch>
 INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, const int16_t *x, int32_t sum_of_x, i32v *sums) {
     constexpr int P = Some::value, V = P * sum_vectors;
@@ -122,8 +123,8 @@ INLINE void group_sums(const uint8_t *numbers, int64_t size, int64_t ahead, cons
     const i32v start = -Format::zero * sum_of_x - i32v{};
 #if ISA_LANES == 8
     if constexpr (by_bytes<Format>) {
-        ByteSum<quads_in_16_bits<Format>(largest_low), quads> low[V];
-        ByteSum<quads_in_16_bits<Format>(largest_high), quads> high[V];
+        ByteSum<quads_in_16_bits<Format>(most_of_low), quads> low[V];
+        ByteSum<quads_in_16_bits<Format>(most_of_high), quads> high[V];
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++) {
             const __m256i lower = (__m256i)splat_pair(x + i * quad), upper = (__m256i)splat_pair(x + i * quad + 2);

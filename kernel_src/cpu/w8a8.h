@@ -316,6 +316,7 @@ private:
     int64_t first_ = 0;
 };
 
+// Panels that are read at a time: as many as leave registers for their sums.
 constexpr int most_integer_streams = ISA_LANES == 16 ? 8 : 1;
 
 // sums[panel_rows] of each of P panels, `size` bytes apart, times x.

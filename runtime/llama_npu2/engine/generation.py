@@ -76,13 +76,13 @@ class Generation:
         stats.generated_tokens += 1
         if completion.logprobs is not None:
             completion.logprobs.append(Logprob.of(token, logits, options.logprobs or 0))
-        pieces = [] if token in self._eos else self._timed("host", "detokenise", self._stream.push, token)
+        pieces: list[Piece] = [] if token in self._eos else self._timed("host", "detokenise", self._stream.push, token)
         if token in self._eos or self._stream.stopped:
             stats.finish_reason = "stop"
         elif stats.generated_tokens >= options.max_tokens or len(self.ids) > self._context_length:
             stats.finish_reason = "length"
-        return list(pieces)
+        return pieces
 
     def flush(self) -> list[Piece]:
         """Return the pieces of text that were held back until the reply's end."""
-        return list(self._stream.flush())
+        return self._stream.flush()
