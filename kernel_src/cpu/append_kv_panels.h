@@ -1,9 +1,10 @@
 // Rows of K and V into a KV cache in panels, which attention streams without rearranging it. Included inside each
 // instruction set.
-// k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 .. The cache is in blocks of 128 positions:
-// k_panels [position / 128][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
-// v_panels [position / 128][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
-// In bf16; or in i8, and in front of each [position / 128][kv_heads] the positions' scales, f32 [128]. A row of a head is
+// k, v bf16 [rows][kv_heads * head_dim], of positions pos, pos + 1 .. The cache is in blocks of 128 positions, those of
+// positions 128 i .. at blocks[i]:
+// k_panels [block][kv_heads][position % 128 / 16][head_dim / 2][position % 16][2]
+// v_panels [block][kv_heads][head_dim / 16][position % 128 / 2][16][2], head_dim padded to 16
+// In bf16; or in i8, and in front of each [block][kv_heads] the positions' scales, f32 [128]. A row of a head is
 // rounded to multiples of its scale, the largest magnitude / 127, halves to even.
 namespace ISA {
 namespace {
@@ -33,7 +34,7 @@ void append_v(const Number *v, Number *line, int64_t offset, int64_t head_dim) {
 
 template <class Format>
 void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, typename Format::Number *v_cache,
-                   int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
+                   int64_t rows, int64_t pos, int64_t kv_heads, int64_t head_dim, const int32_t *blocks, Worker &worker) {
     const int64_t padded = panel_count(head_dim) * panel_rows, stride = kv_heads * head_dim;
     typename Format::Number *const own = worker.scratch<typename Format::Number>(padded);
     // By panels of positions: no two workers write the same line.
@@ -45,7 +46,7 @@ void append(const bf16 *k, const bf16 *v, typename Format::Number *k_cache, type
             const int64_t last = begin + panel_rows < pos + rows ? begin + panel_rows : pos + rows;
             for (int64_t p = begin > pos ? begin : pos; p < last; p++) {
                 const int64_t row = (p - pos) * stride + head * head_dim, offset = p % kv_block_positions;
-                const int64_t index = (p / kv_block_positions * kv_heads + head) * kv_block_positions;
+                const int64_t index = (blocks[p / kv_block_positions] * kv_heads + head) * kv_block_positions;
                 auto *k_block = k_cache + index * (head_dim + Format::row_elements);
                 auto *v_block = v_cache + index * (padded + Format::row_elements);
                 auto *to_k = k_block + Format::header + offset / panel_rows * panel_size(head_dim);

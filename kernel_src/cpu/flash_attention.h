@@ -18,8 +18,8 @@ void store_rows(const Tile &tile, const AttentionShape &shape, int64_t rows, bf1
 
 template <class Format>
 void flash_attention(const bf16 *q, const typename Format::Number *k, const typename Format::Number *v, bf16 *out,
-                            int64_t seq, int64_t pos, const AttentionShape &shape, Worker &worker) {
-    const KvPanels<Format> kv(shape, k, v);
+                            int64_t seq, int64_t pos, const AttentionShape &shape, const int32_t *blocks, Worker &worker) {
+    const KvPanels<Format> kv(shape, k, v, blocks);
     const int64_t group = shape.group(), stride = shape.heads * shape.head_dim;
     // Rows enough to pay for reading K and V, and few enough for their sums to stay in L2.
     const int64_t wanted = group < 288 ? 288 / group : 1;

@@ -7,6 +7,9 @@
 // Every thread of the team calls the same kernel with the same arguments and its own Worker; the
 // kernel splits the work. No barrier is implied before or after: the caller puts one where data flows.
 //
+// Kernels that read or write a cache by positions take a table of its blocks, after their scalars: block `blocks[i]` of the
+// cache holds the positions 128 i .. 128 i + 127.
+//
 // Tensors are row-major and unpadded. `weight_panels` and `table_panels` are [N][K] matrices in the
 // panel layout of panels.h, 64-byte aligned. Accumulation is f32; results are rounded to nearest even.
 #pragma once

@@ -1,6 +1,7 @@
 // The forms of a KV cache, as sources of blocks for AttentionTile. Included inside each instruction set.
 //
-//   KvPanels  K and V as attention reads them, [position / 128][head][block] (attention_core.h), in any format
+//   KvPanels  K and V as attention reads them, [block of 128 positions][head][block] (attention_core.h), in any format;
+//             a table says which block holds which positions
 //   KvRows    K and V by position, [position][head][2][head_dim]; blocks are packed when due
 namespace ISA {
 namespace {
@@ -16,7 +17,8 @@ public:
     using Tile = AttentionTile<Format>;
     using Number = typename Format::Number;
 
-    KvPanels(const AttentionShape &shape, const Number *k, const Number *v) : shape_(shape), k_(k), v_(v) {}
+    KvPanels(const AttentionShape &shape, const Number *k, const Number *v, const int32_t *blocks)
+        : shape_(shape), k_(k), v_(v), blocks_(blocks) {}
 
     // The block at a place, of which `count` positions matter.
     KvBlock<Format> take(Tile &, Place at, int64_t, Place) const { return locate(at); }
@@ -26,13 +28,14 @@ public:
 
 private:
     KvBlock<Format> locate(Place at) const {
-        const int64_t index = (at.begin / kv_block_positions * shape_.kv_heads + at.head) * kv_block_positions;
+        const int64_t index = (blocks_[at.begin / kv_block_positions] * shape_.kv_heads + at.head) * kv_block_positions;
         return {k_ + index * (shape_.head_dim + Format::row_elements),
                 v_ + index * (shape_.padded_dim() + Format::row_elements)};
     }
 
     AttentionShape shape_;
     const Number *k_, *v_;
+    const int32_t *blocks_;
 };
 
 class KvRows {

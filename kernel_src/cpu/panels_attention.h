@@ -25,35 +25,35 @@ using Number = ISA::FORMAT::Number;
 
 KERNEL void NAMED(flash_attention_panels)(const bf16 *q, const Number *k_panels, const Number *v_panels, bf16 *out,
                                           int64_t seq, int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                          float scalar, int64_t sees, Worker &worker) {
+                                          float scalar, int64_t sees, const int32_t *blocks, Worker &worker) {
     const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees};
-    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, worker);
+    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, blocks, worker);
 }
 
 KERNEL void NAMED(decode_attention_panels)(const bf16 *q, const Number *k_panels, const Number *v_panels, bf16 *out,
                                            int64_t pos, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                           float scalar, int64_t sees, Worker &worker) {
+                                           float scalar, int64_t sees, const int32_t *blocks, Worker &worker) {
     const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees};
-    ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels), out, pos, worker);
+    ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels, blocks), out, pos, worker);
 }
 
 KERNEL void NAMED(flash_attention_panels_sinks)(const bf16 *q, const Number *k_panels, const Number *v_panels,
                                                 const bf16 *sinks, bf16 *out, int64_t seq, int64_t pos, int64_t heads,
                                                 int64_t kv_heads, int64_t head_dim, float scalar, int64_t sees,
-                                                Worker &worker) {
+                                                const int32_t *blocks, Worker &worker) {
     const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees, sinks};
-    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, worker);
+    ISA::flash_attention<ISA::FORMAT>(q, k_panels, v_panels, out, seq, pos, shape, blocks, worker);
 }
 
 KERNEL void NAMED(decode_attention_panels_sinks)(const bf16 *q, const Number *k_panels, const Number *v_panels,
                                                  const bf16 *sinks, bf16 *out, int64_t pos, int64_t heads,
                                                  int64_t kv_heads, int64_t head_dim, float scalar, int64_t sees,
-                                                 Worker &worker) {
+                                                 const int32_t *blocks, Worker &worker) {
     const ISA::AttentionShape shape = {heads, kv_heads, head_dim, scalar, sees, sinks};
-    ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels), out, pos, worker);
+    ISA::decode_attention(shape, q, ISA::KvPanels<ISA::FORMAT>(shape, k_panels, v_panels, blocks), out, pos, worker);
 }
 
 KERNEL void NAMED(append_kv_panels)(const bf16 *k, const bf16 *v, Number *k_panels, Number *v_panels, int64_t rows,
-                                    int64_t pos, int64_t kv_heads, int64_t head_dim, Worker &worker) {
-    ISA::append<ISA::FORMAT>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, worker);
+                                    int64_t pos, int64_t kv_heads, int64_t head_dim, const int32_t *blocks, Worker &worker) {
+    ISA::append<ISA::FORMAT>(k, v, k_panels, v_panels, rows, pos, kv_heads, head_dim, blocks, worker);
 }

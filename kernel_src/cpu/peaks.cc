@@ -62,7 +62,7 @@ static void entry_products(void *const *slots, const Dims *, Worker *worker) {
 // Seconds that the team takes.
 static double timed(Team *team, decltype(Call::entry) entry, void *const *slots) {
     const Call call = {entry, slots};
-    const Dims dims = {1, 0};
+    const Dims dims = {1, 0, nullptr};
     const int64_t start = now_ns();
     team_run(team, &call, 1, &dims);
     return 1e-9 * static_cast<double>(now_ns() - start);

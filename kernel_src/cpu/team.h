@@ -14,9 +14,21 @@
 #include <cstdint>
 #include <cstdlib>
 
+// Rows of one sequence at consecutive positions.
+struct Run {
+    int64_t first;          // of the call's rows
+    int64_t rows;
+    int64_t pos;            // absolute position of the first of them
+    const int32_t *blocks;  // of its KV cache: where that of positions 128 i .. 128 i + 127 lies
+};
+
 struct Dims {
-    int64_t seq;  // rows in this call
-    int64_t pos;  // absolute position of the first of them
+    int64_t seq;  // rows in this call, of all runs
+    int64_t count;
+    const Run *runs;
+
+    const Run *begin() const { return runs; }
+    const Run *end() const { return runs + count; }
 };
 
 inline int64_t now_ns() {

@@ -113,7 +113,7 @@ class Param:
 
     name: str
     kind: str = "int64"
-    """`int64` or `float`."""
+    """`int64`, `float`, or `blocks`, the table of a cache's blocks."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,8 @@ class Kernel:
     derived: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict, compare=False)
     """Further whole numbers that the host's C++ function takes, each a function of the parameters: how a layout divides
     the tensor, where that depends on the tensor's size."""
+    paged: bool = False
+    """Whether the host's C++ function takes the table of a cache's blocks as its last scalar."""
     host: bool = True
     """Whether the host has this kernel. If not, it runs on the array only."""
     tile_sources: tuple[str, ...] = ()
@@ -166,7 +168,7 @@ class Kernel:
     @property
     def scalars(self) -> tuple[Param, ...]:
         """The scalars that the C++ function takes after its tensors."""
-        return (*self.params, *map(Param, self.derived))
+        return (*self.params, *map(Param, self.derived), *(Param("blocks", "blocks") for _ in range(self.paged)))
 
     def arg(self, name: str) -> Arg:
         return next(arg for arg in self.args if arg.name == name)
@@ -202,7 +204,7 @@ def signature(
         params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
         writes: The tensors that it writes.
         source: As in `Kernel`; the operation's name if empty.
-        fields: Further fields of `Kernel`: `stored`, `attends`, `derived`, `tile_sources`, `tiling`, `sliding`,
+        fields: Further fields of `Kernel`: `stored`, `attends`, `paged`, `derived`, `tile_sources`, `tiling`, `sliding`,
             `program`, `host`.
     """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]

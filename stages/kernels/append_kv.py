@@ -92,6 +92,7 @@ KERNELS = (
             writes=tuple(Arg(f"{which}_panels", stored, written=True) for which in "kv"),
             source=format_kernel("attention", stored),
             stored=stored,
+            paged=True,
         )
         for stored in KV_FORMATS.values()
     ),

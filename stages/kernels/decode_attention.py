@@ -38,6 +38,7 @@ KERNELS = (
             source=format_kernel("attention", stored),
             stored=stored,
             attends=True,
+            paged=True,
         )
         for stored in KV_FORMATS.values()
         for sinks in flash_attention.SINKS

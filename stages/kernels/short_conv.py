@@ -170,5 +170,6 @@ KERNELS = (
         writes=(Arg("history", written=True), "out"),
         tiling=lambda s: tile(s["rows"], s["cols"], s["taps"]),
         program=build,
+        paged=True,
     ),
 )

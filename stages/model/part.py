@@ -15,8 +15,6 @@ from llama_npu2.artifact.plan import WHOLE, View
 from stages.kernels import HOST_SET, Kernel, kernels
 from stages.weights.formats import formats
 
-RUNTIME_SCALARS = ("seq", "pos")
-
 KV, HISTORY = "kv", "history"
 """What caches keep: keys and values, or rows by position that a convolution looks back at."""
 

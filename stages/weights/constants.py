@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from stages.air.limits import BLOCK
 
 PANEL_ROWS = 16
 """Output rows per panel: one 64-byte line holds a pair of inputs for each, the operand of one `vdpbf16ps`."""
 
-KV_BLOCK_POSITIONS = 128
+KV_BLOCK_POSITIONS = BLOCK_POSITIONS
 """Positions per block of a KV cache in panels: a block of one head stays in the first-level cache."""
 
 GROUP = 32

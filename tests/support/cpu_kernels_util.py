@@ -147,7 +147,7 @@ def _kinds(kernel: Kernel) -> Sequence[str]:
 
 
 class Dims(ctypes.Structure):
-    _fields_ = [("seq", ctypes.c_int64), ("pos", ctypes.c_int64)]
+    _fields_ = [("seq", ctypes.c_int64), ("count", ctypes.c_int64), ("runs", ctypes.c_void_p)]
 
 
 class Call(ctypes.Structure):
@@ -187,7 +187,7 @@ class Kernels:
         arguments = _all_arguments(HOST[name], arguments) if name in HOST else arguments
         slots = (ctypes.c_void_p * max(1, len(kinds)))()
         for i, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
-            if kind == "tensor":
+            if kind in ("tensor", "blocks"):
                 slots[i] = value.ctypes.data
             elif kind == "int64":
                 slots[i] = ctypes.c_void_p(int(value)).value
@@ -197,20 +197,23 @@ class Kernels:
 
     def run(self, *calls: Call) -> None:
         array = (Call * len(calls))(*calls)
-        self.lib.team_run(self.team, array, len(calls), ctypes.byref(Dims(0, 0)))
+        self.lib.team_run(self.team, array, len(calls), ctypes.byref(Dims(0, 0, None)))
 
     def __call__(self, name: str, *arguments) -> None:
         self.run(self.call(name, *arguments))
 
 
-USUAL = {"activation": 0, "offset": 0.0, "once": 0, "scale": 1.0, "sees": ALL}
+IN_ORDER = np.arange(1024, dtype=np.int32)
+"""The table of a cache whose blocks lie in the order of their positions."""
+
+USUAL = {"activation": 0, "offset": 0.0, "once": 0, "scale": 1.0, "sees": ALL, "blocks": IN_ORDER}
 """Scalars that calls may leave out, as a Llama has them; attention's `scalar` is the size of a head."""
 
 
 def _all_arguments(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
     names = [*(arg.name for arg in kernel.args), *(scalar.name for scalar in kernel.scalars)]
-    if len(arguments) == len(names):
-        return list(arguments)
+    if len(arguments) >= len(names) - kernel.paged:
+        return [*arguments, IN_ORDER][: len(names)]
     given = iter(arguments)
     values: dict[str, Any] = {}
     for name in names:

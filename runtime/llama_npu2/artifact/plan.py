@@ -14,6 +14,9 @@ from llama_npu2.schema import text
 
 Spec = Mapping[str, Any]
 
+BLOCK_POSITIONS = 128
+"""Positions of a block of a KV cache, which a table of blocks says the place of."""
+
 WINDOW = "window"
 """The kind of views that begin where a window does."""
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from llama_npu2.artifact.attended import pairs_attended, positions_read
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import FROM_POSITION, LAST_ROW, WINDOW
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, FROM_POSITION, LAST_ROW, WINDOW
 from llama_npu2.artifact.storage import File
 from llama_npu2.devices import Call, Declared, HostBuffer
 from llama_npu2.devices.libraries import entry_point, open_library
@@ -30,8 +31,12 @@ class _NativeCall(ctypes.Structure):
     _fields_ = [("entry", ctypes.c_void_p), ("slots", ctypes.c_void_p)]
 
 
+class _Run(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("first", "rows", "pos")] + [("blocks", ctypes.c_void_p)]
+
+
 class _Dims(ctypes.Structure):
-    _fields_ = [("seq", ctypes.c_int64), ("pos", ctypes.c_int64)]
+    _fields_ = [("seq", ctypes.c_int64), ("count", ctypes.c_int64), ("runs", ctypes.POINTER(_Run))]
 
 
 class _Range(ctypes.Structure):
@@ -57,6 +62,16 @@ def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
     return CpuDevice(library, threads)
 
 
+class Rows(NamedTuple):
+    """Rows of one sequence in a submission."""
+
+    count: int
+    pos: int
+    """Position of the first of them."""
+    blocks: np.ndarray
+    """I32: where the blocks of the KV cache lie that hold the sequence's positions up to the last row's, in order."""
+
+
 @dataclass(frozen=True)
 class CpuProgram:
     """An entry point of a shared object."""
@@ -77,6 +92,7 @@ class CpuDevice:
         """Time spent in programs so far."""
         self.recorder: Recorder | None = None
         self._laps = np.zeros((0, 0, 3), np.int64)
+        self._in_order = np.zeros(0, np.int32)
         library = open_library(host_library)
         if not hasattr(library, "team_create"):
             raise UserError(f"{host_library.path} is not the library of the host's programs: {REMEDY}")
@@ -130,6 +146,13 @@ class CpuDevice:
 
     def prepare(self, calls: Sequence[Call]) -> CpuSubmission:
         return CpuSubmission(self, calls)
+
+    def in_order(self, positions: int) -> np.ndarray:
+        """Return the table of a sequence alone in the cache, whose blocks lie in the order of their positions."""
+        count = -(-positions // BLOCK_POSITIONS)
+        if count > len(self._in_order):
+            self._in_order = np.arange(2 * count, dtype=np.int32)
+        return self._in_order[:count]
 
     def run_native(self, calls: Any, count: int, dims: _Dims) -> None:
         started = time.perf_counter()
@@ -190,27 +213,45 @@ class CpuSubmission:
         self._planned = calls
         self._launches = sum(len(call.program.launches or ()) for call in calls)
         self._calls = (_NativeCall * len(calls))()
-        self._dims = _Dims()
+        self._dims, self._runs = _Dims(), (_Run * 1)()
         slot = self._addresses.ctypes.data
         for native, call in zip(self._calls, calls, strict=True):
             native.entry, native.slots = call.program.address, slot
             slot += self._addresses.itemsize * len(call.bindings)
 
     def run(self, seq: int, pos: int) -> None:
+        """Process rows of the sequence that is alone in the cache."""
+        self.run_rows([Rows(seq, pos, self._device.in_order(seq + pos))])
+
+    def run_rows(self, runs: Sequence[Rows]) -> None:
+        """Process rows of several sequences, each of which has as many positions as its table of blocks.
+
+        Buffers hold the rows of the first run, then those of the next one. Their calls see no view by position.
+        """
+        seq, pos = sum(run.count for run in runs), runs[0].pos
         np.multiply(self._per_pos, np.uint64(pos), out=self._addresses)
         self._addresses += self._base
         if seq > 1:
             self._addresses += self._per_last * np.uint64(seq - 1)
         for place, binding in self._windows:
             self._addresses[place] += np.uint64(binding.offset(seq, pos))
-        self._dims.seq, self._dims.pos = seq, pos
+        self._set_runs(seq, runs)
         device = self._device
         laps = device.laps(self._launches) if device.recorder and self._launches else None
         started = time.perf_counter_ns()
         device.run_native(self._calls, len(self._calls), self._dims)
         if device.recorder and laps is not None:
             ended, copied = time.perf_counter_ns(), laps[:, : self._launches].copy()
-            device.recorder.note(Laps(self._planned, copied, started, ended, seq, pos))
+            device.recorder.note(Laps(self._planned, copied, started, ended, runs))
+
+    def _set_runs(self, seq: int, runs: Sequence[Rows]) -> None:
+        if len(runs) > len(self._runs):
+            self._runs = (_Run * len(runs))()
+        first = 0
+        for native, run in zip(self._runs, runs, strict=False):
+            native.first, native.rows, native.pos, native.blocks = first, run.count, run.pos, run.blocks.ctypes.data
+            first += run.count
+        self._dims.seq, self._dims.count, self._dims.runs = seq, len(runs), self._runs
 
     def suspend(self) -> None:
         """Do nothing: a submission of the CPU holds nothing scarce."""
@@ -224,10 +265,7 @@ class Laps(NamedTuple):
     """As `CpuDevice.laps` returns it."""
     started: int
     ended: int
-    seq: int
-    """Rows."""
-    pos: int
-    """Position of the first row."""
+    runs: Sequence[Rows]
 
     def spans(self) -> Iterator[Span]:
         """Yield a span of the submission, of its programs on thread 0, and of the launches of every thread.
@@ -261,6 +299,8 @@ class Laps(NamedTuple):
         Bytes are given per call, row and position that rows attend to; operations per call, row, and pair of a row and
         such a position.
         """
-        of = self.pos, self.seq, launch.get("sees")
-        counts = {"bytes": (1, self.seq, positions_read(*of)), "operations": (1, self.seq, pairs_attended(*of))}
+        of = [(run.pos, run.count, launch.get("sees")) for run in self.runs]
+        rows = sum(run.count for run in self.runs)
+        read, pairs = (sum(starmap(count, of)) for count in (positions_read, pairs_attended))
+        counts = {"bytes": (1, rows, read), "operations": (1, rows, pairs)}
         return {name: sum(n * rate for n, rate in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}

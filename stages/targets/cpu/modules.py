@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from stages.engine.places import CONFIG, MODULES
 from stages.kernels import HOST_SET
 from stages.model.families import read_config
 from stages.model.grouping import Program
-from stages.model.part import RUNTIME_SCALARS, Dim, Launch, Part, PartKey
+from stages.model.part import Dim, Launch, Part, PartKey, resolved
 from stages.model.policy import BF16, parse_policy
 from stages.model.unpacking import keyed_part
 from stages.targets.cpu.fusion import fuse
@@ -26,6 +27,9 @@ SUFFIX = ".cc"
 
 _SUPPORT = ("peak_loops", "peaks", "team")
 """Sources of the library of host programs that are not kernels: the machine's speed limits and the thread team."""
+
+_OF_CALL, _OF_RUN = {"seq": "dims->seq"}, {"seq": "run.rows", "pos": "run.pos"}
+"""C++ of the values that are known at run time, for kernels that are called once and for those called for each run."""
 
 
 def fingerprint() -> str:
@@ -130,7 +134,10 @@ def cpu_source(parts: Sequence[Part], dimensions: Mapping[str, float], fused: bo
 
 
 def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
-    """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it."""
+    """C++ of one entry point. All threads run it; they meet at a barrier only where data flow demands it.
+
+    Kernels that know a position are called for each run of rows, the others once for all rows.
+    """
     index = {slot.name: i for i, slot in enumerate(part.slots)}
     lines = [f'extern "C" void {part.name}(void *const *slots, [[maybe_unused]] const Dims *dims, Worker *worker) {{']
     written: set[str] = set()
@@ -140,7 +147,8 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
         if launch.reads() & written or launch.writes() & (written | read):
             lines.append("  worker->barrier();")
             written, read = set(), set()
-        lines.append(f"  worker->launch([&] {{ {_kernel_call(launch, index, dimensions)} }});")
+        each = "for (const Run &run : *dims) " if _by_runs(launch) else ""
+        lines.append(f"  worker->launch([&] {{ {each}{_kernel_call(part, launch, index, dimensions)} }});")
         written |= launch.writes()
         read |= launch.reads()
     about = {
@@ -153,19 +161,30 @@ def _glue(part: Part, dimensions: Mapping[str, float], fused: bool) -> str:
     return "\n".join([*lines, "}", info, ""])
 
 
-def _kernel_call(launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
-    tensors = [f"static_cast<{tensor_type(arg)}>(slots[{index[launch.args[arg.name]]}])" for arg in launch.kernel.args]
-    scalars = [_scalar(launch.scalars[param.name], dimensions) for param in launch.kernel.params]
+def _by_runs(launch: Launch) -> bool:
+    return "pos" in launch.scalars.values()
+
+
+def _kernel_call(part: Part, launch: Launch, index: Mapping[str, int], dimensions: Mapping[str, float]) -> str:
+    by_runs, tensors = _by_runs(launch), []
+    for arg in launch.kernel.args:
+        name = launch.args[arg.name]
+        first, *width = part.slot(name).shape
+        rows = f" + run.first * {math.prod(resolved(width, dimensions))}" if by_runs and first == "seq" else ""
+        tensors.append(f"static_cast<{tensor_type(arg)}>(slots[{index[name]}]){rows}")
+    values = _OF_RUN if by_runs else _OF_CALL
+    scalars = [_scalar(launch.scalars[param.name], values, dimensions) for param in launch.kernel.params]
     sizes = {
         name: dimensions.get(size, size) if isinstance(size, str) else size for name, size in launch.scalars.items()
     }
     derived = [str(derive(sizes)) for derive in launch.kernel.derived.values()]
-    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, *derived, '*worker'])});"
+    blocks = ["run.blocks"] if launch.kernel.paged else []
+    return f"{launch.kernel.name}({', '.join([*tensors, *scalars, *derived, *blocks, '*worker'])});"
 
 
-def _scalar(value: Dim | float, dimensions: Mapping[str, float]) -> str:
+def _scalar(value: Dim | float, at_run_time: Mapping[str, str], dimensions: Mapping[str, float]) -> str:
     if isinstance(value, str):
-        if value in RUNTIME_SCALARS:
-            return f"dims->{value}"
+        if value in at_run_time:
+            return at_run_time[value]
         value = dimensions[value]
     return f"{value!r}f" if isinstance(value, float) else str(value)

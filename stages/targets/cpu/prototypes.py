@@ -8,7 +8,7 @@ from stages.kernels import Arg, Kernel, Param, kernels
 from stages.targets.cpu.instruction_sets import LANES, sets_of
 from stages.weights.formats import formats
 
-_SCALARS = {"int64": "int64_t", "float": "float"}
+_SCALARS = {"int64": "int64_t ", "float": "float ", "blocks": "const int32_t *"}
 _ELEMENTS = {"bf16": "bf16", "f32": "float", "i32": "int32_t", "i8": "int8_t"}
 """C++ type of each dtype's elements."""
 
@@ -35,7 +35,7 @@ def scalar_type(param: Param) -> str:
 def parameters(kernel: Kernel) -> str:
     """Return the parameters of the C++ function, as a declaration has them."""
     tensors = (f"{tensor_type(arg)}{arg.name}" for arg in kernel.args)
-    scalars = (f"{scalar_type(param)} {param.name}" for param in kernel.scalars)
+    scalars = (f"{scalar_type(param)}{param.name}" for param in kernel.scalars)
     return ", ".join([*tensors, *scalars, "Worker &worker"])
 
 
