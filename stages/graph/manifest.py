@@ -111,13 +111,14 @@ def _buffer(name: str, spec: dict[str, Any], packed: dict[str, Any]) -> dict[str
     """Return a buffer as the manifest has it.
 
     Dtype and shape are those of the elements in memory; `values` counts the values of a weight or table; `at` is where
-    an activation begins in the memory that activations share.
+    an activation begins in the memory that activations share; `row_positions` are those of a row of a cache in blocks.
     """
     if name in packed:
         about = {"kind": spec["kind"], "format": spec["format"], "layout": spec["layout"]}
         return {**about, "values": math.prod(spec["shape"]), **packed[name]}
     place = {} if spec["at"] is None else {"at": spec["at"]}
-    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"], **place}
+    paged = {"row_positions": spec["row_positions"]} if spec["row_positions"] else {}
+    return {"kind": spec["kind"], "dtype": formats()[spec["format"]].dtype, "shape": spec["shape"], **place, **paged}
 
 
 def end_tokens(directory: Path, config: Config) -> tuple[int, ...]:

@@ -204,8 +204,8 @@ def signature(
         params: Names of the scalars, separated by spaces. `:float` after a name marks one that is not a whole number.
         writes: The tensors that it writes.
         source: As in `Kernel`; the operation's name if empty.
-        fields: Further fields of `Kernel`: `stored`, `attends`, `paged`, `derived`, `tile_sources`, `tiling`, `sliding`,
-            `program`, `host`.
+        fields: Further fields of `Kernel`: `stored`, `attends`, `paged`, `derived`, `tile_sources`, `tiling`,
+            `sliding`, `program`, `host`.
     """
     inputs = [Arg(arg) if isinstance(arg, str) else arg for arg in reads]
     outputs = [Arg(arg, written=True) if isinstance(arg, str) else arg for arg in writes]

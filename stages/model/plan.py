@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from llama_npu2.artifact.plan import (
+    BLOCK_POSITIONS,
     DECODE,
     FROM_POSITION,
     PREFILL,
@@ -46,7 +47,7 @@ from stages.model.grouping import (
     prompt_context_buckets,
 )
 from stages.model.lifetimes import LaunchAccess, places
-from stages.model.part import HISTORY, Dim, Launch, Slot, resolved
+from stages.model.part import HISTORY, KV, Dim, Launch, Slot, resolved
 from stages.model.policy import BF16, Policy, parse_policy
 from stages.weights.formats import formats
 
@@ -56,6 +57,10 @@ PREFILL_ROWS = 512
 Large enough that reading the weights once per chunk is a few percent of the arithmetic, small enough that activations
 stay a few percent of the weights.
 """
+
+
+_ROW_POSITIONS = {KV: BLOCK_POSITIONS, HISTORY: 1}
+"""Positions of a row of the host's caches."""
 
 
 @dataclass
@@ -239,7 +244,8 @@ class _Planner:
     def _described(self, at: Placed, slot: Slot, layout: str, view: View, bucket: int | None) -> Buffer:
         stored = partial(formats()[slot.format].packed_shape, layout=layout)
         if slot.keeps:
-            return Buffer("cache", slot.format, stored(self._sizes(slot.shape, None)))
+            positions = 0 if self.buckets else _ROW_POSITIONS[slot.keeps]
+            return Buffer("cache", slot.format, stored(self._sizes(slot.shape, None)), row_positions=positions)
         if slot.role in ("weight", "table"):
             blob = "tables" if slot.role == "table" else _blob(at)
             return Buffer(slot.role, slot.format, self._sizes(slot.shape, None), layout, blob)

@@ -42,6 +42,11 @@ class Case:
         values = self.rng.standard_normal(shape, np.float32)
         return guarded((values * 2.0 ** self.rng.integers(-3, 4, (*shape[:-1], 1))).astype(BF16))
 
+    def table(self, positions: int) -> np.ndarray:
+        """A table of a cache's blocks for so many positions, in any order and with blocks that it does not name."""
+        count = -(-positions // KV_BLOCK_POSITIONS)
+        return guarded(self.rng.permutation(count + self.size(4))[:count].astype(np.int32))
+
     def pieces(self, rows: int) -> Iterator[slice]:
         at = 0
         while at < rows:
@@ -100,26 +105,35 @@ def test_products(teams: list[Kernels], name: str) -> None:
 
 
 def attended(
-    case: Case, stored: str, tensors: Sequence[np.ndarray], head_dim: int, first: int, pieces: Iterator[slice]
+    case: Case,
+    stored: str,
+    tensors: Sequence[np.ndarray],
+    head_dim: int,
+    first: int,
+    pieces: Iterator[slice],
+    table: np.ndarray,
 ) -> bytes:
-    """Q, K, V bf16 `[positions, heads * head_dim]`: rows from `first` on, in pieces; a piece of one row is a token."""
+    """Q, K, V bf16 `[positions, heads * head_dim]`: rows from `first` on, in pieces; a piece of one row is a token.
+
+    `table` says which blocks of the cache hold the positions.
+    """
     q, k, v = tensors
     heads, kv_heads = (tensor.shape[1] // head_dim for tensor in (q, k))
     append, attend, decode = (
         format_kernel(name, stored)
         for name in ("append_kv_panels", "flash_attention_panels", "decode_attention_panels")
     )
-    form, blocks = formats()[stored], -(-len(k) // KV_BLOCK_POSITIONS)
+    form, blocks = formats()[stored], int(table.max()) + 1
     widths = (head_dim, -(-head_dim // PANEL_ROWS) * PANEL_ROWS)
     shapes = [form.stored_shape((blocks * kv_heads, KV_BLOCK_POSITIONS, width)) for width in widths]
     cache = [guarded(np.full(shape, -1, DTYPES[form.dtype])) for shape in shapes]
     made = []
     for part in (slice(0, first), *(slice(first + p.start, first + p.stop) for p in pieces)):
         count, pos = part.stop - part.start, part.start
-        case(append, guarded(k[part]), guarded(v[part]), *cache, count, pos, kv_heads, head_dim)
+        case(append, guarded(k[part]), guarded(v[part]), *cache, count, pos, kv_heads, head_dim, table)
         made.append(output((count, heads * head_dim)))
         name, seq = (decode, ()) if count == 1 else (attend, (count,))
-        case(name, guarded(q[part]), *cache, made[-1], *seq, pos, heads, kv_heads, head_dim)
+        case(name, guarded(q[part]), *cache, made[-1], *seq, pos, heads, kv_heads, head_dim, table)
     return np.concatenate(made[1:]).tobytes()
 
 
@@ -127,8 +141,8 @@ def compare_attention(case: Case, stored: str) -> None:
     kv_heads, group, head_dim = case.size(4), case.size(9), 2 * case.size(64)
     first, rows = case.size(700), 1 + case.size(299)
     tensors = [case.normal(first + rows, n * head_dim) for n in (kv_heads * group, kv_heads, kv_heads)]
-    whole = attended(case, stored, tensors, head_dim, first, iter([slice(0, rows)]))
-    assert attended(case, stored, tensors, head_dim, first, case.pieces(rows)) == whole
+    whole = attended(case, stored, tensors, head_dim, first, iter([slice(0, rows)]), case.table(first + rows))
+    assert attended(case, stored, tensors, head_dim, first, case.pieces(rows), case.table(first + rows)) == whole
 
 
 @pytest.mark.parametrize("stored", KV_FORMATS.values())
@@ -160,18 +174,22 @@ def compare_rows(case: Case) -> None:
 
 def compare_convolutions(case: Case) -> None:
     """Pieces go on in one history. A rewind finds the rows that it needs in it."""
-    rows, cols, taps = case.size(60), case.size(600), case.size(5)
+    rows, cols, taps = case.size(400), case.size(600), case.size(5)
     bcx, weight = case.normal(rows, 3 * cols), case.normal(taps, cols)
     history, whole = guarded(np.zeros((rows + taps - 1, cols), BF16)), output((rows, cols))
     case("short_conv", bcx, weight, history, whole, rows, 0, cols, taps)
-    again = guarded(np.zeros(history.shape, BF16))
+    table = case.table(rows)
+    again = guarded(np.full((taps - 1 + KV_BLOCK_POSITIONS * (int(table.max()) + 1), cols), np.nan, BF16))
+    again[: taps - 1] = 0
     pieces = list(case.pieces(rows))
     for part in (*pieces, *pieces[int(case.rng.integers(len(pieces))) :]):
         count, mine = part.stop - part.start, guarded(bcx[part])
         out = output((count, cols))
-        case("short_conv", mine, weight, again, out, count, part.start, cols, taps)
+        case("short_conv", mine, weight, again, out, count, part.start, cols, taps, table)
         assert_same(out, whole[part])
-    assert_same(history, again)
+    positions = np.arange(rows)
+    kept = table[positions // KV_BLOCK_POSITIONS] * KV_BLOCK_POSITIONS + positions % KV_BLOCK_POSITIONS
+    assert_same(history[taps - 1 :], again[taps - 1 + kept])
 
 
 def test_rows_of_norm_rotation_activation_and_convolution(teams: list[Kernels]) -> None:

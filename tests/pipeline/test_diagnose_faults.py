@@ -149,12 +149,19 @@ HOST = [
     Fault(
         "index",
         "short_conv.cc",
-        "load_bf16(weight + t + c, count)",
-        "load_bf16(weight + taps * cols - t + c, count)",
+        "load_bf16(weight + t * cols + c, count)",
+        "load_bf16(weight + (taps - t) * cols + c, count)",
         ("short_conv", *FIRST),
         model=CONVOLVED,
     ),
-    Fault("index", "short_conv.cc", "pos * cols", "pos / 2 * cols", ("short_conv", "decode", 0), model=CONVOLVED),
+    Fault(
+        "index",
+        "short_conv.cc",
+        "oldest = pos + r",
+        "oldest = pos / 2 + r",
+        ("short_conv", "decode", 0),
+        model=CONVOLVED,
+    ),
     Fault("rounding", "short_conv.cc", "to_float(to_bf16(sum))", "sum", ("short_conv", *FIRST), model=CONVOLVED),
     Fault("index", "embed.cc", "token = tokens[row];", "token = tokens[row] ^ 1;", ("embed", "prefill", None)),
     Fault(

@@ -167,6 +167,20 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "rows from a position": (bind(0, "x.0@pos"), "to slot x_in, which needs"),
     "a longer context": (put(2049, "model", "max_seq"), "to slot lut_q, which needs 524544 for 1 rows from 2048 on"),
     "longer chunks": (size("tokens", 513), "needs"),
+    # caches in blocks
+    "few blocks": (
+        put(64, "buffers", "k_cache.0", "row_positions"),
+        "k_cache.0 is no cache of 2048 positions in blocks",
+    ),
+    "rows that blocks do not hold": (
+        put(127, "buffers", "k_cache.0", "row_positions"),
+        "is no cache of 2048 positions",
+    ),
+    "blocks of an activation": (put(1, "buffers", "logits", "row_positions"), "logits is no cache of 2048 positions"),
+    "view of blocks": (
+        bind(3, "k_cache.0@pos", 2, "decode"),
+        "binds a cache of other blocks, or a view of one, to slot",
+    ),
     # blobs
     "weight behind its file": (put(1 << 40, "buffers", NORM, "offset"), "lies outside weights/head.safetensors"),
     "weight not aligned": (put(4104, "buffers", NORM, "offset"), "or not at a multiple of 64"),
@@ -192,12 +206,19 @@ def test_the_view_of_a_window_stays_in_its_buffer(sees: int, tile: int, row: int
     place = [slot["name"] for slot in content["programs"][call["program"]]["slots"]].index("k_cache")
     block = 2 * 128 * 64 * 2
     assert content["buffers"]["k_cache.0"]["shape"] == [16, 2, 128, 64]
+    contiguous(content)
     bind(place, f"k_cache.0@window:{sees}:{tile}", 2, "decode")(content)
     if not row:
         check_manifest(content)
         return
     with pytest.raises(ValueError, match=f"slot k_cache, which needs {(row + 16) * block} for 1 rows from 2047 on"):
         check_manifest(content)
+
+
+def contiguous(content: dict[str, Any]) -> None:
+    """Caches whose positions lie in order, without a table of blocks."""
+    for spec in content["buffers"].values():
+        spec.pop("row_positions", None)
 
 
 def edited(demo: Path, directory: Path, text: str) -> Path:
@@ -220,6 +241,7 @@ def refused(demo: Path, directory: Path, change: Change) -> str:
 
 def shrink_caches(content: dict[str, Any]) -> None:
     """Slots and buffers say the same, and not what the code was compiled for."""
+    contiguous(content)
     for name, spec in content["buffers"].items():
         if spec["kind"] == "cache":
             size(name, 1, *spec["shape"][1:])(content)
@@ -230,6 +252,7 @@ def shrink_caches(content: dict[str, Any]) -> None:
 
 def longer_context(content: dict[str, Any]) -> None:
     """In all that the manifest says; the table is another of the same bytes."""
+    contiguous(content)
     content["model"]["max_seq"] = 4096
     for program in ("rms_gemms_rope", "rms_gemv_rope"):
         for table in ("lut_q", "lut_k"):

@@ -206,20 +206,24 @@ class Kernels:
 IN_ORDER = np.arange(1024, dtype=np.int32)
 """The table of a cache whose blocks lie in the order of their positions."""
 
-USUAL = {"activation": 0, "offset": 0.0, "once": 0, "scale": 1.0, "sees": ALL, "blocks": IN_ORDER}
+USUAL = {"activation": 0, "offset": 0.0, "once": 0, "scale": 1.0, "sees": ALL}
 """Scalars that calls may leave out, as a Llama has them; attention's `scalar` is the size of a head."""
 
 
 def _all_arguments(kernel: Kernel, arguments: Sequence[Any]) -> list[Any]:
-    names = [*(arg.name for arg in kernel.args), *(scalar.name for scalar in kernel.scalars)]
-    if len(arguments) >= len(names) - kernel.paged:
-        return [*arguments, IN_ORDER][: len(names)]
+    names = [*(arg.name for arg in kernel.args), *(param.name for param in kernel.params), *kernel.derived]
+    blocks = []
+    if kernel.paged:  # the table may follow the scalars
+        *arguments, table = arguments if isinstance(arguments[-1], np.ndarray) else (*arguments, IN_ORDER)
+        blocks = [table]
+    if len(arguments) == len(names):
+        return [*arguments, *blocks]
     given = iter(arguments)
     values: dict[str, Any] = {}
     for name in names:
         values[name] = values["head_dim"] if name == "scalar" else USUAL[name] if name in USUAL else next(given)
     assert next(given, None) is None, f"{kernel.name} takes {names}"
-    return list(values.values())
+    return [*values.values(), *blocks]
 
 
 class Teams:

@@ -22,7 +22,7 @@ from llama_npu2.schema import load_json
 from llama_npu2.trust import LOCAL, SIGNATURE, check_trusted
 from llama_npu2.trust.envelopes import MAX_BYTES
 
-FORMAT = 6
+FORMAT = 7
 """Raised whenever an older runtime could misread a newer manifest."""
 
 _SECTIONS = ("model", "target", "buffers", "programs", "files")

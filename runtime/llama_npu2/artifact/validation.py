@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from llama_npu2.artifact.dtypes import SAFETENSORS, SIZES, nbytes
 from llama_npu2.artifact.plan import (
+    BLOCK_POSITIONS,
     DECODE,
     FROM_POSITION,
     PHASE_TEXT,
@@ -97,7 +98,10 @@ _MODEL = record(
 )
 _TARGET = record(dict.fromkeys(("device", "name", "system", "machine"), _WORDS), {"features": list_of(_WORDS)})
 _BUFFER = {"dtype": _DTYPE, "shape": list_of(_SIZE, 1, 8)}
-_WORKING = record({"kind": one_of("activation", "cache"), **_BUFFER}, {"at": whole(0, _MOST_BYTES)})
+_WORKING = record(
+    {"kind": one_of("activation", "cache"), **_BUFFER},
+    {"at": whole(0, _MOST_BYTES), "row_positions": whole(1, BLOCK_POSITIONS)},
+)
 _STORED = record(
     {
         "kind": one_of(*_CONSTANT),
@@ -155,6 +159,7 @@ def check_manifest(content: Spec) -> Plans:
         _check_model(content)
         _check_phases(content, plans)
         _check_calls(content, plans)
+        _check_caches(content)
     return plans
 
 
@@ -246,6 +251,17 @@ def _check_calls(content: Spec, plans: Plans) -> None:
                 raise ValueError(f"plans.{phase}[{index}] {error}") from None
 
 
+def _check_caches(content: Spec) -> None:
+    """Check that caches in blocks hold the context, in rows that divide a block."""
+    context = content["model"]["max_seq"]
+    for name, spec in content["buffers"].items():
+        positions = spec.get("row_positions", 0)
+        if positions and (
+            spec["kind"] != "cache" or BLOCK_POSITIONS % positions or positions * spec["shape"][0] < context
+        ):
+            raise ValueError(f"buffers.{name} is no cache of {context} positions in blocks of {BLOCK_POSITIONS}")
+
+
 class _Bound(NamedTuple):
     """The properties of a buffer that decide whether it may be bound to a slot."""
 
@@ -254,12 +270,15 @@ class _Bound(NamedTuple):
     nbytes: int
     row_bytes: int
     view: View
+    blocks: Sequence[int]
+    """The shape of a cache in blocks; nothing for others."""
 
 
 def _bound(seen: dict[BufferRef, _Bound], buffers: Spec, reference: BufferRef) -> _Bound:
     spec = _named(buffers, reference.name, "buffers")
     size = _bytes(spec)
-    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, size // spec["shape"][0], reference.view)
+    blocks = tuple(spec["shape"]) if "row_positions" in spec else ()
+    seen[reference] = _Bound(spec["kind"], spec["dtype"], size, size // spec["shape"][0], reference.view, blocks)
     return seen[reference]
 
 
@@ -297,6 +316,8 @@ def _check_slots(slots: Sequence[Spec], bound: Sequence[_Bound], reach: Sequence
             raise ValueError(f"binds a view to slot {name} of role {role}")
         if buffer.view.kind == WINDOW and not all(type(size) is int for size in slot["shape"]):
             raise ValueError(f"binds the view of a window to slot {name}, whose shape is not fixed")
+        if buffer.blocks and (buffer.view or tuple(slot["shape"]) != buffer.blocks):
+            raise ValueError(f"binds a cache of other blocks, or a view of one, to slot {name}")
         for seq, pos in reach:
             end = buffer.view.row(seq, pos) * buffer.row_bytes + slot_bytes(slot, seq, pos)
             if end > buffer.nbytes:

@@ -65,7 +65,7 @@ def open_device(library: File, threads: int, manifest: Manifest) -> CpuDevice:
 class Rows(NamedTuple):
     """Rows of one sequence in a submission."""
 
-    count: int
+    rows: int
     pos: int
     """Position of the first of them."""
     blocks: np.ndarray
@@ -228,7 +228,7 @@ class CpuSubmission:
 
         Buffers hold the rows of the first run, then those of the next one. Their calls see no view by position.
         """
-        seq, pos = sum(run.count for run in runs), runs[0].pos
+        seq, pos = sum(run.rows for run in runs), runs[0].pos
         np.multiply(self._per_pos, np.uint64(pos), out=self._addresses)
         self._addresses += self._base
         if seq > 1:
@@ -249,8 +249,8 @@ class CpuSubmission:
             self._runs = (_Run * len(runs))()
         first = 0
         for native, run in zip(self._runs, runs, strict=False):
-            native.first, native.rows, native.pos, native.blocks = first, run.count, run.pos, run.blocks.ctypes.data
-            first += run.count
+            native.first, native.rows, native.pos, native.blocks = first, run.rows, run.pos, run.blocks.ctypes.data
+            first += run.rows
         self._dims.seq, self._dims.count, self._dims.runs = seq, len(runs), self._runs
 
     def suspend(self) -> None:
@@ -299,8 +299,8 @@ class Laps(NamedTuple):
         Bytes are given per call, row and position that rows attend to; operations per call, row, and pair of a row and
         such a position.
         """
-        of = [(run.pos, run.count, launch.get("sees")) for run in self.runs]
-        rows = sum(run.count for run in self.runs)
+        of = [(run.pos, run.rows, launch.get("sees")) for run in self.runs]
+        rows = sum(run.rows for run in self.runs)
         read, pairs = (sum(starmap(count, of)) for count in (positions_read, pairs_attended))
         counts = {"bytes": (1, rows, read), "operations": (1, rows, pairs)}
         return {name: sum(n * rate for n, rate in zip(ns, launch[name], strict=True)) for name, ns in counts.items()}

@@ -10,19 +10,22 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import inf
 from operator import setitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, DECODE, PREFILL, PREFILL_CHUNK, Phase, sizes
 from llama_npu2.devices import Call, Submission, open_device
 from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
 from llama_npu2.engine.completion import Logprob
-from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, load_programs
+from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, blocks_within, cache_blocks, load_programs
 from llama_npu2.engine.trace import Watch, traced_phases
 from llama_npu2.errors import REMEDY, UserError
+
+if TYPE_CHECKING:
+    from llama_npu2.engine.native_steps import NativeSteps
 
 _HIDDEN = "final_normed"
 """The buffer of the last norm's output."""
@@ -31,13 +34,14 @@ _HIDDEN = "final_normed"
 class Engine:
     """One loaded model with one KV cache. Not thread-safe."""
 
-    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False) -> None:
+    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> None:
         if not manifest.plans:
             raise UserError(f"{manifest.directory}/manifest.json has programs and no model: {REMEDY}")
         manifest, unpacking = manifest.with_second_copy() if second_copy else (manifest, [])
         self.manifest, self.second_copy = manifest, second_copy
         self.device: Any = open_device(manifest, threads)
-        self.memory = Memory(manifest, self.device)
+        blocks = blocks_within(manifest, kv_memory) if kv_memory else 0
+        self.memory = Memory(manifest, self.device, blocks=blocks)
         self._programs = load_programs(manifest, self.device)
         self.calls = bind_plans(manifest, self._programs, self.memory)
         if unpacking:
@@ -52,7 +56,8 @@ class Engine:
         self._active = {phase.kind: phase for phase in sorted(self._phases, reverse=True)}
         for phase in self._phases.keys() - self._active.values():
             self._phases[phase].suspend()
-        self.context_length: int = manifest.model["max_seq"]
+        self._blocks = blocks or self.memory.blocks
+        self.context_length: int = min(manifest.model["max_seq"], self._blocks * BLOCK_POSITIONS)
         self._without_head: dict[Phase, Submission] = {}
         self._cached: list[int] = []
         """The tokens whose K and V the KV cache holds."""
@@ -83,6 +88,20 @@ class Engine:
     def buffer(self, name: str) -> Any:
         """Return the device's buffer of that name in the manifest."""
         return self.memory.buffer(name)
+
+    @cached_property
+    def steps(self) -> NativeSteps:
+        """What processes rows of many sequences, over this engine's caches.
+
+        Raises UserError if the device holds one sequence alone.
+        """
+        if not cache_blocks(self.manifest):
+            raise UserError(f"{self.manifest.directory}: its device holds one sequence: choose target=cpu for several")
+        from llama_npu2.engine.native_steps import NativeSteps  # for the CPU alone
+
+        prepared: dict[Phase, Any] = {**self._phases}
+        layers, token, head = prepared[PREFILL_CHUNK], prepared[DECODE], self._head(PREFILL)
+        return NativeSteps(self.memory, layers, head, token, self._logits, self._blocks)
 
     @cached_property
     def unaliased(self) -> tuple[Memory, dict[Phase, list[Call]]]:

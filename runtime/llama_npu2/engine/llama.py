@@ -29,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, messages, or token ids. A message has `role` and `content` (a text, or parts of text), or `tool_calls`."""
 
 
-def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False) -> Llama:
+def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> Llama:
     """Open an artifact directory, or a file of `doit export`.
 
     Args:
@@ -37,18 +37,20 @@ def load(artifact_dir: str | Path, threads: int = 0, second_copy: bool = False) 
         threads: 0 for all CPUs of this process.
         second_copy: whether to keep a copy of the weights in the format in which an NPU multiplies prompts with them,
             instead of unpacking them for every prompt.
+        kv_memory: the most bytes that K and V of all sequences may take, on the CPU; 0: as many as one sequence takes
+            that fills the context.
 
     Raises:
         UserError: if it cannot be used.
     """
-    return Llama(Manifest.open(artifact_dir), threads, second_copy)
+    return Llama(Manifest.open(artifact_dir), threads, second_copy, kv_memory)
 
 
 class Llama(Engine):
     """An engine with its tokenizer and chat template, which generates text. Not thread-safe."""
 
-    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False) -> None:
-        super().__init__(manifest, threads, second_copy)
+    def __init__(self, manifest: Manifest, threads: int = 0, second_copy: bool = False, kv_memory: int = 0) -> None:
+        super().__init__(manifest, threads, second_copy, kv_memory)
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
 

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llama_npu2.artifact.dtypes import DTYPES
 from llama_npu2.artifact.manifest import Manifest
-from llama_npu2.artifact.plan import BufferRef, Phase, PlannedCall
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, BufferRef, Phase, PlannedCall
 from llama_npu2.devices import Binding, Call, Declared, Device
 from llama_npu2.errors import REMEDY, UserError
+
+
+class CacheBlocks(NamedTuple):
+    """Where the blocks of a cache lie."""
+
+    front: int
+    """Bytes in front of the first block."""
+    each: int
+    """Bytes of a block."""
+
+    @staticmethod
+    def of(manifest: Manifest, name: str) -> CacheBlocks:
+        """Return those of a cache in blocks."""
+        spec, context = manifest.buffers[name], manifest.model["max_seq"]
+        row, positions = manifest.nbytes(name) // spec["shape"][0], spec["row_positions"]
+        return CacheBlocks((spec["shape"][0] - -(-context // positions)) * row, BLOCK_POSITIONS // positions * row)
+
+    def end(self, blocks: int) -> int:
+        """Return the bytes of a cache of so many blocks."""
+        return self.front + blocks * self.each
+
+
+def cache_blocks(manifest: Manifest) -> dict[str, CacheBlocks]:
+    """Return the caches of a manifest that are in blocks."""
+    return {name: CacheBlocks.of(manifest, name) for name, spec in manifest.buffers.items() if "row_positions" in spec}
+
+
+def blocks_within(manifest: Manifest, kv_memory: int) -> int:
+    """Return how many blocks of all caches fit in `kv_memory` bytes. Raises UserError if none does."""
+    caches = cache_blocks(manifest).values()
+    if not caches:
+        raise UserError(f"kv_memory={kv_memory}: the caches of {manifest.directory} are not in blocks: leave it out")
+    front, each = sum(at.front for at in caches), sum(at.each for at in caches)
+    if kv_memory < front + each:
+        raise UserError(f"kv_memory={kv_memory}: {BLOCK_POSITIONS} positions take {front + each} bytes: give more")
+    return (kv_memory - front) // each
 
 
 class Memory:
@@ -20,10 +56,14 @@ class Memory:
     The content of a buffer in shared memory is defined only for calls in the order of a plan. With `shared_from`,
     another memory of the manifest, each of these buffers has memory of its own instead and keeps its content until it
     is written again; all others are those of `shared_from`.
+
+    Caches in blocks have room for `blocks` of them, and at least for those of one sequence that fills the context.
     """
 
-    def __init__(self, manifest: Manifest, device: Device, shared_from: Memory | None = None) -> None:
+    def __init__(self, manifest: Manifest, device: Device, shared_from: Memory | None = None, blocks: int = 0) -> None:
         self._device = device
+        self.blocks = max(blocks, -(-manifest.model["max_seq"] // BLOCK_POSITIONS))
+        self._in_blocks = cache_blocks(manifest)
         self._manifest, self._specs = manifest, manifest.buffers
         self._on_device = {
             name
@@ -45,7 +85,13 @@ class Memory:
             return device.load_weights(manifest.file(spec["file"]), spec["offset"], nbytes, host)
         if "at" in spec and not shared_from:
             return self._shared.part(spec["at"], nbytes)
+        if name in self._in_blocks:
+            return device.alloc(max(nbytes, self._in_blocks[name].end(self.blocks)), host)
         return device.alloc(nbytes, host)
+
+    def block(self, number: int) -> list[np.ndarray]:
+        """Return the bytes of a block in every cache, in the order of the manifest's buffers."""
+        return [self._buffers[name].bytes[at.end(number) : at.end(number + 1)] for name, at in self._in_blocks.items()]
 
     def unaliased(self) -> Memory:
         """Return memory with the same buffers, but none that share memory: each has its own."""
@@ -64,7 +110,10 @@ class Memory:
 
     def _viewed(self, name: str) -> np.ndarray:
         spec = self._specs[name]
-        array: np.ndarray = self._device.array(self._buffers[name], DTYPES[spec["dtype"]], tuple(spec["shape"]))
+        buffer = self._buffers[name]
+        if name in self._in_blocks:
+            buffer = buffer.part(0, self._manifest.nbytes(name))
+        array: np.ndarray = self._device.array(buffer, DTYPES[spec["dtype"]], tuple(spec["shape"]))
         return array
 
     def buffer(self, name: str) -> Any:
