@@ -27,6 +27,7 @@ _MADE = "<!-- Made by docs/generate.py. -->\n"
 _API = (
     ("engine/llama.py", ("load", "Llama")),
     ("engine/engine.py", ("Engine",)),
+    ("engine/serving.py", ("Serving", "Stream")),
     ("engine/completion.py", ("Completion", "Stats", "Logprob")),
     ("engine/trace.py", ("TracedCall",)),
     ("devices/spans.py", ("Recorder", "Span")),

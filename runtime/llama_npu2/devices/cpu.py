@@ -110,7 +110,12 @@ class CpuDevice:
 
     @property
     def description(self) -> str:
-        return f"cpu, {self._native.isa_name().decode()}, {self.threads} threads"
+        return f"cpu, {self.instruction_set}, {self.threads} threads"
+
+    @property
+    def instruction_set(self) -> str:
+        """The set of instructions that the library chose for this machine."""
+        return str(self._native.isa_name().decode())
 
     def alloc(self, nbytes: int, host: bool = False) -> HostBuffer:
         """Reserve zero pages, which cost memory once touched: a cache for the whole context is free until it fills."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from llama_npu2.artifact.manifest import Manifest
+from llama_npu2.artifact.plan import BLOCK_POSITIONS
 from llama_npu2.engine import retrieval
 from llama_npu2.engine.completion import Completion, Logprob, Reply, Stats
+from llama_npu2.engine.contexts import read_context, write_context
 from llama_npu2.engine.engine import Engine
 from llama_npu2.engine.generation import Asked, Generation
 from llama_npu2.errors import UserError
@@ -24,6 +27,9 @@ from llama_npu2.text.pooling import check_pooling
 from llama_npu2.text.rendering import split_at_marks, without_marks
 from llama_npu2.text.replies import Piece
 from llama_npu2.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llama_npu2.engine.serving import Serving
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, messages, or token ids. A message has `role` and `content` (a text, or parts of text), or `tool_calls`."""
@@ -53,6 +59,7 @@ class Llama(Engine):
         super().__init__(manifest, threads, second_copy, kv_memory)
         self.eos = frozenset(manifest.model["eos"])
         self.stats = Stats()
+        self._serving: Serving | None = None
 
     def __repr__(self) -> str:
         return f"<Llama {self.manifest.model['name']}: {self.description}, context of {self.context_length} tokens>"
@@ -133,6 +140,7 @@ class Llama(Engine):
         options.check_one_text()
         self._check_prompt(prompt)
         completion = Completion()
+        self._check_unserved()
 
         def pieces() -> Iterator[Piece]:
             processed = self._process(prompt, raw, keep_context, template)
@@ -229,6 +237,7 @@ class Llama(Engine):
         """
         options = Sampling.given(sampling)
         self._check_prompt(prompt)
+        self._check_unserved()
         processed = self._process(prompt, raw, keep_context, template, options.prompt_logprobs)
         for number in range(options.n):
             completion = Completion(prompt_logprobs=processed.logprobs)
@@ -249,9 +258,7 @@ class Llama(Engine):
             logprobs: if not None, also compute how likely each token of the prompt is, with that many alternatives.
         """
         started, self.stats = time.perf_counter(), Stats()
-        ids = self.encode(prompt, raw, template)
-        if len(ids) >= self.context_length:
-            raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self.shorter}")
+        ids = self._encoded(prompt, raw, template)
         if not keep_context or logprobs is not None:
             self.reset()
         reused = self._keep(ids)
@@ -261,10 +268,18 @@ class Llama(Engine):
         prompt_logprobs = [Logprob.of(token, next(rows), logprobs) for token in ids[1:]]
         return _Prompt(ids, next(rows).copy(), started, reused, prompt_logprobs)
 
+    def _encoded(self, prompt: Prompt, raw: bool, template: Mapping[str, Any] | None) -> list[int]:
+        ids = self.encode(prompt, raw, template)
+        if len(ids) >= self.context_length:
+            raise UserError(f"the prompt has {len(ids)} tokens, the context is {self.context_length}: {self.shorter}")
+        return ids
+
+    def _generation(self, asked: Asked, completion: Completion) -> Generation:
+        return Generation(asked, completion, self.tokenizer, self.eos, self.context_length, self._timed)
+
     def _reply(self, prompt: _Prompt, options: Sampling, completion: Completion, number: int) -> Iterator[Piece]:
         """Yield the pieces of a reply, and fill in `completion` but for its texts."""
-        asked = Asked(prompt.ids, options, number, prompt.started)
-        generation = Generation(asked, completion, self.tokenizer, self.eos, self.context_length, self._timed)
+        generation = self._generation(Asked(prompt.ids, options, number, prompt.started), completion)
         self.stats = stats = completion.stats
         stats.prompt_tokens, stats.reused_tokens = len(prompt.ids) - prompt.reused, prompt.reused
         yield from generation.take(prompt.logits)
@@ -272,8 +287,91 @@ class Llama(Engine):
             yield from generation.take(self._logits_after(generation.ids))
         yield from generation.flush()
 
+    def engine(self, *, speculate: bool = True) -> Serving:
+        """Return an async engine, which generates many replies at once. Close it, or use it in a `with` block.
+
+        Sequences share the steps and the KV cache: `kv_memory` says how many there is room for. Every reply has the
+        tokens that it has alone. As long as the engine is open, only it can generate.
+
+        Args:
+            speculate: whether to draft tokens by looking up what followed the last ones before. Drafts change no token.
+
+        Raises:
+            UserError: if one is open already, or if the artifact's device holds one sequence alone.
+        """
+        self._check_unserved()
+        from llama_npu2.engine.batch.scheduler import Scheduler  # for engines alone: asyncio takes 50 ms
+        from llama_npu2.engine.serving import Serving
+
+        steps = self.steps
+        self.reset()
+        work = Scheduler(steps, BLOCK_POSITIONS, steps.rows, self.context_length, speculate)
+        self._serving = Serving(work, self._asked, self._context_key, self._unserved)
+        return self._serving
+
+    def save_context(self, path: str | Path) -> int:
+        """Write the tokens in the KV cache, with it, to a file that its owner alone can read; return their number.
+
+        Raises UserError if there are none, the file cannot be written, or as `engine`.
+        """
+        self._check_unserved()
+        if not self._cached:
+            raise UserError(f"{path}: the KV cache is empty: process a prompt first")
+        blocks = range(-(-self.position // BLOCK_POSITIONS))
+        write_context(Path(path), self._context_key, self._cached, map(self.steps.read_block, blocks))
+        return self.position
+
+    def load_context(self, path: str | Path) -> int:
+        """Fill the KV cache with what `save_context` wrote; return the number of tokens.
+
+        A prompt that begins with them goes on from there, with `keep_context`. Raises UserError if the file is damaged,
+        of another model, instruction set or format of the cache, not its owner's alone, or as `engine`.
+        """
+        self._check_unserved()
+        steps, size = self.steps, len(self.steps.read_block(0))
+        ids, blocks = read_context(Path(path), self._context_key, size, BLOCK_POSITIONS, self.context_length)
+        self._check_vocabulary(ids)
+        self.reset()
+        for block, content in enumerate(blocks):
+            steps.write_block(block, content)
+        self._cached += ids
+        return self.position
+
+    @property
+    def _context_key(self) -> dict[str, Any]:
+        """What must be equal for a KV cache on disk to be what this model computes."""
+        weights = hashlib.sha256(self.manifest.content).hexdigest()
+        cache = self.manifest.model.get("kv", "bf16")
+        return {"manifest": weights, "instruction set": self.device.instruction_set, "KV cache": cache}
+
+    def _asked(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        number: int = 0,
+        template: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Return a reply that nothing was processed for."""
+        started, options = time.perf_counter(), Sampling.given(sampling)
+        replace(options, logprobs=None).check_one_text()
+        self._check_prompt(prompt)
+        ids = self._encoded(prompt, raw, template)
+        self._check_vocabulary(ids)
+        return self._generation(Asked(ids, options, number, started), Completion())
+
+    def _check_unserved(self) -> None:
+        if self._serving:
+            raise UserError("an engine is open on this model: submit to it, or close it first")
+
+    def _unserved(self) -> None:
+        self._serving = None
+
     def close(self) -> None:
         """Release the device, and end the chat template's process."""
+        if self._serving:
+            self._serving.close()
         if template := self.__dict__.get("chat_template"):
             template.close()
         super().close()

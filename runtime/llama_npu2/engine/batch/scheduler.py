@@ -1,0 +1,248 @@
+"""Decides which rows come in the next step: tokens of replies first, then chunks of prompts in turn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from llama_npu2.engine.batch.lookup import Lookup
+from llama_npu2.engine.batch.pace import Pace
+from llama_npu2.engine.batch.sequence import Cache, Growing, Sequence
+from llama_npu2.engine.step import Run, Steps
+from llama_npu2.errors import UserError
+
+_GAP, _LEAST_CHUNK = 0.15, 16
+"""Seconds that a step may take while replies wait for their next token, and rows of prompts in it, however slow."""
+_LONG_GAP, _LONG_CHUNK = 1.0, 128
+"""The same where no reply waits, but somebody may come or cancel."""
+
+
+@dataclass
+class Planned:
+    """The rows of a sequence in the next step: its next tokens, and drafts behind its last one."""
+
+    sequence: Sequence
+    rows: int
+    """Without drafts."""
+    drafts: list[int]
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence's last token is among the rows, so that logits are wanted."""
+        return self.rows == self.sequence.pending
+
+    def run(self) -> Run:
+        """Return the rows."""
+        sequence = self.sequence
+        tokens = sequence.ids[sequence.done : sequence.done + self.rows] + self.drafts
+        return Run(tokens, sequence.done, sequence.table, self.completes * (1 + len(self.drafts)))
+
+
+class Scheduler:
+    """Sequences that share steps. Which others there are changes no token of a sequence. Not thread-safe."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        positions: int,
+        rows: int,
+        context: int,
+        speculate: bool = True,
+        least_shared: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make a scheduler without sequences.
+
+        Args:
+            steps: what processes rows.
+            positions: in a block.
+            rows: the most in a step.
+            context: the most positions of a sequence.
+            speculate: whether to draft tokens.
+            least_shared: how many tokens of a block must be shared for it to be worth a copy.
+            clock: seconds, to measure steps by.
+        """
+        self._steps, self._rows, self._context = steps, rows, context
+        self._speculate, self._clock = speculate, clock
+        self.cache = Cache(steps, positions, least_shared)
+        self._waiting: deque[Sequence] = deque()
+        self._running: deque[Sequence] = deque()
+        self._numbers, self._pace = count(), Pace()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a sequence."""
+        return bool(self._waiting or self._running)
+
+    def add(self, growing: Growing) -> Sequence:
+        """Add a sequence, whose turn comes when there are blocks for it."""
+        lookup = Lookup(self._pace) if self._speculate else None
+        sequence = Sequence(growing, len(growing.ids), next(self._numbers), lookup)
+        self._waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence, at any moment between two steps. One that has ended is gone already."""
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+                self.cache.give_up(sequence)
+
+    def step(self) -> None:
+        """Process rows of the sequences that run, and give each the logits after its last token."""
+        self._admit()
+        plan = self._plan()
+        if not plan:
+            return
+        runs = [planned.run() for planned in plan]
+        started = self._clock()
+        logits = self._steps.step(runs)
+        rows, wanted = sum(len(run.tokens) for run in runs), sum(run.logits for run in runs)
+        self._pace.note(rows, wanted, self._clock() - started)
+        self.cache.counts.steps += 1
+        first = 0
+        for planned, run in zip(plan, runs, strict=True):
+            self._advance(planned, logits[first : first + run.logits])
+            first += run.logits
+
+    def fail(self, error: Exception) -> None:
+        """End all sequences with an error."""
+        for sequence in [*self._waiting, *self._running]:
+            self._end(sequence, error)
+
+    def _admit(self) -> None:
+        """Let sequences run, the first one always, others as there are blocks for their texts so far."""
+        while self._waiting:
+            sequence = self._waiting[0]
+            held = self.cache.held(sequence)
+            missing = sum(self._missing(running, running.table) for running in self._running)
+            if self._running and missing + self._missing(sequence, held) > self.cache.room(apart_from=held):
+                return
+            self.cache.reuse(sequence)
+            self._running.append(self._waiting.popleft())
+
+    def _missing(self, sequence: Sequence, table: list[int]) -> int:
+        """Return how many more blocks than `table` has a sequence's text so far and its next token take."""
+        return max(self.cache.blocks_of(len(sequence.ids) + 1) - len(table), 0)
+
+    def _plan(self) -> list[Planned]:
+        plan: list[Planned] = []
+        replies = [sequence for sequence in self._running if sequence.pending == 1]
+        prompts = [sequence for sequence in self._running if sequence.pending > 1]
+        for sequence in replies[: self._rows]:
+            self._place(plan, sequence, 1)
+        self._draft(plan)
+        left = self._chunk(plan)
+        for sequence in prompts:
+            if left > 0:
+                left -= self._place(plan, sequence, left)
+        for planned in plan:  # who was not served is first the next time
+            self._running.remove(planned.sequence)
+            self._running.append(planned.sequence)
+        return plan
+
+    def _chunk(self, plan: list[Planned]) -> int:
+        """Return how many rows of prompts the step may have, so that replies do not wait for long."""
+        left = self._rows - sum(planned.rows + len(planned.drafts) for planned in plan)
+        gap, least = (_GAP, _LEAST_CHUNK) if plan else (_LONG_GAP, _LONG_CHUNK)
+        return min(left, max(self._pace.rows_within(gap), least))
+
+    def _place(self, plan: list[Planned], sequence: Sequence, most: int) -> int:
+        """Plan up to `most` rows of a sequence; return how many. Later sequences give up their blocks for it."""
+        if sequence not in self._running:
+            return 0
+        if sequence.pending > 1:
+            self.cache.reuse(sequence)
+        if self._follows(sequence):
+            return 0
+        self.cache.own_last(sequence)
+        rows = min(sequence.pending, most)
+        while not self.cache.reach(sequence, rows):
+            if not self._swap_out(plan, sequence):
+                return 0
+        plan.append(Planned(sequence, rows, []))
+        return rows
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Return whether an earlier prompt is about to fill the very block that comes next in this one: it waits."""
+        end = self.cache.blocks_of(sequence.done + 1) * self.cache.positions
+        if end >= len(sequence.ids):
+            return False
+        ahead = (other for other in self._running if other.order < sequence.order and other.pending > 1)
+        return any(other.done < end and other.ids[:end] == sequence.ids[:end] for other in ahead)
+
+    def _swap_out(self, plan: list[Planned], wanting: Sequence) -> bool:
+        """Take the blocks of the sequence that came last. Return whether `wanting` still runs."""
+        victim = max(self._running, key=lambda sequence: sequence.order)
+        if len(self._running) == 1:
+            self._end(wanting, UserError("the KV cache has no room for this text beside pinned ones: unpin some"))
+            return False
+        plan[:] = [planned for planned in plan if planned.sequence is not victim]
+        self._running.remove(victim)
+        self._waiting.appendleft(victim)
+        self.cache.give_up(victim)
+        self.cache.counts.swaps += 1
+        return victim is not wanting
+
+    def _draft(self, plan: list[Planned]) -> None:
+        """Add drafts to the tokens of replies, as far as blocks are at hand."""
+        rows = len(plan)
+        for planned in plan:
+            sequence = planned.sequence
+            if sequence.lookup is None or not planned.completes:
+                continue
+            most = min(self._rows - rows, self._context - len(sequence.ids))
+            drafts = sequence.lookup.draft(sequence.ids, rows, most)
+            if self.cache.reach(sequence, 1 + len(drafts)):
+                planned.drafts = drafts
+                rows += len(drafts)
+
+    def _advance(self, planned: Planned, logits: np.ndarray) -> None:
+        """Note that a sequence's rows are processed; give it the logits, as far as its drafts are what it chooses."""
+        sequence, completes = planned.sequence, planned.completes
+        full = sequence.done // self.cache.positions
+        sequence.done += planned.rows
+        sequence.processed += planned.rows
+        if completes:
+            if len(sequence.ids) == sequence.prompt:
+                sequence.growing.start(sequence.processed)
+                self.cache.remember(sequence, partly=True)
+            try:
+                self._choose(sequence, planned.drafts, logits)
+            except UserError as error:
+                self._end(sequence, error)
+                return
+        if sequence.done // self.cache.positions > full:
+            self.cache.remember(sequence)
+        if sequence.growing.finished:
+            self._end(sequence, None)
+
+    def _choose(self, sequence: Sequence, drafts: list[int], logits: np.ndarray) -> None:
+        accepted = 0
+        for row, draft in zip(logits, [*drafts, None], strict=True):
+            sequence.growing.take(row)
+            if sequence.growing.finished or sequence.ids[-1] != draft:
+                break
+            sequence.done += 1
+            accepted += 1
+        if drafts and sequence.lookup:
+            sequence.lookup.note(len(drafts), accepted)
+        self.cache.counts.drafted += len(drafts)
+        self.cache.counts.rejected += len(drafts) - accepted
+
+    def _end(self, sequence: Sequence, error: Exception | None) -> None:
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self.cache.give_up(sequence, remember=error is None)
+        sequence.growing.end(error)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Yield the sequences that run and those that wait."""
+        yield from self._running
+        yield from self._waiting

@@ -1,0 +1,162 @@
+"""A sequence of tokens with its table of blocks, and the cache that finds blocks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from llama_npu2.engine.batch.lookup import Lookup
+from llama_npu2.engine.batch.pool import BlockPool
+from llama_npu2.engine.batch.prefix_tree import PrefixTree
+from llama_npu2.engine.step import Steps
+
+
+class Growing(Protocol):
+    """What a sequence's logits go to: `generation.Generation`, with its pieces sent to whoever waits for them."""
+
+    ids: list[int]
+    """All tokens, of the prompt and those that were chosen."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens are wanted."""
+
+    def take(self, logits: np.ndarray) -> None:
+        """Append the token that follows from float32 logits `[vocab]`, which are valid during the call."""
+
+    def start(self, processed: int) -> None:
+        """Note, before the first token, how many tokens of the prompt were processed: blocks held the others."""
+
+    def end(self, error: Exception | None) -> None:
+        """Note that no more tokens come, because of an error or because it is finished."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, and the blocks that hold K and V of the first `done` of them."""
+
+    growing: Growing
+    prompt: int
+    """Number of tokens of the prompt."""
+    order: int
+    """Which of all sequences, by arrival. The latest one is swapped out first."""
+    lookup: Lookup | None = None
+    """What drafts tokens for it; None for no speculation."""
+    done: int = 0
+    table: list[int] = field(default_factory=list)
+    processed: int = 0
+    """Tokens that were processed; again counts again."""
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens."""
+        return self.growing.ids
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not processed: one between two tokens of a reply, more for a prompt."""
+        return len(self.ids) - self.done
+
+
+@dataclass
+class Counts:
+    """How often something happened."""
+
+    swaps: int = 0
+    """Sequences that gave up their blocks for others."""
+    shared: int = 0
+    """Blocks that a sequence took from the tree instead of processing tokens."""
+    copies: int = 0
+    """Blocks that were copied because two held them and one was to write."""
+    evicted: int = 0
+    """Blocks that the tree forgot for others."""
+    drafted: int = 0
+    """Tokens that were drafted."""
+    rejected: int = 0
+    """Of them, those that were not chosen."""
+    steps: int = 0
+
+
+class Cache:
+    """The blocks of a KV cache: those of sequences, those that the prefix tree remembers, and free ones."""
+
+    def __init__(self, steps: Steps, positions: int, least: int = 8) -> None:
+        """Args: `positions` in a block; `least` as for `PrefixTree`."""
+        self.steps, self.positions = steps, positions
+        self.pool = BlockPool(steps.blocks)
+        self.tree = PrefixTree(self.pool, positions, least)
+        self.counts = Counts()
+
+    def reuse(self, sequence: Sequence) -> None:
+        """Take blocks that hold more of a sequence's tokens than are done. Its last token is always left to process."""
+        table, matched = self.tree.match(sequence.ids[:-1])
+        if matched <= sequence.done:
+            self.drop(table)
+            return
+        self.drop(sequence.table)
+        sequence.table, sequence.done = table, matched
+        self.counts.shared += len(table)
+
+    def own_last(self, sequence: Sequence) -> None:
+        """See to it that the block of the next position, if it is partly filled, may be written.
+
+        Without room for a copy the tokens in it have to be processed again.
+        """
+        at, table = sequence.done // self.positions, sequence.table
+        if not sequence.done % self.positions or self.pool.holders(table[at]) == 1:
+            return
+        if (block := self.take()) is None:
+            sequence.done = at * self.positions
+            self.drop(table[at:])
+            del table[at:]
+            return
+        self.steps.copy_blocks([(table[at], block)])
+        self.counts.copies += 1
+        self.pool.release(table[at])
+        table[at] = block
+
+    def reach(self, sequence: Sequence, rows: int) -> bool:
+        """Extend a sequence's table to the next `rows` positions. False if there are no blocks for all of them."""
+        while len(sequence.table) < self.blocks_of(sequence.done + rows):
+            if (block := self.take()) is None:
+                return False
+            sequence.table.append(block)
+        return True
+
+    def remember(self, sequence: Sequence, partly: bool = False) -> None:
+        """Put a sequence's full blocks into the tree; `partly`: the last one even if it is not full."""
+        end = sequence.done if partly else sequence.done - sequence.done % self.positions
+        self.tree.insert(sequence.ids[:end], sequence.table)
+
+    def give_up(self, sequence: Sequence, remember: bool = True) -> None:
+        """Take a sequence's blocks from it. What they hold stays in the tree until others need the room."""
+        if remember:
+            self.remember(sequence, partly=True)
+        self.drop(sequence.table)
+        sequence.table, sequence.done = [], 0
+
+    def held(self, sequence: Sequence) -> list[int]:
+        """Return the blocks that `reuse` would take."""
+        return self.tree.held(sequence.ids[:-1])
+
+    def room(self, apart_from: Tokens[int] = ()) -> int:
+        """Return how many blocks are free or can be made free, apart from some."""
+        return self.pool.free + self.tree.spare(apart_from)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return how many blocks so many tokens take."""
+        return -(-tokens // self.positions)
+
+    def take(self) -> int | None:
+        """Return a block that may be written; None if all are held and the tree can forget none."""
+        if not self.pool.free:
+            self.counts.evicted += self.tree.evict()
+        return self.pool.take()
+
+    def drop(self, table: Tokens[int]) -> None:
+        """Give up blocks."""
+        for block in table:
+            self.pool.release(block)

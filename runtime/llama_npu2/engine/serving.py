@@ -1,0 +1,234 @@
+"""Replies to many at once: an async API over a thread that runs the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_npu2.engine.batch import sequence
+from llama_npu2.engine.batch.saved import load, save
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.completion import Completion
+from llama_npu2.engine.generation import Generation
+from llama_npu2.errors import UserError
+from llama_npu2.text.replies import Kind, Piece
+
+_CLOSED = "the engine is closed: open another one with llm.engine()"
+
+
+class Stream(AsyncIterator[str]):
+    """A reply as it comes. Iterating yields the pieces of the answer, of whole UTF-8 characters.
+
+    What has come is in `completion`. Belongs to the event loop in which it was made.
+    """
+
+    def __init__(self, serving: Serving, generation: Generation) -> None:
+        self.completion: Completion = generation.completion
+        self.ids = generation.ids
+        self.sequence: sequence.Sequence | None = None
+        self._serving, self._generation = serving, generation
+        self._loop = asyncio.get_running_loop()
+        self._sent: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        self._ended = False
+
+    async def __anext__(self) -> str:
+        async for piece in self.pieces():
+            if piece.kind is Kind.TEXT:
+                return piece.text
+        raise StopAsyncIteration
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the pieces of all of it, also those that are not the answer. Raises UserError."""
+        while not self._ended:
+            sent = await self._sent.get()
+            if isinstance(sent, Piece):
+                self.completion.add(sent)
+                yield sent
+                continue
+            self._ended = True
+            self.completion.end()
+            if sent is not None:
+                raise sent
+
+    async def whole(self) -> Completion:
+        """Return the reply once all of it has come. Raises UserError."""
+        async for _ in self.pieces():
+            pass
+        return self.completion
+
+    def cancel(self) -> None:
+        """Ask for no more. The stream ends with what has come."""
+        self._serving.cancel(self)
+        self.end(None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token was chosen."""
+        return self._generation.finished
+
+    def start(self, processed: int) -> None:
+        """Note how many tokens of the prompt were processed."""
+        stats = self.completion.stats
+        stats.prompt_tokens, stats.reused_tokens = processed, max(len(self.ids) - processed, 0)
+
+    def take(self, logits: np.ndarray) -> None:
+        """Choose the next token and send its pieces, from the thread of the steps."""
+        for piece in self._generation.take(logits):
+            self._send(piece)
+        if self._generation.finished:
+            for piece in self._generation.flush():
+                self._send(piece)
+
+    def end(self, error: Exception | None) -> None:
+        """Send the end."""
+        self._send(error)
+
+    def _send(self, what: Piece | Exception | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._sent.put_nowait, what)
+        except RuntimeError:  # the event loop is closed: nobody waits
+            self._serving.cancel(self)
+
+
+class Serving:
+    """A thread that runs the steps of a scheduler, and takes sequences from any event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        generation: Callable[..., Generation],
+        key: Mapping[str, Any],
+        closed: Callable[[], Any],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            scheduler: whose steps it runs.
+            generation: makes a reply to a prompt.
+            key: of contexts on disk.
+            closed: called once the thread has ended.
+        """
+        self._scheduler, self._generation, self._key, self._closed = scheduler, generation, key, closed
+        self._asked: list[Callable[[], Any]] = []
+        self._changed, self._closing = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="llama-npu2 steps", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> sequence.Counts:
+        """How often sequences gave way, shared blocks, and more."""
+        return self._scheduler.cache.counts
+
+    def submit(self, prompt: Any, **options: Any) -> Stream:
+        """Return the reply to a prompt, which comes as it is iterated. Must be called in an event loop.
+
+        Args:
+            prompt: as for `Llama.generate`.
+            **options: `raw`, `number`, `template` and fields of `options.Sampling`, as for `Llama.generate`; besides,
+                `logprobs` may be asked for.
+
+        Raises:
+            UserError: for a prompt or an option that cannot be used, or if the engine is closed.
+        """
+        stream = Stream(self, self._generation(prompt, **options))
+
+        def add() -> None:
+            stream.sequence = self._scheduler.add(stream)
+
+        if not self._ask(add):
+            raise UserError(_CLOSED)
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Forget a stream's sequence before the next step."""
+
+        def cancel() -> None:
+            if stream.sequence:
+                self._scheduler.cancel(stream.sequence)
+
+        self._ask(cancel)
+
+    def save_context(self, path: str | Path, ids: Sequence[int]) -> int:
+        """Write the longest beginning of a text that the cache remembers to a file; return its number of tokens.
+
+        Raises UserError if it is empty, or the file cannot be written.
+        """
+        return int(self._between_steps(lambda: save(self._scheduler.cache, Path(path), self._key, ids)))
+
+    def load_context(self, path: str | Path) -> int:
+        """Remember what `save_context` wrote, until others need its blocks; return its number of tokens.
+
+        Raises UserError if the file cannot be used, or has no room beside the sequences that run.
+        """
+        return int(self._between_steps(lambda: load(self._scheduler.cache, Path(path), self._key)))
+
+    def pin(self, ids: Sequence[int], keep: bool = True) -> int:
+        """Keep the beginning of a text that the cache remembers, or no longer; return its number of tokens."""
+        return int(self._between_steps(lambda: self._scheduler.cache.tree.pin(ids, 1 if keep else -1)))
+
+    def _between_steps(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns that the thread of the steps calls. Raises UserError if this is closed."""
+        done, results = threading.Event(), list[Any]()
+
+        def answer() -> None:
+            try:
+                results.append(function())
+            except Exception as error:
+                results.append(error)
+            done.set()
+
+        if not self._ask(answer):
+            raise UserError(_CLOSED)
+        done.wait()
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all streams and the thread, after the step that runs."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _ask(self, function: Callable[[], Any]) -> bool:
+        with self._changed:
+            if not self._closing:
+                self._asked.append(function)
+                self._changed.notify()
+            return not self._closing
+
+    def _run(self) -> None:
+        error: Exception = UserError(_CLOSED)
+        try:
+            while self._wait():
+                self._scheduler.step()
+        except Exception as failure:  # of the device: nothing that is cached can be trusted
+            error = failure
+        with self._changed:
+            self._closing, asked, self._asked = True, self._asked, []
+        for function in asked:
+            function()
+        self._scheduler.fail(error)
+        self._closed()
+
+    def _wait(self) -> bool:
+        """Do what was asked for, once there is a sequence or something to do. Return whether to go on."""
+        with self._changed:
+            while not (self._asked or self._closing or self._scheduler.busy):
+                self._changed.wait()
+            asked, self._asked = self._asked, []
+        for function in asked:
+            function()
+        return not self._closing

@@ -1,0 +1,347 @@
+"""Many sequences on one set of weights: whatever shares their blocks and steps, each has the tokens it has alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llama_npu2.engine.batch import lookup, pool, prefix_tree, scheduler, sequence
+from llama_npu2.engine.batch.lookup import Lookup
+from llama_npu2.engine.batch.pace import Pace
+from llama_npu2.engine.batch.pool import BlockPool
+from llama_npu2.engine.batch.prefix_tree import PrefixTree
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.batch.sequence import Counts, Sequence
+from llama_npu2.errors import UserError
+from tests.support.hashed_steps import POSITIONS, VOCAB, HashedSteps, logits_after
+from tests.support.schedules import all_back, drain, prompts, run, total
+
+CONTEXT = 96
+
+
+@dataclass
+class Drawn:
+    """A reply whose tokens are drawn, one number of a generator for each, in order."""
+
+    prompt: list[int]
+    seed: int
+    length: int
+    ids: list[int] = field(init=False)
+    ended: list[Exception | None] = field(default_factory=list)
+    processed: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+        self._random = random.Random(self.seed)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.ids) - len(self.prompt) >= self.length or len(self.ids) > CONTEXT
+
+    def take(self, logits: np.ndarray) -> None:
+        assert not self.finished and np.isfinite(logits).all()
+        self.rows.append(logits.copy())
+        hot = self._random.random() < 0.2 and self.seed % 2
+        self.ids.append(int(np.argsort(logits)[-2 if hot else -1]))
+
+    def start(self, processed: int) -> None:
+        self.processed.append(processed)
+
+    def end(self, error: Exception | None) -> None:
+        self.ended.append(error)
+
+    def alone(self) -> Drawn:
+        other = Drawn(self.prompt, self.seed, self.length)
+        while not other.finished:
+            other.take(logits_after(other.ids))
+        return other
+
+
+def scheduled(steps: HashedSteps, **options: Any) -> Scheduler:
+    clock = iter(range(10**9)).__next__
+    return Scheduler(steps, POSITIONS, **{"rows": 12, "context": CONTEXT, "least_shared": 1, "clock": clock} | options)
+
+
+def checked(replies: list[Drawn], cancelled: set[int]) -> None:
+    for number, reply in enumerate(replies):
+        alone = reply.alone()
+        count = len(reply.ids)
+        assert reply.ids == alone.ids[:count]
+        assert all(map(np.array_equal, reply.rows, alone.rows))
+        if number not in cancelled:
+            assert count == len(alone.ids) and reply.ended == [None]
+
+
+def schedule(seed: int) -> Counts:
+    """Run a random schedule of 2 to 12 sequences, and check each against itself alone."""
+    draw = random.Random(seed)
+    steps = HashedSteps(draw.choice([13, 16, 24, 80]))
+    work = scheduled(steps, rows=draw.choice([3, 7, 12, 40]), speculate=draw.random() < 0.7)
+    asked = prompts(draw, draw.randint(2, 12), VOCAB, 60)
+    replies = [Drawn(prompt, seed * 100 + at, draw.randint(1, 30)) for at, prompt in enumerate(asked)]
+    cancelled = run(draw, work, replies)
+    checked(replies, cancelled)
+    assert max(steps.rows) <= work._rows
+    all_back(work)
+    return work.cache.counts
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, 20))])
+def test_whatever_is_beside_a_sequence_changes_no_token(part: int) -> None:
+    counts = total(schedule, range(25 * part, 25 * part + 25))
+    print(counts)
+    assert all(vars(counts).values())
+    assert counts.rejected < counts.drafted
+
+
+def freed_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pool.BlockPool, "share", lambda self, block: block)
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    real = scheduler.Planned.run
+
+    def run(self: scheduler.Planned) -> Any:
+        made = real(self)
+        return made._replace(blocks=made.blocks[1:] + made.blocks[:1])
+
+    patch.setattr(scheduler.Planned, "run", run)
+
+
+def kept_draft(patch: pytest.MonkeyPatch) -> None:
+    real = scheduler.Scheduler._choose
+
+    def choose(self: Scheduler, sequence: Sequence, drafts: list[int], logits: np.ndarray) -> None:
+        before = len(sequence.ids)
+        real(self, sequence, drafts, logits)
+        if drafts and len(sequence.ids) == before + 1 and not sequence.growing.finished:
+            sequence.growing.take(logits[1])
+            sequence.done += 1
+
+    patch.setattr(scheduler.Scheduler, "_choose", choose)
+
+
+def no_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HashedSteps, "copy_blocks", lambda self, pairs: None)
+
+
+def no_owner(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sequence.Cache, "own_last", lambda self, sequence: None)
+
+
+def never_freed(patch: pytest.MonkeyPatch) -> None:
+    real = prefix_tree.PrefixTree.match
+
+    def match(self: PrefixTree, ids: list[int]) -> Any:
+        blocks, matched = real(self, ids)
+        for block in blocks[:1]:
+            self._pool.share(block)
+        return blocks, matched
+
+    patch.setattr(prefix_tree.PrefixTree, "match", match)
+
+
+def last_token_kept(patch: pytest.MonkeyPatch) -> None:
+    def give_up(self: sequence.Cache, one: Sequence, remember: bool = True) -> None:
+        self.reach(one, 1)
+        one.done = min(one.done + 1, len(one.ids))
+        real(self, one, remember)
+
+    real = sequence.Cache.give_up
+    patch.setattr(sequence.Cache, "give_up", give_up)
+
+
+@pytest.mark.parametrize(
+    "fault", [freed_early, off_by_one, kept_draft, no_copy, no_owner, never_freed, last_token_kept]
+)
+def test_faults_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        total(schedule, range(40))
+
+
+@pytest.mark.parametrize("split", range(1, 3 * POSITIONS + 1))
+def test_prompts_that_part_anywhere_share_what_they_can(split: int) -> None:
+    first = list(range(3 * POSITIONS + 1))
+    second = first[:split] + [token + 1 for token in first[split:]]
+    work = scheduled(HashedSteps(40), speculate=False)
+    replies = [Drawn(first, 0, 3), Drawn(second, 2, 3)]
+    for reply in replies:
+        work.add(reply)
+        drain(work)
+    checked(replies, set())
+    assert replies[1].processed == [len(second) - split]
+    assert (work.cache.counts.copies > 2) == bool(split % POSITIONS)
+
+
+@pytest.mark.parametrize("length", [POSITIONS - 1, POSITIONS, POSITIONS + 1, 2 * POSITIONS, 2 * POSITIONS + 1])
+def test_a_prompt_that_is_cached_processes_its_last_token(length: int) -> None:
+    prompt = [3 * token % VOCAB for token in range(length)]
+    work = scheduled(HashedSteps(40), speculate=False)
+    replies = [Drawn(prompt, number, 2) for number in range(2)]
+    for reply in replies:
+        work.add(reply)
+        drain(work)
+    checked(replies, set())
+    assert replies[1].processed == [1]
+
+
+def test_prompts_that_begin_alike_at_the_same_time_are_processed_once() -> None:
+    steps = HashedSteps(80)
+    work = scheduled(steps, rows=4, speculate=False)
+    replies = [Drawn([7 * at % VOCAB for at in range(64)] + [number], number, 1) for number in range(4)]
+    for reply in replies:
+        work.add(reply)
+    drain(work)
+    checked(replies, set())
+    assert sum(steps.rows) < 2 * 64
+
+
+def test_replies_go_on_while_a_long_prompt_is_processed_in_chunks() -> None:
+    work = scheduled(HashedSteps(80), rows=6, speculate=False)
+    talking, long = Drawn([1, 2], 0, 40), Drawn([at % VOCAB for at in range(80)], 2, 2)
+    work.add(talking)
+    work.step()
+    work.add(long)
+    for before in range(1, 17):
+        assert len(talking.ids) == 2 + before
+        work.step()
+    assert len(long.ids) == 81
+    drain(work)
+    checked([talking, long], set())
+
+
+def test_prompts_take_turns() -> None:
+    work = scheduled(HashedSteps(80), rows=4, speculate=False)
+    long = [Drawn([(at + number) % VOCAB for at in range(80)], number, 1) for number in (0, 2)]
+    short = Drawn([23, 22, 21], 4, 1)
+    for reply in [*long, short]:
+        work.add(reply)
+    for _ in range(3):
+        work.step()
+    assert short.ended == [None] and not any(reply.ended for reply in long)
+    drain(work)
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_cancelled_prompt_leaves_its_blocks_to_others(after: int) -> None:
+    work = scheduled(HashedSteps(12), rows=16)
+    gone = work.add(Drawn([5] * 80, 0, 5))
+    for _ in range(after):
+        work.step()
+    work.cancel(gone)
+    work.cancel(gone)
+    assert not work.busy
+    reply = Drawn([at % VOCAB for at in range(90)], 2, 5)
+    work.add(reply)
+    drain(work)
+    checked([reply], set())
+    all_back(work)
+
+
+def test_pinned_beginnings_stay() -> None:
+    work = scheduled(HashedSteps(14), rows=40)
+    prompt = [at % VOCAB for at in range(33)]
+    work.add(Drawn(prompt, 0, 1))
+    drain(work)
+    assert work.cache.tree.pin(prompt) == 33
+    for number in range(2, 12, 2):
+        work.add(Drawn([(at + number) % VOCAB for at in range(70)], number, 1))
+    drain(work)
+    again = Drawn(prompt, 4, 1)
+    work.add(again)
+    drain(work)
+    assert again.processed == [1]
+    work.cache.tree.pin(prompt, -1)
+    all_back(work)
+
+
+def test_a_text_without_room_beside_pinned_ones_is_refused_and_others_go_on() -> None:
+    work = scheduled(HashedSteps(8), rows=40)
+    prompt = [at % VOCAB for at in range(33)]
+    work.add(Drawn(prompt, 0, 1))
+    drain(work)
+    work.cache.tree.pin(prompt)
+    large, small = Drawn([9] * 60, 2, 1), Drawn([8] * 3, 4, 1)
+    for reply in (large, small):
+        work.add(reply)
+    drain(work)
+    assert isinstance(large.ended[0], UserError) and "unpin" in str(large.ended[0])
+    checked([small], set())
+
+
+def test_logits_that_are_no_numbers_end_their_sequence_alone() -> None:
+    class Broken(Drawn):
+        def take(self, logits: np.ndarray) -> None:
+            raise UserError("not finite")
+
+    work = scheduled(HashedSteps(40))
+    broken, whole = Broken([1, 2, 3], 0, 4), Drawn([1, 2, 4], 2, 4)
+    for reply in (broken, whole):
+        work.add(reply)
+    drain(work)
+    assert [str(error) for error in broken.ended] == ["not finite"]
+    checked([whole], set())
+
+
+def test_drafts_save_steps_where_a_text_repeats_itself() -> None:
+    def steps_of(speculate: bool) -> int:
+        steps = HashedSteps(40)
+        work = scheduled(steps, speculate=speculate)
+        reply = Repeating([1, 2, 3, 4], 0, 60)
+        work.add(reply)
+        drain(work)
+        assert reply.ids == [at % 4 + 1 for at in range(64)]
+        return len(steps.rows)
+
+    class Repeating(Drawn):
+        def take(self, logits: np.ndarray) -> None:
+            self.ids.append(self.ids[-1] % 4 + 1)
+
+    assert 3 * steps_of(True) < steps_of(False)
+
+
+def drafts_of(seconds_a_row: float, accepted: int) -> int:
+    """How many drafts are made for 400 tokens if a step of a row takes a second and `accepted` tokens come true."""
+    pace, ids = Pace(), [1, 2, 3] * 4
+    for rows in range(1, 12):
+        pace.note(rows, rows, 1 + seconds_a_row * (rows - 1))
+    drafts, drafted = Lookup(pace), 0
+    for _ in range(400):
+        if found := drafts.draft(ids, 1, lookup._LONGEST):
+            drafts.note(len(found), min(accepted, len(found)))
+            drafted += 1
+        ids += [len(ids) % 3 + 1]
+    return drafted
+
+
+def test_drafts_end_where_they_do_not_pay() -> None:
+    assert drafts_of(0.01, lookup._LONGEST) == drafts_of(0.5, lookup._LONGEST) == 400
+    assert 0 < drafts_of(0.6, 0) < drafts_of(0.01, 0) < 20
+    assert drafts_of(3.0, lookup._LONGEST) < 10
+
+
+def test_a_draft_is_what_followed_the_longest_and_latest_match() -> None:
+    drafts = Lookup(Pace())
+    drafts.note(4, 4)
+    assert drafts.draft([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], 1, 3) == [9, 7, 2]
+    assert Lookup(Pace()).draft([5, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], 1, 8) == [8, 1]
+    assert Lookup(Pace()).draft([1, 2, 3, 4, 5], 1, 8) == []
+
+
+def test_a_block_is_not_freed_twice() -> None:
+    blocks = BlockPool(2)
+    block = blocks.take()
+    assert block is not None and blocks.share(block) == block
+    blocks.release(block)
+    assert blocks.free == 1
+    blocks.release(block)
+    for use in (blocks.release, blocks.share):
+        with pytest.raises(ValueError, match="is free"):
+            use(block)

@@ -1,0 +1,59 @@
+"""Random schedules of sequences: when they come, what they share, and which are cancelled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from llama_npu2.engine.batch.scheduler import Scheduler
+from llama_npu2.engine.batch.sequence import Counts, Growing
+
+
+def prompts(draw: random.Random, count: int, vocab: int, longest: int) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens; most begin like others, up to a position that is drawn."""
+    own = max(longest // 6, 1)
+    bases = [[draw.randrange(vocab) for _ in range(longest - own)] for _ in range(2)]
+
+    def prompt() -> list[int]:
+        shared = draw.choice(bases)[: draw.randrange(longest - own)]
+        return shared + [draw.randrange(vocab) for _ in range(draw.randint(1, own))]
+
+    return [prompt() for _ in range(count)]
+
+
+def run(draw: random.Random, work: Scheduler, replies: Sequence[Growing]) -> set[int]:
+    """Let sequences come and go at random until all have ended; return the numbers of those that were cancelled."""
+    handles, cancelled = [], set()
+    for reply in replies:
+        handles.append(work.add(reply))
+        for _ in range(draw.randrange(6)):
+            work.step()
+            if draw.random() < 0.04:
+                gone = draw.randrange(len(handles))
+                if not replies[gone].finished:
+                    cancelled.add(gone)
+                    work.cancel(handles[gone])
+    drain(work)
+    return cancelled
+
+
+def drain(work: Scheduler, most: int = 4000) -> None:
+    """Process all sequences to their ends."""
+    while work.busy and most:
+        work.step()
+        most -= 1
+    assert not work.busy, "sequences never end"
+
+
+def all_back(work: Scheduler) -> None:
+    """Check that every block is free once the tree has forgotten all."""
+    while work.cache.tree.evict():
+        pass
+    assert work.cache.pool.free == work.cache.pool.count
+
+
+def total(schedule: Callable[[int], Counts], seeds: range) -> Counts:
+    """Return the sums of what schedules count."""
+    each = [schedule(seed) for seed in seeds]
+    return Counts(*(sum(getattr(counts, spec.name) for counts in each) for spec in fields(Counts)))
