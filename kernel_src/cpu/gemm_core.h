@@ -17,17 +17,47 @@ constexpr int64_t group_panels = 8, step_rows = 2 * tile_lines, rows_per_task = 
 constexpr int64_t group_panels = tile_panels, step_rows = tile_rows, rows_per_task = 43 * step_rows;
 #endif
 
+// A task of at most so many rows waits for its weights. Its blocks are short, and the next one is asked for line by line: many
+// requests at once would have to be answered before the products begin. Tiles of AMX have no loop over lines.
+constexpr int64_t few_rows = ISA_AMX || !tiles_fetch ? 0 : 4 * tile_rows, short_block_lines = 256;
+
+// Returns the length of a block, so that blocks are even.
+INLINE int64_t even_block(int64_t length, int64_t most) {
+    const int64_t blocks = (length + most - 1) / most;
+    return (length + blocks - 1) / blocks;
+}
+
+// A task's rows in steps of at most `most`. They are even, because sums of few rows wait for each other; tiles of AMX take as
+// long for few rows, and read memory for whole steps.
+struct Steps {
+    int64_t rows, most;
+    int64_t count = (rows + most - 1) / most;
+
+    INLINE_MEMBER int64_t first(int64_t step) const {
+        if (!ISA_AMX) return rows * step / count;
+        return step < count ? step * most : rows;
+    }
+};
+
 // Weights that are read soon, `bytes` of each panel. Products that first widen a block, or have few columns, would wait for
 // them.
 struct Upcoming {
     const char *panels[group_panels];
     int64_t bytes;
 
-    // Asks for the share of row `row` to `row` + step_rows of `rows`, so that requests come evenly.
-    INLINE_MEMBER void fetch(int64_t row, int64_t rows) const {
-        const int64_t end = row + step_rows < rows ? row + step_rows : rows, last = (bytes * end / rows + 63) / 64;
-        for (int64_t line = (bytes * row / rows + 63) / 64; line < last; line++)
+    // Asks for the share of step `step` of `count`, so that requests come evenly.
+    INLINE_MEMBER void fetch(int64_t step, int64_t count) const {
+        const int64_t last = (bytes * (step + 1) / count + 63) / 64;
+        for (int64_t line = (bytes * step / count + 63) / 64; line < last; line++)
             for (int64_t p = 0; p < group_panels; p++) __builtin_prefetch(panels[p] + line * 64, 0, 2);
+    }
+
+    // Lets a tile ask for the share of step `step` of `count`, with each of the `lines` lines that it reads from `first` on, in
+    // panel 0. The other panels are as far from theirs.
+    template <class Number, class Args>
+    INLINE_MEMBER void share(const Number *first, int64_t lines, int64_t step, int64_t count, Args &args) const {
+        args.ahead_step = (64 / static_cast<int64_t>(sizeof(Number)) + count - 1) / count;
+        args.ahead = bytes == 0 ? 0 : reinterpret_cast<const Number *>(panels[0]) - first + step * lines * args.ahead_step;
     }
 };
 
@@ -148,16 +178,21 @@ public:
 
     void multiply(const GemmTask &task) {
         const int64_t pairs = pair_count(cols_), rows = task.last - task.first;
-        const int64_t kept = groups_.kept(pairs > pairs_per_block);
-        for (int64_t done = 0; done < pairs; done += pairs_per_block) {
-            const int64_t until = done + pairs_per_block < pairs ? done + pairs_per_block : pairs;
-            const Upcoming next = groups_.upcoming(task, until * line_elements, pairs_per_block * line_elements);
-            for (int64_t at = 0; at < rows; at += tile_rows) {
-                const int64_t row = task.first + at, count = rows - at < tile_rows ? rows - at : tile_rows;
+        const bool few = rows <= few_rows;
+        const int64_t block = few ? even_block(pairs, short_block_lines) : pairs_per_block;
+        const int64_t kept = groups_.kept(pairs > block);
+        const Steps steps = {rows, tile_rows};
+        for (int64_t done = 0; done < pairs; done += block) {
+            const int64_t until = done + block < pairs ? done + block : pairs;
+            const Upcoming next = groups_.upcoming(task, until * line_elements, block * line_elements);
+            for (int64_t step = 0; step < steps.count; step++) {
+                const int64_t at = steps.first(step), row = task.first + at, count = steps.first(step + 1) - at;
                 float *sums = sums_ + at * kept;
-                next.fetch(at, rows);
+                TileArgs args;
+                if (few) next.share(groups_.panel(task.group, 0) + done * line_elements, until - done, step, steps.count, args);
+                else next.fetch(step, steps.count);
                 if (until == pairs) groups_.expect(epilogue_, task.group, row, count);
-                multiply_block(task.group, row, count, done, until, sums);
+                multiply_block(task.group, row, count, done, until, args, sums);
                 if (until == pairs) finish(task.group, row, count, sums);
             }
         }
@@ -167,8 +202,7 @@ private:
     const bf16 *row_of_x(int64_t row) const { return x_ + (first_ + row) * cols_; }
 
     // Pairs done .. until - 1 of rows row .. row + count - 1.
-    void multiply_block(int64_t group, int64_t row, int64_t count, int64_t done, int64_t until, float *sums) {
-        TileArgs args;
+    void multiply_block(int64_t group, int64_t row, int64_t count, int64_t done, int64_t until, TileArgs args, float *sums) {
         for (int64_t p = 0; p < tile_panels; p++)
             args.panels[p] = groups_.panel(group, p) + done * line_elements;
         args.x = row_of_x(row) + 2 * done;
@@ -178,7 +212,7 @@ private:
         args.accumulate = done > 0;
         const int64_t whole = until <= cols_ / 2 ? until : cols_ / 2;
         args.pairs = whole - done;
-        if (args.pairs > 0 || whole == until) tile_of_rows<tile_panels, false>(count, args);
+        if (args.pairs > 0 || whole == until) tile_of_rows<tile_panels>(count, args);
         if (whole < until) last_column(row, count, whole - done, args);
     }
 
@@ -191,10 +225,11 @@ private:
         }
         for (int64_t p = 0; p < tile_panels; p++) args.panels[p] += offset * line_elements;
         args.accumulate = args.accumulate || offset > 0;
+        args.ahead = 0;
         args.x = pairs[0];
         args.x_stride = 2;
         args.pairs = 1;
-        tile_of_rows<tile_panels, false>(count, args);
+        tile_of_rows<tile_panels>(count, args);
     }
 
     void finish(int64_t group, int64_t row, int64_t rows, const float *sums) {

@@ -209,18 +209,20 @@ public:
     }
 
     void multiply(const GemmTask &task) {
-        const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first, block = Panel::offset(groups_per_block);
-        const int64_t kept = groups_.kept(groups > groups_per_block);
-        for (int64_t done = 0; done < groups; done += groups_per_block) {
-            const int64_t count = groups - done < groups_per_block ? groups - done : groups_per_block;
+        const int64_t groups = group_count<Format>(size_.cols), rows = task.last - task.first;
+        const bool few = rows <= few_rows;
+        const int64_t block = few ? fixed_groups : groups_per_block, kept = groups_.kept(groups > block);
+        const Steps steps = {rows, step_rows};
+        for (int64_t done = 0; done < groups; done += block) {
+            const int64_t count = groups - done < block ? groups - done : block;
             const bool last = done + count == groups;
-            const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), block);
-            widen(task.group, done, count);
-            for (int64_t at = 0; at < rows; at += step_rows) {
-                const int64_t row = task.first + at, some = rows - at < step_rows ? rows - at : step_rows;
+            const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), Panel::offset(block));
+            widen(task.group, done, count, few ? next : Upcoming{});
+            for (int64_t step = 0; step < steps.count; step++) {
+                const int64_t at = steps.first(step), row = task.first + at, some = steps.first(step + 1) - at;
                 float *products = products_ + at * kept;
                 if (done == 0) memset(products, 0, some * line_width * sizeof(float));
-                next.fetch(at, rows);
+                if (!few) next.fetch(step, steps.count);
                 if (last) groups_.expect(epilogue_, task.group, row, some);
                 for (int64_t r = 0; r < some; r += product_rows)
                     multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
@@ -248,10 +250,13 @@ private:
 
     FixedRow fixed(int64_t row) const { return size_.at(fixed_ + (first_ + row) * size_.bytes()); }
 
-    void widen(int64_t column, int64_t first, int64_t count) {
-        for (int64_t p = 0; p < group_panels; p++)
-            for (int64_t g = 0; g < count; g++)
+    // Asks for `next` meanwhile.
+    void widen(int64_t column, int64_t first, int64_t count, const Upcoming &next) {
+        for (int64_t g = 0; g < count; g++) {
+            next.fetch(g, count);
+            for (int64_t p = 0; p < group_panels; p++)
                 wide_[p / grouped_panels][g].widen(groups_.panel(column, p), p % grouped_panels, first + g);
+        }
     }
 
     void multiply_rows(int64_t row, int64_t rows, int64_t first, int64_t count, float *products) const {

@@ -5,6 +5,9 @@ namespace {
 constexpr int64_t tile_rows = 6;
 constexpr int64_t tile_panels = 4;
 
+// Whether tiles ask for what is read soon. Without vectors of 8 arithmetic takes longer than memory.
+constexpr bool tiles_fetch = lanes >= 8;
+
 // out[r][16 p + i] (+)= sum over `pairs` pairs of x[r] * panel p's row i, for r < R, p < P.
 // x, rows `x_stride` elements apart; panels, lines of 16 x 2; out f32.
 template <class X, class Number>
@@ -16,7 +19,9 @@ struct TileArgsOf {
     float *out;
     int64_t out_stride;
     bool accumulate;
-    int64_t ahead = 0;  // if not 0: fetches into L2 what lies this many elements behind each line it reads
+    // If `ahead` is not 0: a tile that reads line k of a panel asks for what lies `ahead` + k * `ahead_step` elements after the
+    // panel's first line, into L2. Tiles of several steps share what is asked for, each with a step of part of a line.
+    int64_t ahead = 0, ahead_step = line_elements;
 };
 
 using TileArgs = TileArgsOf<bf16, bf16>;
@@ -36,7 +41,8 @@ INLINE __m512i load_pair(const bf16 *x) {
 template <int R, int P, bool fetching>
 void tile(const TileArgs &args) {
     const bf16 *const x = args.x;
-    const int64_t ahead = args.ahead, stride = args.x_stride, pairs = args.pairs, out_stride = args.out_stride;
+    const int64_t ahead = args.ahead, ahead_step = args.ahead_step;
+    const int64_t stride = args.x_stride, pairs = args.pairs, out_stride = args.out_stride;
     float *const out = args.out;
     const bf16 *panels[P];
     __m512 sum[R][P];
@@ -57,7 +63,7 @@ void tile(const TileArgs &args) {
         __m512bh line[P];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            if (fetching) __builtin_prefetch(panels[p] + k * line_elements + ahead, 0, 2);
+            if (fetching) __builtin_prefetch(panels[p] + k * ahead_step + ahead, 0, 2);
             line[p] = (__m512bh)_mm512_loadu_si512(panels[p] + k * line_elements);
         }
 #pragma GCC unroll 8
@@ -86,16 +92,17 @@ constexpr int strip_rows = 6;
 constexpr int strip_rows = 2;
 #endif
 
-// x: f32 strips [R][2 * strip_pairs].
-template <int R>
-INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, float *out,
-                              int64_t out_stride) {
+// x: f32 strips [R][2 * strip_pairs]. With `fetching`, asks for what is at `soon` and each `soon_step` elements from there.
+template <int R, bool fetching>
+INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, float *out, int64_t out_stride,
+                              const bf16 *soon, int64_t soon_step) {
     f32v sum[R][panel_vectors];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < panel_vectors; v++) sum[r][v] = load<f32v>(out + r * out_stride + v * lanes);
     for (int64_t k = 0; k < pairs; k++) {
+        if (fetching) __builtin_prefetch(soon + k * soon_step, 0, 2);
         // One column of the pair after the other: both at once would not fit the registers.
 #pragma GCC unroll 2
         for (int column = 0; column < 2; column++) {
@@ -120,7 +127,7 @@ INLINE void strip_times_panel(const float *x, const bf16 *panel, int64_t pairs, 
 }
 
 // Widens a strip of x once for all panels, which then cost one widening per line for all rows.
-template <int R, int P, bool>
+template <int R, int P, bool fetching>
 void tile(const TileArgs &args) {
     if (!args.accumulate)
         for (int r = 0; r < R; r++)
@@ -133,13 +140,15 @@ void tile(const TileArgs &args) {
                 store(x[r] + i, load_bf16(args.x + r * args.x_stride + 2 * done + i, 2 * pairs - i));
         for (int p = 0; p < P; p++) {
             const bf16 *panel = args.panels[p] + done * line_elements;
+            const bf16 *soon = args.panels[p] + args.ahead + done * args.ahead_step;
             float *out = args.out + p * panel_rows;
             constexpr int whole = R / strip_rows * strip_rows;
             for (int r = 0; r < whole; r += strip_rows)
-                strip_times_panel<strip_rows>(x[r], panel, pairs, out + r * args.out_stride, args.out_stride);
+                strip_times_panel<strip_rows, fetching>(x[r], panel, pairs, out + r * args.out_stride, args.out_stride, soon,
+                                                        args.ahead_step);
             if (R > whole)
-                strip_times_panel<(R > whole ? R - whole : 1)>(x[whole % R], panel, pairs,
-                                                               out + whole * args.out_stride, args.out_stride);
+                strip_times_panel<(R > whole ? R - whole : 1), fetching>(x[whole % R], panel, pairs, out + whole * args.out_stride,
+                                                                         args.out_stride, soon, args.ahead_step);
         }
     }
 }
@@ -171,10 +180,9 @@ void tile_of_rows(int64_t rows, const TileArgs &args) {
     with_rows(rows, [&](auto known) { tile<known.count, P, fetching>(args); });
 }
 
-// Only vectors of 16 fetch what is ahead.
 template <int P>
 void tile_of_rows(int64_t rows, const TileArgs &args) {
-    if constexpr (lanes == 16)
+    if constexpr (tiles_fetch)
         if (args.ahead != 0) return tile_of_rows<P, true>(rows, args);
     tile_of_rows<P, false>(rows, args);
 }

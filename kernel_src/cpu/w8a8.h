@@ -53,7 +53,8 @@ INLINE void scale_sums(const int32_t *sums, const uint8_t *panel, float scale, f
     }
 }
 
-// sums[r][16 p + i] += quads `from` to `until` - 1 of x[r] * panel p's output i, for r < R, p < P.
+// sums[r][16 p + i] += quads `from` to `until` - 1 of x[r] * panel p's output i, for r < R, p < P. `ahead` is as in
+// tile.h, from line `from` on.
 struct IntegerTileArgs {
     const uint8_t *x;
     int64_t x_stride;
@@ -61,14 +62,16 @@ struct IntegerTileArgs {
     int64_t from, until;
     int32_t *sums;
     int64_t sums_stride;
+    int64_t ahead = 0, ahead_step = line_bytes;
 };
 
 #if ISA_LANES == 16
 
-template <int R, int P>
+template <int R, int P, bool fetching>
 void integer_tile(const IntegerTileArgs &args) {
     const uint8_t *const x = args.x;
     const int64_t stride = args.x_stride, until = args.until, sums_stride = args.sums_stride;
+    const int64_t ahead = args.from * line_bytes + args.ahead, ahead_step = args.ahead_step;
     int32_t *const sums = args.sums;
     const uint8_t *lines[P];
     __m512i sum[R][P];
@@ -81,7 +84,10 @@ void integer_tile(const IntegerTileArgs &args) {
     for (int64_t k = args.from; k < until; k++) {
         __m512i line[P];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) line[p] = _mm512_loadu_si512(lines[p] + k * line_bytes);
+        for (int p = 0; p < P; p++) {
+            if (fetching) __builtin_prefetch(lines[p] + ahead + (k - args.from) * ahead_step, 0, 2);
+            line[p] = _mm512_loadu_si512(lines[p] + k * line_bytes);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             int32_t four;
@@ -99,37 +105,54 @@ void integer_tile(const IntegerTileArgs &args) {
 
 #elif ISA_LANES == 8
 
-// Not vpmaddubsw, which saturates: numbers are widened to 16 bits. A register holds two sums for each of four outputs.
-template <int R, int P>
-void integer_tile(const IntegerTileArgs &args) {
+// Rows whose sums registers hold.
+constexpr int strip_sum_rows = 3;
+
+// A panel times R rows from `row` on. Not vpmaddubsw, which saturates: numbers are widened to 16 bits. A register holds two
+// sums for each of four outputs.
+template <int R, bool fetching>
+INLINE void integer_strip(const IntegerTileArgs &args, int p, int row) {
     constexpr int parts = 4;
-    for (int p = 0; p < P; p++) {
-        const uint8_t *lines = args.panels[p] + GroupedPanel<W8A8>::header;
-        for (int r = 0; r < R; r++) {
-            const uint8_t *x = args.x + r * args.x_stride;
-            __m256i sum[parts] = {};
-            for (int64_t k = args.from; k < args.until; k++) {
-                int32_t four;
-                __builtin_memcpy(&four, x + k * quad, 4);
-                const __m256i inputs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+    const uint8_t *lines = args.panels[p] + GroupedPanel<W8A8>::header, *x = args.x + row * args.x_stride;
+    const uint8_t *soon = lines + args.from * line_bytes + args.ahead;
+    const int64_t stride = args.x_stride;
+    __m256i sum[R][parts] = {};
+    for (int64_t k = args.from; k < args.until; k++) {
+        if (fetching) __builtin_prefetch(soon + (k - args.from) * args.ahead_step, 0, 2);
+        __m256i inputs[R];
 #pragma GCC unroll 4
-                for (int i = 0; i < parts; i++) {
-                    const __m128i some = _mm_loadu_si128((const __m128i *)(lines + k * line_bytes + 16 * i));
-                    sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(inputs, _mm256_cvtepi8_epi16(some)));
-                }
-            }
-            for (int i = 0; i < parts; i++) {
-                int32_t halves[8], *out = args.sums + r * args.sums_stride + p * panel_rows + 4 * i;
-                store(halves, sum[i]);
-                for (int j = 0; j < 4; j++) out[j] += halves[2 * j] + halves[2 * j + 1];
-            }
+        for (int r = 0; r < R; r++) {
+            int32_t four;
+            __builtin_memcpy(&four, x + r * stride + k * quad, 4);
+            inputs[r] = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < parts; i++) {
+            const __m256i some = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(lines + k * line_bytes + 16 * i)));
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[r][i] = _mm256_add_epi32(sum[r][i], _mm256_madd_epi16(inputs[r], some));
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < parts; i++) {
+            int32_t halves[8], *out = args.sums + (row + r) * args.sums_stride + p * panel_rows + 4 * i;
+            store(halves, sum[r][i]);
+            for (int j = 0; j < 4; j++) out[j] += halves[2 * j] + halves[2 * j + 1];
+        }
+}
+
+template <int R, int P, bool fetching>
+void integer_tile(const IntegerTileArgs &args) {
+    constexpr int first = R > strip_sum_rows ? R - R / 2 : R, rest = R - first;
+    for (int p = 0; p < P; p++) {
+        integer_strip<first, fetching>(args, p, 0);
+        if constexpr (rest > 0) integer_strip<rest, false>(args, p, first);
     }
 }
 
 #else
 
-template <int R, int P>
+template <int R, int P, bool>
 void integer_tile(const IntegerTileArgs &args) {
     for (int p = 0; p < P; p++)
         for (int r = 0; r < R; r++) {
@@ -203,7 +226,10 @@ constexpr int64_t block_panels = group_panels;
 
 INLINE void integer_rows(int64_t rows, int64_t, const IntegerTileArgs &args) {
     static_assert(group_panels == tile_panels, "a group is a tile");
-    with_rows(rows, [&](auto known) { integer_tile<known.count, tile_panels>(args); });
+    with_rows(rows, [&](auto known) {
+        if (tiles_fetch && args.ahead != 0) integer_tile<known.count, tile_panels, tiles_fetch>(args);
+        else integer_tile<known.count, tile_panels, false>(args);
+    });
 }
 
 #endif
@@ -253,20 +279,25 @@ public:
         IntegerTileArgs args;
         args.x_stride = quantised_size(cols_);
         args.sums_stride = line_width;
-        const int64_t kept = groups_.kept(quads > quads_per_block || block_panels < group_panels);
+        const bool few = rows <= few_rows;
+        const int64_t block = few ? even_block(quads, short_block_lines) : quads_per_block;
+        const int64_t kept = groups_.kept(quads > block || block_panels < group_panels);
+        const Steps steps = {rows, step_rows};
         for (int64_t p = 0; p < group_panels; p++) args.panels[p] = groups_.panel(task.group, p);
         for (args.from = 0; args.from < quads; args.from = args.until) {
-            args.until = args.from + quads_per_block < quads ? args.from + quads_per_block : quads;
+            args.until = args.from + block < quads ? args.from + block : quads;
             const bool last = args.until == quads;
             const int64_t read = last ? groups_.panel_elements : GroupedPanel<W8A8>::header + args.until * line_bytes;
-            const Upcoming next = groups_.upcoming(task, read, quads_per_block * line_bytes);
+            const Upcoming next = groups_.upcoming(task, read, block * line_bytes);
             for (int64_t p = 0; p < group_panels; p += block_panels)
-                for (int64_t at = 0; at < rows; at += step_rows) {
-                    const int64_t row = task.first + at, some = rows - at < step_rows ? rows - at : step_rows;
+                for (int64_t step = 0; step < steps.count; step++) {
+                    const int64_t at = steps.first(step), row = task.first + at, some = steps.first(step + 1) - at;
                     const bool begins = p == 0, ends = last && p + block_panels == group_panels;
                     args.x = quantised_ + (first_ + row) * args.x_stride;
                     args.sums = sums_ + at * kept;
-                    if (begins) next.fetch(at, rows);
+                    const uint8_t *first = args.panels[0] + GroupedPanel<W8A8>::header + args.from * line_bytes;
+                    if (few) next.share(first, args.until - args.from, step, steps.count, args);
+                    else if (begins) next.fetch(step, steps.count);
                     if (ends) groups_.expect(epilogue_, task.group, row, some);
                     if (begins && args.from == 0) begin(args, some);
                     integer_rows(some, p, args);
@@ -352,7 +383,7 @@ void integer_panels_times_vector(const uint8_t *first, int64_t size, const uint8
     static_assert(P == 1, "one panel at a time");
     const uint8_t *next = first + after.distance(first);
     for (int64_t line = 0; line < prefetch_lines; line++) prefetch(next + line * line_bytes);
-    integer_tile<1, 1>({x, 0, {first}, 0, quads, sums, 0});
+    integer_tile<1, 1, false>({x, 0, {first}, 0, quads, sums, 0});
 #endif
 }
 
