@@ -260,12 +260,33 @@ class Running(Checked):
         0, "compute on this many threads of the CPU", *MODELS, unset="one for each CPU of this process", least=0
     )
     repeats: int = option(5, "make each measurement this often", "bench", "profile", unit="times", least=1)
+    streams: str = option(
+        "",
+        "also generate with this many sequences at a time, with commas between; on the CPU",
+        "bench",
+        metavar="NUMBERS",
+        examples=("1,2,4,8",),
+    )
     second_copy: bool = option(
         False,
         "on the NPU, keep a second copy of the weights as prompts take them: sooner first tokens for more memory",
         *MODELS,
         name="npu.second_copy",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stream_list()
+
+    def stream_list(self) -> tuple[int, ...]:
+        """Return the numbers of sequences to generate with. Raises UserError."""
+        try:
+            numbers = tuple(int(part) for part in self.streams.split(",") if part)
+        except ValueError:
+            raise OptionError("streams", self.streams, "must be numbers with commas between, as in 1,2,4,8") from None
+        if any(number < 1 for number in numbers):
+            raise OptionError("streams", self.streams, "must be at least 1 each")
+        return numbers
 
 
 @dataclass(frozen=True)

@@ -279,6 +279,7 @@ class Still:
     """An engine that takes a second for everything, and reads twice what ours does."""
 
     name = "still"
+    takes_streams = False
 
     def __init__(self, llm: Llama) -> None:
         self.llm, self.token_bytes = llm, 2 * Ours(llm).token_bytes
@@ -306,6 +307,40 @@ def test_each_engine_is_held_against_its_own_limit(demo: Path, monkeypatch: pyte
     assert token.peer_limits["still"] == pytest.approx([0.5 / read.values[0]] * 2)
     assert prompt.peer_limits["still"] == prompt.limits
     llm.close()
+
+
+@pytest.mark.parametrize(("bandwidth", "peak"), [(1e9, 1e15), (1e15, 1e9)], ids=["memory", "arithmetic"])
+def test_streams_share_what_is_read_and_not_what_is_multiplied(
+    bandwidth: float, peak: float, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(demo, 1)
+    measured = Bench(llm, 2, [Still(llm)])
+    monkeypatch.setattr(measured, "read_bandwidth", lambda: bandwidth)
+    monkeypatch.setattr(measured.device, "measure_peak", lambda kind, iterations: peak)
+    one, four = measured.decode_streams(1), measured.decode_streams(4)
+    assert not four.peers, "it takes none"
+    assert four.limits == pytest.approx([(4 if bandwidth < peak else 1) * limit for limit in one.limits])
+    values = sum(map(prod, tensors(Checkpoint.open(DEMO.fetch()).config).values()))
+    if bandwidth < peak:
+        assert one.limits == pytest.approx([1e9 / Ours(llm).token_bytes] * 2)
+    else:
+        assert one.limits == pytest.approx([1e9 / 2 / values] * 2, rel=0.02), "norms multiply too"
+    llm.close()
+
+
+@needs_llama_cpp
+def test_llama_cpp_takes_streams(artifacts: Path, tmp_path: Path) -> None:
+    from stages.proof.comparison.gguf_file import write_gguf
+
+    write_checkpoint(tmp_path / "checkpoint")
+    write_gguf(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "model.gguf")
+    engine = peers.LlamaCpp(tmp_path / "model.gguf", 2, 64)
+    for streams in ([[3, 1, 4], [1, 5, 9], [2, 6, 5]], [[3, 5, 8], [9, 7, 9]]):
+        together = engine.step_streams(streams)
+        for row, ids in zip(together, streams, strict=True):
+            engine.rewind(0)
+            alone = engine.step(ids)
+            np.testing.assert_allclose(row, alone, atol=2e-2 * np.abs(alone).max())
 
 
 @needs_transformers

@@ -430,14 +430,18 @@ def test_a_rebuilt_directory_is_loaded_anew_in_one_process(artifacts: Path, tmp_
 
 def test_bench_measures_every_test_against_its_limit(artifacts: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "bench", max_position_embeddings=160)
-    run = run_module(build(tmp_path / "bench", artifacts), "--repeats=2", "--json", command="bench")
+    directory = build(tmp_path / "bench", artifacts)
+    run = run_module(directory, "--repeats=2", "--json", "--streams=1,3", command="bench")
     assert run.returncode == 0, run.stderr
     results = {r["test"]: r for r in json.loads(run.stdout)["results"]}
     assert {"read bandwidth", "bf16 peak", "pp128", "tg32 @ 0", "cold start", "peak memory"} <= results.keys()
     assert "pp512" not in results, "longer than the context"
-    for test in ("pp128", "tg32 @ 0"):
+    for test in ("pp128", "tg32 @ 0", "tg32 x 1", "tg32 x 3"):
         assert len(results[test]["values"]) == len(results[test]["limits"]) == 2
         assert results[test]["share"] > 0
+    refused = run_module(directory, "--streams=1,999", command="bench")
+    assert refused.returncode == 1
+    assert re.fullmatch(r"error: --streams=999: a step of \S+ has \d+ rows at most\n", refused.stderr)
 
 
 TEMPLATES = {

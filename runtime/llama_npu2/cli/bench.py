@@ -24,13 +24,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_npu2.artifact.attended import layers_seen, pairs_attended, positions_read
-from llama_npu2.artifact.plan import PREFILL
+from llama_npu2.artifact.manifest import Manifest, Weight
+from llama_npu2.artifact.plan import BLOCK_POSITIONS, PREFILL
 from llama_npu2.cli.peak import PRINT_PEAK
 from llama_npu2.cli.table import Table
 from llama_npu2.devices.cpu import CpuDevice
 from llama_npu2.engine.chunks import decode_phase
 from llama_npu2.engine.llama import Llama, load
-from llama_npu2.options import Running, to_arguments
+from llama_npu2.engine.memory import memory_of_blocks
+from llama_npu2.engine.step import Run
+from llama_npu2.options import OptionError, Running, to_arguments
 
 PROMPTS = (128, 512, 2048)
 DEPTHS = (0, 512, 2048)
@@ -127,6 +130,16 @@ class Engine(Protocol):
     def decode(self, depth: int, ids: Sequence[int]) -> float:
         """Process tokens one by one after the first `depth` of the context; return the seconds that it took."""
 
+    takes_streams: bool
+    """Whether it has `decode_streams`."""
+
+    def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
+        """Process a token of each of some sequences at a time, with logits for all; return the seconds that it took.
+
+        Args:
+            streams: tokens of each sequence, as many of one as of another. All begin with an empty context.
+        """
+
 
 OpenPeers = Callable[[Llama], contextlib.AbstractContextManager[Sequence[Engine]]]
 
@@ -135,6 +148,7 @@ class Ours:
     """The runtime as an `Engine`."""
 
     name = "llama-npu2"
+    takes_streams = True
 
     def __init__(self, llm: Llama) -> None:
         self._llm = llm
@@ -156,6 +170,15 @@ class Ours:
         for token in ids:
             self._llm.decode(token)
 
+    def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
+        self._llm.reset()  # its context is lost by the first step
+        return _timed(lambda: self._decode_streams(streams))
+
+    def _decode_streams(self, streams: Sequence[Sequence[int]]) -> None:
+        steps, blocks = self._llm.steps, blocks_of(len(streams[0]))
+        for position, tokens in enumerate(zip(*streams, strict=True)):
+            steps.step([Run([token], position, range(i * blocks, (i + 1) * blocks)) for i, token in enumerate(tokens)])
+
 
 def run_bench(
     directory: str,
@@ -176,7 +199,10 @@ def run_bench(
     Raises:
         UserError: if the artifacts cannot be used.
     """
-    with contextlib.closing(load(directory, running.threads, running.second_copy)) as llm:
+    manifest, streams = Manifest.open(directory), running.stream_list()
+    options = running.threads, running.second_copy, kv_memory_for(manifest, streams)
+    with contextlib.closing(Llama(manifest, *options)) as llm:
+        check_streams(llm, streams)
         with open_peers(llm) if open_peers else contextlib.nullcontext([]) as peers:
             bench = Bench(llm, running.repeats, peers)
             names = [peer.name for peer in bench.peers]
@@ -184,7 +210,7 @@ def run_bench(
             if not as_json:
                 print(f"{heading(llm)}\n\n{lines.header()}", flush=True)
             results = []
-            rows = (bench.results(), cold_start(directory, llm, running), more(llm, peers))
+            rows = (bench.results(streams), cold_start(directory, llm, running), more(llm, peers))
             for result in itertools.chain(*rows):
                 results.append(result)
                 if not as_json:
@@ -193,6 +219,23 @@ def run_bench(
             print(f"\n{LEGEND}", flush=True)
         else:
             print(json.dumps({"machine": machine(llm), "results": [_encoded(result) for result in results]}))
+
+
+def kv_memory_for(manifest: Manifest, streams: Sequence[int]) -> int:
+    """Return the bytes of a KV cache for the most of `streams`, and for a context; 0 for what a context takes."""
+    most = max(streams, default=0) * blocks_of(GENERATED)
+    return memory_of_blocks(manifest, max(most, blocks_of(manifest.model["max_seq"]))) if streams else 0
+
+
+def check_streams(llm: Llama, streams: Sequence[int]) -> None:
+    """Raise UserError unless a model can generate with each of these numbers of sequences at a time."""
+    if streams and (most := max(streams)) > llm.steps.rows:
+        raise OptionError("streams", most, f"a step of {llm.manifest.directory} has {llm.steps.rows} rows at most")
+
+
+def blocks_of(positions: int) -> int:
+    """Return how many blocks of the KV cache hold so many positions."""
+    return -(-positions // BLOCK_POSITIONS)
 
 
 def _encoded(result: Result) -> dict[str, Any]:
@@ -240,8 +283,12 @@ class Bench:
         self.engines: Sequence[Engine] = (Ours(llm), *peers)
         self.weights = [llm.buffer(name) for name in _token_bytes(llm)]
 
-    def results(self) -> Iterator[Result]:
-        """Yield the limits, then prefill and decode, whose limits are measured again in each repeat."""
+    def results(self, streams: Sequence[int] = ()) -> Iterator[Result]:
+        """Yield the limits, then prefill and decode, whose limits are measured again in each repeat.
+
+        Args:
+            streams: numbers of sequences to decode with at a time.
+        """
         yield self.read_per_token()
         if self.limited:
             yield from self._limits()
@@ -249,6 +296,8 @@ class Bench:
             yield self.prefill(rows)
         for depth in (depth for depth in DEPTHS if depth + GENERATED < self.llm.context_length):
             yield self.decode(depth)
+        for count in streams:
+            yield self.decode_streams(count)
         if self.limited:
             yield self.host_overhead()
 
@@ -301,36 +350,54 @@ class Bench:
             GENERATED,
         )
 
+    def decode_streams(self, count: int) -> Result:
+        """Measure tokens per second of `count` sequences together, a token of each at a time.
+
+        The limit is what reading weights once for all of them allows, or multiplying for each, whichever is less.
+        """
+        flop = 2 * sum(weight.values * share for weight, share in _token_weights(self.llm).values())
+        return self._compare(
+            f"tg{GENERATED} x {count}",
+            lambda: np.array([self.read_bandwidth(), self.device.measure_peak("bf16", PEAK_ITERATIONS)]),
+            lambda engine: np.array([engine.token_bytes / count, flop]),
+            lambda engine, ids: engine.decode_streams([ids[i::count] for i in range(count)]),
+            GENERATED * count,
+            [engine for engine in self.engines if engine.takes_streams],
+        )
+
     def _compare(
         self,
         test: str,
-        speed: Callable[[], float],
-        need: Callable[[Engine], float],
+        speed: Callable[[], Any],
+        need: Callable[[Engine], Any],
         run: Callable[[Engine, list[int]], float],
         count: int,
+        engines: Sequence[Engine] = (),
     ) -> Result:
         """Measure the rates of all engines, one after the other in every repeat; the first repeat only warms up.
 
         The machine's speed is measured before and after each, and the mean of both counts, because it changes.
 
         Args:
-            speed: measures the machine's speed, per second.
-            need: returns how much of that a token takes.
+            speed: measures the machine's speed, per second; or several, as an array.
+            need: returns how much of that a token takes. The limit is that of the speed which allows least.
             run: processes tokens and returns the seconds that it took.
             count: number of tokens.
+            engines: those that take part, unless it is all.
         """
-        rates: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
-        limits: dict[str, list[float]] = {engine.name: [] for engine in self.engines}
+        engines = engines or self.engines
+        rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        limits: dict[str, list[float]] = {engine.name: [] for engine in engines}
         for repeat in range(self.repeats + 1):
             ids = self.tokens(count)
             after = speed() if self.limited else 0.0
-            for engine in self.engines:
+            for engine in engines:
                 before, rate = after, count / run(engine, ids)
                 time.sleep(SETTLE)
                 after = speed() if self.limited else 0.0
                 if repeat:
                     rates[engine.name].append(rate)
-                    limits[engine.name] += [(before + after) / 2 / need(engine)] if self.limited else []
+                    limits[engine.name] += [float(np.min((before + after) / 2 / need(engine)))] if self.limited else []
         return Result(test, "tokens/s", rates.pop(Ours.name), limits.pop(Ours.name), rates, limits)
 
     def host_overhead(self) -> Result:
@@ -373,15 +440,20 @@ class Bench:
         return 2 * products + 4 * self.config["heads"] * self.config["head_dim"] * pairs
 
 
-def _token_bytes(llm: Llama) -> dict[str, int]:
-    """Return the bytes that a decoded token reads of every weight: of experts those of the chosen ones.
+def _token_weights(llm: Llama) -> dict[str, tuple[Weight, float]]:
+    """Return every weight that a decoded token reads, and the share of it: of experts the chosen ones.
 
     The embedding is among them only if the LM head shares it.
     """
     manifest = llm.manifest
     calls = manifest.plans[decode_phase(llm.windows, 0)]
     read = {name: weight for call in calls for name, weight in manifest.weights_read(call).items()}
-    return {name: round(weight.nbytes * manifest.share(name)) for name, weight in read.items()}
+    return {name: (weight, manifest.share(name)) for name, weight in read.items()}
+
+
+def _token_bytes(llm: Llama) -> dict[str, int]:
+    """Return the bytes that a decoded token reads of every weight (`_token_weights`)."""
+    return {name: round(weight.nbytes * share) for name, (weight, share) in _token_weights(llm).items()}
 
 
 def _timed(work: Callable[[], Any]) -> float:

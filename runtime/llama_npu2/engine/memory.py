@@ -50,6 +50,11 @@ def blocks_within(manifest: Manifest, kv_memory: int) -> int:
     return (kv_memory - front) // each
 
 
+def memory_of_blocks(manifest: Manifest, blocks: int) -> int:
+    """Return the bytes that so many blocks of all caches take; 0 if they are not in blocks."""
+    return sum(at.front + at.each * blocks for at in cache_blocks(manifest).values())
+
+
 class Memory:
     """The buffers of a manifest, by name, on one device.
 

@@ -2,6 +2,7 @@
 
 A process reads one JSON request per line and answers each with the seconds it took:
 `{"prefill": ids}` from an empty context; `{"decode": ids, "depth": d}` one by one after the first d tokens;
+`{"streams": [ids, ...]}` a token of each at a time, from empty contexts;
 `{"logits": ids, "to": path}` one by one from an empty context, with f32 logits `[ids, vocab]` written to a `.npy` file.
 """
 
@@ -42,6 +43,10 @@ SAFELY = "safely"
 """The switch with which an engine avoids what has ended a peer's process before."""
 
 
+_STREAM_POSITIONS = 256
+"""Positions of each sequence in `LlamaCpp.step_streams`: the fewest that llama.cpp pads a context to."""
+
+
 class LlamaCpp:
     """llama.cpp through `llama-cpp-python`, with llama-bench's batch sizes.
 
@@ -54,16 +59,22 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = SAFELY not in switches
-        model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
-        if not model:
+        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
+        if not self._model:
             raise RuntimeError(f"llama.cpp does not read {gguf}")
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = context, 2048, 512
-        options.n_threads = options.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(model, options)
+        self._threads = threads
+        self._context = self._new_context(context, 1)
+        self._of_streams: dict[int, Any] = {}
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._ids: list[int] = []
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def _new_context(self, positions: int, sequences: int) -> Any:
+        """Return a context of so many positions, all sequences together."""
+        options = self._api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = positions, 2048, 512, sequences
+        options.n_threads = options.n_threads_batch = self._threads
+        return self._api.llama_init_from_model(self._model, options)
 
     def rewind(self, depth: int) -> None:
         """Keep the first `depth` tokens of the context, or process them again where that is not possible."""
@@ -85,6 +96,29 @@ class LlamaCpp:
                 raise RuntimeError("llama_decode failed")
         self._api.llama_synchronize(self._context)
         return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (self._vocab,)).copy()
+
+    def step_streams(self, streams: Sequence[Sequence[int]]) -> np.ndarray:
+        """Append a token of each of some sequences at a time, to empty contexts.
+
+        Returns:
+            Float32 logits `[sequences, vocab]` of the last tokens.
+        """
+        count = len(streams)
+        if count not in self._of_streams:
+            self._of_streams[count] = self._new_context(count * _STREAM_POSITIONS, count)
+        context = self._of_streams[count]
+        self._api.llama_memory_clear(self._api.llama_get_memory(context), True)
+        batch = self._api.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        for position, tokens in enumerate(zip(*streams, strict=True)):
+            for row, token in enumerate(tokens):
+                batch.token[row], batch.pos[row], batch.logits[row] = token, position, True
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, row
+            if self._api.llama_decode(context, batch) != 0:
+                raise RuntimeError("llama_decode failed")
+        self._api.llama_synchronize(context)
+        self._api.llama_batch_free(batch)
+        return np.ctypeslib.as_array(self._api.llama_get_logits(context), (count, self._vocab)).copy()
 
 
 class Transformers:
@@ -194,6 +228,8 @@ class Program:
     """The format of our weights -> its nearest ones, by its own names."""
     can_be_safe: bool = False
     """Whether the switch `SAFELY` makes `engine` avoid what has ended its process."""
+    takes_streams: bool = False
+    """Whether `engine` has `step_streams`."""
 
 
 _PROGRAMS = {
@@ -218,6 +254,7 @@ _PROGRAMS = {
             "int8_f32_16": ("Q6_K",),
         },
         can_be_safe=True,
+        takes_streams=True,
     ),
     "openvino": Program(
         openvino_model.OpenVino,
@@ -255,6 +292,7 @@ class Peer:
         ]
         program = _PROGRAMS.get(entrant.program)
         self._may_begin_again = program is not None and program.can_be_safe
+        self.takes_streams = program is not None and program.takes_streams
         self._process = self._start()
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
@@ -272,6 +310,10 @@ class Peer:
     def decode(self, depth: int, ids: Sequence[int]) -> float:
         """Process tokens one by one after the first `depth`, and return the seconds."""
         return self._ask({"decode": list(ids), "depth": depth})
+
+    def decode_streams(self, streams: Sequence[Sequence[int]]) -> float:
+        """Process a token of each sequence at a time, from empty contexts, and return the seconds."""
+        return self._ask({"streams": [list(ids) for ids in streams]})
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits f32 `[len(ids), vocab]` of every position, token by token."""
@@ -361,6 +403,8 @@ def _measure(engine: Any, request: Mapping[str, Any]) -> float:
     started = time.perf_counter()
     if "prefill" in request:
         engine.step(request["prefill"])
+    if "streams" in request:
+        engine.step_streams(request["streams"])
     for token in request.get("decode", ()):
         engine.step([token])
     if "logits" in request:
