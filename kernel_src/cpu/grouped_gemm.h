@@ -166,6 +166,46 @@ INLINE void multiply_minima(int64_t rows, const MinimaTileArgs &args) {
 
 #endif
 
+// Rows of a product that are multiplied with weights as they lie, as one vector is (grouped_gemv.h): widening them would take
+// longer than that. A tile of such rows is a panel's, and its rows are as many as leave their sums in registers.
+#if ISA_LANES == 8
+
+constexpr int64_t direct_rows = 4;
+
+template <class Format>
+constexpr int64_t direct_tile_rows = by_bytes<Format> ? 2 : 4;
+
+// out[r][i] += the share of groups `group` to `until` - 1 of a panel, of one block of x, for r < R. What lies `ahead` bytes from
+// each line begins to be read.
+template <class Format, int R>
+void direct_tile(const uint8_t *panel, int64_t ahead, int64_t group, int64_t until, FixedRows x, float *out, int64_t out_stride) {
+    using Panel = GroupedPanel<Format>;
+    const int64_t block = group * Format::inputs / fixed_inputs;
+    f32v total[R][sum_vectors] = {};
+    for (; group < until; group++) {
+        i32v sum[R * sum_vectors];
+        if (group % Panel::block_groups == 0) __builtin_prefetch(Panel::scales(panel, group) + ahead, 0, 2);
+        sums_of_rows<Format, Panels<1>, true, R>(Panel::numbers(panel, group), 0, ahead, x.first.numbers + group * Format::inputs,
+                                                 x.bytes / 2, x.first.sums + group, x.bytes / 4, sum);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < sum_vectors; v++)
+                total[r][v] = add_group<Format>(total[r][v], sum[r * sum_vectors + v], Panel::scales(panel, group), v * lanes);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < sum_vectors; v++)
+            add_block(out + r * out_stride + v * lanes, total[r][v], x.row(r).units[block]);
+}
+
+#else
+
+constexpr int64_t direct_rows = 0;
+
+#endif
+
 template <class Format, class Epilogue>
 class GroupedGemm {
 public:
@@ -176,6 +216,7 @@ public:
 
     void run(Worker &worker) {
         groups_.divide(worker.threads);
+        direct_ = groups_.rows <= direct_rows;
         fix(worker);
         work_in(worker.scratch<char>(work_bytes(groups_.task_rows())));
 #if ISA_AMX
@@ -199,7 +240,8 @@ public:
     void take(int64_t row, const bf16 *x) {
         const FixedRow own = size_.at(fixed_ + row * size_.bytes());
         fix_for<Format>(x, size_, own);
-        split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
+        if (direct_) split_bytes<Format>(own.numbers, size_.blocks() * fixed_inputs);
+        else split_numbers<Format>(own.numbers, size_.blocks() * fixed_inputs);
     }
 
     void turn_to(const Groups &groups, int64_t first, const Epilogue &epilogue) {
@@ -217,15 +259,18 @@ public:
             const int64_t count = groups - done < block ? groups - done : block;
             const bool last = done + count == groups;
             const Upcoming next = groups_.upcoming(task, last ? groups_.panel_elements : Panel::offset(done + count), Panel::offset(block));
-            widen(task.group, done, count, few ? next : Upcoming{});
+            if (!direct_) widen(task.group, done, count, few ? next : Upcoming{});
             for (int64_t step = 0; step < steps.count; step++) {
                 const int64_t at = steps.first(step), row = task.first + at, some = steps.first(step + 1) - at;
                 float *products = products_ + at * kept;
                 if (done == 0) memset(products, 0, some * line_width * sizeof(float));
                 if (!few) next.fetch(step, steps.count);
                 if (last) groups_.expect(epilogue_, task.group, row, some);
-                for (int64_t r = 0; r < some; r += product_rows)
-                    multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
+                if (!direct_)
+                    for (int64_t r = 0; r < some; r += product_rows)
+                        multiply_rows(row + r, some - r < product_rows ? some - r : product_rows, done, count, products + r * line_width);
+                else if constexpr (direct_rows > 0)
+                    this->multiply_directly(task.group, row, some, done, count, next, products);
                 if (last) finish(task.group, row, some, products);
             }
         }
@@ -277,6 +322,28 @@ private:
         }
     }
 
+#if ISA_LANES == 8
+    // As multiply_rows, of one block of x and with weights as they lie. Asks for `next` meanwhile.
+    void multiply_directly(int64_t column, int64_t row, int64_t rows, int64_t first, int64_t count, const Upcoming &next,
+                           float *products) const {
+        const Steps steps = {rows, direct_tile_rows<Format>};
+        for (int64_t p = 0; p < group_panels; p++) {
+            const uint8_t *panel = groups_.panel(column, p);
+            int64_t ahead = 0;
+            if (next.bytes > 0) ahead = reinterpret_cast<const uint8_t *>(next.panels[p]) - panel - Panel::offset(first);
+            for (int64_t step = 0; step < steps.count; step++) {
+                const int64_t at = steps.first(step);
+                with_rows(steps.first(step + 1) - at, [&](auto known) {
+                    if constexpr (known.count <= direct_tile_rows<Format>)
+                        direct_tile<Format, known.count>(panel, ahead, first, first + count, {fixed(row + at), size_.bytes()},
+                                                         products + at * line_width + p * panel_rows, line_width);
+                });
+                ahead = 0;
+            }
+        }
+    }
+#endif
+
     void finish(int64_t column, int64_t row, int64_t rows, float *products) {
         for (int64_t r = 0; r < rows; r += product_rows)
             finish_rows(column, row + r, rows - r < product_rows ? rows - r : product_rows, products + r * line_width);
@@ -306,6 +373,7 @@ private:
     int64_t first_ = 0;
     WideGroup<Format> (*wide_)[groups_per_block] = nullptr;
     float *products_ = nullptr;
+    bool direct_ = false;  // whether rows are few enough, and x in bytes where products want it so
 };
 
 }  // namespace

@@ -100,7 +100,7 @@ def test_sums_of_extreme_numbers_fit(teams, form, number, sign):
 def test_products(teams, name, rows, cols):
     rng = np.random.default_rng(rows * cols)
     panels, wide = weight(rng, name, rows, cols)
-    for count in (1, 2, 7, 13):
+    for count in (1, 2, 3, 4, 7, 13):
         x, out, one = activations(rng, count, cols), output((count, rows)), output((count, rows))
         teams(f"{name}_gemm", x, panels, out, count, cols, rows)
         assert_product(out, x, wide)
