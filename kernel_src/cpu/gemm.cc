@@ -2,9 +2,10 @@
 //   gemm       out = x @ weight^T
 //   gemm_add   out = bf16(x @ weight^T) + residual; residual may be out
 //   gemm_bias  out = x @ weight^T + bias, rounded once
+//   gemm_f32   out = x @ weight^T, not rounded
 //   gemm_silu  out = silu_and_mul(bf16(x @ gate^T), bf16(x @ up^T)), with the activation of that number
-// x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], residual and out bf16 [rows][out_cols], bias bf16
-// [out_cols].
+// x bf16 [rows][cols], weights bf16 panels (panels.h) of [out_cols][cols], residual and out bf16 [rows][out_cols], for
+// gemm_f32 f32, bias bf16 [out_cols].
 // f32 accumulation in the order of columns, whatever the number of rows and threads.
 #include "vec.h"
 #include "epilogue.h"
@@ -23,6 +24,12 @@ static void gemm_add(const bf16 *x, const bf16 *weight, const bf16 *residual, bf
                      int64_t cols, int64_t out_cols, Worker &worker) {
     const bf16 *weights[] = {weight};
     Gemm<AddResidual>(x, weights, rows, cols, out_cols, {residual, out, out_cols}).run(worker);
+}
+
+static void gemm_f32(const bf16 *x, const bf16 *weight, float *out, int64_t rows, int64_t cols, int64_t out_cols,
+                     Worker &worker) {
+    const bf16 *weights[] = {weight};
+    Gemm<StoreF32>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
 }
 
 static void gemm_silu(const bf16 *x, const bf16 *gate, const bf16 *up, bf16 *out, int64_t rows,
@@ -47,6 +54,11 @@ KERNEL void gemm_bias(const bf16 *x, const bf16 *weight_panels, const bf16 *bias
 KERNEL void gemm_add(const bf16 *x, const bf16 *weight_panels, const bf16 *residual, bf16 *out,
                      int64_t rows, int64_t cols, int64_t out_cols, Worker &worker) {
     ISA::gemm_add(x, weight_panels, residual, out, rows, cols, out_cols, worker);
+}
+
+KERNEL void gemm_f32(const bf16 *x, const bf16 *weight_panels, float *out, int64_t rows, int64_t cols,
+                     int64_t out_cols, Worker &worker) {
+    ISA::gemm_f32(x, weight_panels, out, rows, cols, out_cols, worker);
 }
 
 KERNEL void gemm_silu(const bf16 *x, const bf16 *gate_panels, const bf16 *up_panels, bf16 *out,

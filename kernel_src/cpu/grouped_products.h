@@ -40,6 +40,12 @@ static void gemm_add(const bf16 *x, const int8_t *weight, const bf16 *residual, 
     GroupedGemm<FORMAT, AddResidual>(x, weights, rows, cols, out_cols, {residual, out, out_cols}).run(worker);
 }
 
+static void gemm_f32(const bf16 *x, const int8_t *weight, float *out, int64_t rows, int64_t cols, int64_t out_cols,
+                     Worker &worker) {
+    const uint8_t *weights[] = {bytes(weight)};
+    GroupedGemm<FORMAT, StoreF32>(x, weights, rows, cols, out_cols, {out, out_cols}).run(worker);
+}
+
 static void gemm_silu(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows, int64_t cols,
                       int64_t out_cols, int64_t activation, Worker &worker) {
     using Epilogue = SiluAndMul<group_panels / 2 * panel_rows>;
@@ -103,6 +109,7 @@ OF_VECTORS(gemm)
 OF_VECTORS(gemm_bias)
 OF_VECTORS(gemm_add)
 OF_VECTORS(gemm_silu)
+OF_VECTORS(gemm_f32)
 OF_VECTORS(gemv)
 OF_VECTORS(gemv_bias)
 OF_VECTORS(gemv_f32)
@@ -136,6 +143,11 @@ KERNEL void NAMED(gemm_add)(const bf16 *x, const int8_t *weight, const bf16 *res
 KERNEL void NAMED(gemm_silu)(const bf16 *x, const int8_t *gate, const int8_t *up, bf16 *out, int64_t rows,
                              int64_t cols, int64_t out_cols, int64_t activation, Worker &worker) {
     BY_TILES(gemm_silu, x, gate, up, out, rows, cols, out_cols, activation, worker);
+}
+
+KERNEL void NAMED(gemm_f32)(const bf16 *x, const int8_t *weight, float *out, int64_t rows, int64_t cols, int64_t out_cols,
+                            Worker &worker) {
+    BY_TILES(gemm_f32, x, weight, out, rows, cols, out_cols, worker);
 }
 
 KERNEL void NAMED(gemv)(const int8_t *weight, const bf16 *x, bf16 *out, int64_t out_cols, int64_t cols,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def reference(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return `x @ weight.T`, bf16 `[rows, out_cols]`. `x`: bf16 `[rows, cols]`; `weight`: bf16 `[out_cols, cols]`."""
-    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T).astype(ml_dtypes.bfloat16)
+    return reference_f32(x, weight).astype(ml_dtypes.bfloat16)
 
 
 def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:
@@ -33,9 +33,13 @@ def reference_add(x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np
 
 def reference_bias(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Return the product plus `bias`, bf16 `[out_cols]`, rounded only after the sum."""
-    return (x.astype(np.float32) @ weight.astype(np.float32, copy=False).T + bias.astype(np.float32)).astype(
-        ml_dtypes.bfloat16
-    )
+    return (reference_f32(x, weight) + bias.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+
+def reference_f32(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return `x @ weight.T`, f32 `[rows, out_cols]`."""
+    product: np.ndarray = x.astype(np.float32) @ weight.astype(np.float32, copy=False).T
+    return product
 
 
 def reference_silu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: int = 0) -> np.ndarray:
@@ -385,6 +389,14 @@ KERNELS = (
     signature("gemm", ("x", _WEIGHT), _PARAMS, reference, tiling=_cut, program=build),
     signature("gemm_add", ("x", _WEIGHT, "residual"), _PARAMS, reference_add, source="gemm"),
     signature("gemm_silu", ("x", matrix("gate"), matrix("up")), f"{_PARAMS} activation", reference_silu, source="gemm"),
+    signature(
+        "gemm_f32",
+        ("x", _WEIGHT),
+        _PARAMS,
+        reference_f32,
+        writes=(Arg("out", "f32", written=True),),
+        source="gemm",
+    ),
     _on_array("gemm", _BLOCK_FLOAT),
     _biased("gemm_bias", _WEIGHT, host=True),
     _biased("gemm_bias", _BLOCK_FLOAT),

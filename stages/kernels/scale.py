@@ -7,11 +7,13 @@ from stages.kernels import Arg, signature
 
 
 def reference(x: np.ndarray, scale: float) -> np.ndarray:
-    """Return `x * scale`, f32 `[cols]`."""
+    """Return `x * scale`, f32 `[rows, cols]`."""
     scaled: np.ndarray = x * np.float32(scale)
     return scaled
 
 
 KERNELS = (
-    signature("scale", (Arg("x", "f32"),), "cols scale:float", reference, writes=(Arg("out", "f32", written=True),)),
+    signature(
+        "scale", (Arg("x", "f32"),), "rows cols scale:float", reference, writes=(Arg("out", "f32", written=True),)
+    ),
 )

@@ -37,6 +37,8 @@ class Chain:
     unpacks: str = ""
     """Not empty if the layers' products take `Policy.matmul`, into which the host unpacks weights in other formats:
     `UNPACK` or `UNPACK_JOINED`, by how these lie."""
+    scale: str = SCALE_LOGITS
+    """The part after the last in models whose logits have a factor."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,18 @@ class Grouping:
     groups: tuple[Group, ...]
     joined: Grouping | None = None
     """The grouping in place of this one where weights are stored so that one product can multiply with several."""
+    row_logits: Chain | None = None
+    """The parts that compute the logits of several rows at once, after a prompt's layers; None if rows take turns."""
 
     @property
     def attends(self) -> bool:
         """Whether the device attends for a token."""
         return any(group.windowed and not group.prompt for group in self.groups)
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """The chains of all phases."""
+        return (self.prompt, self.token, *filter(None, [self.row_logits]))
 
     def of(self, config: Config, policy: Policy) -> Grouping:
         """Return the grouping for a policy: this one or `joined`."""
@@ -176,7 +185,7 @@ def chained(config: Config, chain: Chain, policy: Policy = BF16, layers: int = 0
         for layer in (described[min(i, last)],)
         for inner in _layer(config, chain.layers[layer.mixer.kind], chain.unpacks, i, policy)
     ]
-    scaled = (SCALE_LOGITS,) if chain.end and config.decoder.logits_scale != 1 else ()
+    scaled = (chain.scale,) if chain.end and config.decoder.logits_scale != 1 else ()
     return [*outside(chain.start, 0), *body, *outside((*chain.end, *scaled), count)]
 
 
@@ -263,7 +272,7 @@ def programs(
     joined: dict[str, Program] = {}
     group_of: dict[str, Group] = {}
     layers = _derived_from(config.decoder, policy.layers)
-    for chain in (grouping.prompt, grouping.token):
+    for chain in grouping.chains:
         calls = list(cover(chained(config, chain, policy, layers), grouping.groups))
         for position, (group, placed) in enumerate(calls):
             following = calls[position + 1 : position + 1 + _READERS]

@@ -18,6 +18,7 @@ from llama_npu2.artifact.plan import (
     BLOCK_POSITIONS,
     DECODE,
     FROM_POSITION,
+    LOGITS,
     PREFILL,
     PREFILL_CHUNK,
     WHOLE,
@@ -58,6 +59,8 @@ Large enough that reading the weights once per chunk is a few percent of the ari
 stay a few percent of the weights.
 """
 
+LOGITS_ROWS = 64
+"""Rows whose logits are computed at once, where they are of several rows: few enough that these take some MB."""
 
 _ROW_POSITIONS = {KV: BLOCK_POSITIONS, HISTORY: 1}
 """Positions of a row of the host's caches."""
@@ -118,7 +121,8 @@ def make_plan(
 
     Phases are `prefill_chunk` (without logits), `prefill` and `decode`. With buckets they are `prefill@<bucket>`, from
     position 0 on, `prefill@<bucket>@<context>`, from where the bucket ends in that context bucket, and `decode`, or
-    `decode@<context>` where device programs attend for a token. TypeError where programs want one buffer in ways that
+    `decode@<context>` where device programs attend for a token. `logits@<rows>` computes the logits of rows that a
+    prompt's layers have processed, where the grouping says so. TypeError where programs want one buffer in ways that
     exclude each other, UserError where the policy names what the model does not have.
 
     Args:
@@ -161,6 +165,9 @@ class _Planner:
         if not self.buckets:
             self._add_phase(PREFILL_CHUNK, replace(prompt, end=()))
             self._add_phase(PREFILL, prompt)
+        if self.grouping.row_logits:
+            rows = min(LOGITS_ROWS, int(self.dimensions["seq"]))
+            self._add_phase(LOGITS._replace(rows=rows), self.grouping.row_logits, rows)
         for context in self.context_buckets:
             self._add_phase(DECODE._replace(context=context), token, context=context)
         if not self.context_buckets:

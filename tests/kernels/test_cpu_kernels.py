@@ -233,7 +233,7 @@ def test_sinks_of_any_size(teams, rng, prompt, token):
 @pytest.mark.parametrize("cols", [1, 15, 64, 1001])
 def test_scale(teams, rng, cols):
     x, out = guarded(rng.standard_normal(cols, np.float32)), output(cols, np.float32)
-    teams("scale", x, out, cols, 0.37)
+    teams("scale", x, out, 1, cols, 0.37)
     assert (out == scale.reference(x, 0.37)).all()
 
 
@@ -321,8 +321,13 @@ def product(x, weight):
 @pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS)
 def test_gemm(teams, rng, rows, cols, out_cols):
     x, weight, out = normal(rng, rows, cols), normal(rng, out_cols, cols), output((rows, out_cols))
-    teams("gemm", x, guarded(panels(weight)), out, rows, cols, out_cols)
+    packed, exact, one = guarded(panels(weight)), output((rows, out_cols), np.float32), output(out_cols, np.float32)
+    teams("gemm", x, packed, out, rows, cols, out_cols)
     assert_within(out, *product(x, weight))
+    teams("gemm_f32", x, packed, exact, rows, cols, out_cols)
+    np.testing.assert_array_equal(out.view(np.uint16), exact.astype(BF16).view(np.uint16))
+    teams("gemv_f32", packed, guarded(x[-1]), one, out_cols, cols)
+    np.testing.assert_array_equal(exact[-1].view(np.uint32), one.view(np.uint32))
 
 
 @pytest.mark.parametrize("rows, cols, out_cols", PROJECTIONS)

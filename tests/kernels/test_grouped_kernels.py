@@ -107,9 +107,12 @@ def test_products(teams, name, rows, cols):
         for r in range(count):
             teams(f"{name}_gemv", panels, guarded(x[r]), one[r], rows, cols)
         np.testing.assert_array_equal(out.view(np.uint16), one.view(np.uint16))
-    exact = output(rows, np.float32)
+    exact, together = output(rows, np.float32), output((count, rows), np.float32)
     teams(f"{name}_gemv_f32", panels, guarded(x[0]), exact, rows, cols)
     assert_product(exact, x[0], wide, rounded=False)
+    teams(f"{name}_gemm_f32", x, panels, together, count, cols, rows)
+    np.testing.assert_array_equal(together[0].view(np.uint32), exact.view(np.uint32))
+    np.testing.assert_array_equal(together.astype(BF16).view(np.uint16), out.view(np.uint16))
     np.testing.assert_array_equal(exact.astype(BF16).view(np.uint16), one[0].view(np.uint16))
 
 

@@ -20,6 +20,7 @@ from llama_npu2 import Llama, UserError, load
 from llama_npu2.artifact.plan import DECODE
 from llama_npu2.devices import Submission
 from stages.commands import diagnose as command
+from stages.engine.places import KERNELS
 from stages.graph import Build
 from stages.graph.options import parse_options
 from stages.kernels.append_kv import reference_panels, rows_of_panels
@@ -30,6 +31,7 @@ from stages.proof.diagnosis.ops import Op, ops
 from stages.proof.diagnosis.report import Report, compared
 from stages.weights.formats import formats
 from tests.conftest import ODD_WIDTHS, build, of_command_line, write_checkpoint
+from tests.pipeline.test_diagnose_faults import ARRAY, HOST, ON_GEMMA
 from tests.support.browser import Look
 from tests.support.faults import ON_ARRAY, ON_HOST, Fault, Tampered, sign
 
@@ -233,3 +235,10 @@ def test_units_in_the_last_place() -> None:
 def test_fixed_point_keeps_fifteen_bits() -> None:
     x = np.array([1.9921875, 2.0**-7, 2.0**-14 * 1.5, 0], bfloat16)
     np.testing.assert_array_equal(in_fixed_point(x), np.float32([1.9921875, 2.0**-7, 2.0**-13, 0]))
+
+
+def test_faults_are_of_the_code_as_it_is() -> None:
+    """To try the faults of `test_diagnose_faults` takes minutes. One whose text is gone would be noticed by nobody."""
+    for kernels, faults in (("cpu", HOST), ("aie2p", [*ARRAY, *ON_GEMMA])):
+        for fault in faults:
+            assert fault.old in (KERNELS / kernels / fault.file).read_text(), fault

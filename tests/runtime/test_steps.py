@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llama_npu2 import load
+from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.llama import Llama
 from llama_npu2.engine.native_steps import NativeSteps
 from llama_npu2.engine.step import Run
@@ -94,6 +95,27 @@ def test_rows_have_the_bits_of_their_sequence_alone(llm: Llama) -> None:
 def test_formats(weights: str, kv: str, artifacts: Path) -> None:
     with closing(load(build("demo", artifacts, weights=weights, kv=kv), 2)) as llm:
         compare(llm, 2)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+def test_logits_of_many_rows_are_those_of_each(weights: str, artifacts: Path) -> None:
+    """Those of more rows than are computed at once, too."""
+    with closing(load(build("demo", artifacts, weights=weights), 2)) as llm:
+        rng = random.Random(5)
+        ids = [rng.randrange(llm.manifest.model["vocab"]) for _ in range(131)]
+        expected = np.stack([llm.prefill(ids[:1]), *map(llm.decode, ids[1:])])
+        for count in (*range(1, 18), 63, 64, 65, len(ids)):
+            logits = llm.steps.step([Run(ids[:count], 0, [1, 0], count)])
+            assert logits.tobytes() == expected[:count].tobytes(), count
+        # Rows of several runs, in the order of the runs.
+        runs = [Run(ids[:90], 0, [1, 0], 30), Run(ids[:7], 0, [2], 0), Run(ids[:80], 0, [3], 70)]
+        assert llm.steps.step(runs).tobytes() == np.concatenate([expected[60:90], expected[10:80]]).tobytes()
+        llm.reset()
+        scored = llm.score(ids, 2)
+        llm.reset()
+        assert [each.logprob for each in scored] == [
+            Logprob.of(token, row, 0).logprob for token, row in zip(ids[2:], expected[1:], strict=False)
+        ]
 
 
 def test_one_row_is_a_token(llm: Llama) -> None:

@@ -64,22 +64,25 @@ class View(NamedTuple):
 WHOLE, FROM_POSITION, LAST_ROW = View(), View("pos"), View("last")
 
 PHASE_TEXT = text(
-    r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?",
-    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS or prefill@ROWS@POSITIONS",
+    r"decode(@[1-9][0-9]{0,8})?|prefill(_chunk|@[1-9][0-9]{0,6}(@[1-9][0-9]{0,8})?)?|logits@[1-9][0-9]{0,6}",
+    "decode, decode@POSITIONS, prefill, prefill_chunk, prefill@ROWS, prefill@ROWS@POSITIONS or logits@ROWS",
 )
 """Checks that a JSON value is the text of a phase."""
 
 
 class Phase(NamedTuple):
-    """Prefill or decode in one size; phases of one kind are ordered by size.
+    """Prefill, decode or logits in one size; phases of one kind are ordered by size.
 
-    As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT`.
+    As text `prefill`, `prefill_chunk`, `prefill@ROWS`, `prefill@ROWS@CONTEXT`, `decode`, `decode@CONTEXT` or
+    `logits@ROWS`.
     """
 
     kind: str
-    """`prefill`, `prefill_chunk` (a prefill without logits) or `decode`."""
+    """`prefill`, `prefill_chunk` (a prefill without logits), `decode`, or `logits` (of several rows at once, which a
+    prefill has processed)."""
     rows: int = 0
-    """The bucket of a prefill: the rows that its programs are compiled for. 0: any number of rows."""
+    """The bucket of a prefill: the rows that its programs are compiled for. 0: any number of rows. Of `logits` the most
+    rows."""
     context: int = 0
     """The context bucket: the positions of the KV cache that its programs read. 0 in a prefill with a bucket: its own
     rows, which begin at position 0."""
@@ -103,6 +106,9 @@ class Phase(NamedTuple):
 
 PREFILL, PREFILL_CHUNK, DECODE = Phase("prefill"), Phase("prefill_chunk"), Phase("decode")
 """The phases of programs that take any number of rows and positions."""
+
+LOGITS = Phase("logits")
+"""The kind of the phase that computes logits of several rows: the first ones of what the last layer has written."""
 
 
 class BufferRef(NamedTuple):

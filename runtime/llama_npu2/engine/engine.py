@@ -21,6 +21,7 @@ from llama_npu2.devices.spans import Recorder, Timer
 from llama_npu2.engine.chunks import Chunk, Chunks, decode_phase
 from llama_npu2.engine.completion import Logprob
 from llama_npu2.engine.memory import Memory, bind_calls, bind_plans, blocks_within, cache_blocks, load_programs
+from llama_npu2.engine.row_logits import RowLogits, SeveralRows, logits_phase
 from llama_npu2.engine.trace import Watch, traced_phases
 from llama_npu2.errors import REMEDY, UserError
 
@@ -100,8 +101,8 @@ class Engine:
         from llama_npu2.engine.native_steps import NativeSteps  # for the CPU alone
 
         prepared: dict[Phase, Any] = {**self._phases}
-        layers, token, head = prepared[PREFILL_CHUNK], prepared[DECODE], self._head(PREFILL)
-        return NativeSteps(self.memory, layers, head, token, self._logits, self._blocks)
+        layers, token, row_logits = prepared[PREFILL_CHUNK], prepared[DECODE], self._row_logits(PREFILL)
+        return NativeSteps(self.memory, layers, row_logits, token, self._logits, self._blocks)
 
     @cached_property
     def unaliased(self) -> tuple[Memory, dict[Phase, list[Call]]]:
@@ -223,7 +224,7 @@ class Engine:
 
         On the CPU they follow from the very logits that `prefill` of the tokens before gives, and `decode`, too; with
         buckets from those of the same chunks. The cost is a prefill of the tokens that the KV cache does not hold yet,
-        and for each token one product with the vocabulary matrix.
+        and products of their rows with the vocabulary matrix.
 
         Args:
             token_ids: a whole text, or a context and its continuation.
@@ -257,19 +258,23 @@ class Engine:
             if len(rows) == 1 and phase != PREFILL_CHUNK:
                 yield self._logits
             elif rows:
-                head = self._head(phase)
-                for row in rows:
-                    head.run(row + 1, position)
-                    yield self._logits
+                yield from self._row_logits(phase).of(rows, position)
 
-    def _head(self, phase: Phase) -> Submission:
-        """Return the calls of a prefill after its layers: final norm and LM head.
+    def _row_logits(self, phase: Phase) -> RowLogits:
+        """Return what computes the logits of the rows that a prefill has processed.
 
-        They process the last of the rows that they are given, so a run with fewer rows gives an earlier row's logits.
+        A prefill's calls after its layers are final norm and LM head. They process the last of the rows that they are
+        given, so a run with fewer rows gives an earlier row's logits.
         """
         phase = PREFILL if phase == PREFILL_CHUNK else phase
         layers = [number for number, call in enumerate(self.manifest.plans[phase]) if call.layer is not None]
-        return self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
+        last = self.device.prepare(self.calls[phase][max(layers, default=-1) + 1 :])
+        several = logits_phase(self.manifest)
+        return RowLogits(
+            last,
+            self._logits,
+            SeveralRows(self.manifest, self.memory, several, self._phases[several]) if several else None,
+        )
 
     def _cut(self, ids: list[int], chunks: Sequence[Chunk] = ()) -> Iterator[tuple[Phase, list[int]]]:
         """Yield the phases that append tokens, each with the tokens that it appends.

@@ -8,9 +8,9 @@ from itertools import accumulate
 import numpy as np
 
 from llama_npu2.artifact.plan import BLOCK_POSITIONS
-from llama_npu2.devices import Submission
 from llama_npu2.devices.cpu import CpuSubmission, Rows
 from llama_npu2.engine.memory import Memory
+from llama_npu2.engine.row_logits import RowLogits
 from llama_npu2.engine.step import Run
 
 
@@ -24,7 +24,7 @@ class NativeSteps:
         self,
         memory: Memory,
         layers: CpuSubmission,
-        head: Submission,
+        row_logits: RowLogits,
         token: CpuSubmission,
         logits: np.ndarray,
         blocks: int,
@@ -34,13 +34,13 @@ class NativeSteps:
         Args:
             memory: the engine's buffers.
             layers: processes rows up to the last layer.
-            head: computes the logits of the last of the rows that it is told of.
+            row_logits: computes the logits of these rows.
             token: processes a row, with its logits.
-            logits: f32 `[vocab]`, where `head` and `token` write them.
+            logits: f32 `[vocab]`, where `token` writes them.
             blocks: how many blocks of the caches may be used.
         """
         self.blocks = blocks
-        self._memory, self._layers, self._head, self._token = memory, layers, head, token
+        self._memory, self._layers, self._row_logits, self._token = memory, layers, row_logits, token
         self._tokens, self._logits = memory.array("tokens"), logits
 
     @property
@@ -68,9 +68,8 @@ class NativeSteps:
         self._layers.run_rows(rows)
         wanted = list(_rows_with_logits(runs))
         logits = np.empty((len(wanted), len(self._logits)), np.float32)
-        for out, row in zip(logits, wanted, strict=True):
-            self._head.run(row + 1, 0)
-            out[:] = self._logits
+        for out, computed in zip(logits, self._row_logits.of(wanted), strict=True):
+            out[:] = computed
         return logits
 
     def _placed(self, run: Run) -> Rows:

@@ -558,28 +558,51 @@ def _final_norm(d: Described) -> PartBuilder:
     return b
 
 
+def _final_norm_rows(d: Described) -> PartBuilder:
+    """Build the last RMS norm of the rows whose logits are computed, which are the first of the layers' output."""
+    b = PartBuilder()
+    args = {
+        "x": b.slot("x", ("seq", "emb"), "input", buffer="x.{turn}"),
+        "weight": _last_norm(d, b),
+        "out": b.slot("normed", ("seq", "emb"), "output", buffer=_NORMED_ROWS),
+    }
+    b.launch("rms_norm", args, rows="seq", cols="emb", **d.config.decoder.norm.scalars)
+    return b
+
+
+_NORMED_ROWS = "final_normed_rows"
+
+
 def _last_norm(d: Described, b: PartBuilder) -> str:
     return b.slot(FINAL_NORM, ("emb",), "weight", buffer=families.tensor(d.config, FINAL_NORM))
 
 
-def _vocabulary(d: Described, b: PartBuilder, x: str) -> dict[str, str]:
-    """Add the slots of the LM head, and return its arguments. Logits stay f32: rounding them to bf16 makes ties."""
+def _vocabulary(d: Described, b: PartBuilder, x: str, rows: str = "") -> dict[str, str]:
+    """Add the slots of the LM head, and return its arguments. Logits stay f32: rounding them to bf16 makes ties.
+
+    Args:
+        x: the slot of what is multiplied.
+        rows: its number of rows, if it is no single one.
+    """
     weight = b.slot(HEAD, VOCABULARY, "weight", buffer=families.tensor(d.config, HEAD))
-    buffer = "logits" if d.config.decoder.logits_scale == 1 else _UNSCALED
-    return {"x": x, "weight": weight, "out": b.slot("logits", ("vocab",), "output", format="f32", buffer=buffer)}
+    out = _logits(b, "logits", "output", rows, scaled=d.config.decoder.logits_scale == 1)
+    return {"x": x, "weight": weight, "out": out}
 
 
-_UNSCALED = "unscaled_logits"
+def _logits(b: PartBuilder, name: str, role: str, rows: str, scaled: bool) -> str:
+    """Add a slot of logits, of a row or of `rows`, as they are or before they are scaled; return its name."""
+    shape, buffer = ((rows, "vocab"), "row_logits") if rows else (("vocab",), "logits")
+    return b.slot(name, shape, role, format="f32", buffer=buffer if scaled else f"unscaled_{buffer}")
 
 
-def _scale_logits(d: Described) -> PartBuilder:
-    """Build the factor of logits."""
+def _scale_logits(d: Described, rows: str = "") -> PartBuilder:
+    """Build the factor of logits, of a row or of `rows`."""
     b = PartBuilder()
     args = {
-        "x": b.slot("unscaled", ("vocab",), "input", format="f32", buffer=_UNSCALED),
-        "out": b.slot("logits", ("vocab",), "output", format="f32"),
+        "x": _logits(b, "unscaled", "input", rows, scaled=False),
+        "out": _logits(b, "logits", "output", rows, scaled=True),
     }
-    b.launch("scale", args, cols="vocab", scale=d.config.decoder.logits_scale)
+    b.launch("scale", args, rows=rows or 1, cols="vocab", scale=d.config.decoder.logits_scale)
     return b
 
 
@@ -588,6 +611,14 @@ def _lm_head(d: Described, kernel: str) -> PartBuilder:
     b = PartBuilder()
     x = b.slot("x", ("emb",), "input", buffer="final_normed")
     b.launch(kernel, _vocabulary(d, b, x), out_cols="vocab", cols="emb")
+    return b
+
+
+def _lm_head_gemm(d: Described) -> PartBuilder:
+    """Build the LM head of several normed rows."""
+    b = PartBuilder()
+    x = b.slot("x", ("seq", "emb"), "input", buffer=_NORMED_ROWS)
+    b.launch("gemm_f32", _vocabulary(d, b, x, rows="seq"), rows="seq", cols="emb", out_cols="vocab")
     return b
 
 
@@ -602,8 +633,8 @@ def _norm_lm_head(d: Described) -> PartBuilder:
 
 Build = Callable[[Described], PartBuilder]
 
-SCALE_LOGITS = "scale_logits"
-"""The last part of models whose logits have a factor."""
+SCALE_LOGITS, SCALE_LOGITS_ROWS = "scale_logits", "scale_logits_rows"
+"""The last part of models whose logits have a factor: for a row, and for several."""
 
 BUILDERS: dict[str, Build] = {
     "embed_tokens": lambda d: _embed(d, "embed"),
@@ -630,6 +661,9 @@ BUILDERS: dict[str, Build] = {
     "lm_head_gemv": lambda d: _lm_head(d, "gemv_f32"),
     "norm_lm_head": _norm_lm_head,
     SCALE_LOGITS: _scale_logits,
+    "final_norm_rows": _final_norm_rows,
+    "lm_head_gemm": _lm_head_gemm,
+    SCALE_LOGITS_ROWS: lambda d: _scale_logits(d, rows="seq"),
     # On the host, if the vocabulary matrix is in the layout for the array.
     "lm_head_rows": lambda d: _lm_head(d, "gemv_rows_f32"),
 }

@@ -636,7 +636,7 @@ _ERROR_BOUNDS: Mapping[str, Callable[[Case], tuple[ErrorBound, ...]]] = {
     **dict.fromkeys(("gemm", "gemv", "gemm_kv", "norm_gemv"), _bound_product),
     **dict.fromkeys(("gemm_add", "gemv_add"), _bound_residual),
     **dict.fromkeys(("gemm_silu", "gemv_silu"), _bound_two_products),
-    **dict.fromkeys(("gemv_f32", "gemv_rows_f32", "norm_gemv_f32"), _bound_sums),
+    **dict.fromkeys(("gemm_f32", "gemv_f32", "gemv_rows_f32", "norm_gemv_f32"), _bound_sums),
     **dict.fromkeys(("rope", "rope_kv"), _bound_rotation),
     **dict.fromkeys(("flash_attention", "flash_attention_panels"), _bound_attention),
     **dict.fromkeys(("decode_attention_kv", "decode_attention_panels"), _bound_attention),

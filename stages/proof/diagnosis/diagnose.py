@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llama_npu2 import Llama, UserError, load
+from llama_npu2.artifact.plan import PREFILL
 from llama_npu2.artifact.storage import File
 from llama_npu2.engine.chunks import Chunk
 from stages.engine.objects import listed_objects
@@ -86,7 +87,7 @@ def _prompts_for_every_phase(llm: Llama) -> Iterator[tuple[int, list[Chunk]]]:
     if not llm.buckets:
         yield min(len(llm.memory.array("tokens")) + 1, longest), []
     for phase in llm.manifest.plans:
-        if rows := phase.rows:
+        if rows := phase.rows if phase.kind == PREFILL.kind else 0:
             start = phase.positions - rows
             first = Chunk(phase._replace(context=0), 0, min(rows, longest))
             later = [Chunk(phase, min(rows, start), min(rows + min(rows, start), longest))] if start else []

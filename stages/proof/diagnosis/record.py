@@ -12,6 +12,7 @@ from ml_dtypes import bfloat16
 from llama_npu2 import Llama
 from llama_npu2.artifact.plan import FROM_POSITION, Phase
 from llama_npu2.engine.chunks import Chunk
+from llama_npu2.engine.row_logits import logits_phase
 from llama_npu2.engine.trace import TracedCall
 from stages.kernels import HOST_SET, Arg
 from stages.kernels.append_kv import rows_of_panels
@@ -137,7 +138,7 @@ class Recorder:
 
 
 def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chunks: Sequence[Chunk] = ()) -> list[int]:
-    """Run and record a prompt, and decode `tokens` tokens after it greedily.
+    """Run and record a prompt, decode `tokens` tokens after it greedily, and compute the logits of all of that at once.
 
     Caches hold stale bytes before, except on an NPU, whose caches the host does not write: there an earlier run's rows
     stay.
@@ -161,6 +162,8 @@ def record(llm: Llama, recorder: Recorder, ids: Sequence[int], tokens: int, chun
         for _ in range(tokens):
             text.append(int(np.argmax(logits)))
             logits = llm.decode(text[-1])
+        if logits_phase(llm.manifest) and len(text) > 2:
+            llm.score(text)
     return text
 
 

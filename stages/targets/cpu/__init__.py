@@ -5,6 +5,7 @@ Each device part is a program of its own, which fuses its launches where the hos
 
 from stages.model.decoder import Attention, ShortConv
 from stages.model.grouping import Chain, Group, Grouping
+from stages.model.parts.builders import SCALE_LOGITS_ROWS
 from stages.targets import Target
 from stages.targets.cpu.toolchain import host_system, need_host_compiler
 
@@ -17,7 +18,16 @@ _TOKEN = {
     Attention.kind: ("rms_gemv_rope", "decode_attn_panels", "o_gemv_ffn"),
     ShortConv.kind: ("rms_gemv_conv", "o_gemv_ffn"),
 }
-_DEVICE = (*_PROMPT[Attention.kind], "rms_gemv_rope", "rms_gemm_conv", "rms_gemv_conv", "o_gemv_ffn", "lm_head_gemv")
+_ROW_LOGITS = Chain((), dict.fromkeys(_PROMPT, ()), ("final_norm_rows", "lm_head_gemm"), scale=SCALE_LOGITS_ROWS)
+_DEVICE = (
+    *_PROMPT[Attention.kind],
+    "rms_gemv_rope",
+    "rms_gemm_conv",
+    "rms_gemv_conv",
+    "o_gemv_ffn",
+    "lm_head_gemv",
+    "lm_head_gemm",
+)
 
 TARGET = Target(
     name="cpu",
@@ -29,6 +39,7 @@ TARGET = Target(
             Chain(_START, _PROMPT, _END),
             Chain(_START, _TOKEN, _END),
             tuple(Group(name, (name,)) for name in _DEVICE),
+            row_logits=_ROW_LOGITS,
         )
     },
     default_grouping="separate",
